@@ -1,0 +1,51 @@
+"""The command line that every training job shares: --config FILE, key=value overrides, --dry-run, --help."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qurl_ray.config.load import describe, load_config
+from qurl_ray.config.models import RunConfig
+from qurl_ray.errors import ConfigError, QurlError
+
+
+def settings_help() -> str:
+    """Every setting with its default, written from the models."""
+    lines = []
+    for key, default, text in describe():
+        lines.append(f"{key} = {default}  {text}" if default else f"\b\n[{key}] {text}")
+    return "\n\n".join(lines)
+
+
+def training_app(algorithm: str, train: Callable[[RunConfig, bool], int]) -> typer.Typer:
+    """A command that reads a config whose algorithm is `algorithm` and calls `train(config, dry_run)`.
+
+    `train` returns the exit status. Errors that qurl_ray raises on purpose are printed without a traceback.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+    @app.command(epilog="Settings (section.key = default):\n\n" + settings_help())
+    def main(
+        overrides: Annotated[
+            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
+        ] = None,
+        config: Annotated[
+            Path | None, typer.Option(help="YAML file with the run's settings; defaults if absent.")
+        ] = None,
+        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print and save the settings; stop.")] = False,
+    ) -> None:
+        try:
+            settings = load_config(config, [f"algorithm.type={algorithm}", *(overrides or [])] if not config else overrides or [])
+            if settings.algorithm.type != algorithm:
+                raise ConfigError(
+                    f"{config} sets algorithm.type={settings.algorithm.type}; run it with jobs/qurl_{settings.algorithm.type}.py"
+                )
+            status = train(settings, dry_run)
+        except QurlError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        raise typer.Exit(status)
+
+    return app

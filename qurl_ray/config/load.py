@@ -1,0 +1,119 @@
+"""From a YAML file and `key.sub=value` overrides to a RunConfig, with errors that name the way out."""
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from qurl_ray.config.models import RunConfig
+from qurl_ray.errors import ConfigError
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path` (defaults if None), apply overrides in order, validate.
+
+    Raises:
+        ConfigError: the file is missing or no mapping, an override is no `key=value`, a key is unknown (the nearest
+            one is named), or a value has the wrong type.
+    """
+    settings = _read(path) if path else {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        _assign(settings, key.split("."), _parse(value, override))
+    try:
+        return RunConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, str(path) if path else "settings")) from None
+
+
+def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
+    """Make `output_dir` absolute: Ray moves train workers and submitted jobs to temporary folders.
+
+    Args:
+        submitted: the driver runs as a Ray job, in a copy of the working directory that is deleted afterwards.
+    """
+    folder = config.output_dir or os.environ.get("QURL_RUNS") or ("~/qurl-runs" if submitted else "runs")
+    return config.model_copy(update={"output_dir": Path(folder).expanduser().resolve()})
+
+
+def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default, help) of every setting, for --help and the reference in docs/."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        unions = _sections(field.annotation)
+        if not unions:
+            default = "required" if field.is_required() else _show(field.get_default(call_default_factory=True))
+            yield key, default, " ".join((field.description or "").split())
+            continue
+        for member in unions:
+            label = f"{key}.type={member.model_fields['type'].default}" if len(unions) > 1 else key
+            yield label, "", " ".join((member.__doc__ or "").split())
+            for row in describe(member, f"{key}."):
+                if row[0] != f"{key}.type":
+                    yield row
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        nearest = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+        raise ConfigError(f"config file {path} does not exist{hint}")
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} holds {type(settings).__name__}, expected a mapping of sections")
+    return settings
+
+
+def _parse(value: str, override: str) -> Any:
+    try:
+        return yaml.safe_load(value) if value else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
+
+
+def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
+    *sections, last = keys
+    for done, section in enumerate(sections):
+        settings = settings.setdefault(section, {})
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{'.'.join(keys[: done + 1])} is a value, not a section: cannot set {'.'.join(keys)}")
+    settings[last] = value
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a field may hold: [] for plain values, several for a union."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    members = get_args(annotation) or (annotation,)
+    return [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
+
+
+def _show(value: Any) -> str:
+    return "none set" if value is None else str(value) if not isinstance(value, str) else value or '""'
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    """One line per fault: where it is, what was given, what would be right."""
+    return "\n".join(f"{source}: {_fault(item)}" for item in error.errors())
+
+
+def _fault(item: Any) -> str:
+    path = [str(part) for part in item["loc"]]
+    if item["type"] == "extra_forbidden":
+        keys = {key.split(".type=")[0] for key, _, _ in describe()}
+        # pydantic puts the union's tag into the path: task.arithmetic.digits
+        key = ".".join(p for i, p in enumerate(path) if ".".join(path[:i] + [p]) in keys or i in (0, len(path) - 1))
+        nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+        return f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+    where = ".".join(path) or "config"
+    given = "" if isinstance(item["input"], dict | BaseModel) else f" (got {item['input']!r})"
+    return f"{where}: {item['msg'].removeprefix('Value error, ')}{given}"

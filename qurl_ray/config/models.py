@@ -1,0 +1,376 @@
+"""The settings of a run. Class defaults are vetted; the text under a field is its help.
+
+Every section is frozen and rejects unknown keys. Units are in the names. The layers below get
+values from here, never a section itself, except where a section is their whole argument.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Format = Literal["none", "int8", "int4"]
+
+
+def _with_default_types(settings: Any, defaults: dict[str, str]) -> Any:
+    """Let `task: {max_operand: 9}` mean the default type of task."""
+    if not isinstance(settings, dict):
+        return settings
+    filled = dict(settings)
+    for key, default in defaults.items():
+        if isinstance(filled.get(key), dict):
+            filled[key] = {"type": default, **filled[key]}
+    return filled
+
+
+class Section(BaseModel):
+    """A group of settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+# --- model ---------------------------------------------------------------------------------------
+
+
+class TinyModel(Section):
+    """A small Qwen2-architecture policy with a character-level tokenizer, made on this machine."""
+
+    type: Literal["tiny"] = "tiny"
+    hidden_size: int = Field(256, ge=64)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    intermediate_size: int = Field(512, ge=64)
+    max_length: int = Field(64, ge=8)
+    """Context: prompt and answer together, in tokens."""
+    cold_start: bool = True
+    """Teach the task by supervised learning first, until `cold_start_accuracy`; False leaves random weights."""
+    cold_start_accuracy: float = Field(0.36, gt=0, lt=1)
+    """Greedy accuracy, on problems held out from the cold start, at which it stops."""
+    cold_start_steps: int = Field(3000, ge=1)
+    """At most this many supervised steps; not reaching the accuracy by then is an error."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "TinyModel":
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise ValueError("hidden_size must be a multiple of heads, and heads a multiple of kv_heads")
+        return self
+
+
+class PretrainedModel(Section):
+    """A causal language model from a local folder or the Hugging Face hub."""
+
+    type: Literal["pretrained"] = "pretrained"
+    path: str
+    """Folder, or hub id such as HuggingFaceTB/SmolLM2-135M-Instruct."""
+    max_length: int | None = Field(None, ge=8)
+    """Context to use, in tokens; the model's own if absent."""
+
+
+ModelConfig = Annotated[TinyModel | PretrainedModel, Field(discriminator="type")]
+
+# --- task ----------------------------------------------------------------------------------------
+
+
+class TaskBase(Section):
+    reward: str | None = None
+    """Judge answers with `package.module:function(answer: str, problem: Problem) -> float` instead of the task's own."""
+    reward_timeout_s: float = Field(5.0, gt=0)
+    """Deadline for one answer. The process that judges it is killed at the deadline, and the reward is 0."""
+    verifiers: int = Field(1, ge=1)
+    """Processes that judge answers."""
+    template: str = "{prompt}"
+    """Text around a problem's prompt, when the tokenizer has no chat template or `chat` is off."""
+    chat: bool = False
+    """Wrap the prompt with the tokenizer's chat template."""
+
+
+class ArithmeticTask(TaskBase):
+    """Sums (or differences, products) generated from a seed; training and held-out problems never meet."""
+
+    type: Literal["arithmetic"] = "arithmetic"
+    operators: str = "+"
+    """Any of + - *, drawn evenly."""
+    min_operand: int = Field(0, ge=0)
+    max_operand: int = Field(99, ge=1)
+    held_out_share: float = Field(0.2, gt=0, lt=1)
+    """Share of all problems kept for evaluation."""
+    seed: int = 0
+
+
+class ReasoningGymTask(TaskBase):
+    """Any reasoning-gym data set by name, judged by its own scorer."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str
+    """Name of the data set, such as chain_sum or leg_counting."""
+    params: dict[str, Any] = {}
+    """Settings of the data set itself."""
+    train_size: int = Field(10_000, ge=1)
+    held_out_size: int = Field(500, ge=1)
+    seed: int = 0
+
+
+class DatasetTask(TaskBase):
+    """Prompts and answers from a local .jsonl/.parquet file or a Hugging Face data set, judged by math-verify."""
+
+    type: Literal["dataset"] = "dataset"
+    path: str
+    """Local file, or hub id."""
+    name: str | None = None
+    """Configuration of a hub data set, such as `main` for openai/gsm8k."""
+    split: str = "train"
+    held_out_path: str | None = None
+    """Local file or hub id of the held-out problems; the last `held_out_share` of `path` if absent."""
+    held_out_split: str = "test"
+    held_out_share: float = Field(0.1, gt=0, lt=1)
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+
+
+TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask, Field(discriminator="type")]
+
+# --- rollout and quantization --------------------------------------------------------------------
+
+
+class RolloutConfig(Section):
+    """The fleet that generates."""
+
+    quantization: Format = "int8"
+    """Format of the block linears during rollouts; `none` is full precision."""
+    engine: Literal["torch"] = "torch"
+    workers: int = Field(1, ge=1)
+    prompts_per_step: int = Field(64, ge=1)
+    samples_per_prompt: int = Field(8, ge=1)
+    max_new_tokens: int = Field(8, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 the engine's log-probs are of the truncated distribution, which the learner does not see: for evaluation."""
+    top_k: int = Field(0, ge=0)
+    """0 keeps the whole vocabulary; else see top_p."""
+    ignore_eos: bool = False
+    """Generate exactly max_new_tokens, for benchmarks."""
+    slots: int = Field(512, ge=1)
+    """Sequences that a worker decodes at a time; further requests wait for a free slot."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of a worker; all cores divided by the workers if absent."""
+    gpus_per_worker: float = Field(0, ge=0)
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline for the rollouts of one step."""
+    start_timeout_s: float = Field(180.0, gt=0)
+    """Deadline for placing and starting the workers."""
+
+
+class QuantizationConfig(Section):
+    """How weights become codes."""
+
+    kernel: Literal["auto", "emulation"] = "auto"
+    """`auto` takes the device's integer kernel where there is one; `emulation` computes the reference in float32."""
+    keep: tuple[str, ...] = (r"(^|\.)lm_head\.", r"(^|\.)embed_tokens\.")
+    """Regular expressions (re.search) of linears that stay in full precision. The only list: learner, engines and
+    sync read this one."""
+    uaq_scale: float = Field(1.0, ge=1)
+    """s of update-aware quantization: linears fed by a norm are divided by s, the norm's gain multiplied. 1 is off."""
+    uaq_layers: Literal["qkv", "qkv+mlp"] = "qkv+mlp"
+
+
+# --- algorithm -----------------------------------------------------------------------------------
+
+
+class ACR(Section):
+    """QuRL's adaptive clipping range: truncated weights, and an upper clip bound that grows with rho/C."""
+
+    type: Literal["acr"] = "acr"
+    is_cap: float = Field(2.0, ge=1)
+    """C: importance weights proximal/behavior above this are truncated."""
+
+
+class TIS(Section):
+    """Truncated importance sampling (FlashRL)."""
+
+    type: Literal["tis"] = "tis"
+    is_cap: float = Field(2.0, ge=1)
+    """C: importance weights proximal/behavior above this are truncated."""
+
+
+class Ignore(Section):
+    """No correction: the mismatch between engine and learner is left alone."""
+
+    type: Literal["ignore"] = "ignore"
+
+
+Correction = Annotated[ACR | TIS | Ignore, Field(discriminator="type")]
+
+
+class Algorithm(Section):
+    correction: Correction = ACR()
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound c of -c*A for negative advantages; absent is unbounded, as published."""
+    updates_per_rollout: int = Field(4, ge=1)
+    """Mini-batch updates made from the rollouts of one step. With 1, ACR equals TIS."""
+    normalize_by_std: bool = True
+    """Divide group-centred rewards by the group's standard deviation; False is Dr. GRPO."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_types(cls, settings: Any) -> Any:
+        return _with_default_types(settings, {"correction": "acr"})
+
+
+class DAPO(Algorithm):
+    """DAPO: clip-higher, dynamic sampling, token mean over the global batch, soft overlong penalty."""
+
+    type: Literal["dapo"] = "dapo"
+    clip_high: float = Field(0.28, gt=0)
+    loss_mean: Literal["token", "sequence"] = "token"
+    dynamic_sampling: bool = True
+    """Drop groups whose rewards are all equal and draw new prompts in their place."""
+    max_refill_rounds: int = Field(10, ge=1)
+    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
+
+
+class GRPO(Algorithm):
+    """GRPO: symmetric clip, mean per sequence, every group kept."""
+
+    type: Literal["grpo"] = "grpo"
+    loss_mean: Literal["token", "sequence"] = "sequence"
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and draw new prompts in their place."""
+    max_refill_rounds: int = Field(10, ge=1)
+    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
+
+
+AlgorithmConfig = Annotated[DAPO | GRPO, Field(discriminator="type")]
+
+# --- learner, sync, tracking, evaluation ---------------------------------------------------------
+
+
+class LearnerConfig(Section):
+    """The full-precision side."""
+
+    backend: Literal["torch"] = "torch"
+    workers: int = Field(1, ge=1)
+    lr: float = Field(1e-6, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Updates over which the learning rate rises linearly."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    """Bound on the global norm of the gradient."""
+    tokens_per_micro_batch: int = Field(16_384, ge=1)
+    """Tokens, padding included, of one forward and backward pass."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of a rank; all cores divided by the workers if absent."""
+    gpus_per_worker: float = Field(0, ge=0)
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline for collectives and for starting the ranks."""
+
+
+class SyncConfig(Section):
+    """Weight transfer from learner to engines."""
+
+    timeout_s: float = Field(120.0, gt=0)
+    """Deadline for every engine to load and verify one version."""
+
+
+class TrackingConfig(Section):
+    """Where numbers go. metrics.jsonl is always written."""
+
+    mlflow: bool = True
+    mlflow_uri: str | None = None
+    """Tracking server or database; sqlite in the output folder if absent."""
+    experiment: str = "qurl-ray"
+    console: Literal["auto", "table", "plain", "none"] = "auto"
+    """`auto` is a live table on a terminal and plain lines elsewhere."""
+    samples_per_step: int = Field(2, ge=0)
+    """Rollouts kept as text per step, in samples.jsonl."""
+
+
+class EvaluationConfig(Section):
+    """Held-out accuracy."""
+
+    problems: int = Field(500, ge=1)
+    """Held-out problems, greedy."""
+    every: int = Field(0, ge=0)
+    """Also evaluate the quantized policy every so many steps; 0 is only before and after."""
+
+
+class CheckpointConfig(Section):
+    """Snapshots of the policy while it trains; the final one is always kept under policy/."""
+
+    every: int = Field(0, ge=0)
+    """Save every so many steps; 0 is only at the end."""
+    keep: int = Field(2, ge=1)
+    """How many of the latest to keep."""
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder under output_dir, and name of the MLflow run."""
+    seed: int = 0
+    steps: int = Field(100, ge=1)
+    """Rollout-and-learn steps."""
+    output_dir: Path | None = None
+    """Where run folders go; $QURL_RUNS, or ~/qurl-runs for submitted jobs, or ./runs if absent."""
+    model: ModelConfig = TinyModel()
+    task: TaskConfig = ArithmeticTask()
+    rollout: RolloutConfig = RolloutConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
+    algorithm: AlgorithmConfig = DAPO()
+    learner: LearnerConfig = LearnerConfig()
+    sync: SyncConfig = SyncConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_types(cls, settings: Any) -> Any:
+        return _with_default_types(settings, {"model": "tiny", "task": "arithmetic", "algorithm": "dapo"})
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "RunConfig":
+        rollout, algorithm = self.rollout, self.algorithm
+        if rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt is 1: {algorithm.type} compares the samples of a prompt with each other, "
+                "so a group of one has no advantage; use at least 2"
+            )
+        if algorithm.updates_per_rollout > rollout.prompts_per_step:
+            raise ValueError(
+                f"algorithm.updates_per_rollout ({algorithm.updates_per_rollout}) exceeds rollout.prompts_per_step "
+                f"({rollout.prompts_per_step}): a mini-batch holds whole groups"
+            )
+        if algorithm.overlong_buffer > rollout.max_new_tokens:
+            raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
+        if self.rollout.quantization == "none" and self.quantization.uaq_scale != 1.0:
+            raise ValueError(
+                "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
+            )
+        return self
+
+    def no_effect(self) -> list[str]:
+        """Settings that this combination makes idle, one sentence each; a run announces them at its start."""
+        found = []
+        correction = self.algorithm.correction.type
+        if correction == "acr" and self.algorithm.updates_per_rollout == 1:
+            found.append("ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1")
+        if correction != "ignore" and self.rollout.quantization == "none":
+            found.append(f"{correction} has almost nothing to correct with full-precision rollouts")
+        if self.rollout.top_p < 1 or self.rollout.top_k:
+            found.append(
+                "top_p/top_k truncate the engine's distribution but not the learner's: importance weights carry the gap"
+            )
+        return found

@@ -1,0 +1,48 @@
+"""Every error that qurl_ray raises on purpose.
+
+QurlError
+├── ConfigError          a setting is missing, unknown or contradicts another   (never retried)
+├── DataError            a task, data set or prompt cannot be used              (never retried)
+├── RewardError          a reward function cannot be used                       (never retried)
+├── QuantizationError    a weight or model cannot be quantized                  (never retried)
+├── SyncError            weights arrived damaged, incomplete or out of date     (never generated from)
+├── EngineError          an engine failed while sampling
+│   └── StaleWeights     an engine does not hold the weights that were asked for
+└── DeadlineExceeded     something was waited for longer than its deadline
+"""
+
+
+class QurlError(Exception):
+    """Catch this to catch them all."""
+
+
+class ConfigError(QurlError, ValueError):
+    """A setting is missing, unknown or contradicts another."""
+
+
+class DataError(QurlError, ValueError):
+    """A task, data set or prompt cannot be used."""
+
+
+class RewardError(QurlError, ValueError):
+    """A reward function cannot be found or cannot be used."""
+
+
+class QuantizationError(QurlError, ValueError):
+    """A weight cannot be quantized, or a model has nothing to quantize."""
+
+
+class SyncError(QurlError, RuntimeError):
+    """Weights arrived damaged, incomplete or out of date; nothing is generated from them."""
+
+
+class EngineError(QurlError, RuntimeError):
+    """An engine failed while sampling."""
+
+
+class StaleWeights(EngineError):
+    """An engine does not hold the weights that were asked for."""
+
+
+class DeadlineExceeded(QurlError, TimeoutError):
+    """Something was waited for longer than its deadline; the message names it."""
