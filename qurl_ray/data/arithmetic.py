@@ -1,0 +1,84 @@
+"""Sums, differences and products: every problem there is, shuffled, then cut in two."""
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+
+from qurl_ray.config.models import ArithmeticTask
+from qurl_ray.data.split import Split
+from qurl_ray.errors import DataError
+from qurl_ray.types import Problem
+
+_OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+_MOST = 1_000_000  # problems kept; of larger sets a uniform sample
+
+
+class ArithmeticProblems(Sequence[Problem]):
+    """Problems kept as numbers (24 bytes each) and written out when asked for."""
+
+    def __init__(self, rows: np.ndarray, *, operators: str, prefix: str) -> None:
+        """rows: int64 [problems, 3] of operator index, left and right operand."""
+        self._rows = rows
+        self._operators = operators
+        self._prefix = prefix
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(len(self))[index]]
+        position = range(len(self))[index]
+        operator, left, right = (int(value) for value in self._rows[position])
+        symbol = self._operators[operator]
+        return Problem(
+            uid=f"{self._prefix}-{position}",
+            prompt=f"{left}{symbol}{right}=",
+            answer=str(_OPERATORS[symbol](left, right)),
+        )
+
+
+def arithmetic_split(task: ArithmeticTask) -> Split:
+    """The first `held_out_share` of the shuffled problems is held out, the rest is for training.
+
+    Raises:
+        DataError: unknown operator, empty range of operands, or fewer than two problems.
+    """
+    operators = _operators(task.operators)
+    if task.min_operand > task.max_operand:
+        raise DataError(f"task.min_operand ({task.min_operand}) exceeds task.max_operand ({task.max_operand})")
+    if task.max_operand >= 2**62:
+        raise DataError(f"task.max_operand is {task.max_operand}; operands must be below 2**62")
+    rows = _draw(len(operators), task.min_operand, task.max_operand, np.random.default_rng(task.seed % 2**64))
+    if len(rows) < 2:
+        raise DataError("the arithmetic task has one problem only, so none can be held out; raise task.max_operand")
+    cut = min(max(round(len(rows) * task.held_out_share), 1), len(rows) - 1)
+    return Split(
+        train=ArithmeticProblems(rows[cut:], operators=operators, prefix="train"),
+        held_out=ArithmeticProblems(rows[:cut], operators=operators, prefix="held_out"),
+    )
+
+
+def _operators(text: str) -> str:
+    unknown = sorted(set(text) - set(_OPERATORS))
+    if unknown or not text:
+        raise DataError(f"task.operators is {text!r}; it takes one or more of {' '.join(_OPERATORS)}")
+    return "".join(dict.fromkeys(text))
+
+
+def _draw(operators: int, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 [problems, 3], distinct rows in random order: all there are, or a uniform sample of _MOST."""
+    span = high - low + 1
+    total = operators * span * span
+    if total <= 4 * _MOST:
+        which, operands = np.divmod(rng.permutation(total)[:_MOST], span * span)
+        return np.stack([which, low + operands // span, low + operands % span], axis=1)
+    # Too many to list. Of 2 * _MOST draws from at least 4 * _MOST, about 1.57 * _MOST are distinct.
+    left, right = (rng.integers(low, high, size=2 * _MOST, endpoint=True) for _ in range(2))
+    rows = np.stack([rng.integers(operators, size=2 * _MOST), left, right], axis=1)
+    return rng.permutation(np.unique(rows, axis=0))[:_MOST]

@@ -1,0 +1,149 @@
+"""Problems from a local .jsonl or .parquet file, or from a Hugging Face data set."""
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qurl_ray.config.models import DatasetTask
+from qurl_ray.data.split import Split, disjoint
+from qurl_ray.errors import DataError
+from qurl_ray.types import Problem
+
+_SUFFIXES = (".jsonl", ".parquet")
+
+Rows = list[tuple[Any, Any]]
+"""(prompt, answer) as the source has them."""
+
+
+def dataset_split(task: DatasetTask) -> Split:
+    """Held-out problems come from held_out_path, or are the last held_out_share of the rows.
+
+    Rows with an empty prompt or answer are skipped and counted.
+
+    Raises:
+        DataError: the source is missing, unreadable or empty, or lacks a column.
+    """
+    rows, notes = _usable(_read(task, task.path, task.split), source=task.path)
+    if task.held_out_path is None:
+        train_rows, held_out_rows = _cut(rows, task)
+    else:
+        held_out = _usable(_read(task, task.held_out_path, task.held_out_split), source=task.held_out_path)
+        train_rows, held_out_rows, notes = rows, held_out[0], notes + held_out[1]
+    split = disjoint(_problems(train_rows, "train"), _problems(held_out_rows, "held_out"), source=task.path)
+    return split._replace(notes=notes + split.notes)
+
+
+def _cut(rows: Rows, task: DatasetTask) -> tuple[Rows, Rows]:
+    if len(rows) < 2:
+        raise DataError(f"{task.path} has one usable row only, so none can be held out; set task.held_out_path")
+    cut = len(rows) - min(max(round(len(rows) * task.held_out_share), 1), len(rows) - 1)
+    return rows[:cut], rows[cut:]
+
+
+def _problems(rows: Rows, prefix: str) -> list[Problem]:
+    return [
+        Problem(uid=f"{prefix}-{index}", prompt=str(prompt), answer=str(answer))
+        for index, (prompt, answer) in enumerate(rows)
+    ]
+
+
+def _usable(rows: Rows, *, source: str) -> tuple[Rows, tuple[str, ...]]:
+    """Rows with a prompt and an answer, and a note on how many lack one."""
+    if not rows:
+        raise DataError(f"{source} is empty")
+    kept = [row for row in rows if all(_has_text(value, source) for value in row)]
+    if not kept:
+        raise DataError(f"{source}: each of the {len(rows)} rows has an empty prompt or answer")
+    skipped = len(rows) - len(kept)
+    return kept, (f"{source}: {skipped} of {len(rows)} rows skipped, prompt or answer empty",) if skipped else ()
+
+
+def _has_text(value: Any, source: str) -> bool:
+    if value is None:
+        return False
+    if not isinstance(value, str | int | float):
+        raise DataError(f"{source}: a prompt or answer is {type(value).__name__}, expected text or a number")
+    return bool(str(value).strip())
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _read(task: DatasetTask, source: str, split: str) -> Rows:
+    columns = (task.prompt_column, task.answer_column)
+    path = Path(source).expanduser()
+    if path.is_file() or path.suffix in _SUFFIXES:
+        return _read_file(path, columns)
+    return _read_hub(source, task.name, split, columns)
+
+
+def _read_file(path: Path, columns: tuple[str, str]) -> Rows:
+    if not path.is_file():
+        raise DataError(f"no such file: {path.absolute()}")
+    if path.suffix == ".parquet":
+        return _read_parquet(path, columns)
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path, columns)
+    raise DataError(f"{path}: task.path takes files ending in {' or '.join(_SUFFIXES)}")
+
+
+def _read_jsonl(path: Path, columns: tuple[str, str]) -> Rows:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(_row(line, columns, where=f"{path}, line {number}"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    return rows
+
+
+def _row(line: str, columns: tuple[str, str], *, where: str) -> tuple[Any, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object, got {type(record).__name__}")
+    _check_columns(columns, list(record), source=where)
+    return record[columns[0]], record[columns[1]]
+
+
+def _read_parquet(path: Path, columns: tuple[str, str]) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        _check_columns(columns, pyarrow.parquet.read_schema(path).names, source=str(path))
+        table = pyarrow.parquet.read_table(path, columns=list(dict.fromkeys(columns)))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
+    return list(zip(*(table.column(column).to_pylist() for column in columns), strict=True))
+
+
+def _read_hub(source: str, name: str | None, split: str, columns: tuple[str, str]) -> Rows:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(source, name, split=split)
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        raise DataError(
+            f"{source} is no local file, and loading it (configuration {name}, split {split}) from the Hugging Face "
+            f"hub failed: {type(error).__name__}: {error}. Offline, download it first and give the file's path"
+        ) from error
+    _check_columns(columns, table.column_names, source=source)
+    return list(zip(*(table[column] for column in columns), strict=True))
+
+
+def _check_columns(columns: Iterable[str], present: Sequence[str], *, source: str) -> None:
+    for column in columns:
+        if column not in present:
+            nearest = difflib.get_close_matches(column, present, n=1)
+            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+            raise DataError(
+                f"{source} has no column {column!r}{hint}; it has {', '.join(present) or 'none'}. "
+                "task.prompt_column and task.answer_column name the columns"
+            )

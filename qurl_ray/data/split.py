@@ -1,0 +1,34 @@
+"""Training and held-out problems that never meet."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from qurl_ray.errors import DataError
+from qurl_ray.types import Problem
+
+
+class Split(NamedTuple):
+    """What a source of problems gives."""
+
+    train: Sequence[Problem]
+    held_out: Sequence[Problem]
+    notes: tuple[str, ...] = ()
+    """What was left out, one sentence each."""
+
+
+def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, source: str) -> Split:
+    """Training problems whose prompt is held out too are left out, and counted.
+
+    The training side gives way: it is the larger one, and accuracy needs a fixed number of held-out problems.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    everything = list(candidates)
+    prompts = {problem.prompt for problem in held_out}
+    train = [problem for problem in everything if problem.prompt not in prompts]
+    if not train:
+        raise DataError(f"{source}: every training prompt is held out as well, so none is left to train on")
+    left_out = len(everything) - len(train)
+    notes = (f"{source}: {left_out} training prompts left out because they are held out",) if left_out else ()
+    return Split(train, held_out, notes)

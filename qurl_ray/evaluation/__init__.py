@@ -1,0 +1,1 @@
+"""How good a policy is: greedy accuracy, avg@k and pass@k, with intervals."""

@@ -1,0 +1,1 @@
+"""The full-precision side: batches, backends, updates."""

@@ -1,0 +1,97 @@
+"""From judged samples to what each rank computes: mini-batches, shares, micro-batches. Decided once, for all ranks.
+
+All lengths are known where this runs, so the number of micro-batches is agreed on without any communication.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from qurl_ray.rl.objective import Denominators
+from qurl_ray.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """One rank's part of one update."""
+
+    micro_batches: list[list[Trajectory]]
+    """As many on every rank; some may be empty."""
+    denominators: Denominators
+    """Of the whole update, all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """A micro-batch as padded tensors; B may be 0."""
+
+    token_ids_BT: torch.Tensor  # int64
+    mask_BT: torch.Tensor  # bool, True on answers
+    behavior_BT: torch.Tensor  # float32, 0 where masked
+    advantages_B: torch.Tensor  # float32
+
+
+def plan(
+    groups: Sequence[Sequence[Trajectory]], *, updates: int, ranks: int, token_budget: int, seed: int
+) -> list[list[MiniBatch]]:
+    """[rank][update]: whole groups shuffled into `updates` mini-batches, each shared out by tokens.
+
+    Args:
+        groups: samples of one prompt each; at least one group.
+        token_budget: bound on count · longest of a micro-batch (a single longer sequence is a micro-batch alone).
+    """
+    order = np.random.default_rng(seed).permutation(len(groups))
+    by_rank: list[list[MiniBatch]] = [[] for _ in range(ranks)]
+    for chosen in np.array_split(order, min(updates, len(groups))):
+        samples = [sample for index in chosen for sample in groups[index]]
+        denominators = Denominators(tokens=sum(len(s.token_ids) for s in samples), sequences=len(samples))
+        shares = [micro_batches(share, token_budget) for share in balance(samples, ranks)]
+        most = max(len(share) for share in shares)
+        for rank, share in enumerate(shares):
+            padded = share + [[] for _ in range(most - len(share))]
+            by_rank[rank].append(MiniBatch(micro_batches=padded, denominators=denominators))
+    return by_rank
+
+
+def balance(samples: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]:
+    """Longest first, each to the rank that has the fewest tokens so far."""
+    shares: list[list[Trajectory]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for sample in sorted(samples, key=lambda s: -s.length):
+        rank = loads.index(min(loads))
+        shares[rank].append(sample)
+        loads[rank] += sample.length
+    return shares
+
+
+def micro_batches(samples: Sequence[Trajectory], token_budget: int) -> list[list[Trajectory]]:
+    """Neighbours in length together, so that little is padding; count · longest stays within the budget."""
+    batches: list[list[Trajectory]] = []
+    for sample in sorted(samples, key=lambda s: -s.length):
+        # Sorted, so the first of a batch is its longest.
+        if not batches or (len(batches[-1]) + 1) * batches[-1][0].length > token_budget:
+            batches.append([])
+        batches[-1].append(sample)
+    return batches
+
+
+def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
+    """Prompt and answer in a row, padded on the right with id 0."""
+    width = max((s.length for s in samples), default=1)
+    token_ids_BT = np.zeros((len(samples), width), dtype=np.int64)
+    mask_BT = np.zeros((len(samples), width), dtype=bool)
+    behavior_BT = np.zeros((len(samples), width), dtype=np.float32)
+    for row, s in enumerate(samples):
+        start = len(s.prompt_ids)
+        token_ids_BT[row, :start] = s.prompt_ids
+        token_ids_BT[row, start : s.length] = s.token_ids
+        mask_BT[row, start : s.length] = True
+        behavior_BT[row, start : s.length] = s.logprobs
+    return Tensors(
+        token_ids_BT=torch.from_numpy(token_ids_BT),
+        mask_BT=torch.from_numpy(mask_BT),
+        behavior_BT=torch.from_numpy(behavior_BT),
+        advantages_B=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+    )

@@ -1,0 +1,78 @@
+"""Load a policy from a folder or the hub, with the attention that engine and learner share."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.policy.attention import NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """Where a policy comes from and how much context it is used with. Small: it travels to every process."""
+
+    source: str
+    """Folder, or hub id."""
+    max_length: int | None = None
+    """Tokens of prompt and answer together; the model's own if None."""
+
+
+def load_tokenizer(spec: PolicySpec) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, with a padding token (the end token if it has none of its own)."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.source)
+    except (OSError, ValueError) as error:
+        raise _missing(spec, error) from None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{spec.source}: the tokenizer has no end token, so answers could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def context_length(spec: PolicySpec) -> int:
+    """Tokens that prompt and answer may have together."""
+    own = _config(spec).max_position_embeddings
+    if spec.max_length and spec.max_length > own:
+        raise ConfigError(f"model.max_length={spec.max_length} exceeds the context of {spec.source}, {own} tokens")
+    return spec.max_length or own
+
+
+def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end an answer: the tokenizer's end token and those of the model's generation settings."""
+    own = _config(spec).eos_token_id
+    listed = own if isinstance(own, list) else [own] if own is not None else []
+    return tuple(sorted({tokenizer.eos_token_id, *listed}))
+
+
+def load_model(spec: PolicySpec) -> PreTrainedModel:
+    """The policy with its weights, float32, no dropout."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(spec.source, dtype=torch.float32, attn_implementation=NAME)
+    except (OSError, ValueError) as error:
+        raise _missing(spec, error) from None
+    return model.eval()
+
+
+def empty_model(spec: PolicySpec) -> PreTrainedModel:
+    """The policy's architecture with arbitrary weights: an engine's, before its first sync."""
+    model = AutoModelForCausalLM.from_config(_config(spec), dtype=torch.float32, attn_implementation=NAME)
+    return model.eval()
+
+
+def _config(spec: PolicySpec) -> AutoConfig:
+    try:
+        config = AutoConfig.from_pretrained(spec.source)
+    except (OSError, ValueError) as error:
+        raise _missing(spec, error) from None
+    for option in ("attn_logit_softcapping", "attention_dropout"):
+        if getattr(config, option, None):  # a transformers config: options differ by architecture
+            raise ConfigError(f"{spec.source}: {option} is not supported by the shared attention")
+    return config
+
+
+def _missing(spec: PolicySpec, error: Exception) -> ConfigError:
+    first = str(error).strip().splitlines()[0]
+    return ConfigError(f"model {spec.source!r} cannot be loaded: {first}")

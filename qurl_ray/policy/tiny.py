@@ -1,0 +1,169 @@
+"""The tiny policy: a Qwen2-architecture model with a character-level tokenizer, cold-started on its task.
+
+It exists so that the whole loop runs on a laptop. The cold start teaches by supervision until a fraction of held-out
+answers is right: reinforcement learning then has something to improve. It is made once per recipe and kept in
+the user's cache folder ($QURL_CACHE, else ~/.cache/qurl-ray); another recipe is another folder.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from qurl_ray.config.models import TinyModel
+from qurl_ray.errors import ConfigError
+from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.types import Problem
+
+CHARACTERS = "0123456789+-*= "
+_RECIPE = 1  # raise when anything below changes what a cold start produces
+_BATCH = 256
+_LR = 1e-3
+_CHECK_EVERY = 10  # steps between looks at the accuracy
+
+Progress = Callable[[int, float], None]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of `CHARACTERS`; <pad>, <eos> and <unk> besides."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_input_names=["input_ids"]
+    )
+
+
+def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Random weights of the configured shape, in float32, from `config.seed`."""
+    torch.manual_seed(config.seed)
+    return Qwen2ForCausalLM._from_config(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.max_length,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        ),
+        attn_implementation=NAME,
+    )
+
+
+def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress: Progress) -> Path:
+    """Folder of the tiny policy for this recipe; built if it is not there yet.
+
+    Args:
+        problems: the task's training problems; a tenth of them measures the cold start and is not learned from.
+        progress: called with (step, accuracy) while it is built.
+
+    Raises:
+        ConfigError: a problem has characters outside `CHARACTERS`, or the accuracy is not reached.
+    """
+    unknown = sorted(set("".join(p.prompt + p.answer for p in problems)) - set(CHARACTERS))
+    if unknown:
+        raise ConfigError(f"the tiny policy reads {CHARACTERS!r} only, the task also has {''.join(unknown)!r}")
+    folder = _cache_root() / f"tiny-{_recipe_hash(config, problems)}"
+    if (folder / "config.json").is_file():
+        return folder
+    tokenizer = make_tokenizer()
+    model = make_model(config, tokenizer)
+    if config.cold_start:
+        cold_start(model, tokenizer, config, problems, progress)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed: a second process, or an interruption, never sees half a policy.
+    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        aside.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def cold_start(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    config: TinyModel,
+    problems: Sequence[Problem],
+    progress: Progress,
+) -> None:
+    """Supervised learning on prompt → answer <eos>, in place, until `config.cold_start_accuracy`."""
+    rng = np.random.default_rng(config.seed)
+    order = rng.permutation(len(problems))
+    held_count = max(1, min(500, len(problems) // 10))
+    ids_BT, mask_BT = _rows([problems[i] for i in order], tokenizer)
+    held, learn = slice(held_count), np.arange(held_count, len(problems))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01)
+    accuracy = 0.0
+    for step in range(1, config.cold_start_steps + 1):
+        optimizer.param_groups[0]["lr"] = _LR * min(1.0, step / 50)
+        batch = rng.choice(learn, size=_BATCH)
+        logprobs = token_logprobs(model, ids_BT[batch], mask_BT[batch], temperature=1.0)
+        (-logprobs.sum() / mask_BT[batch].sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % _CHECK_EVERY == 0:
+            accuracy = forced_accuracy(model, ids_BT[held], mask_BT[held])
+            progress(step, accuracy)
+            if accuracy >= config.cold_start_accuracy:
+                return
+    raise ConfigError(
+        f"cold start reached accuracy {accuracy:.3f} after {config.cold_start_steps} steps, "
+        f"not model.cold_start_accuracy={config.cold_start_accuracy}"
+    )
+
+
+@torch.no_grad()
+def forced_accuracy(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """Share of answers that greedy decoding would give exactly: every token is the likeliest after the right ones."""
+    logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
+    right_BT = logits_BTV.argmax(dim=-1) == ids_BT[:, 1:]
+    return (right_BT | ~mask_BT[:, 1:]).all(dim=1).float().mean().item()
+
+
+def _rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, mask of the answer and its <eos>), both [B, T], padded on the right."""
+    prompts = tokenizer([p.prompt for p in problems]).input_ids
+    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([p.answer for p in problems]).input_ids]
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids_BT = torch.full((len(problems), width), tokenizer.pad_token_id)
+    mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        stop = len(prompt) + len(answer)
+        ids_BT[row, :stop] = torch.tensor(prompt + answer)
+        mask_BT[row, len(prompt) : stop] = True
+    return ids_BT, mask_BT
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("QURL_CACHE") or "~/.cache/qurl-ray").expanduser()
+
+
+def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:
+    """Changes with anything that the cold start reads."""
+    recipe = hashlib.sha256(json.dumps([_RECIPE, _BATCH, _LR, CHARACTERS, config.model_dump()]).encode())
+    if config.cold_start:
+        recipe.update("\n".join(p.prompt + p.answer for p in problems).encode())
+    return recipe.hexdigest()[:16]

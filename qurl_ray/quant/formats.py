@@ -1,0 +1,41 @@
+"""The formats, as data. A quantizer reads them; nothing branches on a name."""
+
+from dataclasses import dataclass, replace
+
+from qurl_ray.errors import QuantizationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A uniform, symmetric grid for weights and, if it has one, for activations.
+
+    Example:
+        Format(name="int8", weight_max=127, activation_max=127, group=None)
+    """
+
+    name: str
+    weight_max: int
+    """Largest weight code; codes lie in [-weight_max, weight_max]."""
+    activation_max: int | None
+    """Largest activation code, one scale per token; None leaves activations in full precision."""
+    group: int | None
+    """Columns that share a weight scale; None is one scale per output channel."""
+
+
+FORMATS = {
+    "int8": Format(name="int8", weight_max=127, activation_max=127, group=None),
+    # Coarse, weight-only. It has no integer kernel here: the engine announces emulation.
+    "int4": Format(name="int4", weight_max=7, activation_max=None, group=128),
+}
+
+
+def get_format(name: str, weight_max: int | None = None) -> Format:
+    """The format by name, with its weight codes bounded by `weight_max` if that is smaller.
+
+    Raises:
+        QuantizationError: no such format.
+    """
+    if name not in FORMATS:
+        raise QuantizationError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
+    fmt = FORMATS[name]
+    return fmt if weight_max is None else replace(fmt, weight_max=min(weight_max, fmt.weight_max))

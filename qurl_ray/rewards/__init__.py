@@ -1,0 +1,1 @@
+"""Rewards: how an answer is scored, and a killable process that does the scoring."""

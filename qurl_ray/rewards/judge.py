@@ -1,0 +1,45 @@
+"""From whatever a reward function does to a verdict that a learner can use."""
+
+import math
+import numbers
+from collections.abc import Callable
+
+import numpy as np
+
+from qurl_ray.types import Problem, Status, Verdict
+
+Score = Callable[[str, Problem], float]
+
+_DETAIL_CHARS = 300
+
+
+def judge(score: Score, answer: str, problem: Problem) -> Verdict:
+    """The verdict of `score` on one answer; whatever goes wrong costs the reward and is told in the detail.
+
+    An exception gives status "error"; NaN, infinity or anything that is not a number gives "invalid".
+    """
+    try:
+        value = score(answer, problem)
+    except (Exception, SystemExit) as error:  # user code: any failure is a verdict and must not end the run
+        return failure("error", f"{type(error).__name__}: {_text_of(error)}")
+    if not isinstance(value, (numbers.Real, np.bool_)):
+        return failure("invalid", f"the reward function returned {type(value).__name__}, expected a number")
+    try:
+        reward = float(value)
+    except OverflowError:  # an integer beyond float64
+        reward = math.inf
+    if not math.isfinite(reward):
+        return failure("invalid", f"the reward function returned {reward}, expected a finite number")
+    return Verdict(reward=reward)
+
+
+def failure(status: Status, detail: str) -> Verdict:
+    """A verdict without reward; the detail is cut at 300 characters."""
+    return Verdict(reward=0.0, status=status, detail=detail[:_DETAIL_CHARS])
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # a user's exception class may fail to print itself
+        return f"(no message: {type(broken).__name__})"

@@ -1,0 +1,76 @@
+"""The reward functions that come with the package: (answer, problem) -> reward.
+
+They may hang or eat memory on hostile answers (sympy does both); run them in a VerifierProcess.
+"""
+
+import functools
+import json
+from typing import Any
+
+from qurl_ray.rewards.entries import unpack
+from qurl_ray.types import Problem
+
+
+def exact(answer: str, problem: Problem) -> float:
+    """1 if the answer is the expected text, up to surrounding white space; else 0."""
+    return float(answer.strip() == problem.answer.strip())
+
+
+def math_verify(answer: str, problem: Problem) -> float:
+    r"""1 if the answer equals the expected one as mathematics; else 0.
+
+    The expected answer may be bare ("1/2"), GSM8K style ("... #### 42"), or hold \boxed{} or $...$. An answer that
+    cannot be parsed gets 0. Letters are symbols to math-verify, which multiply: "ab" equals "ba".
+
+    Raises:
+        ValueError: the expected answer itself cannot be parsed.
+    """
+    from math_verify import parse, verify
+
+    expected = problem.answer.rpartition("####")[2].strip()
+    if answer.strip() == expected:  # also what keeps plain words, which bare are no mathematics, from scoring 0
+        return 1.0
+    # Its own time-outs are signals: in any thread but the main one they fail, so the process has the deadline.
+    gold = parse(_as_latex(expected), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    if not gold:
+        raise ValueError(f"math-verify cannot parse the expected answer {expected[:80]!r} of {problem.uid}")
+    found = parse(answer, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return float(verify(gold, found, timeout_seconds=None))
+
+
+def reasoning_gym(answer: str, problem: Problem) -> float:
+    r"""What the data set's own scorer says, of the last \boxed{} if there is one, else of the whole answer.
+
+    problem.meta holds `dataset` (its name), `params` (its settings, seed and size) and `entry` (packed).
+    """
+    meta = problem.meta
+    dataset = _gym_dataset(meta["dataset"], json.dumps(meta["params"], sort_keys=True))
+    boxed = last_boxed(answer)
+    return float(dataset.score_answer(answer.strip() if boxed is None else boxed.strip(), unpack(meta["entry"])))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The inside of the last \boxed{...}, braces balanced; None if there is none, or it is not closed."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for end in range(start, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start:end]
+    return None
+
+
+def _as_latex(expected: str) -> str:
+    r"""Bare LaTeX ("x^2+1") is only recognised inside \boxed{}; "$18" is money, "$x$" is LaTeX already."""
+    marked = r"\boxed" in expected or expected.count("$") >= 2
+    return expected if marked else rf"\boxed{{{expected}}}"
+
+
+@functools.lru_cache(maxsize=8)
+def _gym_dataset(name: str, params_json: str) -> Any:
+    import reasoning_gym as gym
+
+    return gym.create_dataset(name, **json.loads(params_json))

@@ -1,0 +1,1 @@
+"""The mathematics of the updates: pure functions of tensors and numbers."""

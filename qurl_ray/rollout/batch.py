@@ -1,0 +1,89 @@
+"""The running sequences of an engine: which request sits in which row, what it drew, when it ends. No model here."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from qurl_ray.rollout.sampling import sample, uniforms
+from qurl_ray.types import Completion, Request, SamplingParams
+
+
+class RunningBatch:
+    """Rows 0 … count-1 are running. All arrays are indexed by request; `_row_request` maps rows to requests."""
+
+    def __init__(self, requests: Sequence[Request], version: int) -> None:
+        self.count = 0
+        self._requests, self._version = requests, version
+        longest = max(r.sampling.max_new_tokens for r in requests)
+        self._tokens = np.zeros((len(requests), longest), dtype=np.int32)
+        self._logprobs = np.zeros((len(requests), longest), dtype=np.float32)
+        self._drawn = np.zeros(len(requests), dtype=np.int64)
+        self._stopped = np.zeros(len(requests), dtype=bool)
+        self._prompt_lengths = np.array([len(r.prompt_ids) for r in requests])
+        self._seeds = np.array([r.seed for r in requests], dtype=np.uint64)
+        self._limits = np.array([r.sampling.max_new_tokens for r in requests])
+        self._kinds: list[SamplingParams] = list(dict.fromkeys(r.sampling for r in requests))
+        self._kind = np.array([self._kinds.index(r.sampling) for r in requests])
+        self._row_request = np.zeros(len(requests), dtype=np.int64)
+
+    def admit(self, group: list[tuple[int, Request]]) -> torch.Tensor:
+        """Give each (request index, request) the next free row; their numbers [len(group)]."""
+        rows = np.arange(self.count, self.count + len(group))
+        self._row_request[rows] = [index for index, _ in group]
+        self.count += len(group)
+        return torch.from_numpy(rows)
+
+    def positions(self) -> torch.Tensor:
+        """Position of each running row's last drawn token, the next one to be computed: [count]."""
+        running = self._running()
+        return torch.from_numpy(self._prompt_lengths[running] + self._drawn[running] - 1)
+
+    def last_tokens(self) -> torch.Tensor:
+        """[count]"""
+        running = self._running()
+        return torch.from_numpy(self._tokens[running, self._drawn[running] - 1]).long()
+
+    def draw(self, logits_BV: torch.Tensor, first: int = 0) -> None:
+        """Draw one token for rows first … count-1 from their logits."""
+        running = self._running()[first:]
+        uniform_B = uniforms(self._seeds[running], self._drawn[running])
+        for kind, params in enumerate(self._kinds):
+            chosen = np.flatnonzero(self._kind[running] == kind)
+            if not len(chosen):
+                continue
+            part = logits_BV if len(chosen) == len(running) else logits_BV[torch.from_numpy(chosen)]
+            tokens, logprobs = sample(part, params, uniform_B[torch.from_numpy(chosen)])
+            who = running[chosen]
+            self._tokens[who, self._drawn[who]] = tokens.numpy()
+            self._logprobs[who, self._drawn[who]] = logprobs.numpy()
+            if not params.ignore_eos:
+                self._stopped[who] = np.isin(tokens.numpy(), params.stop_ids)
+        self._drawn[running] += 1
+
+    def retire(self) -> tuple[list[int], list[int]]:
+        """Drop finished rows. Returns (sources, targets): rows to copy so that the running ones stay in front."""
+        running = self._running()
+        done = self._stopped[running] | (self._drawn[running] >= self._limits[running])
+        left = int((~done).sum())
+        targets = np.flatnonzero(done[:left])
+        sources = left + np.flatnonzero(~done[left:])
+        self._row_request[targets] = self._row_request[sources]
+        self.count = left
+        return sources.tolist(), targets.tolist()
+
+    def completions(self) -> list[Completion]:
+        """One per request, in the order asked."""
+        return [
+            Completion(
+                uid=request.uid,
+                token_ids=self._tokens[i, : self._drawn[i]].copy(),
+                logprobs=self._logprobs[i, : self._drawn[i]].copy(),
+                version=self._version,
+                finish="stop" if self._stopped[i] else "length",
+            )
+            for i, request in enumerate(self._requests)
+        ]
+
+    def _running(self) -> np.ndarray:
+        return self._row_request[: self.count]

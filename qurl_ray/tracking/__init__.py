@@ -1,0 +1,6 @@
+"""Where a run's numbers go: metrics.jsonl, samples.jsonl, the console and MLflow (imported only when it is used)."""
+
+from qurl_ray.tracking.sink import Outcome
+from qurl_ray.tracking.tracker import Tracker
+
+__all__ = ["Outcome", "Tracker"]

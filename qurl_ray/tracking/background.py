@@ -1,0 +1,121 @@
+"""A bounded queue with one thread, so that a slow or dead server never slows the caller."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+Operation = Callable[[], None]
+
+# Pauses between tries of one operation: about ten minutes in all, enough for a server to be restarted.
+_RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 180.0, 180.0)
+_CLOSING_DELAY_S = 0.5
+# A server that was already silent when the run ended gets this long, instead of the whole deadline.
+_LAST_CHANCE_S = 2.0
+_MAX_ERROR_LENGTH = 300
+
+
+class Background:
+    """Runs operations one after the other, in the order they came, in a daemon thread.
+
+    consumes:  operations   from offer() and submit()
+    waits for: the next operation, or the pause before a retry; drain() cuts both short
+    ends:      when drain() was called and the queue is empty, or its deadline has passed
+
+    An operation that fails for a passing reason is tried again, and later ones wait behind it; any other failure
+    skips it. If `first` fails for good, nothing after it is run. Only the first failure becomes a notice: an outage
+    of an hour is one piece of news.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        first: Operation,
+        is_transient: Callable[[Exception], bool],
+        capacity: int = 10_000,
+        retry_delays_s: tuple[float, ...] = _RETRY_DELAYS_S,
+    ) -> None:
+        self._name = name
+        self._is_transient = is_transient
+        self._capacity = capacity
+        self._retry_delays_s = retry_delays_s
+        self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._notices: deque[str] = deque()
+        self._announced = self._failing = self._abandoned = False
+        self._done = self._lost = 0
+        self._deadline = float("inf")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
+        self._queue.put(first)
+        self._thread.start()
+
+    def offer(self, operation: Operation) -> None:
+        """Queue an operation, or count it as lost if `capacity` of them wait already."""
+        if self._queue.qsize() < self._capacity:
+            self.submit(operation)
+        else:
+            self._lost += 1
+
+    def submit(self, operation: Operation) -> None:
+        """Queue an operation that must not be lost to a full queue."""
+        self._queue.put(operation)
+
+    def notices(self) -> list[str]:
+        """What happened since the last call."""
+        return [self._notices.popleft() for _ in range(len(self._notices))]
+
+    def drain(self, timeout_s: float) -> None:
+        """Finish what is queued, for at most `timeout_s` seconds; call it once, and submit nothing after it."""
+        self._deadline = time.monotonic() + (_LAST_CHANCE_S if self._failing else timeout_s)
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        lost = self._lost + self._queue.qsize() + self._thread.is_alive()
+        if lost and self._done:  # if nothing ever arrived, the one notice about the failure has said so
+            self._notices.append(f"{self._name} lacks {lost} of this run's records; metrics.jsonl has all of them")
+
+    def _work(self) -> None:
+        first = self._queue.get()
+        self._abandoned = first is not None and not self._perform(first)
+        while (operation := self._queue.get()) is not None:
+            if self._abandoned or time.monotonic() > self._deadline:
+                self._lost += 1
+            else:
+                self._perform(operation)
+
+    def _perform(self, operation: Operation) -> bool:
+        """Try until it is done (True) or not worth another try (False)."""
+        for delay_s in (*self._retry_delays_s, None):
+            try:
+                operation()
+            except Exception as error:  # whatever a client library throws, training goes on
+                self._failing = self._is_transient(error)
+                self._announce(error)
+                if not self._failing or delay_s is None or not self._may_retry(delay_s):
+                    break
+            else:
+                self._failing = False
+                self._done += 1
+                return True
+        self._lost += 1
+        return False
+
+    def _may_retry(self, delay_s: float) -> bool:
+        """Wait before the next try; False once the deadline of drain() has passed."""
+        if not self._closing.wait(delay_s):
+            return True
+        time.sleep(_CLOSING_DELAY_S)
+        self._abandoned = time.monotonic() > self._deadline
+        return not self._abandoned
+
+    def _announce(self, error: Exception) -> None:
+        if self._announced:
+            return
+        self._announced = True
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR_LENGTH]
+        what_next = "retrying in the background" if self._failing else "not retried"
+        self._notices.append(
+            f"{self._name} failed ({reason}); {what_next}, training goes on, metrics.jsonl is complete"
+        )

@@ -1,0 +1,80 @@
+"""The last thing a run shows: what it reached, how fast, and where everything is."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from qurl_ray.tracking.text import duration, one_line
+from qurl_ray.tracking.values import number
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the summary; absent from it if the run has no such value."""
+
+    label: str
+    key: str
+    show: Callable[[Any], str]
+
+
+def _as(spec: str, unit: str = "") -> Callable[[Any], str]:
+    """Format numbers by `spec`; anything else as it is."""
+
+    def show(value: Any) -> str:
+        return one_line(value) if number(value) is None else format(value, spec) + unit
+
+    return show
+
+
+def _seconds(value: Any) -> str:
+    found = number(value)
+    return one_line(value) if found is None else duration(found)
+
+
+def _phases(value: Any) -> str:
+    """rollout 12.0 s (40%) · update 18.0 s (60%)"""
+    if not isinstance(value, Mapping):
+        return one_line(value)
+    seconds = {str(name): found for name, item in value.items() if (found := number(item)) is not None}
+    total = sum(seconds.values())
+    return " · ".join(f"{name} {s:.1f} s" + (f" ({s / total:.0%})" if total > 0 else "") for name, s in seconds.items())
+
+
+ROWS = (
+    Row("accuracy before", "accuracy_before", _as(".1%")),
+    Row("accuracy after", "accuracy_after", _as(".1%")),
+    Row("accuracy after, quantized", "accuracy_after_quantized", _as(".1%")),
+    Row("held-out problems", "eval_problems", _as(",")),
+    Row("steps", "steps", _as(",")),
+    Row("training time", "train_seconds", _seconds),
+    Row("samples per second", "samples_per_second", _as(",.1f")),
+    Row("rollout tokens per second", "rollout_tokens_per_second", _as(",.0f")),
+    Row("rollout speed-up over full precision", "rollout_speedup", _as(".2f", "×")),
+    Row("time by phase", "phase_seconds", _phases),
+    Row("rollout quantization", "quantization", one_line),
+    Row("correction", "correction", one_line),
+    Row("UAQ scale", "uaq_scale", _as("g")),
+    Row("tokens where ACR was active", "acr_active_tokens", _as(",")),
+    Row("run folder", "run_dir", one_line),
+    Row("policy", "policy", one_line),
+    Row("checkpoint", "checkpoint", one_line),
+    Row("report", "report", one_line),
+    Row("MLflow run", "mlflow_run_id", one_line),
+    Row("MLflow", "mlflow_uri", lambda uri: f"mlflow ui --backend-store-uri {one_line(uri)}"),
+)
+
+
+def summary_panel(values: Mapping[str, Any], title: str) -> Panel:
+    """A table of the known values among `values`, in the order of ROWS."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in ROWS:
+        if values.get(row.key) is not None:
+            # Text, not markup: a path or name may hold square brackets.
+            table.add_row(row.label, Text(row.show(values[row.key])))
+    return Panel(table, title=Text(title), title_align="left", expand=False)

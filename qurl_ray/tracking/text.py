@@ -1,0 +1,27 @@
+"""Numbers, durations and foreign text as the console shows them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from qurl_ray.tracking.values import number
+
+MISSING = "–"
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, left = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def one_line(text: Any, limit: int | None = None) -> str:
+    """`text` without line breaks, and without control characters: a policy may emit escape codes for the terminal."""
+    line = "".join("⏎" if char == "\n" else char if char.isprintable() else "·" for char in str(text))
+    return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
+
+
+def pairs(values: Mapping[str, Any], prefix: str = "") -> str:
+    """`accuracy 0.382  problems 500`: the numbers among `values`, names without `prefix`."""
+    found = ((key.removeprefix(prefix), number(value)) for key, value in values.items())
+    return "  ".join(f"{one_line(key)} {value:.4g}" for key, value in found if value is not None)

@@ -1,0 +1,140 @@
+"""The driver's end of a run's events: every event goes to every sink, and no sink can stop the run."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from qurl_ray.config import RunConfig
+from qurl_ray.errors import ConfigError
+from qurl_ray.tracking.console import open_console
+from qurl_ray.tracking.json_lines import MetricsFile, SamplesFile
+from qurl_ray.tracking.sink import Outcome, Sink
+from qurl_ray.types import Event
+
+if TYPE_CHECKING:
+    from qurl_ray.tracking.mlflow_sink import MlflowSink
+
+_RUN_ID_S = 30.0
+
+
+class Tracker:
+    """Owns the sinks of one run. Events may come from any thread.
+
+    Example:
+        with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
+            tracker.handle(Event(kind="step", step=1, values={"reward/mean": 0.4}))
+    """
+
+    def __init__(
+        self, run_dir: Path, config: RunConfig, *, resolved: dict[str, Any], console: Console | None = None
+    ) -> None:
+        """Open every sink.
+
+        Args:
+            resolved: the whole config as plain nested values.
+            console: for tests; standard output if absent.
+
+        Raises:
+            ConfigError: run_dir cannot be written, which is better known now than after an hour.
+        """
+        self.run_dir = run_dir
+        self._lock = threading.RLock()
+        self._step = 0
+        self._failed: set[str] = set()
+        self._closed = False
+        self._mlflow: MlflowSink | None = None
+        self._sinks: list[Sink] = _open_files(run_dir)
+        if screen := open_console(config.tracking.console, steps=config.steps, title=config.name, console=console):
+            self._sinks.append(screen)
+        if config.tracking.mlflow:
+            self._open_mlflow(config, resolved)
+
+    def handle(self, event: Event) -> None:
+        """Hand `event` to every sink; returns at once and never raises."""
+        with self._lock:
+            self._step = max(self._step, event.step)
+            self._deliver(event)
+            self._pass_on_notices()
+
+    def mlflow_run_id(self, timeout_s: float = _RUN_ID_S) -> str | None:
+        """Id of the MLflow run; None if MLflow is off, has failed, or needs longer than `timeout_s` seconds."""
+        return self._mlflow.run_id(timeout_s) if self._mlflow else None
+
+    @property
+    def mlflow_uri(self) -> str | None:
+        """Where MLflow keeps the run: the argument of `mlflow ui --backend-store-uri`. None if MLflow is off."""
+        return self._mlflow.uri if self._mlflow else None
+
+    def close(self, outcome: Outcome) -> None:
+        """Write what is outstanding and end the MLflow run; later calls and events do nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            # The sinks opened last close first: MLflow copies the files, and its last words reach file and console.
+            while self._sinks:
+                sink = self._sinks[-1]
+                self._guarded(sink, lambda sink=sink: sink.close(outcome))
+                self._sinks.pop()
+                for notice in sink.notices():
+                    self._warn(notice)
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close("finished")
+        else:
+            self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
+
+    def _open_mlflow(self, config: RunConfig, resolved: dict[str, Any]) -> None:
+        try:
+            # Imported here: it takes over a second, which runs without MLflow need not spend. In this thread, because
+            # two threads that import large packages at once may see each other's half-initialised modules.
+            from qurl_ray.tracking.mlflow_sink import MlflowSink, plan_run
+
+            plan = plan_run(self.run_dir, config, resolved)
+            self._mlflow = MlflowSink(plan, run_dir=self.run_dir, resolved=resolved)
+        except Exception as error:  # a broken installation of MLflow is no reason not to train
+            self._warn(f"MLflow is off ({type(error).__name__}: {error}); metrics.jsonl is complete")
+        else:
+            self._sinks.append(self._mlflow)
+
+    def _deliver(self, event: Event, *, besides: str = "") -> None:
+        at = time.time()
+        for sink in list(self._sinks):
+            if sink.name != besides:
+                self._guarded(sink, lambda sink=sink: sink.handle(event, at))
+
+    def _guarded(self, sink: Sink, action: Callable[[], None]) -> None:
+        """Run `action`; announce the sink's first failure on the others. It stays in use: a full disk may be freed."""
+        try:
+            action()
+        except Exception as error:  # whatever a sink throws, training goes on
+            if sink.name not in self._failed:
+                self._failed.add(sink.name)
+                self._warn(f"{sink.name} failed ({type(error).__name__}: {error}); training goes on", besides=sink.name)
+
+    def _pass_on_notices(self) -> None:
+        for sink in self._sinks:
+            for notice in sink.notices():
+                self._warn(notice, besides=sink.name)
+
+    def _warn(self, message: str, *, besides: str = "") -> None:
+        self._deliver(Event(kind="warning", step=self._step, message=message), besides=besides)
+
+
+def _open_files(run_dir: Path) -> list[Sink]:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return [MetricsFile(run_dir), SamplesFile(run_dir)]
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run folder {run_dir} ({error.strerror}); set output_dir") from error

@@ -1,0 +1,5 @@
+"""A module that takes its process with it."""
+
+import os
+
+os._exit(9)

@@ -1,0 +1,5 @@
+"""A module that never finishes importing."""
+
+import time
+
+time.sleep(600)

@@ -1,0 +1,246 @@
+"""Reward functions that hang, crash, print and fork cost their own answer, a bounded time, and nothing else."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from qurl_ray.errors import RewardError
+from qurl_ray.rewards import process
+from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.types import Problem
+
+PROBLEM = Problem(uid="train-0", prompt="1+1=", answer="2")
+TIMEOUT_S = 0.5
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _bad_rewards_can_be_imported(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    """Text in the environment of all that this test starts; when the test ends, none of it may be alive."""
+    mark = f"mark-{uuid.uuid4()}"
+    monkeypatch.setenv("QURL_TEST_MARK", mark)
+    yield mark
+    assert wait_for(lambda: not alive(mark)), alive(mark)
+
+
+def alive(mark):
+    """Process ids, of children and their children; zombies, whose environment is empty, do not count."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def judge(function, answers, *, timeout_s=TIMEOUT_S, **settings):
+    with VerifierProcess(f"bad_rewards:{function}", timeout_s, **settings) as verifier:
+        return verifier.judge_many([(answer, PROBLEM) for answer in answers])
+
+
+def statuses(verdicts):
+    return [(verdict.reward, verdict.status) for verdict in verdicts]
+
+
+GOOD, WRONG = (1.0, "ok"), (0.0, "ok")
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "status", "detail"),
+    [
+        ("hangs", "hang", "timeout", "no verdict within 0.5 s"),
+        ("hangs_in_a_thread", "hang", "timeout", "no verdict"),
+        ("holds_the_interpreter_lock", "hang", "timeout", "no verdict"),
+        ("ignores_signals", "hang", "timeout", "no verdict"),
+        ("forks_and_hangs", "fork", "timeout", "no verdict"),
+        ("forks_and_dies", "fork", "error", "exit code 3"),
+        ("exits", "exit", "error", "exit code 3"),
+        ("exits", "segfault", "error", "signal 11"),
+        ("exits", "close", "error", "process that judged"),
+        ("exits", "sys.exit", "error", "SystemExit"),
+        ("raises", "raise", "error", "KeyError"),
+        ("returns_odd_values", "nan", "invalid", "nan"),
+        ("returns_odd_values", "inf", "invalid", "inf"),
+        ("returns_odd_values", "huge", "invalid", "inf"),
+        ("returns_odd_values", "str", "invalid", "str"),
+        ("returns_odd_values", "none", "invalid", "NoneType"),
+    ],
+)
+def test_a_bad_answer_costs_itself_and_its_neighbours_are_judged(function, answer, status, detail):
+    started = time.monotonic()
+    verdicts = judge(function, ["2", answer, "2", "3"])
+    assert statuses(verdicts) == [GOOD, (0.0, status), GOOD, WRONG]
+    assert detail in verdicts[1].detail
+    assert time.monotonic() - started < 8
+
+
+def test_printing_neither_blocks_nor_forges_a_verdict():
+    assert statuses(judge("prints", ["print", "2", "print", "3"], timeout_s=5)) == [WRONG, GOOD, WRONG, WRONG]
+
+
+def test_a_reward_that_reads_from_the_keyboard_gets_nothing():
+    assert statuses(judge("reads", ["2", "2"])) == [GOOD, GOOD]
+
+
+def test_a_reward_that_returns_twice_answers_once():
+    assert statuses(judge("returns_from_both_sides_of_a_fork", ["fork", "2", "fork", "2"])) == [
+        WRONG,
+        GOOD,
+        WRONG,
+        GOOD,
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux only")
+def test_memory_is_bounded():
+    verdicts = judge("eats_memory", ["eat", "2"], timeout_s=5, memory_gb=2)
+    assert statuses(verdicts) == [(0.0, "error"), GOOD]
+    assert "MemoryError" in verdicts[0].detail
+
+
+def test_every_answer_has_the_whole_deadline():
+    """Three answers of 0.3 s each outlast one deadline of 0.5 s together."""
+    with VerifierProcess("slow_rewards:slow", TIMEOUT_S) as verifier:
+        assert statuses(verifier.judge_many([("2", PROBLEM)] * 3)) == [GOOD] * 3
+
+
+def test_many_hung_answers_in_a_row_each_time_out():
+    assert statuses(judge("hangs", ["hang"] * 3 + ["2"], timeout_s=0.2)) == [(0.0, "timeout")] * 3 + [GOOD]
+
+
+def test_deadlines_hold_outside_the_main_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(judge("hangs", ["hang", "2"])))
+    thread.start()
+    thread.join(timeout=10)
+    assert statuses(found) == [(0.0, "timeout"), GOOD]
+
+
+def test_more_answers_than_one_chunk_keep_their_order():
+    answers = [str(number % 5) for number in range(3 * process._CHUNK + 1)]
+    with VerifierProcess("exact", 5.0) as verifier:
+        verdicts = verifier.judge_many([(answer, PROBLEM) for answer in answers])
+    assert [verdict.reward for verdict in verdicts] == [float(answer == "2") for answer in answers]
+
+
+def test_answers_larger_than_any_buffer_and_odd_text_get_through():
+    answers = ["x" * 2_000_000, "\ud800", "2\n", "", "2"]
+    with VerifierProcess("exact", 5.0) as verifier:
+        verdicts = verifier.judge_many([(answer, PROBLEM) for answer in answers])
+    assert statuses(verdicts) == [WRONG, WRONG, GOOD, WRONG, GOOD]
+
+
+def test_no_answers_need_no_process():
+    with VerifierProcess("no_such_module:f", 5.0) as verifier:
+        assert verifier.judge_many([]) == []
+
+
+def test_a_warm_process_is_fast():
+    """Loose, for busy machines: 512 take about 3 ms."""
+    with VerifierProcess("exact", 5.0) as verifier:
+        verifier.check()
+        started = time.perf_counter()
+        verifier.judge_many([("2", PROBLEM)] * 512)
+    assert time.perf_counter() - started < 1.0
+
+
+def test_the_process_loads_neither_torch_nor_ray():
+    assert statuses(judge("tells_if_torch_is_loaded", ["2"])) == [WRONG]
+
+
+def test_check_is_silent_about_a_good_reward():
+    with VerifierProcess("bad_rewards:raises", 5.0) as verifier:
+        verifier.check()
+        verifier.check()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("no_such_module:f", "cannot import no_such_module"),
+        ("bad_rewards:hang", "did you mean 'hangs'"),
+        ("dies_on_import:f", "exit code 9"),
+    ],
+)
+def test_check_reports_a_bad_reward_before_any_answer(spec, message):
+    with VerifierProcess(spec, 5.0) as verifier:
+        for act in (verifier.check, lambda: verifier.judge_many([("2", PROBLEM)])):
+            with pytest.raises(RewardError, match=message):
+                act()
+
+
+def test_a_module_that_hangs_on_import_is_an_error(monkeypatch):
+    monkeypatch.setattr(process, "_START_S", 1.0)
+    with (
+        VerifierProcess("hangs_on_import:f", 5.0) as verifier,
+        pytest.raises(RewardError, match="importing it took longer than 1 s"),
+    ):
+        verifier.check()
+
+
+def test_a_process_killed_between_calls_is_replaced():
+    with VerifierProcess("exact", 5.0) as verifier:
+        assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
+        os.kill(verifier._child._process.pid, signal.SIGKILL)
+        assert wait_for(lambda: not verifier._child.alive())
+        assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
+
+
+def test_close_may_be_repeated_and_a_later_call_starts_again():
+    verifier = VerifierProcess("exact", 5.0)
+    verifier.close()
+    verifier.check()
+    verifier.close()
+    verifier.close()
+    assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
+    verifier.close()
+
+
+def test_a_module_in_the_working_directory_can_be_used(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def score(answer, problem):\n    return 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    with VerifierProcess("mine:score", 5.0) as verifier:
+        assert verifier.judge_many([("2", PROBLEM)])[0].reward == 0.25
+
+
+@pytest.mark.parametrize("function", ["hangs", "forks_and_hangs"])
+def test_the_process_goes_when_its_parent_is_killed_in_the_middle_of_an_answer(function, mark):
+    answer = "hang" if function == "hangs" else "fork"
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(HERE)!r})
+        from qurl_ray.rewards.process import VerifierProcess
+        from qurl_ray.types import Problem
+        verifier = VerifierProcess("bad_rewards:{function}", 60.0)
+        verifier.check()
+        print("ready", flush=True)
+        verifier.judge_many([({answer!r}, Problem(uid="a", prompt="", answer="2"))])
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        assert len(alive(mark)) == (2 if function == "hangs" else 4)
+        parent.kill()
+    assert wait_for(lambda: not alive(mark))

@@ -1,0 +1,89 @@
+import threading
+import time
+
+import pytest
+
+from qurl_ray.tracking.background import Background
+
+
+def start(first=lambda: None, **settings) -> Background:
+    return Background("server", first=first, is_transient=lambda error: isinstance(error, ConnectionError), **settings)
+
+
+def fail(error: Exception):
+    raise error
+
+
+def test_operations_run_in_order_and_drain_waits_for_them():
+    seen = []
+    background = start()
+    for i in range(100):
+        background.offer(lambda i=i: seen.append(i))
+    background.drain(5.0)
+    assert seen == list(range(100))
+    assert background.notices() == []
+
+
+def test_a_passing_failure_is_tried_again_and_announced_once():
+    tries = []
+
+    def flaky():
+        tries.append(1)
+        if len(tries) < 3:
+            raise ConnectionError("refused")
+
+    background = start(retry_delays_s=(0.01, 0.01, 0.01))
+    background.offer(flaky)
+    background.drain(5.0)
+    assert len(tries) == 3
+    (notice,) = background.notices()
+    assert "server failed (ConnectionError: refused); retrying" in notice
+
+
+def test_a_refused_operation_is_skipped_and_counted():
+    seen = []
+    background = start()
+    background.offer(lambda: fail(ValueError("bad name")))
+    background.offer(lambda: seen.append("next"))
+    background.drain(5.0)
+    assert seen == ["next"]
+    announced, lost = background.notices()
+    assert "ValueError: bad name" in announced
+    assert "lacks 1 of this run's records" in lost
+
+
+def test_nothing_runs_after_a_first_operation_that_failed():
+    seen = []
+    background = start(lambda: fail(ValueError("no such server")))
+    background.offer(lambda: seen.append(1))
+    background.drain(5.0)
+    assert seen == []
+    assert len(background.notices()) == 1
+
+
+def test_a_full_queue_drops_instead_of_blocking():
+    gate, seen = threading.Event(), []
+    background = start(capacity=5)
+    background.submit(gate.wait)
+    for i in range(50):
+        background.offer(lambda i=i: seen.append(i))
+    gate.set()
+    background.drain(5.0)
+    assert len(seen) <= 6
+    assert seen == sorted(seen)
+    (lost,) = background.notices()
+    assert f"lacks {50 - len(seen)} of" in lost
+
+
+@pytest.mark.parametrize("error", [ConnectionError("down"), None])
+def test_drain_ends_at_its_deadline_though_the_server_is_silent(error):
+    """None hangs inside the operation; an error is met again at every try."""
+    released = threading.Event()
+    background = start()
+    background.offer((lambda: fail(error)) if error else released.wait)
+    background.offer(lambda: None)
+    began = time.monotonic()
+    background.drain(1.0)
+    assert time.monotonic() - began < 4.0
+    assert "lacks" in background.notices()[-1]
+    released.set()

@@ -1,0 +1,159 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from qurl_ray.tracking.console import COLUMNS, Pace, open_console, step_table
+from qurl_ray.tracking.text import duration, one_line
+from qurl_ray.types import Event
+
+VALUES = {
+    "reward/mean": 0.4123,
+    "mismatch/kl": 0.00312,
+    "mismatch/ess": 0.987,
+    "clip/upper": 0.003,
+    "clip/lower": 0.001,
+    "rollout/tokens_per_second": 1234.4,
+    "time/step": 2.5,
+}
+
+
+def console(*, terminal: bool = False) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=120, height=40, highlight=False, color_system=None
+    )
+
+
+def shown(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def step(n: int, **more: float) -> Event:
+    return Event(kind="step", step=n, values={**VALUES, **more})
+
+
+def opened(mode, screen, steps=10):
+    sink = open_console(mode, steps=steps, title="demo", console=screen)
+    assert sink is not None
+    return sink
+
+
+def test_a_plain_line_holds_step_numbers_and_time_left():
+    screen = console()
+    sink = opened("auto", screen)
+    sink.handle(step(1), 100.0)
+    sink.handle(step(2), 107.0)
+    sink.close("finished")
+    assert shown(screen).splitlines() == [
+        # the first has only its own 2.5 s to go by, 9 * 2.5 = 22.5; then the clock says 7 s a step
+        "step 1/10  reward 0.412  KL(b‖p) 3.12e-03  clipped 0.40%  ESS 0.987  tokens/s 1,234  s/step 2.50  left 0:22",
+        "step 2/10  reward 0.412  KL(b‖p) 3.12e-03  clipped 0.40%  ESS 0.987  tokens/s 1,234  s/step 2.50  left 0:56",
+    ]
+
+
+def test_missing_and_broken_numbers_are_shown_as_such():
+    screen = console()
+    sink = opened("plain", screen)
+    sink.handle(Event(kind="step", step=1, values={"reward/mean": math.nan, "mismatch/kl": "n/a"}), 1.0)
+    assert "reward nan  KL(b‖p) –  clipped –" in shown(screen)
+    assert "left –" in shown(screen)
+
+
+def test_none_shows_nothing():
+    assert open_console("none", steps=1, title="demo") is None
+
+
+def test_auto_draws_a_table_on_a_terminal_with_the_last_eight_steps():
+    screen = console(terminal=True)
+    sink = opened("auto", screen, steps=20)
+    for n in range(1, 12):
+        sink.handle(step(n), 10.0 * n)
+    sink.handle(Event(kind="evaluation", step=11, values={"eval/accuracy": 0.625}), 111.0)
+    sink.close("finished")
+    last = shown(screen).split("demo")[-1]
+    assert "11/20" in last
+    assert "left 1:30" in last  # 9 steps of 10 s
+    assert "62.5%" in last
+    rows = [line.split()[1] for line in last.splitlines() if line.startswith("│")]
+    assert rows == [str(n) for n in range(4, 12)]
+
+
+def test_warnings_and_samples_are_shown_as_they_are_without_markup_or_escape_codes():
+    screen = console(terminal=True)
+    sink = opened("table", screen)
+    samples = [{"prompt": "[red]1+1[/red]=", "answer": "[/bold]\n\x1b[2J2", "reward": 1.0}]
+    sink.handle(Event(kind="warning", step=4, message="odd [/nonsense] text"), 1.0)
+    sink.handle(Event(kind="samples", step=4, values={"samples": samples}), 1.0)
+    sink.close("finished")
+    assert "warning (step 4): odd [/nonsense] text" in shown(screen)
+    assert "[red]1+1[/red]= → [/bold]⏎·[2J2  reward 1" in shown(screen)
+    assert "\x1b[2J2" not in shown(screen)
+
+
+def test_long_plain_lines_are_not_wrapped():
+    screen = console()
+    opened("plain", screen).handle(Event(kind="warning", step=1, message="x" * 400), 1.0)
+    assert len(shown(screen).splitlines()) == 1
+
+
+def test_an_evaluation_is_a_line_of_its_numbers():
+    screen = console()
+    sink = opened("plain", screen)
+    sink.handle(Event(kind="evaluation", step=0, values={"eval/accuracy": 0.38, "eval/problems": 500}), 1.0)
+    assert shown(screen) == "evaluation at step 0  accuracy 0.38  problems 500\n"
+
+
+def test_the_summary_shows_what_was_measured_and_only_that():
+    screen = console()
+    values = {
+        "accuracy_before": 0.382,
+        "accuracy_after": 0.874,
+        "eval_problems": 500,
+        "train_seconds": 187.2,
+        "phase_seconds": {"rollout": 30.0, "update": 90.0},
+        "policy": "/runs/[demo]/" + "a-long-path/" * 6 + "policy",
+        "mlflow_uri": "sqlite:////runs/mlflow.db",
+        "uaq_scale": 1.5,
+        "accuracy_after_quantized": None,
+        "something_else": object(),
+    }
+    opened("plain", screen).handle(Event(kind="summary", step=10, values=values), 1.0)
+    text = shown(screen)
+    for piece in ("38.2%", "87.4%", "3:07", "rollout 30.0 s (25%)", values["policy"], "demo", "1.5"):
+        assert piece in text
+    assert "mlflow ui --backend-store-uri sqlite:////runs/mlflow.db" in text
+    for absent in ("quantized", "speed-up", "something_else"):
+        assert absent not in text
+
+
+@pytest.mark.parametrize("outcome", ["failed", "interrupted"])
+def test_a_run_that_did_not_finish_says_so(outcome):
+    screen = console()
+    opened("plain", screen).close(outcome)
+    assert shown(screen) == f"run demo {outcome}\n"
+
+
+def test_time_left_follows_the_last_steps_and_ends_at_zero():
+    pace = Pace(steps=20)
+    assert pace.left() == "–"
+    pace.saw(step(1), 0.0)
+    for n in range(2, 21):
+        pace.saw(step(n), 100.0 + n)
+    assert pace.left_s() == 0
+    pace = Pace(steps=100)
+    for n in range(1, 50):
+        pace.saw(step(n), 100.0 + 2 * n)
+    assert pace.left_s() == pytest.approx(2 * 51)
+
+
+def test_the_accuracy_column_appears_only_where_a_step_has_one():
+    assert "accuracy" not in [column.header for column in step_table([(1, {})]).columns]
+    assert "accuracy" in [column.header for column in step_table([(1, {}), (2, {"eval/accuracy": 0.5})]).columns]
+    assert len(step_table([(1, {})]).columns) == len(COLUMNS)  # step, and all but accuracy
+
+
+def test_durations_and_single_lines():
+    assert [duration(s) for s in (0.2, 59.6, 3600, 7325.4)] == ["0:00", "1:00", "1:00:00", "2:02:05"]
+    assert one_line("a\tb\r\nc", limit=4) == "a·b…"

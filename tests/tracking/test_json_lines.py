@@ -1,0 +1,84 @@
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_ray.tracking.json_lines import JsonLines, MetricsFile, SamplesFile
+from qurl_ray.tracking.values import flatten, number, plain
+from qurl_ray.types import Event
+
+
+def refuse(word: str):
+    raise AssertionError(f"{word} is not JSON")
+
+
+def strict_lines(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+trees = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees)
+def test_whatever_an_event_holds_is_strict_json(value):
+    text = json.dumps(plain(value), allow_nan=False)
+    assert plain(json.loads(text, parse_constant=refuse)) == plain(value)
+
+
+def test_numpy_paths_and_records_become_plain_values():
+    @dataclass
+    class Pair:
+        left: object
+        right: object
+
+    value = {"a": np.float32(0.5), "b": np.array([1, 2]), "c": Pair(np.int64(3), Path("x")), 4: (np.bool_(True),)}
+    assert plain(value) == {"a": 0.5, "b": [1, 2], "c": {"left": 3, "right": "x"}, "4": [True]}
+
+
+def test_what_is_not_finite_becomes_null():
+    assert plain({"a": math.nan, "b": [-math.inf, np.float64("nan")]}) == {"a": None, "b": [None, None]}
+
+
+def test_nested_names_are_joined_and_lists_stay():
+    assert dict(flatten({"a": {"b": {"c": 1}, "d": [2]}, "e": {}}, "/")) == {"a/b/c": 1, "a/d": [2]}
+
+
+def test_truth_values_and_text_are_not_numbers():
+    assert [number(v) for v in (True, np.bool_(False), "1", None, np.int32(2), 0.5)] == [None] * 4 + [2.0, 0.5]
+
+
+def test_each_event_is_one_line_at_once(tmp_path):
+    sink = MetricsFile(tmp_path)
+    sink.handle(Event(kind="step", step=3, message="two\nlines", values={"reward/mean": math.nan}), 12.5)
+    assert strict_lines(tmp_path / "metrics.jsonl") == [
+        {"kind": "step", "step": 3, "time": 12.5, "message": "two\nlines", "values": {"reward/mean": None}}
+    ]
+    sink.close("finished")
+
+
+def test_samples_go_to_their_own_file_one_line_each(tmp_path):
+    samples = [{"uid": "a/0", "prompt": "1+1=", "answer": "2", "reward": 1.0}, {"uid": "a/1", "answer": "\ud83d …"}]
+    event = Event(kind="samples", step=2, values={"samples": samples})
+    metrics, texts = MetricsFile(tmp_path), SamplesFile(tmp_path)
+    for sink in (metrics, texts):
+        sink.handle(event, 1.0)
+        sink.close("finished")
+    assert strict_lines(tmp_path / "metrics.jsonl") == []
+    first, second = strict_lines(tmp_path / "samples.jsonl")
+    assert first == {"step": 2, "time": 1.0, **samples[0]}
+    assert second["answer"] == "? …"  # half a surrogate pair cannot be written
+
+
+def test_a_half_line_of_a_killed_process_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    lines = JsonLines(path)
+    lines.write([{"step": 2}])
+    lines.close()
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}']
