@@ -51,7 +51,8 @@ def _problem(entry: dict[str, Any], *, uid: str, dataset: str, params: dict[str,
         json.dumps(meta)
     except TypeError as error:
         raise DataError(f"reasoning-gym {dataset}: an entry is not plain JSON and cannot travel: {error}") from error
-    return Problem(uid=uid, prompt=entry["question"], answer=str(entry["answer"]), meta=meta)
+    answer = entry["answer"]  # None where many answers are right and the scorer knows them when it sees them
+    return Problem(uid=uid, prompt=entry["question"], answer="" if answer is None else str(answer), meta=meta)
 
 
 def _without_repeats(problems: Iterable[Problem]) -> list[Problem]:

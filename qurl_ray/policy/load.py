@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
+
+logging.disable_progress_bar()  # one bar per load would cut the run's own table to pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

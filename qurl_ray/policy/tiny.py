@@ -8,8 +8,6 @@ the user's cache folder ($QURL_CACHE, else ~/.cache/qurl-ray); another recipe is
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from qurl_ray.config.models import TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
 from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.policy.save import save_policy
 from qurl_ray.types import Problem
 
 CHARACTERS = "0123456789+-*= "
@@ -41,7 +40,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_input_names=["input_ids"]
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_input_names=["input_ids"],
     )
 
 
@@ -86,18 +89,7 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
     model = make_model(config, tokenizer)
     if config.cold_start:
         cold_start(model, tokenizer, config, problems, progress)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed: a second process, or an interruption, never sees half a policy.
-    aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
-    try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        aside.rename(folder)
-    except OSError:
-        if not (folder / "config.json").is_file():
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    save_policy(model, tokenizer, folder)
     return folder
 
 

@@ -24,5 +24,7 @@ def quantized_linears(model: nn.Module, keep: Sequence[str]) -> list[str]:
         if isinstance(module, nn.Linear | QuantizedLinear) and not (kept and kept.search(f"{name}.weight"))
     ]
     if not names:
-        raise QuantizationError(f"{type(model).__name__} has no linear to quantize outside quantization.keep={list(keep)}")
+        raise QuantizationError(
+            f"{type(model).__name__} has no linear to quantize outside quantization.keep={list(keep)}"
+        )
     return names

@@ -5,7 +5,7 @@ import importlib
 import inspect
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import cast
 
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards.judge import Score
@@ -53,13 +53,14 @@ def _function(module: ModuleType, name: str, spec: str) -> Score:
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
     if name not in vars(module) and not hasattr(module, name):
         raise RewardError(f"reward {spec!r}: {module.__name__} has no {name}{_nearest(name, functions)}")
-    function: Any = getattr(module, name)
+    function = getattr(module, name)
     if not callable(function):
         raise RewardError(
             f"reward {spec!r}: {name} is {type(function).__name__}, not a function{_nearest(name, functions)}"
         )
-    _check_arguments(function, spec)
-    return function
+    score = cast(Score, function)
+    _check_arguments(score, spec)
+    return score
 
 
 def _check_arguments(function: Score, spec: str) -> None:

@@ -118,7 +118,9 @@ def mismatch_sums(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor) -> Sums:
     }
 
 
-def _weighted_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor, denominators: Denominators, mean: str) -> torch.Tensor:
+def _weighted_sum(
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, denominators: Denominators, mean: str
+) -> torch.Tensor:
     values_BT = torch.where(mask_BT, values_BT, 0.0)
     if mean == "token":
         return values_BT.sum() / denominators.tokens

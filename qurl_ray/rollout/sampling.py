@@ -14,7 +14,9 @@ def uniforms(seeds: np.ndarray, token_index: np.ndarray) -> torch.Tensor:
     return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def sample(logits_BV: torch.Tensor, params: SamplingParams, uniform_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits_BV: torch.Tensor, params: SamplingParams, uniform_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [B] by inversion of the cumulative distribution, and their log-probs [B].
 
     The log-prob is that of the distribution really drawn from: after temperature, top-k and top-p. Greedy draws

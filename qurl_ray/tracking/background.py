@@ -72,8 +72,9 @@ class Background:
         self._closing.set()
         self._queue.put(None)
         self._thread.join(timeout_s)
-        lost = self._lost + self._queue.qsize() + self._thread.is_alive()
-        if lost and self._done:  # if nothing ever arrived, the one notice about the failure has said so
+        # While the thread hangs, the end mark in the queue makes up for the operation that it hangs in.
+        lost = self._lost + (self._queue.qsize() if self._thread.is_alive() else 0)
+        if lost and (self._done or not self._announced):  # else the notice about the failure has said it
             self._notices.append(f"{self._name} lacks {lost} of this run's records; metrics.jsonl has all of them")
 
     def _work(self) -> None:

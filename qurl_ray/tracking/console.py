@@ -117,9 +117,7 @@ class ConsoleSink:
             _print(self._console, *message_line(event))
         elif event.kind == "summary":
             self._view.stop()
-            # A log has no width of its own, and rich's 80 columns would break paths that one wants to copy.
-            width = None if self._console.is_terminal else _LOG_WIDTH
-            self._console.print(summary_panel(event.values, self._title), width=width)
+            self._console.print(summary_panel(event.values, self._title))
         else:
             _print(self._console, *message_line(event))
 
@@ -199,10 +197,16 @@ def open_console(mode: Mode, *, steps: int, title: str, console: Console | None 
     """The sink for `mode`; None if nothing is to be shown. `auto` is a table on a terminal, else plain lines."""
     if mode == "none":
         return None
-    console = console or _Screen(highlight=False)
+    console = console or _standard_output()
     table = mode == "table" or (mode == "auto" and console.is_terminal)
     view = TableView(console, steps=steps, title=title) if table else PlainView(console, steps=steps)
     return ConsoleSink(console, view, title=title)
+
+
+def _standard_output() -> Console:
+    """A log has no width of its own, and the 80 columns that rich assumes would break paths that one wants to copy."""
+    screen = _Screen(highlight=False)
+    return screen if screen.is_terminal else _Screen(highlight=False, width=_LOG_WIDTH)
 
 
 def step_table(rows: list[tuple[int, dict[str, Any]]]) -> Table:

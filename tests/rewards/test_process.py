@@ -224,23 +224,33 @@ def test_a_module_in_the_working_directory_can_be_used(tmp_path, monkeypatch):
         assert verifier.judge_many([("2", PROBLEM)])[0].reward == 0.25
 
 
-@pytest.mark.parametrize("function", ["hangs", "forks_and_hangs"])
-def test_the_process_goes_when_its_parent_is_killed_in_the_middle_of_an_answer(function, mark):
-    answer = "hang" if function == "hangs" else "fork"
+@pytest.mark.parametrize(
+    ("function", "answer", "timeout_s", "processes"),
+    [
+        ("hangs", "hang", 60.0, 2),
+        ("forks_and_hangs", "fork", 60.0, 4),
+        ("holds_the_interpreter_lock", "hang", 1.0, 2),  # here the kernel's timer ends it, after timeout_s and a grace
+    ],
+)
+def test_the_process_goes_when_its_parent_is_killed_in_the_middle_of_an_answer(
+    function, answer, timeout_s, processes, mark
+):
     code = f"""
         import sys
         sys.path.insert(0, {str(HERE)!r})
-        from qurl_ray.rewards.process import VerifierProcess
+        from qurl_ray.rewards import process
         from qurl_ray.types import Problem
-        verifier = VerifierProcess("bad_rewards:{function}", 60.0)
+        process._BOOT = "import qurl_ray.rewards.child as child; child._GRACE_S = 0.1;" + process._BOOT
+        verifier = process.VerifierProcess("bad_rewards:{function}", {timeout_s})
         verifier.check()
-        print("ready", flush=True)
+        sys.stdout.write("ready\\n")
+        sys.stdout.flush()
         verifier.judge_many([({answer!r}, Problem(uid="a", prompt="", answer="2"))])
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    with parent:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout.readline() == "ready\n"
-        time.sleep(0.3)
-        assert len(alive(mark)) == (2 if function == "hangs" else 4)
+        assert wait_for(lambda: len(alive(mark)) == processes)
+        time.sleep(0.2)
         parent.kill()
     assert wait_for(lambda: not alive(mark))

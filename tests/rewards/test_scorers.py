@@ -43,7 +43,14 @@ def test_math_verify_accepts_equal_answers(expected, answer):
 
 @pytest.mark.parametrize(
     ("expected", "answer"),
-    [("42", "41"), ("42", ""), ("1/2", r"\boxed{2}"), ("#### 42", "40 + 2"), ("Paris", "Rome"), ("42", "}{$\\frac{")],
+    [
+        ("42", "41"),
+        ("42", ""),
+        ("1/2", r"\boxed{2}"),
+        ("40 + 2\n#### 42", "40"),
+        ("Paris", "Rome"),
+        ("42", "}{$\\frac{"),
+    ],
 )
 def test_math_verify_gives_nothing_for_other_answers(expected, answer):
     assert math_verify(answer, expecting(expected)) == 0.0
@@ -76,7 +83,7 @@ def test_the_last_box_is_read_with_its_braces_balanced(text, inside):
     assert last_boxed(text) == inside
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "leg_counting", "countdown", "rearc", "graph_color", "word_ladder"])
+@pytest.mark.parametrize("dataset", ["chain_sum", "leg_counting", "countdown", "rearc", "word_ladder"])
 def test_reasoning_gym_gives_full_marks_to_the_data_sets_own_answer_after_a_trip_through_json(dataset):
     import reasoning_gym as gym
 

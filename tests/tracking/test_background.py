@@ -87,3 +87,12 @@ def test_drain_ends_at_its_deadline_though_the_server_is_silent(error):
     assert time.monotonic() - began < 4.0
     assert "lacks" in background.notices()[-1]
     released.set()
+
+
+def test_a_server_that_never_answered_is_not_passed_over_in_silence():
+    released = threading.Event()
+    background = start(released.wait)
+    background.drain(0.2)
+    (notice,) = background.notices()
+    assert "lacks 1 of" in notice
+    released.set()

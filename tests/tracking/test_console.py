@@ -113,7 +113,7 @@ def test_the_summary_shows_what_was_measured_and_only_that():
         "eval_problems": 500,
         "train_seconds": 187.2,
         "phase_seconds": {"rollout": 30.0, "update": 90.0},
-        "policy": "/runs/[demo]/" + "a-long-path/" * 6 + "policy",
+        "policy": "/runs/[demo]/policy",
         "mlflow_uri": "sqlite:////runs/mlflow.db",
         "uaq_scale": 1.5,
         "accuracy_after_quantized": None,
@@ -126,6 +126,14 @@ def test_the_summary_shows_what_was_measured_and_only_that():
     assert "mlflow ui --backend-store-uri sqlite:////runs/mlflow.db" in text
     for absent in ("quantized", "speed-up", "something_else"):
         assert absent not in text
+
+
+def test_a_log_keeps_long_paths_in_one_piece(capsys):
+    sink = open_console("auto", steps=1, title="demo")
+    path = "/runs/" + "a-long-folder/" * 7
+    assert sink is not None
+    sink.handle(Event(kind="summary", step=1, values={"policy": path}), 1.0)
+    assert path in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("outcome", ["failed", "interrupted"])

@@ -1,0 +1,1 @@
+"""Plain classes that become Ray actors here, and nowhere else."""

@@ -1,0 +1,1 @@
+"""The ring: rollout side, learner side, and the driver that starts both."""

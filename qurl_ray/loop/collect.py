@@ -1,0 +1,210 @@
+"""Prompts to groups of judged, advantage-weighted samples: the inner half of the rollout side.
+
+    prompts ─► requests ─► completions ─► verdicts ─► groups
+
+Nothing here knows of the learner. Groups are accepted in the order of their prompts, never of their arrival: first come,
+first served would favour short answers.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from ray.actor import ActorHandle
+from transformers import PreTrainedTokenizerBase
+
+from qurl_ray.actors.fleet import Fleet
+from qurl_ray.config import RunConfig
+from qurl_ray.data.cursor import PromptCursor
+from qurl_ray.data.prompts import encode_prompt
+from qurl_ray.data.tasks import Task
+from qurl_ray.errors import DeadlineExceeded
+from qurl_ray.rl.advantages import all_equal, group_relative, overlong_penalty
+from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
+
+
+@dataclass(slots=True)
+class Collected:
+    """What one step's rollouts came to."""
+
+    groups: list[list[Trajectory]] = field(default_factory=list)
+    rounds: int = 0
+    samples: int = 0
+    tokens: int = 0
+    rollout_seconds: float = 0.0
+    reward_seconds: float = 0.0
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: int = 0
+    uniform_groups: int = 0
+    all_groups: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    shown: list[dict] = field(default_factory=list)
+
+
+class Collector:
+    """Draws prompts, has them answered by the fleet and judged by the verifiers."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: tuple[int, ...],
+        fleet: Fleet,
+        verifiers: Sequence[ActorHandle],
+    ) -> None:
+        self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
+        self._fleet, self._verifiers = fleet, list(verifiers)
+        self._cursor = PromptCursor(task.train, seed=config.seed)
+        self._survival = 1.0
+        """Share of groups that lately passed dynamic sampling."""
+
+    async def solved(self, version: int) -> list[bool]:
+        """Whether the greedy answer to each held-out problem is right."""
+        problems = self._task.held_out
+        sampling = SamplingParams(
+            temperature=0.0, max_new_tokens=self._config.rollout.max_new_tokens, stop_ids=self._stop_ids
+        )
+        requests = self._requests(problems, 1, "evaluation", sampling)
+        completions = await self._fleet.generate(requests, version, self._config.rollout.timeout_s)
+        return [verdict.reward > 0.5 for verdict in await self._judge(completions, problems)]
+
+    async def collect(self, step: int, version: int) -> Collected:
+        """Rounds of prompts until the step is full; groups count in prompt order, never in the order of arrival."""
+        algorithm, wanted = self._config.algorithm, self._config.rollout.prompts_per_step
+        rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
+        collected = Collected()
+        while len(collected.groups) < wanted and collected.rounds < rounds:
+            missing = wanted - len(collected.groups)
+            # Ask for as many as will probably survive the filter, so that few rounds are needed.
+            ask = (
+                min(wanted, int(np.ceil(missing / max(self._survival, 0.1)))) if algorithm.dynamic_sampling else missing
+            )
+            await self._round(step, version, self._cursor.take(ask), collected)
+            if algorithm.dynamic_sampling:
+                self._survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
+        collected.groups = collected.groups[:wanted]
+        return collected
+
+    async def _round(self, step: int, version: int, problems: list[Problem], collected: Collected) -> None:
+        config = self._config
+        sampling = SamplingParams(
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            max_new_tokens=config.rollout.max_new_tokens,
+            stop_ids=self._stop_ids,
+            ignore_eos=config.rollout.ignore_eos,
+        )
+        G = config.rollout.samples_per_prompt
+        salt = f"{step}.{collected.rounds}"
+        requests = self._requests(problems, G, salt, sampling)
+        started = time.perf_counter()
+        completions = await self._fleet.generate(requests, version, config.rollout.timeout_s)
+        judged_from = time.perf_counter()
+        verdicts = await self._judge(completions, [problem for problem in problems for _ in range(G)])
+        collected.rollout_seconds += judged_from - started
+        collected.reward_seconds += time.perf_counter() - judged_from
+        collected.rounds += 1
+        self._group(requests, completions, verdicts, collected)
+        if len(collected.shown) < config.tracking.samples_per_step:
+            collected.shown += self._show(problems, completions, verdicts, G)
+
+    def _group(
+        self, requests: list[Request], completions: list[Completion], verdicts: list[Verdict], collected: Collected
+    ) -> None:
+        """Advantages per group; drop groups with a failed reward, and uniform ones if the algorithm says so."""
+        algorithm, rollout = self._config.algorithm, self._config.rollout
+        G = rollout.samples_per_prompt
+        lengths = np.array([len(c.token_ids) for c in completions])
+        penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
+        rewards_PG = (np.array([v.reward for v in verdicts]) + penalty).reshape(-1, G)
+        advantages_PG = group_relative(rewards_PG, divide_by_std=algorithm.normalize_by_std)
+        uniform_P = all_equal(rewards_PG)
+        failed_P = np.array([v.status != "ok" for v in verdicts]).reshape(-1, G).any(axis=1)
+        for verdict in verdicts:
+            if verdict.status != "ok":
+                collected.failed[verdict.status] = collected.failed.get(verdict.status, 0) + 1
+        collected.samples += len(completions)
+        collected.tokens += int(lengths.sum())
+        collected.rewards += [v.reward for v in verdicts]
+        collected.lengths += lengths.tolist()
+        collected.truncated += sum(c.finish == "length" for c in completions)
+        collected.all_groups += len(rewards_PG)
+        collected.uniform_groups += int(uniform_P.sum())
+        for p in np.flatnonzero(~failed_P & ~(uniform_P & algorithm.dynamic_sampling)):
+            collected.groups.append(
+                [
+                    Trajectory(
+                        uid=completions[i].uid,
+                        prompt_ids=requests[i].prompt_ids,
+                        token_ids=completions[i].token_ids,
+                        logprobs=completions[i].logprobs,
+                        reward=float(rewards_PG[p, i - p * G]),
+                        advantage=float(advantages_PG[p, i - p * G]),
+                        version=completions[i].version,
+                    )
+                    for i in range(p * G, (p + 1) * G)
+                ]
+            )
+
+    def _requests(
+        self, problems: Sequence[Problem], samples: int, salt: str, sampling: SamplingParams
+    ) -> list[Request]:
+        """`samples` requests per problem, neighbours of each other."""
+        task = self._config.task
+        prompts = [encode_prompt(p, self._tokenizer, template=task.template, chat=task.chat) for p in problems]
+        return [
+            Request(
+                uid=f"{problem.uid}/{sample}",
+                prompt_ids=prompt,
+                seed=derive_seed(self._config.seed, salt, problem.uid, sample),
+                sampling=sampling,
+            )
+            for problem, prompt in zip(problems, prompts, strict=True)
+            for sample in range(samples)
+        ]
+
+    def _answers(self, completions: Sequence[Completion]) -> list[str]:
+        return self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+
+    async def _judge(self, completions: Sequence[Completion], problems: Sequence[Problem]) -> list[Verdict]:
+        items = list(zip(self._answers(completions), problems, strict=True))
+        size = -(-len(items) // len(self._verifiers))
+        parts = [items[i : i + size] for i in range(0, len(items), size)]
+        calls = [v.judge_many.remote(part) for v, part in zip(self._verifiers, parts, strict=False)]
+        deadline = (
+            size * (self._config.task.reward_timeout_s + 5) + 60
+        )  # each sample has its own; this one is for the rest
+        try:
+            return [verdict for part in await asyncio.wait_for(asyncio.gather(*calls), deadline) for verdict in part]
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {deadline:g} s for {len(items)} rewards") from None
+
+    def _show(
+        self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], G: int
+    ) -> list[dict]:
+        """The first sample of the first prompts, as text."""
+        chosen = [p * G for p in range(min(len(problems), self._config.tracking.samples_per_step))]
+        answers = self._answers([completions[i] for i in chosen])
+        return [
+            {
+                "uid": completions[i].uid,
+                "prompt": problems[i // G].prompt,
+                "answer": answer,
+                "expected": problems[i // G].answer,
+                "reward": verdicts[i].reward,
+                "status": verdicts[i].status,
+                "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
+            }
+            for i, answer in zip(chosen, answers, strict=True)
+        ]
+
+
+def derive_seed(*parts: object) -> int:
+    """64 bits from the parts; the same in every process and Python version."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,197 @@
+"""The meeting point of rollout side and learner side, one actor.
+
+    collected groups ─► one share per learner rank        weights from all ranks ─► every engine, verified
+
+The learner's ranks ask for their share of a step; the first to ask sets the collection off. Weights come back the same
+way: each rank offers its part of a version, the last part completes it, and all engines load and verify it. Whoever waits
+here waits on another actor with a deadline.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ray import ObjectRef
+from ray.actor import ActorHandle
+
+from qurl_ray.actors.fleet import Fleet
+from qurl_ray.config import RunConfig
+from qurl_ray.data.tasks import Task
+from qurl_ray.evaluation.statistics import wilson_interval
+from qurl_ray.learner.batching import MiniBatch, plan
+from qurl_ray.learner.protocol import StepResult
+from qurl_ray.loop.collect import Collected, Collector, derive_seed
+from qurl_ray.policy.load import PolicySpec, load_tokenizer, stop_ids
+from qurl_ray.quant.formats import get_format
+from qurl_ray.rl.reduce import merge, mismatch_metrics
+from qurl_ray.sync.publish import assemble
+from qurl_ray.types import Event, TensorRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One rank's part of a version, as it is announced."""
+
+    version: int
+    rank: int
+    format: str
+    weight_max_code: int | None
+    records: tuple[TensorRecord, ...]
+    codes: int
+    codes_changed: int
+
+
+class Coordinator:
+    """Draws prompts, has them answered and judged, hands out shares; passes weights on; gathers what is to be seen."""
+
+    def __init__(
+        self, config: RunConfig, spec: PolicySpec, task: Task, fleet: Fleet, verifiers: Sequence[ActorHandle]
+    ) -> None:
+        self._config, self._fleet = config, fleet
+        tokenizer = load_tokenizer(spec)
+        self._collector = Collector(config, task, tokenizer, stop_ids(spec, tokenizer), fleet, verifiers)
+        self._version = -1
+        self._stop = False
+        self._shares: dict[int, asyncio.Task] = {}
+        self._offers: dict[int, list[tuple[Offer, ObjectRef]]] = {}
+        self._loads: dict[int, asyncio.Future] = {}
+        self._collected: dict[int, Collected] = {}
+        self._reports: dict[int, list[tuple[StepResult, dict[str, float]]]] = {}
+        self._codes: dict[int, tuple[int, int]] = {}
+        self._bytes: dict[int, int] = {}
+        self._kernels: list[str] = []
+        self._events: list[Event] = []
+
+    # --- learner's side -----------------------------------------------------------------------------------------
+
+    async def share(self, step: int, rank: int) -> list[MiniBatch] | None:
+        """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it."""
+        if step not in self._shares:
+            self._shares = {step: asyncio.ensure_future(self._make_shares(step))}
+        shares = await asyncio.shield(self._shares[step])
+        return shares[rank] if shares is not None else None
+
+    async def offer(self, offer: Offer, buffers: list[ObjectRef]) -> None:
+        """Add one rank's part; returns when every engine has loaded and verified the whole version."""
+        parts = self._offers.setdefault(offer.version, [])
+        future = self._loads.setdefault(offer.version, asyncio.get_running_loop().create_future())
+        parts.append((offer, buffers[0]))
+        if len(parts) == self._config.learner.workers:
+            try:
+                await self._load(offer, parts)
+                future.set_result(None)
+            except Exception as error:  # every rank must hear of it, or the others would wait for their deadline
+                future.set_exception(error)
+            del self._offers[offer.version]
+        await asyncio.wait_for(asyncio.shield(future), self._config.sync.timeout_s + 60)
+        self._loads.pop(offer.version, None)
+
+    async def report(self, step: int, result: StepResult, seconds: dict[str, float]) -> None:
+        """One rank's account of a step; the last one completes the step's event."""
+        reports = self._reports.setdefault(step, [])
+        reports.append((result, seconds))
+        if len(reports) == self._config.learner.workers:
+            self._finish_step(step, self._reports.pop(step))
+
+    async def evaluate(self, label: str, step: int) -> float:
+        """Greedy accuracy on the held-out problems with the weights that the engines hold."""
+        solved = await self._collector.solved(self._version)
+        low, high = wilson_interval(sum(solved), len(solved))
+        accuracy = sum(solved) / len(solved)
+        values = {"label": label, "eval/accuracy": accuracy, "eval/low": low, "eval/high": high}
+        values |= {"eval/problems": len(solved)}
+        self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
+        return accuracy
+
+    # --- driver's side ------------------------------------------------------------------------------------------
+
+    async def drain(self) -> list[Event]:
+        """Events since the last call; the driver is the only caller."""
+        events, self._events = self._events, []
+        return events
+
+    async def tell(self, event: Event) -> None:
+        """Pass an event on to the driver."""
+        self._events.append(event)
+
+    async def stop(self) -> None:
+        """No further step begins."""
+        self._stop = True
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    async def _make_shares(self, step: int) -> list[list[MiniBatch]] | None:
+        if self._stop:
+            return None
+        config = self._config
+        collected = self._collected[step] = await self._collector.collect(step, self._version)
+        wanted = config.rollout.prompts_per_step
+        if 0 < len(collected.groups) < wanted:
+            self._warn(step, f"{len(collected.groups)} of {wanted} groups after {collected.rounds} round(s)")
+        for status, count in collected.failed.items():
+            self._warn(step, f"{count} of {collected.samples} rewards ended in {status}; their groups are left out")
+        if not collected.groups:
+            self._warn(step, "no group had different rewards: the step is skipped")
+            return [[] for _ in range(config.learner.workers)]
+        return plan(
+            collected.groups,
+            updates=config.algorithm.updates_per_rollout,
+            ranks=config.learner.workers,
+            token_budget=config.learner.tokens_per_micro_batch,
+            seed=derive_seed(config.seed, step, "plan"),
+        )
+
+    # --- weights and metrics ------------------------------------------------------------------------------------
+
+    async def _load(self, offer: Offer, parts: list[tuple[Offer, ObjectRef]]) -> None:
+        fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
+        parts = sorted(parts, key=lambda part: part[0].rank)
+        manifest = assemble(offer.version, fmt, [part.records for part, _ in parts])
+        kernels = await self._fleet.load(manifest, [ref for _, ref in parts], self._config.sync.timeout_s)
+        self._version = offer.version
+        codes, changed = sum(p.codes for p, _ in parts), sum(p.codes_changed for p, _ in parts)
+        self._codes = {offer.version: (codes, changed)}
+        self._bytes = {offer.version: sum(record.bytes for record in manifest.tensors)}
+        if fmt and kernels != self._kernels:
+            self._kernels = kernels
+            self._events.append(Event(kind="info", step=0, message=f"rollout linears run on: {', '.join(kernels)}"))
+
+    def _finish_step(self, step: int, reports: list[tuple[StepResult, dict[str, float]]]) -> None:
+        collected = self._collected.pop(step)
+        results = [result for result, _ in reports]
+        sums = merge(result.sums for result in results)
+        seconds = {key: max(s.get(key, 0.0) for _, s in reports) for key in reports[0][1]}
+        seconds |= {key: max(r.seconds[key] for r in results) for key in ("logprob", "update")}
+        seconds |= {"rollout": collected.rollout_seconds, "reward": collected.reward_seconds}
+        rewards = np.array(collected.rewards)
+        codes, changed = next(iter(self._codes.values()))
+        values = {
+            "reward/mean": float(rewards.mean()),
+            "reward/solved_share": float((rewards > 0.5).mean()),
+            "reward/failed": sum(collected.failed.values()),
+            "rollout/samples": collected.samples,
+            "rollout/trained_samples": sum(len(group) for group in collected.groups),
+            "rollout/tokens": collected.tokens,
+            "rollout/tokens_per_second": collected.tokens / collected.rollout_seconds,
+            "rollout/mean_length": float(np.mean(collected.lengths)),
+            "rollout/truncated_share": collected.truncated / collected.samples,
+            "rollout/uniform_groups": collected.uniform_groups / collected.all_groups,
+            "rollout/rounds": collected.rounds,
+            "sync/bytes": next(iter(self._bytes.values())),
+            "sync/codes_changed": changed / codes if codes else 0.0,
+            "loss": sums.get("loss", 0.0),
+            "lr": results[0].lr,
+            "grad_norm": results[0].grad_norm,
+            "skipped_updates": results[0].skipped_updates,
+        }
+        values |= mismatch_metrics(sums) if sums else {}
+        values |= {f"time/{name}": value for name, value in seconds.items()}
+        if results[0].skipped_updates:
+            self._warn(step, f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite")
+        self._events.append(Event(kind="step", step=step, values=values))
+        if collected.shown:
+            self._events.append(Event(kind="samples", step=step, values={"samples": collected.shown}))
+
+    def _warn(self, step: int, message: str) -> None:
+        self._events.append(Event(kind="warning", step=step, message=message))

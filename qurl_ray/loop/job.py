@@ -1,0 +1,18 @@
+"""What a training job does once its settings are read."""
+
+import typer
+
+from qurl_ray.config import RunConfig
+from qurl_ray.loop.run import dry_run, run
+
+
+def train(config: RunConfig, dry: bool) -> int:
+    """Train, or only check, print and save the settings. Returns the exit status: 130 after Ctrl-C."""
+    if dry:
+        typer.echo(dry_run(config), nl=False)
+        return 0
+    try:
+        return 130 if run(config).interrupted else 0
+    except KeyboardInterrupt:
+        typer.echo("aborted", err=True)
+        return 130

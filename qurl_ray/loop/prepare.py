@@ -1,0 +1,90 @@
+"""Everything that can be checked or made before a minute is spent: the task, the policy, the reward, the fit of all three."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from qurl_ray.config import RunConfig
+from qurl_ray.config.models import TinyModel
+from qurl_ray.data.prompts import check_lengths, encode_prompt
+from qurl_ray.data.tasks import Task, load_task
+from qurl_ray.errors import QuantizationError, RewardError
+from qurl_ray.policy.load import PolicySpec, context_length, empty_model, load_tokenizer
+from qurl_ray.policy.tiny import cached_tiny_policy
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.uaq import norm_fed_linears
+from qurl_ray.rewards.process import VerifierProcess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that can start."""
+
+    task: Task
+    spec: PolicySpec
+
+
+def prepare(config: RunConfig, progress: Callable[[int, float], None]) -> Prepared:
+    """Load the task, make or find the policy, and check that everything fits together.
+
+    Args:
+        progress: called with (step, accuracy) while a tiny policy is made.
+
+    Raises:
+        QurlError: whatever would have failed later, now and by name.
+    """
+    task = load_task(config.task, eval_problems=config.evaluation.problems)
+    check_reward(task, config.task.reward_timeout_s)
+    if isinstance(config.model, TinyModel):
+        source = str(cached_tiny_policy(config.model, task.train, progress))
+    else:
+        source = config.model.path
+    spec = PolicySpec(source=source, max_length=config.model.max_length)
+    check_model(config, spec)
+    tokenizer = load_tokenizer(spec)
+    for problems in (task.train, task.held_out):
+        check_lengths(
+            problems,
+            lambda problem: encode_prompt(problem, tokenizer, template=config.task.template, chat=config.task.chat),
+            max_new_tokens=config.rollout.max_new_tokens,
+            context=context_length(spec),
+        )
+    return Prepared(task=task, spec=spec)
+
+
+def check_reward(task: Task, timeout_s: float) -> None:
+    """Judge one right answer: a reward that cannot be found, raises, hangs or gives no number fails here.
+
+    Raises:
+        RewardError: it does one of these.
+    """
+    problem = task.held_out[0]
+    with VerifierProcess(task.reward, timeout_s) as process:
+        process.check()
+        (verdict,) = process.judge_many([(problem.answer, problem)])
+    if verdict.status != "ok":
+        raise RewardError(
+            f"reward {task.reward} ended in {verdict.status} on the expected answer of {problem.uid}: {verdict.detail}"
+        )
+
+
+def check_model(config: RunConfig, spec: PolicySpec) -> None:
+    """The architecture can be quantized and scaled as configured; no weights are loaded.
+
+    Raises:
+        QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
+    """
+    with torch.device("meta"):
+        model = empty_model(spec)
+    if config.rollout.quantization != "none":
+        fmt = get_format(config.rollout.quantization)
+        for name in quantized_linears(model, config.quantization.keep):
+            width = model.get_submodule(name).in_features
+            if fmt.group and width % fmt.group:
+                raise QuantizationError(
+                    f"{fmt.name}: {name} has width {width}, no multiple of the group of {fmt.group}"
+                )
+    if config.quantization.uaq_scale != 1:
+        norm_fed_linears(model, config.quantization.uaq_layers)

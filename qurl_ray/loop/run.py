@@ -1,0 +1,272 @@
+"""The driver: start the actors, run the learner, watch, and account for it.
+
+`run()` creates the fleet and the coordinator and hands their handles to Ray Train. Actors made by the driver outlive a train
+worker; actors made inside it would die with it.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import yaml
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from qurl_ray.actors.fleet import Fleet, start_fleet
+from qurl_ray.actors.verifier import spawn_verifiers
+from qurl_ray.config import RunConfig, resolve
+from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.loop.coordinator import Coordinator
+from qurl_ray.loop.prepare import Prepared, prepare
+from qurl_ray.loop.summary import RunSummary
+from qurl_ray.loop.train import train_loop
+from qurl_ray.tracking.tracker import Tracker
+from qurl_ray.types import Event
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Where a finished run left what it made."""
+
+    run_dir: Path
+    policy: Path
+    summary: dict[str, Any]
+    interrupted: bool
+
+
+def run(config: RunConfig) -> RunResult:
+    """Train as configured. Attaches to the Ray cluster of RAY_ADDRESS (submitted jobs have it), else starts a local one.
+
+    The first Ctrl-C stops at the end of the step, evaluates and saves; the second aborts.
+
+    Raises:
+        QurlError: bad settings before anything starts, or what ended the run.
+    """
+    config = resolve(config, submitted="RAY_JOB_ID" in os.environ or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ)
+    run_dir = new_run_dir(config)
+    write_config(config, run_dir)
+    torch.set_num_threads(os.cpu_count() or 1)
+    with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
+        for sentence in config.no_effect():
+            tracker.handle(Event(kind="warning", step=0, message=sentence))
+        prepared = prepare(config, _cold_start_progress(tracker))
+        for note in prepared.task.notes:
+            tracker.handle(Event(kind="info", step=0, message=note))
+        with _cluster(config):
+            summary, interrupted = _train(config, prepared, run_dir, tracker)
+        summary["mlflow_run_id"] = tracker.mlflow_run_id()
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        places = {"policy": str(run_dir / "policy"), "mlflow_uri": tracker.mlflow_uri, "run_dir": str(run_dir)}
+        tracker.handle(Event(kind="summary", step=summary["steps"], values=summary | places))
+        tracker.close("interrupted" if interrupted else "finished")
+    return RunResult(run_dir=run_dir, policy=run_dir / "policy", summary=summary, interrupted=interrupted)
+
+
+def new_run_dir(config: RunConfig) -> Path:
+    """<output_dir>/<name>; an older run of the name is moved to <name>.<n>, never overwritten."""
+    assert config.output_dir is not None, "resolve() comes first"
+    run_dir = config.output_dir / config.name
+    try:
+        if run_dir.exists():
+            number = 1
+            while (older := run_dir.with_name(f"{config.name}.{number}")).exists():
+                number += 1
+            run_dir.rename(older)
+        run_dir.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
+    return run_dir
+
+
+def write_config(config: RunConfig, run_dir: Path) -> str:
+    """Save the resolved settings as config.yaml; returns their text."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    (run_dir / "config.yaml").write_text(text)
+    return text
+
+
+def dry_run(config: RunConfig) -> str:
+    """Check what can be checked without training, save and return the resolved settings."""
+    config = resolve(config, submitted="RAY_JOB_ID" in os.environ)
+    assert config.output_dir is not None
+    run_dir = config.output_dir / f"{config.name}.dry-run"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return write_config(config, run_dir)
+
+
+def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracker) -> tuple[dict[str, Any], bool]:
+    """Start the actors, fit, collect the summary, end the actors."""
+    fleet = start_fleet(
+        config.rollout,
+        prepared.spec,
+        kernel=config.quantization.kernel,
+        threads=config.rollout.threads or max(1, (os.cpu_count() or 1) // config.rollout.workers),
+    )
+    verifiers = spawn_verifiers(config.task.verifiers, prepared.task.reward, config.task.reward_timeout_s)
+    coordinator: ActorHandle | None = None
+    try:
+        weight_max_code = None
+        if config.rollout.quantization != "none":
+            weight_max_code = fleet.weight_max_code(config.rollout.quantization, config.rollout.start_timeout_s)
+        coordinator = ray.remote(num_cpus=0)(Coordinator).remote(config, prepared.spec, prepared.task, fleet, verifiers)
+        context = {
+            "config": config.model_dump(mode="json"),
+            "spec": prepared.spec,
+            "coordinator": coordinator,
+            "weight_max_code": weight_max_code,
+            "run_dir": str(run_dir),
+        }
+        summary = RunSummary(config)
+        interrupted = _watch(_fit_in_thread(config, context, run_dir), coordinator, summary, tracker)
+        return summary.finish(), interrupted
+    finally:
+        _end(fleet, verifiers, coordinator)
+
+
+def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> "_Fit":
+    workers = config.learner.workers
+    trainer = TorchTrainer(
+        train_loop,
+        train_loop_config=context,
+        torch_config=TorchConfig(
+            backend="nccl" if config.learner.gpus_per_worker else "gloo", timeout_s=int(config.learner.timeout_s)
+        ),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=workers,
+            use_gpu=config.learner.gpus_per_worker > 0,
+            resources_per_worker={"CPU": 1}
+            | ({"GPU": config.learner.gpus_per_worker} if config.learner.gpus_per_worker else {}),
+        ),
+        run_config=ray.train.RunConfig(
+            name="ray-train",
+            storage_path=str(run_dir),
+            failure_config=ray.train.FailureConfig(max_failures=0),
+        ),
+    )
+    fit = _Fit(trainer)
+    fit.start()
+    return fit
+
+
+class _Fit(threading.Thread):
+    """`trainer.fit()` off the main thread: it would replace the handler of Ctrl-C."""
+
+    def __init__(self, trainer: TorchTrainer) -> None:
+        super().__init__(name="fit", daemon=True)
+        self._trainer = trainer
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._trainer.fit()
+        except BaseException as error:  # handed to the main thread, which raises it
+            self.error = error
+
+
+def _watch(fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tracker) -> bool:
+    """Pass events on until the learner ends. Returns whether it was interrupted.
+
+    Raises:
+        QurlError: what ended the learner, if it was one of ours; else the original error.
+    """
+    with _interrupts() as presses:
+        asked = False
+        while True:
+            alive = fit.is_alive()
+            if presses and not asked:
+                asked = True
+                coordinator.stop.remote()
+                tracker.handle(
+                    Event(kind="info", step=0, message="stopping after this step; press Ctrl-C again to abort")
+                )
+            if len(presses) > 1:
+                raise KeyboardInterrupt
+            for event in ray.get(coordinator.drain.remote(), timeout=60):
+                summary.add(event)
+                tracker.handle(event)
+            if not alive:
+                break
+            time.sleep(_POLL_S)
+    if fit.error is not None:
+        raise _cause(fit.error)
+    return asked
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[float]]:
+    """Collect the times of Ctrl-C instead of being ended by it. Does nothing off the main thread."""
+    presses: list[float] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield presses
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: presses.append(time.monotonic()))
+    try:
+        yield presses
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of ours inside what Ray Train raised, if there is one."""
+    failures = getattr(error, "worker_failures", None) or {}
+    for found in (error, *failures.values()):
+        while found is not None:
+            if isinstance(found, QurlError):
+                return found
+            found = found.__cause__ or getattr(found, "cause", None)
+    return error
+
+
+@contextmanager
+def _cluster(config: RunConfig) -> Iterator[None]:
+    """Attach to a running cluster if there is one, else start Ray here and stop it afterwards."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(int(config.learner.timeout_s)))
+    environment = {"env_vars": {"MKL_CBWR": os.environ["MKL_CBWR"], "TOKENIZERS_PARALLELISM": "false"}}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(runtime_env=environment, log_to_driver=False)
+    else:
+        # Phases alternate, so workers may share cores; Ray counts one each.
+        cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
+        ray.init(num_cpus=cpus, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _end(fleet: Fleet, verifiers: list[ActorHandle], coordinator: ActorHandle | None) -> None:
+    for verifier in verifiers:
+        verifier.close.remote()
+    if coordinator is not None:
+        ray.kill(coordinator)
+    fleet.stop()
+    for verifier in verifiers:
+        ray.kill(verifier)
+
+
+def _cold_start_progress(tracker: Tracker) -> Callable[[int, float], None]:
+    started = time.monotonic()
+
+    def progress(step: int, accuracy: float) -> None:
+        if step % 50 == 0:
+            message = f"cold start: step {step}, accuracy {accuracy:.2f}, {time.monotonic() - started:.0f} s"
+            tracker.handle(Event(kind="info", step=0, message=message))
+
+    return progress

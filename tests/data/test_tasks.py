@@ -1,0 +1,287 @@
+"""Tasks: what is trained on, what is held out, and what bad input says."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_ray.config.models import ArithmeticTask, DatasetTask, ReasoningGymTask
+from qurl_ray.data.tasks import load_task
+from qurl_ray.errors import DataError
+from qurl_ray.rewards.resolve import resolve
+
+
+def prompts(problems):
+    return {problem.prompt for problem in problems}
+
+
+def uids(task):
+    return [problem.uid for problem in (*task.train, *task.held_out)]
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    operators=st.sampled_from(["+", "-", "*", "+-", "*-+", "++"]),
+    low=st.integers(0, 5),
+    more=st.integers(1, 12),
+    share=st.floats(0.01, 0.99),
+    seed=st.integers(-5, 2**63),
+)
+def test_arithmetic_splits_all_problems_into_two_parts_that_never_meet(operators, low, more, share, seed):
+    section = ArithmeticTask(
+        operators=operators, min_operand=low, max_operand=low + more, held_out_share=share, seed=seed
+    )
+    task = load_task(section, eval_problems=10**6)
+    operands = range(low, low + more + 1)
+    assert prompts(task.train) | prompts(task.held_out) == {
+        f"{a}{op}{b}=" for op in operators for a in operands for b in operands
+    }
+    assert not prompts(task.train) & prompts(task.held_out)
+    assert len(set(uids(task))) == len(uids(task)) == len(set(operators)) * len(operands) ** 2
+    assert all(eval(p.prompt[:-1]) == int(p.answer) for p in (*task.train, *task.held_out))
+
+
+def test_arithmetic_prompts_and_answers_look_like_this():
+    task = load_task(ArithmeticTask(operators="-", min_operand=3, max_operand=4), eval_problems=9)
+    assert {p.prompt: p.answer for p in (*task.train, *task.held_out)} == {
+        "3-3=": "0",
+        "3-4=": "-1",
+        "4-3=": "1",
+        "4-4=": "0",
+    }
+
+
+def test_arithmetic_depends_on_the_seed_alone():
+    first, again, other = (load_task(ArithmeticTask(seed=seed), eval_problems=500) for seed in (1, 1, 2))
+    assert list(first.train) == list(again.train)
+    assert list(first.held_out) == list(again.held_out)
+    assert list(first.held_out) != list(other.held_out)
+
+
+def test_at_most_the_problems_asked_for_are_held_out_and_training_does_not_get_the_others():
+    few, many = (load_task(ArithmeticTask(), eval_problems=n) for n in (500, 10**6))
+    assert (len(few.held_out), len(many.held_out), len(few.train)) == (500, 2000, 8000)
+    assert list(many.held_out)[:500] == list(few.held_out)
+    assert list(few.train) == list(many.train)
+
+
+def test_arithmetic_problems_can_be_indexed_and_sliced_like_a_list():
+    train = load_task(ArithmeticTask(), eval_problems=1).train
+    assert train[-1] == list(train)[-1]
+    assert list(train[3:5]) == [train[3], train[4]]
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+@pytest.mark.parametrize("largest", [1_500, 10**12])
+def test_arithmetic_too_large_to_list_is_sampled(largest):
+    task = load_task(ArithmeticTask(operators="+*", max_operand=largest, held_out_share=0.1), eval_problems=1000)
+    assert (len(task.train), len(task.held_out)) == (900_000, 1000)
+    sample = [task.train[index] for index in range(0, 900_000, 900)]
+    assert len(prompts(sample)) == 1000
+    assert not prompts(sample) & prompts(task.held_out)
+    assert all(eval(problem.prompt[:-1]) == int(problem.answer) for problem in sample)
+    assert 350 < sum("+" in problem.prompt for problem in sample) < 650
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"operators": "+/"}, r"operators is '\+/'; it takes one or more of \+ - \*"),
+        ({"operators": ""}, "operators is ''"),
+        ({"min_operand": 9, "max_operand": 3}, r"min_operand \(9\) exceeds task.max_operand \(3\)"),
+        ({"min_operand": 3, "max_operand": 3}, "one problem only"),
+        ({"max_operand": 2**62}, "must be below"),
+    ],
+)
+def test_impossible_arithmetic_is_an_error(fields, message):
+    with pytest.raises(DataError, match=message):
+        load_task(ArithmeticTask(**fields), eval_problems=5)
+
+
+# --- reasoning-gym -------------------------------------------------------------------------------
+
+
+def gym_task(**fields):
+    return ReasoningGymTask(**{"dataset": "chain_sum", "train_size": 30, "held_out_size": 10, **fields})
+
+
+def test_reasoning_gym_problems_are_disjoint_repeatable_and_plain_json():
+    task, again = (load_task(gym_task(), eval_problems=500) for _ in range(2))
+    assert (len(task.train), len(task.held_out)) == (30, 10)
+    assert not prompts(task.train) & prompts(task.held_out)
+    assert task == again
+    assert len(set(uids(task))) == 40
+    problem = task.train[0]
+    assert json.loads(json.dumps(problem.meta)) == problem.meta
+    assert resolve(task.reward)(problem.answer, problem) == 1.0
+
+
+def test_reasoning_gym_passes_parameters_on():
+    task = load_task(gym_task(params={"min_terms": 7, "max_terms": 7}), eval_problems=1)
+    assert all(problem.prompt.count(" + ") + problem.prompt.count(" - ") == 6 for problem in task.train)
+    assert len(task.held_out) == 1
+
+
+def test_in_a_small_world_training_gives_way_to_the_held_out_problems():
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = load_task(gym_task(params=params, train_size=600, held_out_size=40), eval_problems=500)
+    assert not prompts(task.train) & prompts(task.held_out)
+    assert 30 < len(prompts(task.held_out)) == len(task.held_out) <= 40
+    assert len(task.notes) == 1
+    assert "left out because they are held out" in task.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dataset": "chain_sums"}, "no data set 'chain_sums'; did you mean 'chain_sum'"),
+        ({"params": {"min_term": 3}}, "no parameter 'min_term'; did you mean 'min_terms'"),
+        ({"params": {"seed": 3}}, "use task.seed"),
+        ({"params": {"min_terms": 0}}, "cannot make problems with task.params .*min_terms"),
+        ({"params": {"min_terms": "two"}}, "cannot make problems"),
+    ],
+)
+def test_an_impossible_reasoning_gym_task_is_an_error(fields, message):
+    with pytest.raises(DataError, match=message):
+        load_task(gym_task(**fields), eval_problems=5)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def rows(count, start=0):
+    return [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": 1} for n in range(start, start + count)]
+
+
+def write(path, records):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_last_share_of_a_file_is_held_out(tmp_path, suffix):
+    path = write(tmp_path / f"data{suffix}", rows(20))
+    task = load_task(DatasetTask(path=path, held_out_share=0.25), eval_problems=500)
+    assert [problem.prompt for problem in task.train] == [f"{n}+1=" for n in range(15)]
+    assert [problem.answer for problem in task.held_out] == [str(n + 1) for n in range(15, 20)]
+    assert len(set(uids(task))) == 20
+    assert (task.reward, task.notes) == ("math_verify", ())
+
+
+def test_held_out_problems_may_have_a_file_of_their_own(tmp_path):
+    train = write(tmp_path / "train.jsonl", rows(20))
+    held_out = write(tmp_path / "test.parquet", rows(4, start=18))
+    task = load_task(DatasetTask(path=train, held_out_path=held_out), eval_problems=3)
+    assert [problem.prompt for problem in task.held_out] == ["18+1=", "19+1=", "20+1="]
+    assert len(task.train) == 18
+    assert "2 training prompts left out" in task.notes[0]
+
+
+def test_columns_may_have_other_names_and_hold_numbers(tmp_path):
+    records = [{"question": f"{n}+1=", "solution": n + 1} for n in range(4)]
+    path = write(tmp_path / "data.parquet", records)
+    section = DatasetTask(path=path, prompt_column="question", answer_column="solution")
+    assert load_task(section, eval_problems=1).train[0].answer == "1"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_without_prompt_or_answer_are_skipped_and_counted(tmp_path, suffix, caplog):
+    empty = [{"prompt": " ", "answer": "1"}, {"prompt": "1+1=", "answer": None}, {"prompt": "1+1=", "answer": ""}]
+    path = write(tmp_path / f"data{suffix}", rows(10) + empty)
+    task = load_task(DatasetTask(path=path), eval_problems=500)
+    assert len(task.train) + len(task.held_out) == 10
+    assert "3 of 13 rows skipped" in task.notes[0]
+    assert "3 of 13 rows skipped" in caplog.text
+
+
+def test_a_prompt_that_comes_twice_does_not_leak_from_the_held_out_part(tmp_path):
+    path = write(tmp_path / "data.jsonl", rows(9) + rows(1))
+    task = load_task(DatasetTask(path=path, held_out_share=0.1), eval_problems=500)
+    assert prompts(task.held_out) == {"0+1="}
+    assert len(task.train) == 8
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_missing_column_is_named_with_the_nearest_and_all_that_there_are(tmp_path, suffix):
+    path = write(tmp_path / f"data{suffix}", [{"prompts": "1+1=", "answer": "2"}])
+    with pytest.raises(
+        DataError, match=r"no column 'prompt' \(did you mean 'prompts'\?\); it has (prompts, answer|answer, prompts)"
+    ):
+        load_task(DatasetTask(path=path), eval_problems=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("data.jsonl", "", "is empty"),
+        ("data.jsonl", "\n\n", "is empty"),
+        ("data.jsonl", '{"prompt": "", "answer": "2"}\n', "each of the 1 rows has an empty prompt or answer"),
+        ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}\n', "one usable row only"),
+        ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt"', "line 2: not JSON"),
+        ("data.jsonl", "[1, 2]\n", "line 1: expected an object, got list"),
+        ("data.jsonl", '{"prompt": [1], "answer": "2"}\n', "prompt or answer is list"),
+        ("data.parquet", "not parquet", "not a readable parquet file"),
+        ("data.txt", "1+1=", r"takes files ending in .jsonl or .parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_task(DatasetTask(path=str(path)), eval_problems=5)
+
+
+def test_a_missing_file_is_an_error_and_not_looked_for_on_the_hub(tmp_path):
+    with pytest.raises(DataError, match=r"no such file: .*nowhere.jsonl"):
+        load_task(DatasetTask(path=str(tmp_path / "nowhere.jsonl")), eval_problems=5)
+
+
+def test_the_same_file_for_training_and_held_out_leaves_nothing_to_train_on(tmp_path):
+    path = write(tmp_path / "data.jsonl", rows(5))
+    with pytest.raises(DataError, match="none is left to train on"):
+        load_task(DatasetTask(path=path, held_out_path=path), eval_problems=5)
+
+
+def test_a_hub_data_set_is_read_by_configuration_and_split(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(path, name, *, split):
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(rows(6) if split == "train" else rows(2, start=90))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    section = DatasetTask(path="openai/gsm8k", name="main", held_out_path="openai/gsm8k")
+    task = load_task(section, eval_problems=5)
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert (len(task.train), [problem.prompt for problem in task.held_out]) == (6, ["90+1=", "91+1="])
+
+
+def test_a_hub_that_does_not_answer_is_a_clear_error(monkeypatch):
+    import datasets
+
+    def load_dataset(path, name, *, split):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"openai/gsm8k is no local file, .*Couldn't reach the hub.*Offline, download"):
+        load_task(DatasetTask(path="openai/gsm8k"), eval_problems=5)
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "used"), [(None, "exact"), ("mine:score", "mine:score")])
+def test_a_users_own_reward_takes_the_place_of_the_tasks(own, used):
+    assert load_task(ArithmeticTask(reward=own), eval_problems=1).reward == used
