@@ -64,13 +64,14 @@ def train_loop(context: dict[str, Any]) -> None:
             saver.checkpoint(step)
         if rank == 0 and config.evaluation.every and step % config.evaluation.every == 0:
             _evaluate(config, coordinator, "during", step)
-        ray.train.report({"step": step})
     if rank == 0 and config.rollout.quantization != "none":
         _evaluate(config, coordinator, "after, quantized", done)
     sender.send("none")
     if saver:
         _evaluate(config, coordinator, "after", done)
         saver.final()
+    # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
+    ray.train.report({"steps": done})
 
 
 def _one_step(

@@ -95,8 +95,9 @@ def test_a_bad_answer_costs_itself_and_its_neighbours_are_judged(function, answe
     assert time.monotonic() - started < 8
 
 
-def test_printing_neither_blocks_nor_forges_a_verdict():
+def test_printing_neither_blocks_nor_forges_a_verdict_nor_shows(capfd):
     assert statuses(judge("prints", ["print", "2", "print", "3"], timeout_s=5)) == [WRONG, GOOD, WRONG, WRONG]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_reward_that_reads_from_the_keyboard_gets_nothing():

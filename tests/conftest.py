@@ -1,0 +1,65 @@
+"""Shared by all tests: few threads, private caches, a tiny policy made once."""
+
+import os
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import torch
+
+from qurl_ray.config.models import TinyModel
+from qurl_ray.policy.load import PolicySpec, load_model, load_tokenizer
+from qurl_ray.policy.tiny import cached_tiny_policy
+from qurl_ray.types import Problem, Request, SamplingParams
+
+SUMS = [
+    Problem(uid=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(0, 100, 3) for b in range(0, 100, 7)
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_machine(tmp_path_factory):
+    torch.set_num_threads(2)
+    os.environ["QURL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_spec(_quiet_machine) -> PolicySpec:
+    """A two-layer policy with random weights (wider than by default, so that log-probs differ)."""
+    config = TinyModel(cold_start=False, layers=2, hidden_size=128, heads=4, kv_heads=2, intermediate_size=256)
+    return PolicySpec(source=str(cached_tiny_policy(config, SUMS, lambda *_: None)))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_spec):
+    return load_tokenizer(tiny_spec)
+
+
+@pytest.fixture
+def model(tiny_spec):
+    """Random, but far from uniform: weights four times the initial size."""
+    model = load_model(tiny_spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+            elif "norm" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def requests_for(tokenizer, count: int, samples: int, **sampling) -> list[Request]:
+    """`samples` requests for each of the first `count` sums, with prompts of different lengths."""
+    params = SamplingParams(**({"max_new_tokens": 8, "stop_ids": (tokenizer.eos_token_id,)} | sampling))
+    return [
+        Request(
+            uid=f"{problem.uid}/{g}",
+            prompt_ids=np.array(tokenizer(problem.prompt).input_ids, dtype=np.int32),
+            seed=hash((p, g)) % 2**63,
+            sampling=params,
+        )
+        for p, problem in enumerate(SUMS[:count])
+        for g in range(samples)
+    ]

@@ -1,0 +1,156 @@
+"""Quantizers, the quantized linear and fingerprints against definitions written out independently."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import FORMATS, get_format
+from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
+from qurl_ray.quant.quantize import dequantize, quantize, quantize_rows
+
+ALL = list(FORMATS.values())
+names = lambda fmt: fmt.name  # noqa: E731
+CPU = torch.device("cpu")
+
+
+def weight(seed: int, rows=24, columns=256) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=names)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), log2_gain=st.integers(-12, 12))
+def test_error_is_at_most_half_a_step(fmt, seed, log2_gain):
+    w = weight(seed) * 2.0**log2_gain
+    q = quantize(w, fmt)
+    step = q.scale.repeat_interleave(256 // q.scale.shape[1], dim=1)
+    assert ((dequantize(q) - w).abs() <= 0.5 * step * (1 + 1e-5)).all()
+    assert int(q.codes.abs().max()) == fmt.weight_max
+
+
+@pytest.mark.parametrize("fmt", ALL, ids=names)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), log2_gain=st.integers(-12, 12))
+def test_powers_of_two_move_the_scale_and_not_the_codes(fmt, seed, log2_gain):
+    """Q(a·w) = a·Q(w): the reason why UAQ alone cannot change the forward pass at step 0."""
+    q, gained = quantize(weight(seed), fmt), quantize(weight(seed) * 2.0**log2_gain, fmt)
+    assert torch.equal(q.codes, gained.codes)
+    torch.testing.assert_close(gained.scale, q.scale * 2.0**log2_gain, rtol=0, atol=0)
+
+
+def test_rows_of_zeros_stay_zero():
+    w = weight(0)
+    w[3] = 0
+    for fmt in ALL:
+        assert (dequantize(quantize(w, fmt))[3] == 0).all()
+        assert (QuantizedLinear(quantize(w, fmt), None)(torch.zeros(2, 256)) == 0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(bad):
+    w = weight(0)
+    w[[2, 5], 7] = bad
+    with pytest.raises(QuantizationError, match="nan or inf in 2 of 24 rows"):
+        quantize(w, FORMATS["int8"])
+
+
+def test_widths_that_the_group_does_not_divide_are_refused():
+    with pytest.raises(QuantizationError, match="width 200 is not a multiple of its group of 128"):
+        quantize(weight(0, columns=200), FORMATS["int4"])
+
+
+def by_hand(x: np.ndarray, q, bias: np.ndarray) -> np.ndarray:
+    """Quantize, dequantize, multiply, in float64 and element by element."""
+    out = np.zeros((len(x), len(q.codes)))
+    for m, row in enumerate(x.astype(np.float64)):
+        if q.fmt.activation_max:
+            top = np.abs(row).max()
+            row = np.round(row / top * q.fmt.activation_max) * top / q.fmt.activation_max
+        for n in range(len(q.codes)):
+            group = len(row) // q.scale.shape[1]
+            w = q.codes[n].numpy().astype(np.float64) * np.repeat(q.scale[n].numpy().astype(np.float64), group)
+            out[m, n] = row @ w + bias[n]
+    return out
+
+
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulation", "kernel"])
+@pytest.mark.parametrize("fmt", ALL, ids=names)
+def test_linear_computes_the_definition(fmt, emulate):
+    q, x, bias = quantize(weight(1), fmt), 3 * torch.randn(5, 256), torch.randn(24)
+    found = QuantizedLinear(q, bias, emulate=emulate)(x)
+    expected = by_hand(x.numpy(), q, bias.numpy())
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+    assert np.abs(expected - (x @ weight(1).T + bias).numpy()).max() > 1e-3  # quantized, not simply right
+
+
+@pytest.mark.parametrize("columns", [128, 576, 1536, 4096])
+@pytest.mark.parametrize("gain", [1e-3, 1.0, 37.0])
+def test_the_integer_kernel_equals_its_emulation_bit_for_bit(columns, gain):
+    fmt = FORMATS["int8"]
+    if integer_kernel(fmt, CPU) is None:
+        pytest.skip("no INT8 kernel on this CPU: emulation is what runs")
+    fmt = get_format("int8", weight_max_code(fmt, CPU))
+    q, x, bias = quantize(weight(2, columns=columns), fmt), gain * torch.randn(200, columns), torch.randn(24)
+    kernel, emulation = QuantizedLinear(q, bias), QuantizedLinear(q, bias, emulate=True)
+    assert torch.equal(kernel(x), emulation(x))
+    assert torch.equal(emulation(x), reference_linear(x, q, bias))
+    assert torch.equal(kernel(x)[17:18], kernel(x[17:18]))
+
+
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulation", "kernel"])
+@pytest.mark.parametrize("fmt", ALL, ids=names)
+def test_resident_codes_are_those_that_were_given(fmt, emulate):
+    q = quantize(weight(3), fmt)
+    resident = QuantizedLinear(q, None, emulate=emulate).resident()
+    assert torch.equal(resident.codes, q.codes)
+    assert torch.equal(resident.scale, q.scale)
+
+
+def test_activation_codes_come_from_the_row_alone():
+    x = torch.randn(6, 64)
+    codes, top = quantize_rows(x, 127)
+    louder = torch.cat([x, 1000 * x])
+    assert torch.equal(quantize_rows(louder, 127)[0][:6], codes)
+    assert (codes.abs().amax(dim=1) == 127).all()
+    torch.testing.assert_close(codes * top / 127, x, rtol=0, atol=float(top.max()) / 127 * 0.51)
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------
+
+
+def splitmix(i: int) -> int:
+    """splitmix64 from its published description, on Python integers."""
+    mask = 2**64 - 1
+    z = (i + 1) * 0x9E3779B97F4A7C15 & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return z ^ z >> 31
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=1, max_size=100))
+def test_fingerprint_is_the_sum_of_words_times_odd_factors(data):
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    expected = sum(word * (splitmix(i) | 1) for i, word in enumerate(words)) * (splitmix(0) | 1) % 2**64
+    assert fingerprint(torch.frombuffer(bytearray(data), dtype=torch.uint8)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), at=st.integers(0, 24 * 256 - 1), bit=st.integers(0, 7))
+def test_any_flipped_bit_changes_the_fingerprint(seed, at, bit):
+    q = quantize(weight(seed), FORMATS["int8"])
+    damaged = q.codes.clone().view(torch.uint8).reshape(-1)
+    damaged[at] ^= 1 << bit
+    assert fingerprint(damaged, q.scale) != fingerprint(q.codes, q.scale)
+
+
+def test_swapped_rows_and_swapped_parts_change_the_fingerprint():
+    w = weight(0)
+    assert fingerprint(w) != fingerprint(w[[1, 0, *range(2, 24)]])
+    assert fingerprint(w[:12], w[12:]) != fingerprint(w[12:], w[:12])

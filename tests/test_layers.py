@@ -1,0 +1,61 @@
+"""Imports point one way, and heavy packages stay where they belong (docs/design.md draws the layers)."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "qurl_ray"
+LAYERS = [
+    {"types", "errors", "config"},
+    {"rl", "quant", "rewards"},
+    {"policy", "data", "tracking"},
+    {"rollout", "learner", "sync"},
+    {"actors"},
+    {"loop", "evaluation"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+HEAVY = {
+    "ray": {"actors", "loop", "evaluation"},
+    "mlflow": {"tracking"},
+    "transformers": {"policy", "rollout", "learner", "loop", "evaluation"},
+    "datasets": {"data"},
+    "reasoning_gym": {"data", "rewards"},
+    "math_verify": {"rewards"},
+    "torch": set(LEVEL) - {"types", "errors", "config", "rewards", "tracking"},
+}
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that the file imports, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    here = path.relative_to(ROOT).with_suffix("").parts[0]
+    for name in imported(path):
+        top, *rest = name.split(".")
+        if top == "qurl_ray" and rest and rest[0] != here:
+            same_layer_by_design = (here, rest[0]) in SIBLINGS
+            assert LEVEL[rest[0]] < LEVEL[here] or same_layer_by_design, f"{here} may not import {name}"
+        if top in HEAVY:
+            assert here in HEAVY[top], f"{name} may be imported only by {sorted(HEAVY[top])}"
+
+
+SIBLINGS = {("loop", "evaluation"), ("config", "errors")}
+"""Pairs (importer, imported) inside a layer; nothing goes the other way."""
+
+
+def test_reading_a_configuration_needs_neither_torch_nor_ray():
+    code = "import sys, qurl_ray.config, qurl_ray.rewards.process; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
