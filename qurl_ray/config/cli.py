@@ -37,9 +37,9 @@ def training_app(algorithm: str, train: Callable[[RunConfig, bool], int]) -> typ
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print and save the settings; stop.")] = False,
     ) -> None:
         try:
-            settings = load_config(
-                config, [f"algorithm.type={algorithm}", *(overrides or [])] if not config else overrides or []
-            )
+            # Without a file the job decides the algorithm; with one, the file does, and must agree.
+            given = overrides or []
+            settings = load_config(config, given if config else [f"algorithm.type={algorithm}", *given])
             if settings.algorithm.type != algorithm:
                 raise ConfigError(
                     f"{config} sets algorithm.type={settings.algorithm.type}; run it with jobs/qurl_{settings.algorithm.type}.py"

@@ -111,7 +111,7 @@ def _fault(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         keys = {key.split(".type=")[0] for key, _, _ in describe()}
         # pydantic puts the union's tag into the path: task.arithmetic.digits
-        key = ".".join(p for i, p in enumerate(path) if ".".join(path[:i] + [p]) in keys or i in (0, len(path) - 1))
+        key = ".".join(p for i, p in enumerate(path) if ".".join([*path[:i], p]) in keys or i in (0, len(path) - 1))
         nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
         return f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
     where = ".".join(path) or "config"

@@ -75,7 +75,7 @@ ModelConfig = Annotated[TinyModel | PretrainedModel, Field(discriminator="type")
 
 class TaskBase(Section):
     reward: str | None = None
-    """Judge answers with `package.module:function(answer: str, problem: Problem) -> float` instead of the task's own."""
+    """Judge answers with `package.module:function`, (answer: str, problem: Problem) -> float, not the task's own."""
     reward_timeout_s: float = Field(5.0, gt=0)
     """Deadline for one answer. The process that judges it is killed at the deadline, and the reward is 0."""
     verifiers: int = Field(1, ge=1)
@@ -146,7 +146,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(8, ge=1)
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 the engine's log-probs are of the truncated distribution, which the learner does not see: for evaluation."""
+    """Below 1 the engine's log-probs are of the truncated distribution, which the learner does not see."""
     top_k: int = Field(0, ge=0)
     """0 keeps the whole vocabulary; else see top_p."""
     ignore_eos: bool = False
@@ -260,11 +260,13 @@ class LearnerConfig(Section):
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly."""
+    lr_final_share: float = Field(1.0, ge=0, le=1)
+    """Share of `lr` that is left at the last update, after a linear fall; 1 keeps the rate constant."""
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     """Bound on the global norm of the gradient."""
-    tokens_per_micro_batch: int = Field(16_384, ge=1)
+    tokens_per_micro_batch: int = Field(4096, ge=1)
     """Tokens, padding included, of one forward and backward pass."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a rank; all cores divided by the workers if absent."""

@@ -22,12 +22,24 @@ from qurl_ray.types import Trajectory
 
 
 class TorchLearner:
-    """See learner.protocol.Learner."""
+    """See learner.protocol.Learner.
+
+    Args:
+        temperature: of the rollouts; the learner's log-probs are taken at the same.
+        total_updates: at which the learning rate has fallen to its final share.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, config: LearnerConfig, settings: ObjectiveSettings, *, temperature: float
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        settings: ObjectiveSettings,
+        *,
+        temperature: float,
+        total_updates: int,
     ) -> None:
         self._model, self._config, self._settings, self._temperature = model, config, settings, temperature
+        self._total_updates = total_updates
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim < 2]  # norms and biases do not decay
         self._optimizer = torch.optim.AdamW(
@@ -81,7 +93,7 @@ class TorchLearner:
             sums.append(self._backward(samples, mini_batch, prox[index] if prox else None))
         self._add_over_ranks()
         norm = float(clip_grad_norm_(self._model.parameters(), self._config.grad_clip))
-        lr = self._config.lr * min(1.0, (self._updates + 1) / max(1, self._config.warmup_steps))
+        lr = learning_rate(self._config, self._updates, self._total_updates)
         finite = norm < float("inf")  # False for nan
         if finite:
             for group in self._optimizer.param_groups:
@@ -119,3 +131,10 @@ class TorchLearner:
         parts = flat.split([p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
+
+
+def learning_rate(config: LearnerConfig, updates: int, total_updates: int) -> float:
+    """Rate of the next update after `updates` of them: linear warm-up times a linear fall to the final share."""
+    warm = min(1.0, (updates + 1) / max(1, config.warmup_steps))
+    progress = min(1.0, updates / max(1, total_updates - 1))
+    return config.lr * warm * (1 - (1 - config.lr_final_share) * progress)

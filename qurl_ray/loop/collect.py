@@ -2,12 +2,11 @@
 
     prompts ─► requests ─► completions ─► verdicts ─► groups
 
-Nothing here knows of the learner. Groups are accepted in the order of their prompts, never of their arrival: first come,
-first served would favour short answers.
+Nothing here knows of the learner. Groups are accepted in the order of their prompts, never of their arrival: first
+come, first served would favour short answers.
 """
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
 from qurl_ray.errors import DeadlineExceeded
 from qurl_ray.rl.advantages import all_equal, group_relative, overlong_penalty
+from qurl_ray.rollout.requests import make_requests
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 
 
@@ -155,19 +155,15 @@ class Collector:
     def _requests(
         self, problems: Sequence[Problem], samples: int, salt: str, sampling: SamplingParams
     ) -> list[Request]:
-        """`samples` requests per problem, neighbours of each other."""
         task = self._config.task
-        prompts = [encode_prompt(p, self._tokenizer, template=task.template, chat=task.chat) for p in problems]
-        return [
-            Request(
-                uid=f"{problem.uid}/{sample}",
-                prompt_ids=prompt,
-                seed=derive_seed(self._config.seed, salt, problem.uid, sample),
-                sampling=sampling,
-            )
-            for problem, prompt in zip(problems, prompts, strict=True)
-            for sample in range(samples)
-        ]
+        return make_requests(
+            problems,
+            lambda problem: encode_prompt(problem, self._tokenizer, template=task.template, chat=task.chat),
+            samples=samples,
+            sampling=sampling,
+            seed=self._config.seed,
+            salt=salt,
+        )
 
     def _answers(self, completions: Sequence[Completion]) -> list[str]:
         return self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
@@ -203,8 +199,3 @@ class Collector:
             }
             for i, answer in zip(chosen, answers, strict=True)
         ]
-
-
-def derive_seed(*parts: object) -> int:
-    """64 bits from the parts; the same in every process and Python version."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

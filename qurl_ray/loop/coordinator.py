@@ -3,8 +3,8 @@
     collected groups ─► one share per learner rank        weights from all ranks ─► every engine, verified
 
 The learner's ranks ask for their share of a step; the first to ask sets the collection off. Weights come back the same
-way: each rank offers its part of a version, the last part completes it, and all engines load and verify it. Whoever waits
-here waits on another actor with a deadline.
+way: each rank offers its part of a version, the last part completes it, and all engines load and verify it. Whoever
+waits here waits on another actor with a deadline.
 """
 
 import asyncio
@@ -21,10 +21,11 @@ from qurl_ray.data.tasks import Task
 from qurl_ray.evaluation.statistics import wilson_interval
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
-from qurl_ray.loop.collect import Collected, Collector, derive_seed
+from qurl_ray.loop.collect import Collected, Collector
 from qurl_ray.policy.load import PolicySpec, load_tokenizer, stop_ids
 from qurl_ray.quant.formats import get_format
 from qurl_ray.rl.reduce import merge, mismatch_metrics
+from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.publish import assemble
 from qurl_ray.types import Event, TensorRecord
 

@@ -1,4 +1,4 @@
-"""Everything that can be checked or made before a minute is spent: the task, the policy, the reward, the fit of all three."""
+"""What can be checked or made before a minute is spent: the task, the policy, the reward, and whether they fit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,13 +1,12 @@
 """The driver: start the actors, run the learner, watch, and account for it.
 
-`run()` creates the fleet and the coordinator and hands their handles to Ray Train. Actors made by the driver outlive a train
-worker; actors made inside it would die with it.
+`run()` creates the fleet and the coordinator and hands their handles to Ray Train. Actors made by the driver outlive a
+train worker; actors made inside it would die with it.
 """
 
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ import ray.train
 import torch
 import yaml
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from qurl_ray.actors.fleet import Fleet, start_fleet
@@ -49,14 +47,14 @@ class RunResult:
 
 
 def run(config: RunConfig) -> RunResult:
-    """Train as configured. Attaches to the Ray cluster of RAY_ADDRESS (submitted jobs have it), else starts a local one.
+    """Train as configured. Attaches to the cluster of $RAY_ADDRESS (submitted jobs have it), else starts Ray here.
 
     The first Ctrl-C stops at the end of the step, evaluates and saves; the second aborts.
 
     Raises:
         QurlError: bad settings before anything starts, or what ended the run.
     """
-    config = resolve(config, submitted="RAY_JOB_ID" in os.environ or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ)
+    config = resolve(config, submitted=_submitted())
     run_dir = new_run_dir(config)
     write_config(config, run_dir)
     torch.set_num_threads(os.cpu_count() or 1)
@@ -101,11 +99,16 @@ def write_config(config: RunConfig, run_dir: Path) -> str:
 
 def dry_run(config: RunConfig) -> str:
     """Check what can be checked without training, save and return the resolved settings."""
-    config = resolve(config, submitted="RAY_JOB_ID" in os.environ)
+    config = resolve(config, submitted=_submitted())
     assert config.output_dir is not None
     run_dir = config.output_dir / f"{config.name}.dry-run"
     run_dir.mkdir(parents=True, exist_ok=True)
     return write_config(config, run_dir)
+
+
+def _submitted() -> bool:
+    """Whether this driver runs as a Ray job."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracker) -> tuple[dict[str, Any], bool]:

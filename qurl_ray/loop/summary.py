@@ -1,6 +1,5 @@
 """What a run came to, added up from its events."""
 
-import time
 from typing import Any
 
 from qurl_ray.config import RunConfig

@@ -45,7 +45,13 @@ def train_loop(context: dict[str, Any]) -> None:
     model = load_model(context["spec"])
     if config.quantization.uaq_scale != 1:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
-    learner = TorchLearner(model, config.learner, objective_settings(config), temperature=config.rollout.temperature)
+    learner = TorchLearner(
+        model,
+        config.learner,
+        objective_settings(config),
+        temperature=config.rollout.temperature,
+        total_updates=config.steps * config.algorithm.updates_per_rollout,
+    )
     names = {f"{name}.weight" for name in quantized_linears(model, config.quantization.keep)}
     sender = Sender(config, learner, Publisher(quantized=names, rank=rank, ranks=ranks), context)
     saver = Saver(config, model, context["spec"], Path(context["run_dir"])) if rank == 0 else None

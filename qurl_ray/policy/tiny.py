@@ -138,7 +138,7 @@ def forced_accuracy(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, mask_BT: torc
 def _rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask of the answer and its <eos>), both [B, T], padded on the right."""
     prompts = tokenizer([p.prompt for p in problems]).input_ids
-    answers = [ids + [tokenizer.eos_token_id] for ids in tokenizer([p.answer for p in problems]).input_ids]
+    answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([p.answer for p in problems]).input_ids]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids_BT = torch.full((len(problems), width), tokenizer.pad_token_id)
     mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)

@@ -1,8 +1,8 @@
 """Update-aware quantization (QuRL, https://arxiv.org/abs/2602.13953): W X = (W / s)(s X).
 
 The columns of every linear that a norm feeds are divided by s, the norm's gain is multiplied by s: the network computes
-the same, but one optimizer step moves the smaller weights, and so their codes, s times as far. Done once before training,
-on float32 masters only (stored in bfloat16, W / s would flip 8 % of the codes), and undone at export.
+the same, but one optimizer step moves the smaller weights, and so their codes, s times as far. Done once before
+training, on float32 masters only (stored in bfloat16, W / s would flip 8 % of the codes), and undone at export.
 """
 
 from torch import nn

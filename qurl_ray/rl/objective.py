@@ -1,14 +1,14 @@
 """The clipped policy objective and its corrections for rollouts drawn by another (quantized) policy.
 
-Policies: `behavior` b is the engine that drew the tokens, `prox` p the full-precision weights before the step, `theta` the
-weights being trained. rho = p/b is a constant; R = theta/p carries the gradient; C is the cap on rho.
+Policies: `behavior` b is the engine that drew the tokens, `prox` p the full-precision weights before the step, `theta`
+the weights being trained. rho = p/b is a constant; R = theta/p carries the gradient; C is the cap on rho.
 
     ignore   min(R A, clip(R, 1-εl, 1+εh) A)
     tis      min(rho, C) · min(R A, clip(R, 1-εl, 1+εh) A)                    FlashRL
     acr      min(rho, C) · min(R A, clip(R, 1-εl, (1+εh)·max(1, rho/C)) A)    QuRL, https://arxiv.org/abs/2602.13953
 
-ACR's upper bound is (1+εh)/r with r = b / max(b, p/C) = min(1, C/rho): where truncation has weakened a token's weight, its
-ratio may move further. Where rho <= C, for A < 0, and at R = 1, ACR and TIS are the same bit for bit.
+ACR's upper bound is (1+εh)/r with r = b / max(b, p/C) = min(1, C/rho): where truncation has weakened a token's weight,
+its ratio may move further. Where rho <= C, for A < 0, and at R = 1, ACR and TIS are the same bit for bit.
 """
 
 from dataclasses import dataclass

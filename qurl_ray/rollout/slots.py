@@ -1,4 +1,4 @@
-"""Static key-value slots. Running sequences always fill rows 0 … n-1, so that a decode step reads a view, never a copy."""
+"""Static key-value slots. Running sequences always fill rows 0 … n-1: a decode step reads a view, never a copy."""
 
 from collections.abc import Sequence
 

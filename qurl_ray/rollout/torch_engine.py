@@ -1,7 +1,7 @@
 """The embedded engine: a transformers model in this process, its block linears quantized, continuous batching.
 
 Batch-invariant: a request's tokens and log-probs do not depend on what else is in the batch, on the number of slots, or
-on whether its prompt was prefilled for it alone (docs/concepts.md). A prompt that several requests share is computed once.
+on whether its prompt was prefilled for it alone (docs/concepts.md). A prompt shared by requests is computed once.
 """
 
 from collections import deque

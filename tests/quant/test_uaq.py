@@ -11,10 +11,15 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import fold, unfold
 
-SHAPE = dict(
-    vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16,
-)  # fmt: skip
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 IDS = torch.arange(12)[None]
 
 
@@ -78,7 +83,7 @@ def test_the_codes_at_step_0_do_not_change(model):
 
 def test_a_model_without_known_norm_fed_linears_is_refused():
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2))
-    with pytest.raises(QuantizationError, match="GPT2LMHeadModel has no linear that a norm feeds.*uaq_scale=1"):
+    with pytest.raises(QuantizationError, match=r"GPT2LMHeadModel has no linear that a norm feeds.*uaq_scale=1"):
         fold(gpt2, 1.5)
 
 

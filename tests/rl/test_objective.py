@@ -1,4 +1,4 @@
-"""The objective against the formulas written out token by token in float64, and the identities that follow from them."""
+"""The objective against its formulas written out token by token in float64, and the identities that follow."""
 
 import math
 
@@ -54,7 +54,9 @@ def test_matches_the_scalar_formula(correction, dual, tokens, cap):
 
 
 @settings(max_examples=60, deadline=None)
-@given(tokens=st.lists(token, min_size=2, max_size=12), cut=st.integers(1, 11), mean=st.sampled_from(["token", "sequence"]))
+@given(
+    tokens=st.lists(token, min_size=2, max_size=12), cut=st.integers(1, 11), mean=st.sampled_from(["token", "sequence"])
+)
 def test_micro_batches_add_up_to_the_batch(tokens, cut, mean):
     cut = min(cut, len(tokens) - 1)
     denominators, s = Denominators(tokens=len(tokens), sequences=len(tokens)), settings_of(mean=mean)
@@ -83,7 +85,9 @@ def gradient(theta, prox, behavior, advantage, s):
     logprobs = torch.tensor([[theta]], dtype=torch.float64, requires_grad=True)
     other = [torch.tensor([[x]], dtype=torch.float64) for x in (prox, behavior)]
     adv = torch.tensor([advantage], dtype=torch.float64)
-    loss, sums = objective(logprobs, *other, adv, torch.ones(1, 1, dtype=torch.bool), Denominators(tokens=1, sequences=1), s)
+    loss, sums = objective(
+        logprobs, *other, adv, torch.ones(1, 1, dtype=torch.bool), Denominators(tokens=1, sequences=1), s
+    )
     loss.backward()
     return loss.item(), logprobs.grad.item(), sums
 

@@ -1,0 +1,40 @@
+# Every target makes .venv and installs what it needs, once. Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+.PHONY: help quickstart test lint format clean
+
+help:
+	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
+	@echo "make test        run the tests"
+	@echo "make lint        check style and format"
+	@echo "make clean       remove .venv, caches and build files; runs/ stays"
+
+# Torch first and by itself: later requirements then find it, whichever build (CPU or CUDA) was chosen.
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python >= 3.11; set PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once, a few minutes)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+quickstart: $(VENV)/installed
+	$(BIN)/python jobs/qurl_dapo.py --config jobs/configs/quickstart.yaml
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""Evaluate a policy: python jobs/evaluate.py runs/quickstart --samples 8"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from qurl_ray.config import load_config
+from qurl_ray.errors import QurlError
+from qurl_ray.evaluation.evaluate import evaluate
+from qurl_ray.evaluation.statistics import Estimate
+
+
+def main(
+    run: Annotated[Path, typer.Argument(help="Run folder: its config.yaml names the task, its policy/ is evaluated.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the run's settings.")
+    ] = None,
+    policy: Annotated[Path | None, typer.Option(help="Evaluate this folder instead of RUN/policy.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Take the task from this file instead of RUN/config.yaml.")
+    ] = None,
+    quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
+    samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy accuracy only.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the k samples.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures here, as JSON.")] = None,
+) -> None:
+    """Greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals."""
+    try:
+        settings = load_config(config or run / "config.yaml", overrides or [])
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task("answers judged")
+            report = evaluate(
+                settings,
+                policy or run / "policy",
+                quantization=quantization,
+                samples=samples,
+                temperature=temperature,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except QurlError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    show("accuracy", report.accuracy)
+    if report.avg_at_k and report.pass_at_k:
+        show(f"avg@{samples}", report.avg_at_k)
+        show(f"pass@{samples}", report.pass_at_k)
+    print(f"{report.quantization} weights, {report.seconds:.1f} s, {report.failed_rewards} rewards failed")
+    if out:
+        out.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+
+
+def show(name: str, estimate: Estimate) -> None:
+    """One line: the value and its interval, in per cent."""
+    low, high = 100 * estimate.low, 100 * estimate.high
+    print(f"{name:10} {100 * estimate.value:5.1f} %  [{low:.1f}, {high:.1f}]  of {estimate.n} problems")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,37 @@
+"""docs/configuration.md, written from the models: python -m qurl_ray.config.reference > docs/configuration.md"""
+
+import sys
+from collections.abc import Iterator
+
+from qurl_ray.config.load import describe
+
+_HEAD = """# Configuration
+
+Every setting of a run, written by `python -m qurl_ray.config.reference > docs/configuration.md` from
+`qurl_ray/config/models.py`. A run is one YAML file (`jobs/configs/` has examples); `section.key=value` on the command
+line overrides it, and `--dry-run` prints the result. Unknown keys are errors. Where a section has several types, the
+first is the default, and its `type` decides which settings it has."""
+
+
+def reference() -> str:
+    """The page: one table per section, and per type of a section that has several."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield _HEAD
+    yield from _table_under("The run", "")
+    for key, default, text in describe():
+        if not default and "." not in key.partition(".type=")[0]:
+            yield from _table_under(f"`{key}`", text)
+        else:  # a section inside a section is a row, so that what follows it stays in its table
+            shown = default if default in ("", "required", "none set") else f"`{default}`"
+            yield "| " + " | ".join(cell.replace("|", r"\|") for cell in (f"`{key}`", shown, text)) + " |"
+
+
+def _table_under(title: str, text: str) -> Iterator[str]:
+    yield from ("", f"## {title}", "", *([text, ""] if text else []), "| setting | default | |", "|---|---|---|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

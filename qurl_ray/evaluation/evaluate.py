@@ -1,0 +1,132 @@
+"""Evaluate a saved policy: greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals. No Ray."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qurl_ray.config import RunConfig
+from qurl_ray.data.prompts import check_lengths, encode_prompt
+from qurl_ray.data.tasks import load_task
+from qurl_ray.errors import ConfigError
+from qurl_ray.evaluation.statistics import (
+    Estimate,
+    accuracy_with_interval,
+    mean_with_bootstrap_interval,
+    pass_at_k,
+)
+from qurl_ray.policy.load import PolicySpec, context_length, load_model, load_tokenizer, stop_ids
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.select import quantized_linears
+from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.rollout.requests import make_requests
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.publish import Publisher, assemble
+from qurl_ray.types import Problem, SamplingParams
+
+_PROBLEMS_AT_A_TIME = 64  # between two progress reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What an evaluation found. avg@k and pass@k are None unless samples were drawn."""
+
+    policy: str
+    quantization: str
+    kernels: list[str]
+    accuracy: Estimate
+    samples: int
+    temperature: float
+    avg_at_k: Estimate | None
+    pass_at_k: Estimate | None
+    failed_rewards: int
+    seconds: float
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def evaluate(
+    config: RunConfig,
+    policy: Path,
+    *,
+    quantization: str,
+    samples: int,
+    temperature: float,
+    progress: Callable[[int, int], None],
+) -> Report:
+    """Load `policy` into the embedded engine and judge its answers to the task of `config`.
+
+    Args:
+        samples: k; 0 draws none and evaluates greedily only.
+        progress: called with (answers judged, answers in all).
+
+    Raises:
+        QurlError: the policy, the task or the reward cannot be used.
+    """
+    started = time.perf_counter()
+    spec = PolicySpec(source=str(policy), max_length=config.model.max_length)
+    if not (policy / "config.json").is_file():
+        raise ConfigError(f"{policy} holds no policy: config.json is missing")
+    tokenizer = load_tokenizer(spec)
+    task = load_task(config.task, eval_problems=config.evaluation.problems)
+    encode = lambda p: encode_prompt(p, tokenizer, template=config.task.template, chat=config.task.chat)  # noqa: E731
+    limit = config.rollout.max_new_tokens
+    check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
+    engine = _loaded_engine(config, spec, quantization)
+    stops = stop_ids(spec, tokenizer)
+    rounds = [(SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops), 1)]
+    if samples:
+        rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
+    total = len(task.held_out) * sum(count for _, count in rounds)
+    solved, failed, done = [], 0, 0
+    with VerifierProcess(task.reward, config.task.reward_timeout_s) as verifier:
+        verifier.check()
+        for sampling, count in rounds:
+            right: list[bool] = []
+            for chunk in _chunks(task.held_out, _PROBLEMS_AT_A_TIME):
+                requests = make_requests(
+                    chunk, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
+                )
+                completions = engine.generate(requests, version=1)
+                texts = tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+                owners = [problem for problem in chunk for _ in range(count)]
+                verdicts = verifier.judge_many(list(zip(texts, owners, strict=True)))
+                right += [verdict.reward > 0.5 for verdict in verdicts]
+                failed += sum(verdict.status != "ok" for verdict in verdicts)
+                done += len(verdicts)
+                progress(done, total)
+            solved.append(np.array(right).reshape(-1, count))
+    counts_P = solved[1].sum(axis=1) if samples else None
+    return Report(
+        policy=str(policy),
+        quantization=quantization,
+        kernels=engine.kernels(),
+        accuracy=accuracy_with_interval(solved[0][:, 0]),
+        samples=samples,
+        temperature=temperature,
+        avg_at_k=mean_with_bootstrap_interval(counts_P / samples) if samples else None,
+        pass_at_k=mean_with_bootstrap_interval([pass_at_k(samples, int(c), samples) for c in counts_P])
+        if samples
+        else None,
+        failed_rewards=failed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _loaded_engine(config: RunConfig, spec: PolicySpec, quantization: str) -> TorchEngine:
+    model = load_model(spec)
+    fmt = None
+    engine = TorchEngine(spec, slots=config.rollout.slots, kernel=config.quantization.kernel)
+    if quantization != "none":
+        fmt = get_format(quantization, engine.weight_max_code(quantization))
+    names = {f"{name}.weight" for name in quantized_linears(model, config.quantization.keep)}
+    part = Publisher(names).prepare(model.named_parameters(), fmt)
+    engine.load(assemble(1, fmt, [part.records]), part.buffers)
+    return engine
+
+
+def _chunks(problems: Sequence[Problem], size: int) -> list[Sequence[Problem]]:
+    return [problems[i : i + size] for i in range(0, len(problems), size)]

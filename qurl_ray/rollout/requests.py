@@ -1,0 +1,41 @@
+"""From problems to requests, with seeds that every process derives alike."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from qurl_ray.types import Problem, Request, SamplingParams
+
+
+def make_requests(
+    problems: Sequence[Problem],
+    encode: Callable[[Problem], np.ndarray],
+    *,
+    samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    salt: str,
+) -> list[Request]:
+    """`samples` requests per problem, neighbours of each other.
+
+    Args:
+        encode: prompt of a problem as int32 token ids.
+        seed: of the run.
+        salt: what sets these draws apart from others of the same problem, such as the step.
+    """
+    return [
+        Request(
+            uid=f"{problem.uid}/{sample}",
+            prompt_ids=prompt,
+            seed=derive_seed(seed, salt, problem.uid, sample),
+            sampling=sampling,
+        )
+        for problem, prompt in zip(problems, map(encode, problems), strict=True)
+        for sample in range(samples)
+    ]
+
+
+def derive_seed(*parts: object) -> int:
+    """64 bits from the parts; the same in every process and Python version."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,306 @@
+"""Settings from real YAML files: what is accepted, and what an error says of the rest."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qurl_ray.config import RunConfig, load_config, resolve
+from qurl_ray.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").rglob("*.y*ml"))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Write the text to a file, read it as a run's settings."""
+
+    def load(text: str, *overrides: str) -> RunConfig:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return load_config(path, overrides)
+
+    return load
+
+
+def complaint(load, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_config_of_the_repository_loads_under_its_own_name(path):
+    assert load_config(path).name == path.stem
+
+
+def test_there_are_configs_to_load():
+    assert "quickstart.yaml" in [path.name for path in CONFIGS]
+
+
+def test_no_file_gives_the_defaults():
+    assert load_config(None) == RunConfig()
+
+
+def test_an_empty_mapping_gives_the_defaults(load):
+    assert load("{}") == RunConfig()
+
+
+def test_a_missing_file_names_the_nearest_one(tmp_path):
+    (tmp_path / "quickstart.yaml").write_text("steps: 3")
+    (tmp_path / "bench.yaml").write_text("steps: 3")
+    with pytest.raises(ConfigError, match=r"quickstrat\.yaml does not exist; did you mean .*/quickstart\.yaml\?"):
+        load_config(tmp_path / "quickstrat.yaml")
+
+
+def test_a_missing_file_without_neighbours_names_none(tmp_path):
+    with pytest.raises(ConfigError, match=r"does not exist$"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_a_folder_is_no_config_file(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path)
+
+
+def test_invalid_yaml_names_the_file_and_the_place(load):
+    message = complaint(load, "steps: 3\nrollout: {workers: 2\n")
+    assert "run.yaml is not valid YAML" in message
+    assert "line 2" in message
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- steps", "list"), ("3", "int"), ("steps", "str"), ("", "NoneType")])
+def test_a_file_that_is_no_mapping_is_refused(load, text, kind):
+    assert f"run.yaml holds {kind}, expected a mapping of sections" in complaint(load, text)
+
+
+def test_a_file_may_not_run_code(load):
+    assert "not valid YAML" in complaint(load, "name: !!python/object/apply:os.getcwd []")
+
+
+# --- unknown keys ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown", "nearest"),
+    [
+        ("stepps: 3", "stepps", "steps"),
+        ("rollouts: {workers: 1}", "rollouts", "rollout"),
+        ("rollout: {worker: 2}", "rollout.worker", "rollout.workers"),
+        ("sync: {timeout: 3}", "sync.timeout", "sync.timeout_s"),
+        ("task: {max_operandd: 9}", "task.max_operandd", "task.max_operand"),
+        ("algorithm: {type: grpo, clip_hihg: 0.2}", "algorithm.clip_hihg", "algorithm.clip_high"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(load, text, unknown, nearest):
+    assert complaint(load, text).endswith(f"run.yaml: unknown key {unknown!r}; did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize("correction", ["{is_capp: 3}", "{type: acr, is_capp: 3}", "{type: tis, is_capp: 3}"])
+def test_an_unknown_key_inside_a_union_names_the_nearest(load, correction):
+    message = complaint(load, f"algorithm: {{correction: {correction}}}")
+    assert "is_capp'; did you mean 'algorithm.correction.is_cap'?" in message
+
+
+def test_an_unknown_key_like_no_other_names_none(load):
+    assert complaint(load, "zzzzzzzz: 1").endswith("unknown key 'zzzzzzzz'")
+
+
+def test_every_fault_has_its_line(load):
+    message = complaint(load, "stepps: 3\nrollout: {worker: 2}\nlearner: {lr: -1}")
+    assert len(message.splitlines()) == 3
+    for part in ("'stepps'", "'rollout.worker'", "learner.lr"):
+        assert part in message
+
+
+def test_an_unknown_key_in_an_override_names_the_nearest(load):
+    assert "did you mean 'rollout.workers'" in complaint(load, "{}", "rollout.wrkers=2")
+
+
+# --- values ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "given"),
+    [
+        ("steps: many", "steps: ", "(got 'many')"),
+        ("steps: 2.5", "steps: ", "(got 2.5)"),
+        ("steps: 0", "steps: ", "(got 0)"),
+        ("learner: {lr: x}", "learner.lr: ", "(got 'x')"),
+        ("learner: {lr: .nan}", "learner.lr: ", "(got nan)"),
+        ("rollout: {quantization: int9}", "rollout.quantization: ", "(got 'int9')"),
+        ("rollout: {temperature: 0}", "rollout.temperature: ", "(got 0)"),
+        ("rollout: 3", "rollout: ", "(got 3)"),
+        ("name: ../elsewhere", "name: ", "(got '../elsewhere')"),
+        ("quantization: {keep: lm_head}", "quantization.keep: ", "(got 'lm_head')"),
+    ],
+)
+def test_a_wrong_value_names_its_place_and_what_was_given(load, text, where, given):
+    message = complaint(load, text)
+    assert f"run.yaml: {where}" in message
+    assert message.endswith(given)
+
+
+def test_an_unknown_type_names_those_there_are(load):
+    message = complaint(load, "algorithm: {type: ppo}")
+    assert "'ppo'" in message
+    assert "'dapo', 'grpo'" in message
+
+
+def test_rates_may_be_written_without_a_point(load):
+    """YAML 1.1 reads 1e-6 as text."""
+    assert load("learner: {lr: 1e-6}", "learner.weight_decay=1e-2").learner.lr == 1e-6
+
+
+def test_sections_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().rollout.workers = 3
+
+
+# --- overrides -------------------------------------------------------------------------------------------------
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier(load):
+    config = load("rollout: {workers: 2, slots: 7}", "rollout.workers=3", "rollout.workers=4", "name=other")
+    assert (config.rollout.workers, config.rollout.slots, config.name) == (4, 7, "other")
+
+
+def test_an_override_may_hold_yaml(load):
+    config = load("{}", "quantization.keep=[lm_head, embed]", "learner.threads=2", "tracking.mlflow=false")
+    assert (config.quantization.keep, config.learner.threads, config.tracking.mlflow) == (
+        ("lm_head", "embed"),
+        2,
+        False,
+    )
+
+
+def test_an_override_may_hold_an_equals_sign(load):
+    assert load("{}", "task.template=Q={prompt}=").task.template == "Q={prompt}="
+
+
+@pytest.mark.parametrize("override", ["steps", "--steps", "=3", ""])
+def test_an_override_without_key_or_value_is_refused(load, override):
+    assert complaint(load, "{}", override) == f"override {override!r} is not of the form section.key=value"
+
+
+def test_an_override_that_is_no_yaml_is_refused(load):
+    assert "override 'steps=[1': the value is not valid YAML" in complaint(load, "{}", "steps=[1")
+
+
+def test_an_override_cannot_go_into_a_value(load):
+    message = complaint(load, "rollout: {workers: 4}", "rollout.workers.x=3")
+    assert message == "rollout.workers is a value, not a section: cannot set rollout.workers.x"
+
+
+def test_an_override_may_change_the_type_of_a_section(load):
+    config = load("algorithm: {type: dapo}", "algorithm.type=grpo", "algorithm.correction.type=tis")
+    assert (config.algorithm.type, config.algorithm.correction.type) == ("grpo", "tis")
+
+
+# --- types left out --------------------------------------------------------------------------------------------
+
+
+def test_sections_without_a_type_are_of_the_default_one(load):
+    config = load("model: {layers: 3}\ntask: {max_operand: 9}\nalgorithm: {clip_low: 0.1, correction: {is_cap: 8}}")
+    kinds = (config.model.type, config.task.type, config.algorithm.type, config.algorithm.correction.type)
+    assert kinds == ("tiny", "arithmetic", "dapo", "acr")
+    assert (config.model.layers, config.task.max_operand, config.algorithm.correction.is_cap) == (3, 9, 8.0)
+
+
+def test_a_config_survives_being_saved_and_read(load, tmp_path):
+    config = load("algorithm: {type: grpo, correction: {type: ignore}}\ntask: {type: dataset, path: a.jsonl}")
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+# --- parts that do not agree -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_a_group_of_one_is_refused(load, algorithm):
+    message = complaint(load, f"algorithm: {{type: {algorithm}}}\nrollout: {{samples_per_prompt: 1}}")
+    assert f"rollout.samples_per_prompt is 1: {algorithm} compares" in message
+    assert "use at least 2" in message
+
+
+def test_more_updates_than_prompts_are_refused(load):
+    load("rollout: {prompts_per_step: 4}\nalgorithm: {updates_per_rollout: 4}")
+    message = complaint(load, "rollout: {prompts_per_step: 4}\nalgorithm: {updates_per_rollout: 5}")
+    assert "algorithm.updates_per_rollout (5) exceeds rollout.prompts_per_step (4)" in message
+
+
+def test_uaq_with_full_precision_rollouts_is_refused(load):
+    load("rollout: {quantization: none}")
+    message = complaint(load, "rollout: {quantization: none}\nquantization: {uaq_scale: 1.5}")
+    assert "quantization.uaq_scale must be 1 when rollout.quantization is none" in message
+
+
+def test_a_penalty_longer_than_the_answer_is_refused(load):
+    message = complaint(load, "rollout: {max_new_tokens: 4}\nalgorithm: {overlong_buffer: 5}")
+    assert "algorithm.overlong_buffer exceeds rollout.max_new_tokens" in message
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(load):
+    assert "hidden_size must be a multiple of heads" in complaint(load, "model: {hidden_size: 66}")
+
+
+# --- where runs go ---------------------------------------------------------------------------------------------
+
+
+def test_the_output_folder_is_the_setting_then_the_variable_then_the_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("QURL_RUNS", str(tmp_path / "shared"))
+    named = RunConfig(output_dir=Path("~/mine"))
+    for submitted in (False, True):
+        assert resolve(named, submitted=submitted).output_dir == tmp_path / "home" / "mine"
+        assert resolve(RunConfig(), submitted=submitted).output_dir == tmp_path / "shared"
+    monkeypatch.delenv("QURL_RUNS")
+    assert resolve(RunConfig(), submitted=False).output_dir == tmp_path / "runs"
+    assert resolve(RunConfig(), submitted=True).output_dir == tmp_path / "home" / "qurl-runs"
+
+
+def test_an_empty_variable_counts_as_absent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QURL_RUNS", "")
+    assert resolve(RunConfig(), submitted=False).output_dir == tmp_path / "runs"
+
+
+def test_only_the_output_folder_changes(tmp_path):
+    before = RunConfig(output_dir=tmp_path, steps=7)
+    assert resolve(before, submitted=False) == before
+
+
+# --- settings that do nothing ----------------------------------------------------------------------------------
+
+
+def test_the_defaults_have_an_effect():
+    assert RunConfig().no_effect() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ("algorithm: {updates_per_rollout: 1}", "ACR with one update per rollout equals TIS"),
+        ("rollout: {quantization: none}", "acr has almost nothing to correct with full-precision rollouts"),
+        ("rollout: {top_p: 0.9}", "truncate the engine's distribution but not the learner's"),
+        ("rollout: {top_k: 5}", "truncate the engine's distribution but not the learner's"),
+    ],
+)
+def test_an_idle_setting_is_announced_in_a_sentence(load, settings, sentence):
+    (found,) = load(settings).no_effect()
+    assert sentence in found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "algorithm: {updates_per_rollout: 1, correction: {type: tis}}",
+        "rollout: {quantization: none}\nalgorithm: {correction: {type: ignore}}",
+    ],
+)
+def test_the_same_setting_elsewhere_is_no_news(load, settings):
+    assert load(settings).no_effect() == []

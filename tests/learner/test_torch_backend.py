@@ -1,0 +1,144 @@
+"""The torch learner: the update it makes does not depend on micro-batches, padding or the number of ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import distributed
+
+from qurl_ray.config.models import LearnerConfig
+from qurl_ray.learner.batching import plan, to_tensors
+from qurl_ray.learner.torch_backend import TorchLearner
+from qurl_ray.policy.load import load_model
+from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
+from qurl_ray.types import Trajectory
+
+SETTINGS = ObjectiveSettings(
+    correction="acr", is_cap=2.0, clip_low=0.2, clip_high=0.28, dual_clip=None, loss_mean="token"
+)
+
+
+def groups(count: int = 10, size: int = 4) -> list[list[Trajectory]]:
+    """Random answers of different lengths, with log-probs of a policy that is not quite the learner's."""
+    rng = np.random.default_rng(0)
+    return [
+        [
+            Trajectory(
+                uid=f"{p}/{g}",
+                prompt_ids=rng.integers(3, 18, size=5).astype(np.int32),
+                token_ids=rng.integers(3, 18, size=(n := rng.integers(1, 12))).astype(np.int32),
+                logprobs=rng.uniform(-3.2, -2.2, size=n).astype(np.float32),
+                reward=0.0,
+                advantage=float(rng.normal()),
+                version=1,
+            )
+            for g in range(size)
+        ]
+        for p in range(count)
+    ]
+
+
+def learner(spec, **config) -> tuple[TorchLearner, torch.nn.Module]:
+    model = load_model(spec)
+    return TorchLearner(
+        model, LearnerConfig(**({"lr": 1e-3} | config)), SETTINGS, temperature=1.0, total_updates=11
+    ), model
+
+
+def parameters_after(spec, *, updates=3, token_budget=10_000, ranks=1, rank=0, **config) -> torch.Tensor:
+    trained, model = learner(spec, **config)
+    trained.learn(plan(groups(), updates=updates, ranks=ranks, token_budget=token_budget, seed=3)[rank])
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def start(spec) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in load_model(spec).parameters()])
+
+
+def test_micro_batches_change_nothing(tiny_spec):
+    whole, split = parameters_after(tiny_spec), parameters_after(tiny_spec, token_budget=40)
+    moved = (whole - start(tiny_spec)).norm()
+    assert moved > 0.1
+    assert (whole - split).norm() <= 1e-3 * moved
+
+
+def _rank(rank: int, ranks: int, spec, port: int, out: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    torch.save(parameters_after(spec, ranks=ranks, rank=rank, token_budget=60), f"{out}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_two_ranks_make_the_update_of_one(tiny_spec, tmp_path, free_port):
+    mp.spawn(_rank, (2, tiny_spec, free_port, str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert torch.equal(first, second)
+    alone = parameters_after(tiny_spec)
+    assert (first - alone).norm() <= 1e-3 * (alone - start(tiny_spec)).norm()
+
+
+def test_an_update_is_the_adamw_step_of_the_objective(tiny_spec):
+    trained, model = learner(tiny_spec, grad_clip=0.5, weight_decay=0.1)
+    reference = load_model(tiny_spec).double()
+    samples = [s for group in groups() for s in group]
+    batch = to_tensors(samples)
+    logprobs = token_logprobs(reference, batch.token_ids_BT, batch.mask_BT, 1.0)
+    # the shared log-softmax is float32, which bounds the agreement below
+    denominators = Denominators(tokens=int(batch.mask_BT.sum()), sequences=len(samples))
+    loss, _ = objective(
+        logprobs, logprobs.detach(), batch.behavior_BT, batch.advantages_B, batch.mask_BT, denominators, SETTINGS
+    )
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters()))
+    result = trained.learn(plan(groups(), updates=1, ranks=1, token_budget=10_000, seed=0)[0])
+    assert result.grad_norm == pytest.approx(norm, rel=1e-3)
+    assert result.sums["tokens"] == denominators.tokens
+    for (name, new), (_, old) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        grad = old.grad * min(1.0, 0.5 / (norm + 1e-6))
+        decay = 0.1 if old.ndim >= 2 else 0.0
+        expected = old * (1 - 1e-3 * decay) - 1e-3 * grad / (grad.abs() + 1e-8)  # AdamW's first step
+        sure = grad.abs() > 1e-5  # elsewhere the sign of a tiny gradient decides
+        torch.testing.assert_close(new.double()[sure], expected[sure], rtol=0, atol=5e-5, msg=name)
+
+
+def test_proximal_logprobs_are_those_before_the_first_update(tiny_spec):
+    # With behavior = the initial policy, rho is exactly 1 for every token of every mini-batch only if
+    # prox is taken before anything moves: the engine's and the learner's numbers are the same bits.
+    trained, model = learner(tiny_spec)
+    exact = []
+    for group in groups():
+        for s in group:
+            batch = to_tensors([s])
+            with torch.no_grad():
+                row = token_logprobs(model, batch.token_ids_BT, batch.mask_BT, 1.0)[batch.mask_BT]
+            exact.append(Trajectory(**{k: getattr(s, k) for k in s.__slots__} | {"logprobs": row.numpy()}))
+    regrouped = [exact[i : i + 4] for i in range(0, len(exact), 4)]
+    result = trained.learn(plan(regrouped, updates=4, ranks=1, token_budget=50, seed=0)[0])
+    assert result.sums["abs_log_rho"] == 0
+    assert result.sums["clipped_upper"] + result.sums["clipped_lower"] > 0  # and yet the policy moved in between
+
+
+def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted(tiny_spec):
+    trained, model = learner(tiny_spec)
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    result = trained.learn(plan(groups(), updates=2, ranks=1, token_budget=1000, seed=0)[0])
+    assert result.skipped_updates == 2
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
+
+
+def test_the_rate_warms_up_linearly_over_updates(tiny_spec):
+    trained, _ = learner(tiny_spec, warmup_steps=8)
+    rates = [trained.learn(plan(groups(), updates=2, ranks=1, token_budget=1000, seed=i)[0]).lr for i in range(5)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def test_the_rate_falls_linearly_to_its_final_share(tiny_spec):
+    trained, _ = learner(tiny_spec, lr_final_share=0.2)
+    rates = [trained.learn(plan(groups(), updates=2, ranks=1, token_budget=1000, seed=i)[0]).lr for i in range(7)]
+    # updates 1, 3, 5, 7, 9 of 0 … 10 are the second of each call; after the last the rate stays
+    assert rates == pytest.approx([1e-3 * (1 - 0.8 * u / 10) for u in (1, 3, 5, 7, 9, 10, 10)])
