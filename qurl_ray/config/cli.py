@@ -41,9 +41,8 @@ def training_app(algorithm: str, train: Callable[[RunConfig, bool], int]) -> typ
             given = overrides or []
             settings = load_config(config, given if config else [f"algorithm.type={algorithm}", *given])
             if settings.algorithm.type != algorithm:
-                raise ConfigError(
-                    f"{config} sets algorithm.type={settings.algorithm.type}; run it with jobs/qurl_{settings.algorithm.type}.py"
-                )
+                other = settings.algorithm.type
+                raise ConfigError(f"{config} sets algorithm.type={other}; run it with jobs/qurl_{other}.py")
             status = train(settings, dry_run)
         except QurlError as error:
             typer.echo(f"error: {error}", err=True)

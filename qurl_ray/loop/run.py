@@ -66,6 +66,7 @@ def run(config: RunConfig) -> RunResult:
             tracker.handle(Event(kind="info", step=0, message=note))
         with _cluster(config):
             summary, interrupted = _train(config, prepared, run_dir, tracker)
+        summary["initial_policy"] = prepared.spec.source
         summary["mlflow_run_id"] = tracker.mlflow_run_id()
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         places = {"policy": str(run_dir / "policy"), "mlflow_uri": tracker.mlflow_uri, "run_dir": str(run_dir)}

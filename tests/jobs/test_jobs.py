@@ -1,0 +1,80 @@
+"""The commands as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qurl_ray.config.models import TinyModel
+from qurl_ray.policy.tiny import cached_tiny_policy
+from tests.conftest import SUMS
+
+ROOT = Path(__file__).parents[2]
+
+
+def job(name: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "jobs" / name), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def test_help_lists_every_setting_with_its_default():
+    shown = job("qurl_dapo.py", "--help").stdout
+    for expected in ("--dry-run", "--config", "KEY=VALUE", "rollout.quantization = int8", "algorithm.type=dapo"):
+        assert expected in shown
+    assert "s of update-aware quantization" in " ".join(shown.split())
+
+
+def test_dry_run_prints_and_saves_the_resolved_settings(tmp_path):
+    done = job(
+        "qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path}", "seed=7"
+    )
+    assert done.returncode == 0, done.stderr
+    settings = yaml.safe_load(done.stdout)
+    assert settings["seed"] == 7
+    assert settings["algorithm"]["clip_high"] == 0.28  # a default, not in the file
+    assert yaml.safe_load((tmp_path / "quickstart.dry-run" / "config.yaml").read_text()) == settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rollout.quantisation=int8"], "unknown key 'rollout.quantisation'; did you mean 'rollout.quantization'?"),
+        (["--config", "jobs/configs/quikstart.yaml"], "did you mean jobs/configs/quickstart.yaml?"),
+        (["--config", "jobs/configs/quickstart_grpo.yaml"], "run it with jobs/qurl_grpo.py"),
+        (["rollout.samples_per_prompt=1"], "a group of one has no advantage"),
+        (["model.type=pretrained", "model.path=/no/such/folder"], "model '/no/such/folder' cannot be loaded"),
+        (["rollout.max_new_tokens=80"], "exceeds the context 64"),
+        (["task.type=dataset", "task.path=/no/such.jsonl"], "/no/such.jsonl"),
+        (["task.reward=math:no_such"], "no_such"),
+        (["rollout.quantization=int4", "model.intermediate_size=200", "model.cold_start=false"], "width 200"),
+    ],
+)
+def test_bad_input_is_one_clear_line_within_seconds(tmp_path, arguments, message):
+    done = job("qurl_dapo.py", *arguments, f"output_dir={tmp_path}", "model.cold_start=false", "tracking.mlflow=false") \
+        if "pretrained" not in str(arguments) else job("qurl_dapo.py", *arguments, f"output_dir={tmp_path}")  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_evaluate_reports_accuracy_and_samples_with_intervals(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"model": {"cold_start": False}, "rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}})
+    )
+    policy = cached_tiny_policy(TinyModel(cold_start=False, layers=1), SUMS, lambda *_: None)
+    out = tmp_path / "figures.json"
+    done = job(
+        "evaluate.py", tmp_path, "--policy", policy, "--samples", 4, "--quantization", "int8", "--out", out
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["accuracy"]["n"] == 70
+    assert 0 <= figures["avg_at_k"]["value"] <= figures["pass_at_k"]["value"] <= 1
+    assert figures["failed_rewards"] == 0
+    assert "pass@4" in done.stdout
+    nothing = job("evaluate.py", tmp_path)
+    assert nothing.returncode == 2
+    assert "holds no policy" in nothing.stderr

@@ -1,0 +1,214 @@
+"""Whole runs on a local Ray cluster: the files they leave, the exact agreement of engine and learner, faults."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qurl_ray.config import load_config
+from qurl_ray.errors import DeadlineExceeded, EngineError, RewardError
+from qurl_ray.loop.run import run
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.ray
+
+SMALL = [
+    "model.cold_start=false",
+    "model.layers=2",
+    "model.hidden_size=128",
+    "model.intermediate_size=256",
+    "task.max_operand=30",
+    "task.reward=tests.loop.rewards:length",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "evaluation.problems=40",
+    "learner.lr=1e-3",
+    "tracking.mlflow=false",
+    "tracking.console=none",
+]
+
+
+def small_run(tmp_path, *overrides: str):
+    return run(load_config(None, [*SMALL, "steps=3", f"output_dir={tmp_path}", *overrides]))
+
+
+def events(run_dir: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def parameters(folder: Path) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
+
+
+@pytest.fixture(autouse=True)
+def importable_rewards(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_a_run_leaves_everything_that_is_promised(tmp_path):
+    result = small_run(
+        tmp_path, "tracking.mlflow=true", "checkpoint.every=1", "checkpoint.keep=2", "evaluation.every=2"
+    )
+    run_dir = result.run_dir
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary == result.summary
+    assert not {
+        "accuracy_before", "accuracy_after", "accuracy_after_quantized", "eval_problems", "steps", "train_seconds",
+        "samples_per_second", "rollout_tokens_per_second", "phase_seconds", "quantization", "correction", "uaq_scale",
+        "acr_active_tokens", "mlflow_run_id",
+    } - set(summary)  # fmt: skip
+    assert set(summary["phase_seconds"]) == {"rollout", "reward", "logprob", "update", "sync"}
+    assert (summary["steps"], summary["eval_problems"], summary["quantization"]) == (3, 40, "int8")
+    steps = events(run_dir, "step")
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(0 < line["values"]["sync/codes_changed"] < 1 for line in steps)
+    assert all(0.9 < line["values"]["mismatch/ess"] <= 1 for line in steps)
+    assert [line["message"] for line in events(run_dir, "evaluation")] == [
+        "before",
+        "during",
+        "after, quantized",
+        "after",
+    ]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    policy = AutoModelForCausalLM.from_pretrained(run_dir / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy")
+    assert policy.generate(**tokenizer("3+4=", return_tensors="pt"), max_new_tokens=3).shape[1] > 4
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    history = client.get_metric_history(summary["mlflow_run_id"], "reward/mean")
+    assert [point.step for point in history] == [1, 2, 3]
+
+
+def test_full_precision_rollouts_match_the_learner_exactly_and_learn_the_same_way_twice(tmp_path):
+    plain = ["rollout.quantization=none", "algorithm.correction.type=ignore", "algorithm.updates_per_rollout=2"]
+    first = small_run(tmp_path / "a", *plain)
+    for line in events(first.run_dir, "step"):
+        assert line["values"]["mismatch/abs_logprob_gap"] == 0
+        assert line["values"]["mismatch/max_rho"] == 1
+    again = small_run(tmp_path / "b", *plain, "rollout.workers=2", "rollout.slots=5", "task.verifiers=2")
+    assert torch.equal(parameters(first.policy), parameters(again.policy))
+
+
+def test_acr_is_active_where_the_format_is_coarse(tmp_path):
+    result = small_run(
+        tmp_path, "rollout.quantization=int4", "algorithm.correction.is_cap=1.01", "algorithm.clip_high=0.02"
+    )
+    assert result.summary["acr_active_tokens"] > 0
+    tis = small_run(
+        tmp_path, "rollout.quantization=int4", "algorithm.correction.type=tis", "algorithm.correction.is_cap=1.01"
+    )
+    assert tis.summary["acr_active_tokens"] == 0
+    assert (tmp_path / "run.1" / "summary.json").is_file()  # the first run was moved aside, not overwritten
+
+
+def test_two_learner_ranks_and_two_rollout_workers_train_together(tmp_path):
+    alone = small_run(tmp_path / "a", "steps=2")
+    together = small_run(tmp_path / "b", "steps=2", "learner.workers=2", "rollout.workers=2")
+    started = parameters(Path(alone.summary["initial_policy"]))
+    moved = (parameters(alone.policy) - started).norm()
+    assert (parameters(alone.policy) - parameters(together.policy)).norm() <= 0.02 * moved
+
+
+def test_uaq_is_folded_while_training_and_unfolded_in_what_is_saved(tmp_path):
+    result = small_run(tmp_path, "steps=1", "quantization.uaq_scale=2", "learner.lr=1e-12")
+    start = parameters(Path(result.summary["initial_policy"]))
+    torch.testing.assert_close(parameters(result.policy), start, rtol=0, atol=1e-9)
+
+
+def test_failing_rewards_are_counted_and_their_groups_left_out(tmp_path):
+    result = small_run(tmp_path, "task.reward=tests.loop.rewards:sometimes_nan")
+    steps = events(result.run_dir, "step")
+    assert any(line["values"]["reward/failed"] for line in steps)
+    assert all(line["values"]["rollout/trained_samples"] < 32 for line in steps if line["values"]["reward/failed"])
+    assert any("rewards ended in invalid" in line["message"] for line in events(result.run_dir, "warning"))
+
+
+def test_a_step_without_any_signal_is_skipped_and_said(tmp_path):
+    result = small_run(tmp_path, "task.reward=tests.loop.rewards:constant", "algorithm.max_refill_rounds=2")
+    assert torch.equal(parameters(result.policy), parameters(Path(result.summary["initial_policy"])))
+    assert sum("the step is skipped" in line["message"] for line in events(result.run_dir, "warning")) == 3
+
+
+@pytest.mark.parametrize("reward", ["raises", "hangs", "nan"])
+def test_a_reward_that_cannot_judge_the_right_answer_ends_the_run_before_it_starts(tmp_path, reward):
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=rf"reward tests.loop.rewards:{reward} ended in"):
+        small_run(tmp_path, f"task.reward=tests.loop.rewards:{reward}", "task.reward_timeout_s=1")
+    assert time.monotonic() - started < 20
+
+
+def test_a_fleet_that_cannot_be_placed_says_what_is_missing(tmp_path):
+    with pytest.raises(DeadlineExceeded, match=r"'GPU': 1.0.*the cluster has \d+ CPU, 0 GPU"):
+        small_run(tmp_path, "rollout.gpus_per_worker=1", "rollout.start_timeout_s=3")
+
+
+def test_a_killed_rollout_worker_ends_the_run_with_its_name_and_not_with_a_hang(tmp_path):
+    code = (
+        "import sys; from qurl_ray.config import load_config; from qurl_ray.loop.run import run;"
+        "run(load_config(None, sys.argv[1:]))"
+    )
+    arguments = [*SMALL, "steps=500", f"output_dir={tmp_path}", "tracking.console=plain"]
+    job = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    _wait_for_steps(tmp_path / "run", 2, job)
+    os.kill(_descendant(job.pid, "ray::RolloutWorker"), signal.SIGKILL)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode != 0
+    assert EngineError.__name__ in output
+    assert "a rollout worker died during" in output
+
+
+def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
+    job = subprocess.Popen(
+        [sys.executable, "jobs/qurl_dapo.py", *SMALL, "steps=500", f"output_dir={tmp_path}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    _wait_for_steps(tmp_path / "run", 2, job)
+    job.send_signal(signal.SIGINT)
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 130, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 2 <= summary["steps"] < 500
+    assert summary["accuracy_after"] is not None
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+def _wait_for_steps(run_dir: Path, count: int, job: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").is_file() or len(events(run_dir, "step")) < count:
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _descendant(pid: int, name: str) -> int:
+    """Process below `pid` whose command line begins with `name`."""
+    parents, names = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            names[int(stat.parent.name)] = (stat.parent / "cmdline").read_bytes().decode()
+        except (OSError, IndexError):
+            continue  # ended meanwhile
+    for candidate, command in names.items():
+        ancestor = candidate
+        while ancestor in parents and ancestor != pid:
+            ancestor = parents[ancestor]
+        if ancestor == pid and command.startswith(name):
+            return candidate
+    raise AssertionError(f"no {name} below {pid}")
