@@ -51,6 +51,10 @@ class Fleet:
             return min(ray.get(calls, timeout=timeout_s))
         except GetTimeoutError:
             raise DeadlineExceeded(f"rollout workers did not start within {timeout_s:g} s") from None
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayActorError as error:
+            raise EngineError(f"a rollout worker died while it started: {error}") from None
 
     def stop(self) -> None:
         """End the workers and give their resources back."""
@@ -65,7 +69,7 @@ def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads
     Raises:
         DeadlineExceeded: the cluster cannot hold them; the message says what is missing.
     """
-    bundle = {"CPU": 1.0} | ({"GPU": config.gpus_per_worker} if config.gpus_per_worker else {})
+    bundle = {"CPU": 1.0}
     group = placement_group([bundle] * config.workers, strategy="PACK")
     if not group.wait(config.start_timeout_s):
         remove_placement_group(group)
@@ -77,9 +81,7 @@ def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads
     workers = tuple(
         actor.options(
             num_cpus=1,
-            num_gpus=config.gpus_per_worker,
             max_restarts=0,
-            name=None,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
         ).remote(spec, slots=config.slots, kernel=kernel, threads=threads)
         for index in range(config.workers)

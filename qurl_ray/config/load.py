@@ -65,8 +65,8 @@ def _read(path: Path) -> dict[str, Any]:
         hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
         raise ConfigError(f"config file {path} does not exist{hint}")
     try:
-        settings = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} holds {type(settings).__name__}, expected a mapping of sections")
@@ -83,7 +83,9 @@ def _parse(value: str, override: str) -> Any:
 def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
     *sections, last = keys
     for done, section in enumerate(sections):
-        settings = settings.setdefault(section, {})
+        if settings.get(section) is None:  # absent, or a heading with nothing below it
+            settings[section] = {}
+        settings = settings[section]
         if not isinstance(settings, dict):
             raise ConfigError(f"{'.'.join(keys[: done + 1])} is a value, not a section: cannot set {'.'.join(keys)}")
     settings[last] = value
@@ -107,13 +109,27 @@ def _explain(error: ValidationError, source: str) -> str:
 
 
 def _fault(item: Any) -> str:
-    path = [str(part) for part in item["loc"]]
+    key = _dotted([str(part) for part in item["loc"]])
     if item["type"] == "extra_forbidden":
-        keys = {key.split(".type=")[0] for key, _, _ in describe()}
-        # pydantic puts the union's tag into the path: task.arithmetic.digits
-        key = ".".join(p for i, p in enumerate(path) if ".".join([*path[:i], p]) in keys or i in (0, len(path) - 1))
+        keys = {row[0].split(".type=")[0] for row in describe()}
+        if key in keys:
+            return f"{key} is a setting of another type; see --help"
         nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
         return f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
-    where = ".".join(path) or "config"
     given = "" if isinstance(item["input"], dict | BaseModel) else f" (got {item['input']!r})"
-    return f"{where}: {item['msg'].removeprefix('Value error, ')}{given}"
+    return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given}"
+
+
+def _dotted(path: list[str]) -> str:
+    """The key as a user writes it: pydantic puts a union's tag into the path (task.arithmetic.operators)."""
+    members: list[type[BaseModel]] = [RunConfig]
+    kept = []
+    for part in path:
+        tagged = [member for member in members if len(members) > 1 and member.model_fields["type"].default == part]
+        if tagged:
+            members = tagged
+            continue
+        kept.append(part)
+        field = members[0].model_fields.get(part) if members else None
+        members = _sections(field.annotation) if field else []
+    return ".".join(kept)

@@ -4,11 +4,13 @@ Every section is frozen and rejects unknown keys. Units are in the names. The la
 values from here, never a section itself, except where a section is their whole argument.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+Share = Annotated[float, Field(ge=0, lt=1)]
 Format = Literal["none", "int8", "int4"]
 
 
@@ -26,7 +28,9 @@ def _with_default_types(settings: Any, defaults: dict[str, str]) -> Any:
 class Section(BaseModel):
     """A group of settings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 # --- model ---------------------------------------------------------------------------------------
@@ -155,9 +159,8 @@ class RolloutConfig(Section):
     """Sequences that a worker decodes at a time; further requests wait for a free slot."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a worker; all cores divided by the workers if absent."""
-    gpus_per_worker: float = Field(0, ge=0)
     timeout_s: float = Field(600.0, gt=0)
-    """Deadline for the rollouts of one step."""
+    """Deadline for the rollouts of one round of prompts."""
     start_timeout_s: float = Field(180.0, gt=0)
     """Deadline for placing and starting the workers."""
 
@@ -173,6 +176,16 @@ class QuantizationConfig(Section):
     uaq_scale: float = Field(1.0, ge=1)
     """s of update-aware quantization: linears fed by a norm are divided by s, the norm's gain multiplied. 1 is off."""
     uaq_layers: Literal["qkv", "qkv+mlp"] = "qkv+mlp"
+
+    @field_validator("keep")
+    @classmethod
+    def _patterns_compile(cls, keep: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in keep:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return keep
 
 
 # --- algorithm -----------------------------------------------------------------------------------
@@ -227,7 +240,7 @@ class DAPO(Algorithm):
     clip_high: float = Field(0.28, gt=0)
     loss_mean: Literal["token", "sequence"] = "token"
     dynamic_sampling: bool = True
-    """Drop groups whose rewards are all equal and draw new prompts in their place."""
+    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
     max_refill_rounds: int = Field(10, ge=1)
     """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
     overlong_buffer: int = Field(0, ge=0)
@@ -240,7 +253,7 @@ class GRPO(Algorithm):
     type: Literal["grpo"] = "grpo"
     loss_mean: Literal["token", "sequence"] = "sequence"
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal and draw new prompts in their place."""
+    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
     max_refill_rounds: int = Field(10, ge=1)
     """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
     overlong_buffer: int = Field(0, ge=0)
@@ -262,7 +275,7 @@ class LearnerConfig(Section):
     """Updates over which the learning rate rises linearly."""
     lr_final_share: float = Field(1.0, ge=0, le=1)
     """Share of `lr` that is left at the last update, after a linear fall; 1 keeps the rate constant."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
     """Bound on the global norm of the gradient."""
@@ -270,7 +283,6 @@ class LearnerConfig(Section):
     """Tokens, padding included, of one forward and backward pass."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a rank; all cores divided by the workers if absent."""
-    gpus_per_worker: float = Field(0, ge=0)
     timeout_s: float = Field(600.0, gt=0)
     """Deadline for collectives and for starting the ranks."""
 

@@ -60,7 +60,7 @@ class TorchLearner:
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         started = time.perf_counter()
         # The first update's proximal log-probs are its own, detached; the others' are taken before anything moves.
-        prox = [None, *(self._prox(mini_batch) for mini_batch in mini_batches[1:])]
+        prox = [self._prox(mini_batch) if index else None for index, mini_batch in enumerate(mini_batches)]
         between = time.perf_counter()
         sums, norms, lr = [], [], 0.0
         for mini_batch, prox_of_batch in zip(mini_batches, prox, strict=True):

@@ -122,9 +122,11 @@ class Collector:
         G = rollout.samples_per_prompt
         lengths = np.array([len(c.token_ids) for c in completions])
         penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
-        rewards_PG = (np.array([v.reward for v in verdicts]) + penalty).reshape(-1, G)
+        judged_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
+        rewards_PG = judged_PG + penalty.reshape(-1, G)
         advantages_PG = group_relative(rewards_PG, divide_by_std=algorithm.normalize_by_std)
-        uniform_P = all_equal(rewards_PG)
+        # By the verdicts alone, as DAPO has it: a length penalty does not make a group of wrong answers instructive.
+        uniform_P = all_equal(judged_PG)
         failed_P = np.array([v.status != "ok" for v in verdicts]).reshape(-1, G).any(axis=1)
         for verdict in verdicts:
             if verdict.status != "ok":
@@ -173,9 +175,7 @@ class Collector:
         size = -(-len(items) // len(self._verifiers))
         parts = [items[i : i + size] for i in range(0, len(items), size)]
         calls = [v.judge_many.remote(part) for v, part in zip(self._verifiers, parts, strict=False)]
-        deadline = (
-            size * (self._config.task.reward_timeout_s + 5) + 60
-        )  # each sample has its own; this one is for the rest
+        deadline = judging_deadline(self._config, len(items))
         try:
             return [verdict for part in await asyncio.wait_for(asyncio.gather(*calls), deadline) for verdict in part]
         except TimeoutError:
@@ -199,3 +199,9 @@ class Collector:
             }
             for i, answer in zip(chosen, answers, strict=True)
         ]
+
+
+def judging_deadline(config: RunConfig, answers: int) -> float:
+    """Seconds that judging so many answers can take if every single one hangs, and a margin to start the processes."""
+    share = -(-answers // config.task.verifiers)
+    return share * (config.task.reward_timeout_s + 5) + 60

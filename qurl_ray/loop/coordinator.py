@@ -85,7 +85,8 @@ class Coordinator:
             except Exception as error:  # every rank must hear of it, or the others would wait for their deadline
                 future.set_exception(error)
             del self._offers[offer.version]
-        await asyncio.wait_for(asyncio.shield(future), self._config.sync.timeout_s + 60)
+        # No deadline here: a load has its own, and a rank may rightly wait for another that evaluates first.
+        await asyncio.shield(future)
         self._loads.pop(offer.version, None)
 
     async def report(self, step: int, result: StepResult, seconds: dict[str, float]) -> None:

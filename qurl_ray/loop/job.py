@@ -3,7 +3,7 @@
 import typer
 
 from qurl_ray.config import RunConfig
-from qurl_ray.loop.run import dry_run, run
+from qurl_ray.loop.run_dir import dry_run
 
 
 def train(config: RunConfig, dry: bool) -> int:
@@ -11,6 +11,8 @@ def train(config: RunConfig, dry: bool) -> int:
     if dry:
         typer.echo(dry_run(config), nl=False)
         return 0
+    from qurl_ray.loop.run import run  # seconds of imports, which --help and dry runs need not wait for
+
     try:
         return 130 if run(config).interrupted else 0
     except KeyboardInterrupt:

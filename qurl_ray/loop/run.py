@@ -18,22 +18,24 @@ from typing import Any
 import ray
 import ray.train
 import torch
-import yaml
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from qurl_ray.actors.fleet import Fleet, start_fleet
 from qurl_ray.actors.verifier import spawn_verifiers
 from qurl_ray.config import RunConfig, resolve
-from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.loop.coordinator import Coordinator
 from qurl_ray.loop.prepare import Prepared, prepare
+from qurl_ray.loop.run_dir import new_run_dir, submitted, write_config
 from qurl_ray.loop.summary import RunSummary
 from qurl_ray.loop.train import train_loop
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
 
 _POLL_S = 0.2
+_DRAIN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ def run(config: RunConfig) -> RunResult:
     Raises:
         QurlError: bad settings before anything starts, or what ended the run.
     """
-    config = resolve(config, submitted=_submitted())
+    config = resolve(config, submitted=submitted())
     run_dir = new_run_dir(config)
     write_config(config, run_dir)
     torch.set_num_threads(os.cpu_count() or 1)
@@ -75,43 +77,6 @@ def run(config: RunConfig) -> RunResult:
     return RunResult(run_dir=run_dir, policy=run_dir / "policy", summary=summary, interrupted=interrupted)
 
 
-def new_run_dir(config: RunConfig) -> Path:
-    """<output_dir>/<name>; an older run of the name is moved to <name>.<n>, never overwritten."""
-    assert config.output_dir is not None, "resolve() comes first"
-    run_dir = config.output_dir / config.name
-    try:
-        if run_dir.exists():
-            number = 1
-            while (older := run_dir.with_name(f"{config.name}.{number}")).exists():
-                number += 1
-            run_dir.rename(older)
-        run_dir.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
-    return run_dir
-
-
-def write_config(config: RunConfig, run_dir: Path) -> str:
-    """Save the resolved settings as config.yaml; returns their text."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    (run_dir / "config.yaml").write_text(text)
-    return text
-
-
-def dry_run(config: RunConfig) -> str:
-    """Check what can be checked without training, save and return the resolved settings."""
-    config = resolve(config, submitted=_submitted())
-    assert config.output_dir is not None
-    run_dir = config.output_dir / f"{config.name}.dry-run"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return write_config(config, run_dir)
-
-
-def _submitted() -> bool:
-    """Whether this driver runs as a Ray job."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-
-
 def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracker) -> tuple[dict[str, Any], bool]:
     """Start the actors, fit, collect the summary, end the actors."""
     fleet = start_fleet(
@@ -123,9 +88,7 @@ def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracke
     verifiers = spawn_verifiers(config.task.verifiers, prepared.task.reward, config.task.reward_timeout_s)
     coordinator: ActorHandle | None = None
     try:
-        weight_max_code = None
-        if config.rollout.quantization != "none":
-            weight_max_code = fleet.weight_max_code(config.rollout.quantization, config.rollout.start_timeout_s)
+        weight_max_code = fleet.weight_max_code(config.rollout.quantization, config.rollout.start_timeout_s)
         coordinator = ray.remote(num_cpus=0)(Coordinator).remote(config, prepared.spec, prepared.task, fleet, verifiers)
         context = {
             "config": config.model_dump(mode="json"),
@@ -146,14 +109,10 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
     trainer = TorchTrainer(
         train_loop,
         train_loop_config=context,
-        torch_config=TorchConfig(
-            backend="nccl" if config.learner.gpus_per_worker else "gloo", timeout_s=int(config.learner.timeout_s)
-        ),
+        torch_config=TorchConfig(backend="gloo", timeout_s=int(config.learner.timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=workers,
-            use_gpu=config.learner.gpus_per_worker > 0,
-            resources_per_worker={"CPU": 1}
-            | ({"GPU": config.learner.gpus_per_worker} if config.learner.gpus_per_worker else {}),
+            resources_per_worker={"CPU": 1},
         ),
         run_config=ray.train.RunConfig(
             name="ray-train",
@@ -199,7 +158,7 @@ def _watch(fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tr
                 )
             if len(presses) > 1:
                 raise KeyboardInterrupt
-            for event in ray.get(coordinator.drain.remote(), timeout=60):
+            for event in _drain(coordinator):
                 summary.add(event)
                 tracker.handle(event)
             if not alive:
@@ -208,6 +167,15 @@ def _watch(fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tr
     if fit.error is not None:
         raise _cause(fit.error)
     return asked
+
+
+def _drain(coordinator: ActorHandle) -> list[Event]:
+    try:
+        return ray.get(coordinator.drain.remote(), timeout=_DRAIN_S)
+    except GetTimeoutError:
+        raise DeadlineExceeded(f"the coordinator did not answer for {_DRAIN_S:g} s") from None
+    except RayActorError as error:
+        raise EngineError(f"the coordinator died: {error}") from None
 
 
 @contextmanager

@@ -7,6 +7,7 @@
 Ranks wait for the coordinator with a deadline of their own, never inside a collective.
 """
 
+import math
 import os
 import shutil
 import time
@@ -23,6 +24,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.errors import DeadlineExceeded
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.learner.torch_backend import TorchLearner
+from qurl_ray.loop.collect import judging_deadline
 from qurl_ray.loop.coordinator import Offer
 from qurl_ray.policy.load import PolicySpec, load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
@@ -85,9 +87,8 @@ def _one_step(
 ) -> bool:
     """Rollouts in, update, weights out. False if the run was asked to stop before this step."""
     started = time.perf_counter()
-    rounds = config.algorithm.max_refill_rounds if config.algorithm.dynamic_sampling else 1
     mini_batches = _wait(
-        coordinator.share.remote(step, rank), config.rollout.timeout_s * rounds, f"the rollouts of step {step}"
+        coordinator.share.remote(step, rank), collection_deadline(config), f"rollouts and rewards of step {step}"
     )
     if mini_batches is None:
         return False
@@ -122,7 +123,9 @@ class Sender:
             codes_changed=part.codes_changed,
         )
         call = self._coordinator.offer.remote(offer, [ray.put(part.buffers)])
-        _wait(call, self._config.sync.timeout_s, f"the engines to verify weights {self._version}")
+        # The last rank's part may come late: rank 0 evaluates between two versions.
+        limit = self._config.sync.timeout_s + collection_deadline(self._config)
+        _wait(call, limit, f"the engines to verify weights {self._version}")
         return time.perf_counter() - started
 
 
@@ -160,7 +163,7 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
     algorithm = config.algorithm
     return ObjectiveSettings(
         correction=algorithm.correction.type,
-        is_cap=1.0 if algorithm.correction.type == "ignore" else algorithm.correction.is_cap,
+        is_cap=math.inf if algorithm.correction.type == "ignore" else algorithm.correction.is_cap,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
@@ -168,8 +171,19 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
     )
 
 
+def collection_deadline(config: RunConfig) -> float:
+    """Seconds after which rollouts and rewards of a step (or an evaluation) cannot still be on their way.
+
+    Every round and every reward has its own deadline, which passes first and names what is late.
+    """
+    algorithm, rollout = config.algorithm, config.rollout
+    rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
+    answers = max(rollout.prompts_per_step * rollout.samples_per_prompt, config.evaluation.problems)
+    return rounds * (rollout.timeout_s + judging_deadline(config, answers))
+
+
 def _evaluate(config: RunConfig, coordinator: ActorHandle, label: str, step: int) -> None:
-    _wait(coordinator.evaluate.remote(label, step), config.rollout.timeout_s, f"the evaluation {label!r}")
+    _wait(coordinator.evaluate.remote(label, step), collection_deadline(config), f"the evaluation {label!r}")
 
 
 def _wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:

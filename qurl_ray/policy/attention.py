@@ -2,7 +2,7 @@
 five hundred, one token at a time or all at once.
 
 Three rules make it so, on CPUs with MKL in strict mode (qurl_ray/__init__.py):
-- at least two rows in each product with the keys (one row takes the matrix-vector kernel, which sums in another order);
+- at least two rows in each product (one row takes the matrix-vector kernel, which sums in another order);
 - the key length is a multiple of 16, padded keys having probability exactly 0;
 - values are accumulated over fixed chunks of 128 keys (longer products are split where their length says).
 What breaks without them is measured in docs/LOG.md. Query heads that share a key head are rows of one product, so keys

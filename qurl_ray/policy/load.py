@@ -53,7 +53,9 @@ def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 def load_model(spec: PolicySpec) -> PreTrainedModel:
     """The policy with its weights, float32, no dropout."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.source, dtype=torch.float32, attn_implementation=NAME)
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.source, config=_config(spec), dtype=torch.float32, attn_implementation=NAME
+        )
     except (OSError, ValueError) as error:
         raise _missing(spec, error) from None
     return model.eval()

@@ -20,7 +20,7 @@ def save_policy(
 ) -> None:
     """Write weights (safetensors), settings and tokenizer, update-aware scaling undone.
 
-    Written aside and renamed: `folder` is either the old policy or the whole new one.
+    Written aside and renamed, the old one kept until the new one is whole: a policy is never half written.
     """
     if uaq_scale != 1:
         model = copy.deepcopy(model)
@@ -31,8 +31,10 @@ def save_policy(
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         aside.chmod(0o755)  # mkdtemp's own mode keeps everybody else out
+        old = folder.with_name(f".{folder.name}-old")
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)
         aside.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 The columns of every linear that a norm feeds are divided by s, the norm's gain is multiplied by s: the network computes
 the same, but one optimizer step moves the smaller weights, and so their codes, s times as far. Done once before
-training, on float32 masters only (stored in bfloat16, W / s would flip 8 % of the codes), and undone at export.
+training, on float32 masters only (rounding W / s to bfloat16 would flip many codes), and undone at export.
 """
 
 from torch import nn

@@ -38,4 +38,4 @@ class Engine(Protocol):
         """
 
     def weight_max_code(self, format_name: str) -> int:
-        """Largest weight code that this engine's kernel for the format can take."""
+        """Largest weight code that this engine's kernel for the format can take; 0 for "none"."""

@@ -21,17 +21,18 @@ def make_requests(
 
     Args:
         encode: prompt of a problem as int32 token ids.
-        seed: of the run.
+        seed: of the run. A draw's own seed comes from it, the salt, the problem's place and the sample's: a problem
+            that is drawn twice is answered differently.
         salt: what sets these draws apart from others of the same problem, such as the step.
     """
     return [
         Request(
             uid=f"{problem.uid}/{sample}",
             prompt_ids=prompt,
-            seed=derive_seed(seed, salt, problem.uid, sample),
+            seed=derive_seed(seed, salt, place, sample),
             sampling=sampling,
         )
-        for problem, prompt in zip(problems, map(encode, problems), strict=True)
+        for place, (problem, prompt) in enumerate(zip(problems, map(encode, problems), strict=True))
         for sample in range(samples)
     ]
 

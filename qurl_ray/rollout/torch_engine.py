@@ -44,6 +44,8 @@ class TorchEngine:
     # --- weights -----------------------------------------------------------------------------------------------
 
     def weight_max_code(self, format_name: str) -> int:
+        if format_name == "none":
+            return 0
         fmt = get_format(format_name)
         return fmt.weight_max if self._emulate else weight_max_code(fmt, torch.device("cpu"))
 

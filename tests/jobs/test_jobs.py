@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from qurl_ray.config.cli import training_app
 from qurl_ray.config.models import TinyModel
+from qurl_ray.loop.job import train
 from qurl_ray.policy.tiny import cached_tiny_policy
 from tests.conftest import SUMS
 
@@ -25,6 +28,13 @@ def test_help_lists_every_setting_with_its_default():
     for expected in ("--dry-run", "--config", "KEY=VALUE", "rollout.quantization = int8", "algorithm.type=dapo"):
         assert expected in shown
     assert "s of update-aware quantization" in " ".join(shown.split())
+
+
+def test_errors_have_no_traceback():
+    done = job("qurl_grpo.py", "learner.lr=fast")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: settings: learner.lr: ")
+    assert "Traceback" not in done.stderr
 
 
 def test_dry_run_prints_and_saves_the_resolved_settings(tmp_path):
@@ -49,26 +59,24 @@ def test_dry_run_prints_and_saves_the_resolved_settings(tmp_path):
         (["rollout.max_new_tokens=80"], "exceeds the context 64"),
         (["task.type=dataset", "task.path=/no/such.jsonl"], "/no/such.jsonl"),
         (["task.reward=math:no_such"], "no_such"),
-        (["rollout.quantization=int4", "model.intermediate_size=200", "model.cold_start=false"], "width 200"),
+        (["rollout.quantization=int4", "model.intermediate_size=200"], "width 200"),
     ],
 )
 def test_bad_input_is_one_clear_line_within_seconds(tmp_path, arguments, message):
-    done = job("qurl_dapo.py", *arguments, f"output_dir={tmp_path}", "model.cold_start=false", "tracking.mlflow=false") \
-        if "pretrained" not in str(arguments) else job("qurl_dapo.py", *arguments, f"output_dir={tmp_path}")  # fmt: skip
-    assert done.returncode == 2, done.stdout + done.stderr
+    plain = [] if "model.type=pretrained" in arguments else ["model.cold_start=false"]
+    done = CliRunner().invoke(
+        training_app("dapo", train), [*arguments, *plain, f"output_dir={tmp_path}", "tracking.mlflow=false"]
+    )
+    assert done.exit_code == 2, done.output
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_evaluate_reports_accuracy_and_samples_with_intervals(tmp_path):
-    (tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({"model": {"cold_start": False}, "rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}})
-    )
+    settings = {"model": {"cold_start": False}, "rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     policy = cached_tiny_policy(TinyModel(cold_start=False, layers=1), SUMS, lambda *_: None)
     out = tmp_path / "figures.json"
-    done = job(
-        "evaluate.py", tmp_path, "--policy", policy, "--samples", 4, "--quantization", "int8", "--out", out
-    )
+    done = job("evaluate.py", tmp_path, "--policy", policy, "--samples", 4, "--quantization", "int8", "--out", out)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())
     assert figures["accuracy"]["n"] == 70

@@ -131,6 +131,12 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted(tiny_spec
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, before)
 
 
+def test_a_step_without_samples_changes_nothing(tiny_spec):
+    trained, model = learner(tiny_spec)
+    assert trained.learn([]).sums == {}
+    assert torch.equal(torch.cat([p.detach().reshape(-1) for p in model.parameters()]), start(tiny_spec))
+
+
 def test_the_rate_warms_up_linearly_over_updates(tiny_spec):
     trained, _ = learner(tiny_spec, warmup_steps=8)
     rates = [trained.learn(plan(groups(), updates=2, ranks=1, token_budget=1000, seed=i)[0]).lr for i in range(5)]

@@ -1,0 +1,49 @@
+"""Loading and saving policies, and what cannot be used."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.policy.load import PolicySpec, context_length, empty_model, load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.save import save_policy
+from qurl_ray.quant.uaq import fold
+
+
+def test_a_saved_policy_is_the_one_that_was_trained_with_scaling_undone(model, tokenizer, tmp_path):
+    before = model(input_ids=torch.arange(10)[None]).logits
+    fold(model, 2.0)
+    for _ in range(2):  # the second time it replaces the first
+        save_policy(model, tokenizer, tmp_path / "policy", uaq_scale=2.0)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    torch.testing.assert_close(stock(input_ids=torch.arange(10)[None]).logits, before, rtol=1e-5, atol=1e-5)
+    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
+    assert torch.equal(model.model.norm.weight, stock.model.norm.weight)  # feeds lm_head, never scaled
+
+
+def test_a_model_that_cannot_be_found_is_named():
+    for use in (load_model, load_tokenizer, empty_model, context_length):
+        with pytest.raises(ConfigError, match="model '/no/such' cannot be loaded"):
+            use(PolicySpec(source="/no/such"))
+
+
+def test_the_context_may_be_shortened_and_not_stretched(tiny_spec):
+    assert context_length(tiny_spec) == 64
+    assert context_length(PolicySpec(source=tiny_spec.source, max_length=32)) == 32
+    with pytest.raises(ConfigError, match="max_length=65 exceeds the context"):
+        context_length(PolicySpec(source=tiny_spec.source, max_length=65))
+
+
+def test_stop_ids_are_the_tokenizers_and_the_models(tiny_spec, tokenizer, tmp_path):
+    assert stop_ids(tiny_spec, tokenizer) == (tokenizer.eos_token_id,)
+    config = LlamaConfig(vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=[5, 7])
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert stop_ids(PolicySpec(source=str(tmp_path)), tokenizer) == (tokenizer.eos_token_id, 5, 7)
+
+
+def test_attention_that_the_shared_one_cannot_compute_is_refused(tmp_path):
+    config = LlamaConfig(vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config.attention_dropout = 0.1
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attention_dropout is not supported"):
+        load_model(PolicySpec(source=str(tmp_path)))

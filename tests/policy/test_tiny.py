@@ -1,0 +1,55 @@
+"""The tiny policy: its tokenizer, its cold start, its cache."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qurl_ray.config.models import TinyModel
+from qurl_ray.errors import ConfigError
+from qurl_ray.policy.tiny import CHARACTERS, cached_tiny_policy, make_tokenizer
+from qurl_ray.types import Problem
+from tests.conftest import SUMS
+
+EASY = [Problem(uid=f"{a}", prompt=f"{a}=", answer=str(a)) for a in range(10, 90)]  # copying: learned in seconds
+SMALL = {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 64}
+
+
+def test_every_character_is_a_token_and_survives_a_round_trip():
+    tokenizer = make_tokenizer()
+    ids = tokenizer(CHARACTERS).input_ids
+    assert len(ids) == len(set(ids)) == len(CHARACTERS)
+    assert tokenizer.decode(ids) == CHARACTERS
+    assert tokenizer("x").input_ids == [tokenizer.unk_token_id]
+
+
+def test_a_cold_start_reaches_its_accuracy_and_is_made_once():
+    config = TinyModel(**SMALL, cold_start_accuracy=0.3)
+    seen = []
+    folder = cached_tiny_policy(config, EASY, lambda step, accuracy: seen.append(accuracy))
+    assert seen[-1] >= 0.3 > max([0, *seen[:-1]])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    right = 0
+    for problem in EASY:
+        ids = tokenizer(problem.prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+        right += tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == problem.answer
+    assert right / len(EASY) > 0.15
+    again = cached_tiny_policy(config, EASY, lambda *_: pytest.fail("it was in the cache"))
+    assert again == folder
+
+
+def test_another_recipe_is_another_policy():
+    config = TinyModel(**SMALL, cold_start=False)
+    folder = cached_tiny_policy(config, SUMS, lambda *_: None)
+    assert cached_tiny_policy(config, EASY, lambda *_: None) == folder  # random weights know no task
+    assert cached_tiny_policy(config.model_copy(update={"seed": 1}), SUMS, lambda *_: None) != folder
+
+
+def test_an_accuracy_that_is_not_reached_is_an_error():
+    with pytest.raises(ConfigError, match=r"cold start reached accuracy 0\.\d+ after 3 steps"):
+        cached_tiny_policy(TinyModel(**SMALL, cold_start_steps=3), EASY, lambda *_: None)
+
+
+def test_unknown_characters_are_an_error_that_names_them():
+    with pytest.raises(ConfigError, match="the task also has 'xy'"):
+        cached_tiny_policy(TinyModel(), [Problem(uid="0", prompt="x+y=", answer="1")], lambda *_: None)
