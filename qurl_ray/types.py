@@ -18,6 +18,16 @@ Status = Literal["ok", "error", "timeout", "invalid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """Where a policy comes from and how much context it is used with. Small: it travels to every process."""
+
+    source: str
+    """Folder, or hub id."""
+    max_length: int | None = None
+    """Tokens of prompt and answer together; the model's own if None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One prompt with what is needed to judge an answer to it.
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from qurl_ray.config.models import TinyModel
-from qurl_ray.policy.load import PolicySpec, load_model, load_tokenizer
+from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
-from qurl_ray.types import Problem, Request, SamplingParams
+from qurl_ray.types import PolicySpec, Problem, Request, SamplingParams
 
 SUMS = [
     Problem(uid=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(0, 100, 3) for b in range(0, 100, 7)

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from qurl_ray.actors.rollout_worker import RolloutWorker
 from qurl_ray.config.models import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError
-from qurl_ray.policy.load import PolicySpec
-from qurl_ray.types import Completion, Manifest, Request
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +43,10 @@ class Fleet:
         answers = await _all(calls, timeout_s, f"rollouts of {len(requests)} requests with weights {version}")
         return [completion for part in answers for completion in part]
 
-    def weight_max_code(self, format_name: str, timeout_s: float) -> int:
+    async def weight_max_code(self, format_name: str, timeout_s: float) -> int:
         """Largest weight code that every worker can take. Also waits until all workers are up."""
         calls = [worker.weight_max_code.remote(format_name) for worker in self.workers]
-        try:
-            return min(ray.get(calls, timeout=timeout_s))
-        except GetTimeoutError:
-            raise DeadlineExceeded(f"rollout workers did not start within {timeout_s:g} s") from None
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayActorError as error:
-            raise EngineError(f"a rollout worker died while it started: {error}") from None
+        return min(await _all(calls, timeout_s, "rollout workers to start"))
 
     def stop(self) -> None:
         """End the workers and give their resources back."""

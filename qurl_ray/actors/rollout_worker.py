@@ -6,9 +6,8 @@ import ray
 import torch
 from ray import ObjectRef
 
-from qurl_ray.policy.load import PolicySpec
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.types import Completion, Manifest, Request
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 
 class RolloutWorker:

@@ -17,14 +17,14 @@ from qurl_ray.evaluation.statistics import (
     mean_with_bootstrap_interval,
     pass_at_k,
 )
-from qurl_ray.policy.load import PolicySpec, context_length, load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.publish import Publisher, assemble
-from qurl_ray.types import Problem, SamplingParams
+from qurl_ray.types import PolicySpec, Problem, SamplingParams
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
 

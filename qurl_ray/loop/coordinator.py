@@ -22,12 +22,12 @@ from qurl_ray.evaluation.statistics import wilson_interval
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected, Collector
-from qurl_ray.policy.load import PolicySpec, load_tokenizer, stop_ids
+from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.quant.formats import get_format
 from qurl_ray.rl.reduce import merge, mismatch_metrics
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.publish import assemble
-from qurl_ray.types import Event, TensorRecord
+from qurl_ray.types import Event, PolicySpec, TensorRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,11 @@ class Coordinator:
         self._events: list[Event] = []
 
     # --- learner's side -----------------------------------------------------------------------------------------
+
+    async def weight_max_code(self) -> int:
+        """Largest weight code that every engine can take in the rollouts' format; waits until all are up."""
+        rollout = self._config.rollout
+        return await self._fleet.weight_max_code(rollout.quantization, rollout.start_timeout_s)
 
     async def share(self, step: int, rank: int) -> list[MiniBatch] | None:
         """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it."""

@@ -10,12 +10,13 @@ from qurl_ray.config.models import TinyModel
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import QuantizationError, RewardError
-from qurl_ray.policy.load import PolicySpec, context_length, empty_model, load_tokenizer
+from qurl_ray.policy.load import context_length, empty_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import norm_fed_linears
 from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.types import PolicySpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,10 +27,10 @@ from qurl_ray.actors.verifier import spawn_verifiers
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.loop.coordinator import Coordinator
+from qurl_ray.loop.entry import train_entry
 from qurl_ray.loop.prepare import Prepared, prepare
 from qurl_ray.loop.run_dir import new_run_dir, submitted, write_config
 from qurl_ray.loop.summary import RunSummary
-from qurl_ray.loop.train import train_loop
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
 
@@ -88,13 +88,11 @@ def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracke
     verifiers = spawn_verifiers(config.task.verifiers, prepared.task.reward, config.task.reward_timeout_s)
     coordinator: ActorHandle | None = None
     try:
-        weight_max_code = fleet.weight_max_code(config.rollout.quantization, config.rollout.start_timeout_s)
         coordinator = ray.remote(num_cpus=0)(Coordinator).remote(config, prepared.spec, prepared.task, fleet, verifiers)
         context = {
             "config": config.model_dump(mode="json"),
             "spec": prepared.spec,
             "coordinator": coordinator,
-            "weight_max_code": weight_max_code,
             "run_dir": str(run_dir),
         }
         summary = RunSummary(config)
@@ -107,7 +105,7 @@ def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracke
 def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> "_Fit":
     workers = config.learner.workers
     trainer = TorchTrainer(
-        train_loop,
+        train_entry,
         train_loop_config=context,
         torch_config=TorchConfig(backend="gloo", timeout_s=int(config.learner.timeout_s)),
         scaling_config=ray.train.ScalingConfig(

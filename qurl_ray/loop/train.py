@@ -26,19 +26,20 @@ from qurl_ray.learner.protocol import Learner
 from qurl_ray.learner.torch_backend import TorchLearner
 from qurl_ray.loop.collect import judging_deadline
 from qurl_ray.loop.coordinator import Offer
-from qurl_ray.policy.load import PolicySpec, load_model, load_tokenizer
+from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import fold
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.sync.publish import Publisher
+from qurl_ray.types import PolicySpec
 
 _MARGIN_S = 90.0  # the coordinator's own deadlines pass first, and name what is late
 
 
 def train_loop(context: dict[str, Any]) -> None:
-    """Run one rank. `context` holds config (plain values), spec, coordinator, weight_max_code, run_dir."""
+    """Run one rank. `context` holds config (plain values), spec, coordinator and run_dir."""
     config = RunConfig.model_validate(context["config"])
     rank = ray.train.get_context().get_world_rank()
     ranks = ray.train.get_context().get_world_size()
@@ -55,9 +56,12 @@ def train_loop(context: dict[str, Any]) -> None:
         total_updates=config.steps * config.algorithm.updates_per_rollout,
     )
     names = {f"{name}.weight" for name in quantized_linears(model, config.quantization.keep)}
-    sender = Sender(config, learner, Publisher(quantized=names, rank=rank, ranks=ranks), context)
-    saver = Saver(config, model, context["spec"], Path(context["run_dir"])) if rank == 0 else None
     coordinator = context["coordinator"]
+    start = config.rollout.start_timeout_s
+    weight_max_code = _wait(coordinator.weight_max_code.remote(), start, "the rollout workers to start")
+    publisher = Publisher(quantized=names, rank=rank, ranks=ranks)
+    sender = Sender(config, learner, publisher, coordinator, weight_max_code)
+    saver = Saver(config, model, context["spec"], Path(context["run_dir"])) if rank == 0 else None
 
     sender.send("none")
     if rank == 0:
@@ -102,9 +106,16 @@ def _one_step(
 class Sender:
     """Sends this rank's part of each version and waits until the engines have verified the whole."""
 
-    def __init__(self, config: RunConfig, learner: Learner, publisher: Publisher, context: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        learner: Learner,
+        publisher: Publisher,
+        coordinator: ActorHandle,
+        weight_max_code: int,
+    ) -> None:
         self._config, self._learner, self._publisher = config, learner, publisher
-        self._coordinator, self._weight_max_code = context["coordinator"], context["weight_max_code"]
+        self._coordinator, self._weight_max_code = coordinator, weight_max_code
         self._version = 0
 
     def send(self, format_name: str) -> float:

@@ -1,25 +1,14 @@
 """Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
-from dataclasses import dataclass
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
+from qurl_ray.types import PolicySpec
 
 logging.disable_progress_bar()  # one bar per load would cut the run's own table to pieces
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySpec:
-    """Where a policy comes from and how much context it is used with. Small: it travels to every process."""
-
-    source: str
-    """Folder, or hub id."""
-    max_length: int | None = None
-    """Tokens of prompt and answer together; the model's own if None."""
 
 
 def load_tokenizer(spec: PolicySpec) -> PreTrainedTokenizerBase:

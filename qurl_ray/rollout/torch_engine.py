@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qurl_ray.errors import EngineError, StaleWeights, SyncError
-from qurl_ray.policy.load import PolicySpec, context_length, empty_model
+from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
@@ -20,7 +20,7 @@ from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.batch import RunningBatch
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.slots import SlotCache
-from qurl_ray.types import Completion, Manifest, Request, TensorRecord
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory
 

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.load import PolicySpec, context_length, empty_model, load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.load import context_length, empty_model, load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.uaq import fold
+from qurl_ray.types import PolicySpec
 
 
 def test_a_saved_policy_is_the_one_that_was_trained_with_scaling_undone(model, tokenizer, tmp_path):
