@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from qurl_ray.actors.rollout_worker import RolloutWorker
 from qurl_ray.config.models import RolloutConfig
-from qurl_ray.errors import DeadlineExceeded, EngineError
+from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 
@@ -87,7 +87,7 @@ async def _all(calls: Sequence[ObjectRef], timeout_s: float, what: str) -> list:
     except TimeoutError:
         raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from None
     except RayTaskError as error:
-        raise error.cause from None
+        raise (error.cause if isinstance(error.cause, QurlError) else error) from None
     except RayActorError as error:
         raise EngineError(f"a rollout worker died during {what}: {error}") from None
 

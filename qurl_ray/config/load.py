@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from qurl_ray.config.models import RunConfig
+from qurl_ray.config.models import DEFAULT_TYPES, RunConfig
 from qurl_ray.errors import ConfigError
 
 
@@ -88,6 +88,8 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
         settings = settings[section]
         if not isinstance(settings, dict):
             raise ConfigError(f"{'.'.join(keys[: done + 1])} is a value, not a section: cannot set {'.'.join(keys)}")
+    if last == "type" and value != settings.get("type", DEFAULT_TYPES.get(keys[-2] if sections else "")):
+        settings.clear()  # another type has other settings: those of the old one go, its defaults come
     settings[last] = value
 
 

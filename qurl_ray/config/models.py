@@ -14,12 +14,16 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Format = Literal["none", "int8", "int4"]
 
 
-def _with_default_types(settings: Any, defaults: dict[str, str]) -> Any:
+DEFAULT_TYPES = {"model": "tiny", "task": "arithmetic", "algorithm": "dapo", "correction": "acr"}
+"""What a section is when it does not say."""
+
+
+def _with_default_types(settings: Any) -> Any:
     """Let `task: {max_operand: 9}` mean the default type of task."""
     if not isinstance(settings, dict):
         return settings
     filled = dict(settings)
-    for key, default in defaults.items():
+    for key, default in DEFAULT_TYPES.items():
         if isinstance(filled.get(key), dict):
             filled[key] = {"type": default, **filled[key]}
     return filled
@@ -59,6 +63,8 @@ class TinyModel(Section):
     def _shapes_fit(self) -> "TinyModel":
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise ValueError("hidden_size must be a multiple of heads, and heads a multiple of kv_heads")
+        if self.hidden_size // self.heads not in (32, 64, 96, 128):
+            raise ValueError(f"hidden_size / heads must be 32, 64, 96 or 128, not {self.hidden_size // self.heads}")
         return self
 
 
@@ -230,7 +236,7 @@ class Algorithm(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return _with_default_types(settings, {"correction": "acr"})
+        return _with_default_types(settings)
 
 
 class DAPO(Algorithm):
@@ -284,7 +290,7 @@ class LearnerConfig(Section):
     threads: int | None = Field(None, ge=1)
     """CPU threads of a rank; all cores divided by the workers if absent."""
     timeout_s: float = Field(600.0, gt=0)
-    """Deadline for collectives and for starting the ranks."""
+    """Deadline for collectives, and for placing and starting the ranks."""
 
 
 class SyncConfig(Section):
@@ -352,7 +358,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return _with_default_types(settings, {"model": "tiny", "task": "arithmetic", "algorithm": "dapo"})
+        return _with_default_types(settings)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":

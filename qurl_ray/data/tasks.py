@@ -1,6 +1,5 @@
 """From the task section of a run to its problems."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,6 @@ from qurl_ray.data.files import dataset_split
 from qurl_ray.data.gym import gym_split
 from qurl_ray.data.split import Split
 from qurl_ray.types import Problem
-
-_log = logging.getLogger(__name__)
 
 _REWARDS = {"arithmetic": "exact", "reasoning_gym": "reasoning_gym", "dataset": "math_verify"}
 
@@ -36,8 +33,6 @@ def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
         DataError: no such file, data set, column or parameter, or no problems.
     """
     split = _split(task)
-    for note in split.notes:
-        _log.warning("%s", note)
     return Task(
         train=split.train,
         held_out=split.held_out[:eval_problems],

@@ -19,7 +19,7 @@ from qurl_ray.evaluation.statistics import (
 )
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
@@ -122,7 +122,7 @@ def _loaded_engine(config: RunConfig, spec: PolicySpec, quantization: str) -> To
     engine = TorchEngine(spec, slots=config.rollout.slots, kernel=config.quantization.kernel)
     if quantization != "none":
         fmt = get_format(quantization, engine.weight_max_code(quantization))
-    names = {f"{name}.weight" for name in quantized_linears(model, config.quantization.keep)}
+    names = quantized_parameters(model, config.quantization.keep) if fmt else set()
     part = Publisher(names).prepare(model.named_parameters(), fmt)
     engine.load(assemble(1, fmt, [part.records]), part.buffers)
     return engine

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
@@ -20,7 +21,9 @@ from qurl_ray.config import RunConfig
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
-from qurl_ray.errors import DeadlineExceeded
+from qurl_ray.errors import DeadlineExceeded, QurlError
+from qurl_ray.loop.deadlines import judging_deadline
+from qurl_ray.rewards.judge import failure
 from qurl_ray.rl.advantages import all_equal, group_relative, overlong_penalty
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
@@ -63,15 +66,15 @@ class Collector:
         self._survival = 1.0
         """Share of groups that lately passed dynamic sampling."""
 
-    async def solved(self, version: int) -> list[bool]:
-        """Whether the greedy answer to each held-out problem is right."""
+    async def judge_held_out(self, version: int) -> list[Verdict]:
+        """Verdicts on the greedy answers to the held-out problems."""
         problems = self._task.held_out
         sampling = SamplingParams(
             temperature=0.0, max_new_tokens=self._config.rollout.max_new_tokens, stop_ids=self._stop_ids
         )
         requests = self._requests(problems, 1, "evaluation", sampling)
         completions = await self._fleet.generate(requests, version, self._config.rollout.timeout_s)
-        return [verdict.reward > 0.5 for verdict in await self._judge(completions, problems)]
+        return await self._judge(completions, problems)
 
     async def collect(self, step: int, version: int) -> Collected:
         """Rounds of prompts until the step is full; groups count in prompt order, never in the order of arrival."""
@@ -176,32 +179,16 @@ class Collector:
         parts = [items[i : i + size] for i in range(0, len(items), size)]
         calls = [v.judge_many.remote(part) for v, part in zip(self._verifiers, parts, strict=False)]
         deadline = judging_deadline(self._config, len(items))
+        judged = asyncio.gather(*calls, return_exceptions=True)
         try:
-            return [verdict for part in await asyncio.wait_for(asyncio.gather(*calls), deadline) for verdict in part]
+            answers = await asyncio.wait_for(judged, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"waited {deadline:g} s for {len(items)} rewards") from None
-
-    def _show(
-        self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], G: int
-    ) -> list[dict]:
-        """The first sample of the first prompts, as text."""
-        chosen = [p * G for p in range(min(len(problems), self._config.tracking.samples_per_step))]
-        answers = self._answers([completions[i] for i in chosen])
-        return [
-            {
-                "uid": completions[i].uid,
-                "prompt": problems[i // G].prompt,
-                "answer": answer,
-                "expected": problems[i // G].answer,
-                "reward": verdicts[i].reward,
-                "status": verdicts[i].status,
-                "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
-            }
-            for i, answer in zip(chosen, answers, strict=True)
-        ]
-
-
-def judging_deadline(config: RunConfig, answers: int) -> float:
-    """Seconds that judging so many answers can take if every single one hangs, and a margin to start the processes."""
-    share = -(-answers // config.task.verifiers)
-    return share * (config.task.reward_timeout_s + 5) + 60
+        verdicts: list[Verdict] = []
+        for part, answer in zip(parts, answers, strict=True):
+            if isinstance(answer, RayActorError):  # it is restarted; its samples count as failed, the run goes on
+                answer = [failure("error", "the verifier died") for _ in part]
+            elif isinstance(answer, RayTaskError):
+                raise (answer.cause if isinstance(answer.cause, QurlError) else answer) from None
+            verdicts += answer
+        return verdicts

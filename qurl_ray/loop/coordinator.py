@@ -74,7 +74,9 @@ class Coordinator:
     async def share(self, step: int, rank: int) -> list[MiniBatch] | None:
         """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it."""
         if step not in self._shares:
-            self._shares = {step: asyncio.ensure_future(self._make_shares(step))}
+            # The step before stays: a skipped step is no barrier, and a late rank may still ask for it.
+            self._shares.pop(step - 2, None)
+            self._shares[step] = asyncio.ensure_future(self._make_shares(step))
         shares = await asyncio.shield(self._shares[step])
         return shares[rank] if shares is not None else None
 
@@ -103,11 +105,15 @@ class Coordinator:
 
     async def evaluate(self, label: str, step: int) -> float:
         """Greedy accuracy on the held-out problems with the weights that the engines hold."""
-        solved = await self._collector.solved(self._version)
-        low, high = wilson_interval(sum(solved), len(solved))
-        accuracy = sum(solved) / len(solved)
+        verdicts = await self._collector.judge_held_out(self._version)
+        right, total = sum(verdict.reward > 0.5 for verdict in verdicts), len(verdicts)
+        failed = sum(verdict.status != "ok" for verdict in verdicts)
+        if failed:
+            self._warn(step, f"evaluation {label!r}: {failed} of {total} rewards failed and count as wrong")
+        low, high = wilson_interval(right, total)
+        accuracy = right / total
         values = {"label": label, "eval/accuracy": accuracy, "eval/low": low, "eval/high": high}
-        values |= {"eval/problems": len(solved)}
+        values |= {"eval/problems": total, "eval/failed": failed}
         self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
         return accuracy
 
@@ -139,7 +145,7 @@ class Coordinator:
         for status, count in collected.failed.items():
             self._warn(step, f"{count} of {collected.samples} rewards ended in {status}; their groups are left out")
         if not collected.groups:
-            self._warn(step, "no group had different rewards: the step is skipped")
+            self._warn(step, "no group is left to learn from (uniform or failed rewards): the step is skipped")
             return [[] for _ in range(config.learner.workers)]
         return plan(
             collected.groups,

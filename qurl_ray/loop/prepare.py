@@ -9,7 +9,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.models import TinyModel
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
-from qurl_ray.errors import QuantizationError, RewardError
+from qurl_ray.errors import ConfigError, QuantizationError, RewardError
 from qurl_ray.policy.load import context_length, empty_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
@@ -27,8 +27,19 @@ class Prepared:
     spec: PolicySpec
 
 
-def prepare(config: RunConfig, progress: Callable[[int, float], None]) -> Prepared:
-    """Load the task, make or find the policy, and check that everything fits together.
+def prepare_task(config: RunConfig) -> Task:
+    """Load the task and try its reward. Seconds, so that a typo is found before a run folder is made.
+
+    Raises:
+        DataError, RewardError: one of them cannot be used.
+    """
+    task = load_task(config.task, eval_problems=config.evaluation.problems)
+    check_reward(task, config.task.reward_timeout_s)
+    return task
+
+
+def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None]) -> Prepared:
+    """Make or find the policy, and check that everything fits together.
 
     Args:
         progress: called with (step, accuracy) while a tiny policy is made.
@@ -36,9 +47,9 @@ def prepare(config: RunConfig, progress: Callable[[int, float], None]) -> Prepar
     Raises:
         QurlError: whatever would have failed later, now and by name.
     """
-    task = load_task(config.task, eval_problems=config.evaluation.problems)
-    check_reward(task, config.task.reward_timeout_s)
     if isinstance(config.model, TinyModel):
+        if config.task.template != "{prompt}":
+            raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
         source = str(cached_tiny_policy(config.model, task.train, progress))
     else:
         source = config.model.path

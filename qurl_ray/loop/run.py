@@ -27,8 +27,9 @@ from qurl_ray.actors.verifier import spawn_verifiers
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.loop.coordinator import Coordinator
+from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.entry import train_entry
-from qurl_ray.loop.prepare import Prepared, prepare
+from qurl_ray.loop.prepare import Prepared, prepare, prepare_task
 from qurl_ray.loop.run_dir import new_run_dir, submitted, write_config
 from qurl_ray.loop.summary import RunSummary
 from qurl_ray.tracking.tracker import Tracker
@@ -57,13 +58,14 @@ def run(config: RunConfig) -> RunResult:
         QurlError: bad settings before anything starts, or what ended the run.
     """
     config = resolve(config, submitted=submitted())
+    task = prepare_task(config)
     run_dir = new_run_dir(config)
     write_config(config, run_dir)
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
         for sentence in config.no_effect():
             tracker.handle(Event(kind="warning", step=0, message=sentence))
-        prepared = prepare(config, _cold_start_progress(tracker))
+        prepared = prepare(config, task, _cold_start_progress(tracker))
         for note in prepared.task.notes:
             tracker.handle(Event(kind="info", step=0, message=note))
         with _cluster(config):
@@ -103,6 +105,10 @@ def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracke
 
 
 def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> "_Fit":
+    # Ray Train's own default is to wait for ever. The barrier at the end includes rank 0's last evaluation.
+    barrier_s = config.learner.timeout_s + collection_deadline(config)
+    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(int(barrier_s)))
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(int(config.learner.timeout_s)))
     workers = config.learner.workers
     trainer = TorchTrainer(
         train_entry,
@@ -115,7 +121,8 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
         run_config=ray.train.RunConfig(
             name="ray-train",
             storage_path=str(run_dir),
-            failure_config=ray.train.FailureConfig(max_failures=0),
+            # Without the second, ranks that cannot be placed are tried again for ever.
+            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
         ),
     )
     fit = _Fit(trainer)
@@ -203,18 +210,18 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _cluster(config: RunConfig) -> Iterator[None]:
-    """Attach to a running cluster if there is one, else start Ray here and stop it afterwards."""
+    """Attach to the cluster of $RAY_ADDRESS, else start a Ray of this run's own here and stop it afterwards."""
     if ray.is_initialized():
         yield
         return
-    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(int(config.learner.timeout_s)))
     environment = {"env_vars": {"MKL_CBWR": os.environ["MKL_CBWR"], "TOKENIZERS_PARALLELISM": "false"}}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=environment, log_to_driver=False)
     else:
         # Phases alternate, so workers may share cores; Ray counts one each.
         cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
-        ray.init(num_cpus=cpus, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+        # "local": another Ray on this machine, left running, is not this run's.
+        ray.init("local", num_cpus=cpus, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:
         yield
     finally:

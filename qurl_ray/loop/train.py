@@ -18,18 +18,18 @@ import ray
 import ray.train
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import DeadlineExceeded
+from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.learner.torch_backend import TorchLearner
-from qurl_ray.loop.collect import judging_deadline
 from qurl_ray.loop.coordinator import Offer
+from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.sync.publish import Publisher
@@ -55,7 +55,7 @@ def train_loop(context: dict[str, Any]) -> None:
         temperature=config.rollout.temperature,
         total_updates=config.steps * config.algorithm.updates_per_rollout,
     )
-    names = {f"{name}.weight" for name in quantized_linears(model, config.quantization.keep)}
+    names = quantized_parameters(model, config.quantization.keep) if config.rollout.quantization != "none" else set()
     coordinator = context["coordinator"]
     start = config.rollout.start_timeout_s
     weight_max_code = _wait(coordinator.weight_max_code.remote(), start, "the rollout workers to start")
@@ -63,10 +63,12 @@ def train_loop(context: dict[str, Any]) -> None:
     sender = Sender(config, learner, publisher, coordinator, weight_max_code)
     saver = Saver(config, model, context["spec"], Path(context["run_dir"])) if rank == 0 else None
 
+    quantized = config.rollout.quantization != "none"
     sender.send("none")
     if rank == 0:
         _evaluate(config, coordinator, "before", 0)
-    sender.send(config.rollout.quantization)
+    if quantized:
+        sender.send(config.rollout.quantization)
     done = 0
     for step in range(1, config.steps + 1):
         if not _one_step(config, learner, sender, coordinator, step=step, rank=rank):
@@ -76,12 +78,14 @@ def train_loop(context: dict[str, Any]) -> None:
             saver.checkpoint(step)
         if rank == 0 and config.evaluation.every and step % config.evaluation.every == 0:
             _evaluate(config, coordinator, "during", step)
-    if rank == 0 and config.rollout.quantization != "none":
-        _evaluate(config, coordinator, "after, quantized", done)
-    sender.send("none")
     if saver:
+        saver.final()  # before anything else can fail
+    if rank == 0 and quantized:
+        _evaluate(config, coordinator, "after, quantized", done)
+    if quantized:
+        sender.send("none")
+    if rank == 0:
         _evaluate(config, coordinator, "after", done)
-        saver.final()
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
 
@@ -182,17 +186,6 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
     )
 
 
-def collection_deadline(config: RunConfig) -> float:
-    """Seconds after which rollouts and rewards of a step (or an evaluation) cannot still be on their way.
-
-    Every round and every reward has its own deadline, which passes first and names what is late.
-    """
-    algorithm, rollout = config.algorithm, config.rollout
-    rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
-    answers = max(rollout.prompts_per_step * rollout.samples_per_prompt, config.evaluation.problems)
-    return rounds * (rollout.timeout_s + judging_deadline(config, answers))
-
-
 def _evaluate(config: RunConfig, coordinator: ActorHandle, label: str, step: int) -> None:
     _wait(coordinator.evaluate.remote(label, step), collection_deadline(config), f"the evaluation {label!r}")
 
@@ -203,4 +196,6 @@ def _wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:
     except GetTimeoutError:
         raise DeadlineExceeded(f"waited {timeout_s + _MARGIN_S:g} s for {what}") from None
     except RayTaskError as error:
-        raise error.cause from None
+        raise (error.cause if isinstance(error.cause, QurlError) else error) from None
+    except RayActorError as error:
+        raise EngineError(f"the coordinator died during {what}: {error}") from None

@@ -59,16 +59,16 @@ class QuantizedLinear(nn.Module):
         if self.kernel:
             self._packed = _pack_fbgemm(q)
         else:
-            self.register_buffer("codes", q.codes)
-            # Emulation multiplies floats: convert once, not at every call.
-            self.register_buffer("_factor", q.codes.float() if q.fmt.activation_max else dequantize(q))
+            # Emulation multiplies floats: the codes are kept as such, exactly, and not converted at every call.
+            self.register_buffer("_codes", q.codes.float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fmt.activation_max is None:
-            return nn.functional.linear(x, self._factor, self.bias)
+            weight = dequantize(QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt))
+            return nn.functional.linear(x, weight, self.bias)
         if self.kernel is None:
             codes, amax = quantize_rows(x, self.fmt.activation_max)
-            y = nn.functional.linear(codes, self._factor) * (self.scale[:, 0] * (1 / self.fmt.activation_max)) * amax
+            y = nn.functional.linear(codes, self._codes) * (self.scale[:, 0] * (1 / self.fmt.activation_max)) * amax
         else:
             amax = row_maximum(x)
             y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
@@ -79,7 +79,7 @@ class QuantizedLinear(nn.Module):
     def resident(self) -> QTensor:
         """The codes and scales that the next forward will use, read back from the kernel's own memory."""
         if not self.kernel:
-            return QTensor(codes=self.codes, scale=self.scale, fmt=self.fmt)
+            return QTensor(codes=self._codes.to(torch.int8), scale=self.scale, fmt=self.fmt)
         weight, _ = torch.ops.quantized.linear_unpack(self._packed)
         scale = weight.q_per_channel_scales().float()[:, None]
         return QTensor(codes=weight.int_repr(), scale=scale, fmt=self.fmt)

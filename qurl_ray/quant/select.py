@@ -28,3 +28,8 @@ def quantized_linears(model: nn.Module, keep: Sequence[str]) -> list[str]:
             f"{type(model).__name__} has no linear to quantize outside quantization.keep={list(keep)}"
         )
     return names
+
+
+def quantized_parameters(model: nn.Module, keep: Sequence[str]) -> set[str]:
+    """The same selection as names of parameters, which is what travels in a sync."""
+    return {f"{name}.weight" for name in quantized_linears(model, keep)}

@@ -304,3 +304,25 @@ def test_an_idle_setting_is_announced_in_a_sentence(load, settings, sentence):
 )
 def test_the_same_setting_elsewhere_is_no_news(load, settings):
     assert load(settings).no_effect() == []
+
+
+def test_another_type_drops_the_settings_of_the_old_one(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: {correction: {type: acr, is_cap: 3}, clip_high: 0.3}\ntask: {operators: '+-'}\n")
+    changed = load_config(
+        path, ["algorithm.correction.type=ignore", "task.type=reasoning_gym", "task.dataset=chain_sum"]
+    )
+    assert changed.algorithm.correction.type == "ignore"
+    assert changed.algorithm.clip_high == 0.3
+    assert changed.task.dataset == "chain_sum"
+    assert load_config(path, ["algorithm.correction.type=acr"]).algorithm.correction.is_cap == 3
+
+
+def test_a_setting_of_another_type_is_called_that():
+    with pytest.raises(ConfigError, match=r"model\.hidden_size is a setting of another type"):
+        load_config(None, ["model.type=pretrained", "model.path=x", "model.hidden_size=64"])
+
+
+def test_head_sizes_that_no_kernel_takes_are_refused():
+    with pytest.raises(ConfigError, match=r"model: hidden_size / heads must be 32, 64, 96 or 128, not 25"):
+        load_config(None, ["model.hidden_size=100"])

@@ -1,0 +1,20 @@
+"""How long a phase can take before something is wrong, from the deadlines of its parts."""
+
+from qurl_ray.config import RunConfig
+
+
+def collection_deadline(config: RunConfig) -> float:
+    """Seconds after which rollouts and rewards of a step (or an evaluation) cannot still be on their way.
+
+    Every round and every reward has its own deadline, which passes first and names what is late.
+    """
+    algorithm, rollout = config.algorithm, config.rollout
+    rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
+    answers = max(rollout.prompts_per_step * rollout.samples_per_prompt, config.evaluation.problems)
+    return rounds * (rollout.timeout_s + judging_deadline(config, answers))
+
+
+def judging_deadline(config: RunConfig, answers: int) -> float:
+    """Seconds that judging so many answers can take if every single one hangs, and a margin to start the processes."""
+    share = -(-answers // config.task.verifiers)
+    return share * (config.task.reward_timeout_s + 5) + 60
