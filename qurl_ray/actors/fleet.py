@@ -67,7 +67,7 @@ def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads
         remove_placement_group(group)
         raise DeadlineExceeded(
             f"{config.workers} rollout worker(s) of {bundle} were not placed within {config.start_timeout_s:g} s; "
-            f"the cluster has {_counts(ray.cluster_resources())}, free now {_counts(ray.available_resources())}"
+            f"the cluster has {counts(ray.cluster_resources())}, free now {counts(ray.available_resources())}"
         )
     actor = ray.remote(RolloutWorker)
     workers = tuple(
@@ -92,5 +92,6 @@ async def _all(calls: Sequence[ObjectRef], timeout_s: float, what: str) -> list:
         raise EngineError(f"a rollout worker died during {what}: {error}") from None
 
 
-def _counts(resources: dict[str, float]) -> str:
+def counts(resources: dict[str, float]) -> str:
+    """Ray's resources in words: "2 CPU, 0 GPU"."""
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))

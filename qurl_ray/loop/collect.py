@@ -192,3 +192,22 @@ class Collector:
                 raise (answer.cause if isinstance(answer.cause, QurlError) else answer) from None
             verdicts += answer
         return verdicts
+
+    def _show(
+        self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], G: int
+    ) -> list[dict]:
+        """The first sample of the first prompts, as text."""
+        chosen = [p * G for p in range(min(len(problems), self._config.tracking.samples_per_step))]
+        answers = self._answers([completions[i] for i in chosen])
+        return [
+            {
+                "uid": completions[i].uid,
+                "prompt": problems[i // G].prompt,
+                "answer": answer,
+                "expected": problems[i // G].answer,
+                "reward": verdicts[i].reward,
+                "status": verdicts[i].status,
+                "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
+            }
+            for i, answer in zip(chosen, answers, strict=True)
+        ]

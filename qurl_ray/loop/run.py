@@ -21,8 +21,9 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from qurl_ray.actors.fleet import Fleet, start_fleet
+from qurl_ray.actors.fleet import Fleet, counts, start_fleet
 from qurl_ray.actors.verifier import spawn_verifiers
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
@@ -98,7 +99,7 @@ def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracke
             "run_dir": str(run_dir),
         }
         summary = RunSummary(config)
-        interrupted = _watch(_fit_in_thread(config, context, run_dir), coordinator, summary, tracker)
+        interrupted = _watch(config, _fit_in_thread(config, context, run_dir), coordinator, summary, tracker)
         return summary.finish(), interrupted
     finally:
         _end(fleet, verifiers, coordinator)
@@ -107,8 +108,8 @@ def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracke
 def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> "_Fit":
     # Ray Train's own default is to wait for ever. The barrier at the end includes rank 0's last evaluation.
     barrier_s = config.learner.timeout_s + collection_deadline(config)
-    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", str(int(barrier_s)))
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(int(config.learner.timeout_s)))
+    os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(int(barrier_s))
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(int(config.learner.timeout_s))
     workers = config.learner.workers
     trainer = TorchTrainer(
         train_entry,
@@ -145,7 +146,7 @@ class _Fit(threading.Thread):
             self.error = error
 
 
-def _watch(fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tracker) -> bool:
+def _watch(config: RunConfig, fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tracker) -> bool:
     """Pass events on until the learner ends. Returns whether it was interrupted.
 
     Raises:
@@ -170,7 +171,7 @@ def _watch(fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tr
                 break
             time.sleep(_POLL_S)
     if fit.error is not None:
-        raise _cause(fit.error)
+        raise _cause(fit.error, config)
     return asked
 
 
@@ -197,8 +198,14 @@ def _interrupts() -> Iterator[list[float]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _cause(error: BaseException) -> BaseException:
+def _cause(error: BaseException, config: RunConfig) -> BaseException:
     """The error of ours inside what Ray Train raised, if there is one."""
+    if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+        return DeadlineExceeded(
+            f"{config.learner.workers} learner rank(s) of 1 CPU each were not placed within "
+            f"{config.learner.timeout_s:g} s; the cluster has {counts(ray.cluster_resources())}, "
+            f"free now {counts(ray.available_resources())}"
+        )
     failures = getattr(error, "worker_failures", None) or {}
     for found in (error, *failures.values()):
         while found is not None:

@@ -158,6 +158,11 @@ def test_a_fleet_that_cannot_be_placed_says_what_is_missing(tmp_path, cluster):
         small_run(tmp_path, "rollout.workers=9", "rollout.start_timeout_s=3")
 
 
+def test_ranks_that_cannot_be_placed_end_the_run_and_not_in_a_hang(tmp_path, cluster):
+    with pytest.raises(DeadlineExceeded, match=r"9 learner rank\(s\).*were not placed within 4 s"):
+        small_run(tmp_path, "learner.workers=9", "learner.timeout_s=4")
+
+
 def test_a_killed_rollout_worker_ends_the_run_with_its_name_and_not_with_a_hang(tmp_path):
     code = (
         "import sys; from qurl_ray.config import load_config; from qurl_ray.loop.run import run;"
