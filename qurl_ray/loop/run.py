@@ -26,6 +26,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from qurl_ray.actors.fleet import Fleet, counts, start_fleet
 from qurl_ray.actors.verifier import spawn_verifiers
 from qurl_ray.config import RunConfig, resolve
+from qurl_ray.data.tasks import Task
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.loop.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
@@ -60,7 +61,11 @@ def run(config: RunConfig) -> RunResult:
     """
     config = resolve(config, submitted=submitted())
     task = prepare_task(config)
-    run_dir = new_run_dir(config)
+    with new_run_dir(config) as run_dir:
+        return _run_in(run_dir, config, task)
+
+
+def _run_in(run_dir: Path, config: RunConfig, task: Task) -> RunResult:
     write_config(config, run_dir)
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
