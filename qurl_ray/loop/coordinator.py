@@ -59,8 +59,7 @@ class Coordinator:
         self._loads: dict[int, asyncio.Future] = {}
         self._collected: dict[int, Collected] = {}
         self._reports: dict[int, list[tuple[StepResult, dict[str, float]]]] = {}
-        self._codes: dict[int, tuple[int, int]] = {}
-        self._bytes: dict[int, int] = {}
+        self._codes_changed, self._sync_bytes = 0.0, 0  # of the version loaded last
         self._kernels: list[str] = []
         self._events: list[Event] = []
 
@@ -164,8 +163,8 @@ class Coordinator:
         kernels = await self._fleet.load(manifest, [ref for _, ref in parts], self._config.sync.timeout_s)
         self._version = offer.version
         codes, changed = sum(p.codes for p, _ in parts), sum(p.codes_changed for p, _ in parts)
-        self._codes = {offer.version: (codes, changed)}
-        self._bytes = {offer.version: sum(record.bytes for record in manifest.tensors)}
+        self._codes_changed = changed / codes if codes else 0.0
+        self._sync_bytes = sum(record.bytes for record in manifest.tensors)
         if fmt and kernels != self._kernels:
             self._kernels = kernels
             self._events.append(Event(kind="info", step=0, message=f"rollout linears run on: {', '.join(kernels)}"))
@@ -178,7 +177,6 @@ class Coordinator:
         seconds |= {key: max(r.seconds[key] for r in results) for key in ("logprob", "update")}
         seconds |= {"rollout": collected.rollout_seconds, "reward": collected.reward_seconds}
         rewards = np.array(collected.rewards)
-        codes, changed = next(iter(self._codes.values()))
         values = {
             "reward/mean": float(rewards.mean()),
             "reward/solved_share": float((rewards > 0.5).mean()),
@@ -191,8 +189,8 @@ class Coordinator:
             "rollout/truncated_share": collected.truncated / collected.samples,
             "rollout/uniform_groups": collected.uniform_groups / collected.all_groups,
             "rollout/rounds": collected.rounds,
-            "sync/bytes": next(iter(self._bytes.values())),
-            "sync/codes_changed": changed / codes if codes else 0.0,
+            "sync/bytes": self._sync_bytes,
+            "sync/codes_changed": self._codes_changed,
             "loss": sums.get("loss", 0.0),
             "lr": results[0].lr,
             "grad_norm": results[0].grad_norm,
