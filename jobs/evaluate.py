@@ -19,11 +19,15 @@ def main(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the run's settings.")
     ] = None,
-    policy: Annotated[Path | None, typer.Option(help="Evaluate this folder instead of RUN/policy.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Evaluate this folder instead of RUN/policy; codes are used as they are.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Take the task from this file instead of RUN/config.yaml.")
     ] = None,
-    quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
+    quantization: Annotated[
+        str | None, typer.Option(help="none, int8, fp8 or int4.", show_default="the checkpoint's own")
+    ] = None,
     samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy accuracy only.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of the k samples.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Also write the figures here, as JSON.")] = None,
@@ -48,7 +52,9 @@ def main(
     if report.avg_at_k and report.pass_at_k:
         show(f"avg@{samples}", report.avg_at_k)
         show(f"pass@{samples}", report.pass_at_k)
-    print(f"{report.quantization} weights, {report.seconds:.1f} s, {report.failed_rewards} rewards failed")
+    weights = "full-precision" if report.quantization == "none" else report.quantization
+    computed = f" ({', '.join(report.kernels)})" if report.kernels else ""
+    print(f"{weights} weights{computed}, {report.seconds:.1f} s, {report.failed_rewards} rewards failed")
     if out:
         out.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
 

@@ -5,6 +5,7 @@ QurlError
 ├── DataError            a task, data set or prompt cannot be used              (never retried)
 ├── RewardError          a reward function cannot be used                       (never retried)
 ├── QuantizationError    a weight or model cannot be quantized                  (never retried)
+├── CheckpointError      a checkpoint is damaged or not this run's              (never loaded)
 ├── SyncError            weights arrived damaged, incomplete or out of date     (never generated from)
 ├── EngineError          an engine failed while sampling
 │   └── StaleWeights     an engine does not hold the weights that were asked for
@@ -30,6 +31,10 @@ class RewardError(QurlError, ValueError):
 
 class QuantizationError(QurlError, ValueError):
     """A weight cannot be quantized, or a model has nothing to quantize."""
+
+
+class CheckpointError(QurlError, RuntimeError):
+    """A checkpoint is damaged, incomplete, or another run's; nothing is loaded from it."""
 
 
 class SyncError(QurlError, RuntimeError):

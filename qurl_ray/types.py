@@ -25,6 +25,8 @@ class PolicySpec:
     """Folder, or hub id."""
     max_length: int | None = None
     """Tokens of prompt and answer together; the model's own if None."""
+    quantized: bool = False
+    """True for a checkpoint of codes (policy/export.py), which engines can hold and nothing can train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,8 @@ class Trajectory:
     """The verifier's reward plus any length penalty."""
     advantage: float
     version: int
+    watched: bool = False
+    """The learner reports its own log-probs of this answer, to be looked at."""
 
     @property
     def length(self) -> int:

@@ -20,6 +20,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {
     "ray": {"actors", "loop", "evaluation"},
     "mlflow": {"tracking"},
+    "deepspeed": {"learner"},
     "transformers": {"policy", "rollout", "learner", "loop", "evaluation"},
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},

@@ -1,8 +1,7 @@
 """The command line that every training job shares: --config FILE, key=value overrides, --dry-run, --help."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
@@ -19,10 +18,16 @@ def settings_help() -> str:
     return "\n\n".join(lines)
 
 
-def training_app(algorithm: str, train: Callable[[RunConfig, bool], int]) -> typer.Typer:
-    """A command that reads a config whose algorithm is `algorithm` and calls `train(config, dry_run)`.
+class Train(Protocol):
+    """What a job does with its settings; returns the exit status."""
 
-    `train` returns the exit status. Errors that qurl_ray raises on purpose are printed without a traceback.
+    def __call__(self, config: RunConfig, *, dry: bool, fresh: bool) -> int: ...
+
+
+def training_app(algorithm: str, train: Train) -> typer.Typer:
+    """A command that reads a config whose algorithm is `algorithm` and calls `train`.
+
+    Errors that qurl_ray raises on purpose are printed without a traceback.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -35,6 +40,9 @@ def training_app(algorithm: str, train: Callable[[RunConfig, bool], int]) -> typ
             Path | None, typer.Option(help="YAML file with the run's settings; defaults if absent.")
         ] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print and save the settings; stop.")] = False,
+        fresh: Annotated[
+            bool, typer.Option("--fresh", help="Start anew, not from an unfinished run's checkpoint; that run is kept.")
+        ] = False,
     ) -> None:
         try:
             # Without a file the job decides the algorithm; with one, the file does, and must agree.
@@ -43,7 +51,7 @@ def training_app(algorithm: str, train: Callable[[RunConfig, bool], int]) -> typ
             if settings.algorithm.type != algorithm:
                 other = settings.algorithm.type
                 raise ConfigError(f"{config} sets algorithm.type={other}; run it with jobs/qurl_{other}.py")
-            status = train(settings, dry_run)
+            status = train(settings, dry=dry_run, fresh=fresh)
         except QurlError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None

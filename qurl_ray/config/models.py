@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-Format = Literal["none", "int8", "int4"]
+Format = Literal["none", "int8", "fp8", "int4"]
 
 
 DEFAULT_TYPES = {"model": "tiny", "task": "arithmetic", "algorithm": "dapo", "correction": "acr"}
@@ -78,7 +78,17 @@ class PretrainedModel(Section):
     """Context to use, in tokens; the model's own if absent."""
 
 
-ModelConfig = Annotated[TinyModel | PretrainedModel, Field(discriminator="type")]
+class GgufModel(Section):
+    """A causal language model in a GGUF file, dequantized to float32 once and kept in the cache folder."""
+
+    type: Literal["gguf"] = "gguf"
+    path: str
+    """The file; `<package>/<file>` is also looked for among the installed Python packages."""
+    max_length: int | None = Field(None, ge=8)
+    """Context to use, in tokens; the model's own if absent."""
+
+
+ModelConfig = Annotated[TinyModel | PretrainedModel | GgufModel, Field(discriminator="type")]
 
 # --- task ----------------------------------------------------------------------------------------
 
@@ -266,7 +276,29 @@ class GRPO(Algorithm):
     """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
 
 
-AlgorithmConfig = Annotated[DAPO | GRPO, Field(discriminator="type")]
+class PPO(Algorithm):
+    """PPO with a value model: advantages per token, so that one sample per prompt is enough."""
+
+    type: Literal["ppo"] = "ppo"
+    loss_mean: Literal["token", "sequence"] = "token"
+    dynamic_sampling: Literal[False] = False
+    """Not for PPO: there are no groups to compare."""
+    max_refill_rounds: Literal[1] = 1
+    """See dynamic_sampling."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Of generalised advantage estimation; 1 is the return minus the value."""
+    critic_lr: float = Field(1e-5, gt=0)
+    """Learning rate of the value model, which begins as a copy of the policy with a head of zeros. It warms up and
+    falls as `learner.lr` does."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """How far a value may move from that before the step; absent is unbounded."""
+
+
+AlgorithmConfig = Annotated[DAPO | GRPO | PPO, Field(discriminator="type")]
 
 # --- learner, sync, tracking, evaluation ---------------------------------------------------------
 
@@ -274,8 +306,13 @@ AlgorithmConfig = Annotated[DAPO | GRPO, Field(discriminator="type")]
 class LearnerConfig(Section):
     """The full-precision side."""
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "deepspeed"] = "torch"
+    """`torch` replicates the parameters on every rank; `deepspeed` shards as `zero_stage` says."""
     workers: int = Field(1, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    """`cuda` gives each rank a GPU of its own."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 is autocast; parameters, gradients and optimizer stay float32."""
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly."""
@@ -286,11 +323,27 @@ class LearnerConfig(Section):
     grad_clip: float = Field(1.0, gt=0)
     """Bound on the global norm of the gradient."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Tokens, padding included, of one forward and backward pass."""
+    """Tokens of one forward and backward pass; padding counts unless `packing` is on."""
+    packing: bool = False
+    """Join the samples of a micro-batch end to end instead of padding them; attention stays within each."""
+    gradient_checkpointing: bool = False
+    """Keep only the blocks' inputs for the backward pass and compute the rest again."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """With `deepspeed`, what is sharded over the ranks: 1 optimizer, 2 and gradients, 3 and parameters."""
+    offload_optimizer: bool = False
+    """With `deepspeed` and `zero_stage` 1 to 3: keep the optimizer's states, and make its step, on the CPU."""
+    offload_while_waiting: bool = False
+    """Move optimizer, gradients and parameters to the CPU during rollouts, for engines that share the GPU."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a rank; all cores divided by the workers if absent."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline for collectives, and for placing and starting the ranks."""
+
+    @model_validator(mode="after")
+    def _backend_can(self) -> "LearnerConfig":
+        if self.offload_optimizer and (self.backend == "torch" or self.zero_stage == 0):
+            raise ValueError("offload_optimizer needs backend=deepspeed and zero_stage 1, 2 or 3")
+        return self
 
 
 class SyncConfig(Section):
@@ -323,12 +376,26 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Snapshots of the policy while it trains; the final one is always kept under policy/."""
+    """What a run needs to go on after it was killed, and the policy at that step. Ctrl-C always writes one."""
 
-    every: int = Field(0, ge=0)
-    """Save every so many steps; 0 is only at the end."""
+    every: int = Field(20, ge=0)
+    """Save every so many steps; 0 is only at Ctrl-C."""
     keep: int = Field(2, ge=1)
-    """How many of the latest to keep."""
+    """How many of the latest to keep; the one with the best held-out accuracy (`evaluation.every`) stays besides."""
+
+
+class ExportConfig(Section):
+    """The final policy is always saved in full precision, under policy/."""
+
+    quantized: Literal["auto", "none", "int8", "fp8"] = "auto"
+    """Also save and evaluate a compressed-tensors checkpoint, which vLLM loads; `auto` takes the rollouts' format if
+    it can be exported (int4 cannot)."""
+
+    def format(self, rollouts: Format) -> Literal["none", "int8", "fp8"]:
+        """Format of the exported checkpoint for rollouts in that one; "none" is no export."""
+        if self.quantized != "auto":
+            return self.quantized
+        return rollouts if rollouts in ("int8", "fp8") else "none"
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -354,6 +421,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -363,7 +431,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":
         rollout, algorithm = self.rollout, self.algorithm
-        if rollout.samples_per_prompt < 2:
+        if rollout.samples_per_prompt < 2 and algorithm.type != "ppo":
             raise ValueError(
                 f"rollout.samples_per_prompt is 1: {algorithm.type} compares the samples of a prompt with each other, "
                 "so a group of one has no advantage; use at least 2"
@@ -389,6 +457,10 @@ class RunConfig(Section):
             found.append("ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1")
         if correction != "ignore" and self.rollout.quantization == "none":
             found.append(f"{correction} has almost nothing to correct with full-precision rollouts")
+        if self.algorithm.type == "ppo" and not self.algorithm.normalize_by_std:
+            found.append("algorithm.normalize_by_std is of groups: PPO's advantages are whitened over all tokens")
+        if self.learner.offload_while_waiting and self.learner.device == "cpu":
+            found.append("learner.offload_while_waiting frees a GPU's memory; on the CPU it only costs time")
         if self.rollout.top_p < 1 or self.rollout.top_k:
             found.append(
                 "top_p/top_k truncate the engine's distribution but not the learner's: importance weights carry the gap"

@@ -1,11 +1,12 @@
 """Evaluate a saved policy: greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals. No Ray."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.data.prompts import check_lengths, encode_prompt
@@ -17,8 +18,10 @@ from qurl_ray.evaluation.statistics import (
     mean_with_bootstrap_interval,
     pass_at_k,
 )
+from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
-from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.formats import Format, get_format
+from qurl_ray.quant.quantize import QTensor
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
@@ -52,7 +55,7 @@ def evaluate(
     config: RunConfig,
     policy: Path,
     *,
-    quantization: str,
+    quantization: str | None,
     samples: int,
     temperature: float,
     progress: Callable[[int, int], None],
@@ -60,22 +63,29 @@ def evaluate(
     """Load `policy` into the embedded engine and judge its answers to the task of `config`.
 
     Args:
+        quantization: format of the block linears, "none" for full precision; None is what the checkpoint holds. A
+            checkpoint of codes is evaluated with these very codes.
         samples: k; 0 draws none and evaluates greedily only.
         progress: called with (answers judged, answers in all).
 
     Raises:
-        QurlError: the policy, the task or the reward cannot be used.
+        QurlError: the policy, the task or the reward cannot be used, or the policy holds codes of another format.
     """
     started = time.perf_counter()
-    spec = PolicySpec(source=str(policy), max_length=config.model.max_length)
     if not (policy / "config.json").is_file():
         raise ConfigError(f"{policy} holds no policy: config.json is missing")
+    stored = read_quantized(policy) if is_quantized(policy) else None
+    held = stored.fmt.name if stored else "none"
+    quantization = quantization or held
+    if stored and quantization != held:
+        raise ConfigError(f"{policy} holds {held} codes: it cannot be evaluated in {quantization}")
+    spec = PolicySpec(source=str(policy), max_length=config.model.max_length, quantized=stored is not None)
     tokenizer = load_tokenizer(spec)
     task = load_task(config.task, eval_problems=config.evaluation.problems)
     encode = lambda p: encode_prompt(p, tokenizer, template=config.task.template, chat=config.task.chat)  # noqa: E731
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
-    engine = _loaded_engine(config, spec, quantization)
+    engine = _with_codes(config, spec, stored) if stored else _quantizing(config, spec, quantization)
     stops = stop_ids(spec, tokenizer)
     rounds = [(SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops), 1)]
     if samples:
@@ -116,14 +126,30 @@ def evaluate(
     )
 
 
-def _loaded_engine(config: RunConfig, spec: PolicySpec, quantization: str) -> TorchEngine:
-    model = load_model(spec)
-    fmt = None
+def _with_codes(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy) -> TorchEngine:
     engine = TorchEngine(spec, slots=config.rollout.slots, kernel=config.quantization.kernel)
-    if quantization != "none":
-        fmt = get_format(quantization, engine.weight_max_code(quantization))
-    names = quantized_parameters(model, config.quantization.keep) if fmt else set()
-    part = Publisher(names).prepare(model.named_parameters(), fmt)
+    if stored.fmt.weight_max > engine.weight_max_code(stored.fmt.name):
+        # Made where the kernel takes larger codes than the one here, which would saturate.
+        engine = TorchEngine(spec, slots=config.rollout.slots, kernel="emulation")
+    return _loaded(engine, stored.parameters.items(), stored.fmt, quantized=frozenset())
+
+
+def _quantizing(config: RunConfig, spec: PolicySpec, quantization: str) -> TorchEngine:
+    model = load_model(spec)
+    engine = TorchEngine(spec, slots=config.rollout.slots, kernel=config.quantization.kernel)
+    fmt = None if quantization == "none" else get_format(quantization, engine.weight_max_code(quantization))
+    names = quantized_parameters(model, config.quantization.keep) if fmt else frozenset()
+    return _loaded(engine, model.named_parameters(), fmt, quantized=names)
+
+
+def _loaded(
+    engine: TorchEngine,
+    parameters: Iterable[tuple[str, torch.Tensor | QTensor]],
+    fmt: Format | None,
+    *,
+    quantized: Set[str],
+) -> TorchEngine:
+    part = Publisher(quantized).prepare(parameters, fmt)
     engine.load(assemble(1, fmt, [part.records]), part.buffers)
     return engine
 

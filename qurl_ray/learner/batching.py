@@ -4,7 +4,7 @@ All lengths are known where this runs, so the number of micro-batches is agreed 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -31,23 +31,36 @@ class Tensors:
     mask_BT: torch.Tensor  # bool, True on answers
     behavior_BT: torch.Tensor  # float32, 0 where masked
     advantages_B: torch.Tensor  # float32
+    rewards_B: torch.Tensor  # float32
+    lengths_B: torch.Tensor  # int64, tokens that are not padding
+
+    def to(self, device: str) -> "Tensors":
+        """The same on a device."""
+        return Tensors(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 def plan(
-    groups: Sequence[Sequence[Trajectory]], *, updates: int, ranks: int, token_budget: int, seed: int
+    groups: Sequence[Sequence[Trajectory]],
+    *,
+    updates: int,
+    ranks: int,
+    token_budget: int,
+    seed: int,
+    packed: bool = False,
 ) -> list[list[MiniBatch]]:
     """[rank][update]: whole groups shuffled into `updates` mini-batches, each shared out by tokens.
 
     Args:
         groups: samples of one prompt each; at least one group.
-        token_budget: bound on count · longest of a micro-batch (a single longer sequence is a micro-batch alone).
+        token_budget: bound on a micro-batch, see micro_batches.
+        packed: micro-batches are computed without padding.
     """
     order = np.random.default_rng(seed).permutation(len(groups))
     by_rank: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for chosen in np.array_split(order, min(updates, len(groups))):
         samples = [sample for index in chosen for sample in groups[index]]
         denominators = Denominators(tokens=sum(len(s.token_ids) for s in samples), sequences=len(samples))
-        shares = [micro_batches(share, token_budget) for share in balance(samples, ranks)]
+        shares = [micro_batches(share, token_budget, packed=packed) for share in balance(samples, ranks)]
         most = max(len(share) for share in shares)
         for rank, share in enumerate(shares):
             padded = share + [[] for _ in range(most - len(share))]
@@ -66,14 +79,26 @@ def balance(samples: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]
     return shares
 
 
-def micro_batches(samples: Sequence[Trajectory], token_budget: int) -> list[list[Trajectory]]:
-    """Neighbours in length together, so that little is padding; count · longest stays within the budget."""
+def micro_batches(samples: Sequence[Trajectory], token_budget: int, *, packed: bool = False) -> list[list[Trajectory]]:
+    """Each sample, longest first, into the first micro-batch that has room; one beyond the budget is alone.
+
+    Args:
+        token_budget: bound on the tokens that are computed: the sum of lengths if `packed`, else count · longest.
+            Padded, that puts neighbours in length together.
+    """
     batches: list[list[Trajectory]] = []
+    sums: list[int] = []
     for sample in sorted(samples, key=lambda s: -s.length):
-        # Sorted, so the first of a batch is its longest.
-        if not batches or (len(batches[-1]) + 1) * batches[-1][0].length > token_budget:
-            batches.append([])
-        batches[-1].append(sample)
+        for index, batch in enumerate(batches):
+            # Sorted, so the first of a batch is its longest.
+            tokens = sums[index] + sample.length if packed else (len(batch) + 1) * batch[0].length
+            if tokens <= token_budget:
+                batch.append(sample)
+                sums[index] += sample.length
+                break
+        else:
+            batches.append([sample])
+            sums.append(sample.length)
     return batches
 
 
@@ -94,4 +119,6 @@ def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
         mask_BT=torch.from_numpy(mask_BT),
         behavior_BT=torch.from_numpy(behavior_BT),
         advantages_B=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
+        rewards_B=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        lengths_B=torch.tensor([s.length for s in samples], dtype=torch.int64),
     )

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from qurl_ray.learner.batching import MiniBatch
@@ -22,13 +24,30 @@ class StepResult:
     lr: float
     skipped_updates: int
     """Updates left out because their gradient was not finite."""
+    proximal: dict[str, np.ndarray]
+    """By uid of the watched samples: log-probs of the answer before the first update, float32."""
 
 
 class Learner(Protocol):
     """Holds the policy in full precision and updates it. Every rank calls the same methods in the same order."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters under their checkpoint names, in a fixed order, tied ones once."""
+        """Whole parameters under their checkpoint names, in a fixed order, tied ones once.
+
+        A sharded parameter is gathered when its turn comes and may be gone at the next: use it at once, on all ranks.
+        """
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         """One update per mini-batch. Proximal log-probs are those of the weights before the first."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `load` needs to go on: parameters, optimizer, place in the schedule, random states."""
+
+    def load(self, folder: Path) -> None:
+        """Take up what `save` wrote, with as many ranks. The caller has verified the files."""
+
+    def offload(self) -> None:
+        """Free the device's memory until `reload`."""
+
+    def reload(self) -> None:
+        """Undo `offload`."""

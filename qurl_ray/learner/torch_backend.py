@@ -1,129 +1,60 @@
-"""The plain torch learner: replicated parameters, one all-reduce of the summed gradient per update.
+"""The plain torch backend: replicated parameters, one all-reduce of the summed gradient per update.
 
-Losses leave the objective divided by global denominators, so gradients of ranks are added, never averaged. Data
-parallelism without a wrapper has no hidden scaling and allows ranks to have different numbers of tokens.
+Data parallelism without a wrapper has no hidden scaling and allows ranks to have different numbers of tokens.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import distributed
+from safetensors.torch import load_file, save_file
+from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
-from transformers import PreTrainedModel
 
 from qurl_ray.config.models import LearnerConfig
-from qurl_ray.learner.batching import MiniBatch, Tensors, to_tensors
-from qurl_ray.learner.protocol import StepResult
-from qurl_ray.policy.logprobs import token_logprobs
-from qurl_ray.rl.objective import ObjectiveSettings, objective
-from qurl_ray.rl.reduce import merge
-from qurl_ray.types import Trajectory
+from qurl_ray.learner.backend import adamw, world
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-class TorchLearner:
-    """See learner.protocol.Learner.
+class TorchBackend:
+    """See learner.backend.Backend. Its saved state is replicated, so rank 0 writes it for all."""
 
-    Args:
-        temperature: of the rollouts; the learner's log-probs are taken at the same.
-        total_updates: at which the learning rate has fallen to its final share.
-    """
+    lockstep = False
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: LearnerConfig,
-        settings: ObjectiveSettings,
-        *,
-        temperature: float,
-        total_updates: int,
-    ) -> None:
-        self._model, self._config, self._settings, self._temperature = model, config, settings, temperature
-        self._total_updates = total_updates
-        matrices = [p for p in model.parameters() if p.ndim >= 2]
-        vectors = [p for p in model.parameters() if p.ndim < 2]  # norms and biases do not decay
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=config.betas,
-            fused=True,
-        )
-        self._updates = 0
-        self._ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
+        self._module, self._config = module, config
+        self._optimizer = adamw(module, config)
+        self._rank, self._ranks = world()
         if self._ranks > 1:
-            for parameter in model.parameters():
+            for parameter in module.parameters():
                 distributed.broadcast(parameter.data, src=0)
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._model.named_parameters()
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self._module(batch)
 
-    def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
-        started = time.perf_counter()
-        # The first update's proximal log-probs are its own, detached; the others' are taken before anything moves.
-        prox = [self._prox(mini_batch) if index else None for index, mini_batch in enumerate(mini_batches)]
-        between = time.perf_counter()
-        sums, norms, lr = [], [], 0.0
-        for mini_batch, prox_of_batch in zip(mini_batches, prox, strict=True):
-            batch_sums, norm, lr = self._update(mini_batch, prox_of_batch)
-            sums.append(batch_sums)
-            norms.append(norm)
-        finite = [norm for norm in norms if norm is not None]
-        return StepResult(
-            sums=merge(sums),
-            seconds={"logprob": between - started, "update": time.perf_counter() - between},
-            grad_norm=finite[-1] if finite else float("nan"),
-            lr=lr,
-            skipped_updates=len(norms) - len(finite),
-        )
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        loss.backward()
 
-    @torch.no_grad()
-    def _prox(self, mini_batch: MiniBatch) -> list[torch.Tensor]:
-        return [self._logprobs(to_tensors(samples)) for samples in mini_batch.micro_batches if samples]
-
-    def _logprobs(self, batch: Tensors) -> torch.Tensor:
-        return token_logprobs(self._model, batch.token_ids_BT, batch.mask_BT, self._temperature)
-
-    def _update(
-        self, mini_batch: MiniBatch, prox: list[torch.Tensor] | None
-    ) -> tuple[dict[str, float], float | None, float]:
-        """One optimizer step. Returns metric sums, the gradient's norm (None if not finite: no step), the rate."""
-        sums = []
-        filled = [samples for samples in mini_batch.micro_batches if samples]
-        for index, samples in enumerate(filled):
-            sums.append(self._backward(samples, mini_batch, prox[index] if prox else None))
+    def step(self, lr: float) -> float | None:
         self._add_over_ranks()
-        norm = float(clip_grad_norm_(self._model.parameters(), self._config.grad_clip))
-        lr = learning_rate(self._config, self._updates, self._total_updates)
+        norm = float(clip_grad_norm_(self._module.parameters(), self._config.grad_clip))
         finite = norm < float("inf")  # False for nan
         if finite:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
-            self._updates += 1
         self._optimizer.zero_grad(set_to_none=True)
-        return merge(sums), norm if finite else None, lr
+        return norm if finite else None
 
-    def _backward(
-        self, samples: Sequence[Trajectory], mini_batch: MiniBatch, prox: torch.Tensor | None
-    ) -> dict[str, float]:
-        batch = to_tensors(samples)
-        logprobs = self._logprobs(batch)
-        loss, sums = objective(
-            logprobs,
-            logprobs.detach() if prox is None else prox,
-            batch.behavior_BT,
-            batch.advantages_B,
-            batch.mask_BT,
-            mini_batch.denominators,
-            self._settings,
-        )
-        loss.backward()
-        return {name: float(value) for name, value in sums.items()} | {"loss": float(loss.detach())}
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._module.named_parameters()
 
     def _add_over_ranks(self) -> None:
         if self._ranks == 1:
             return
-        parameters = list(self._model.parameters())
+        parameters = list(self._module.parameters())
         # A rank whose share was empty has no gradients; it adds zeros.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -132,9 +63,43 @@ class TorchLearner:
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
+    # --- state ---------------------------------------------------------------------------------------------------
 
-def learning_rate(config: LearnerConfig, updates: int, total_updates: int) -> float:
-    """Rate of the next update after `updates` of them: linear warm-up times a linear fall to the final share."""
-    warm = min(1.0, (updates + 1) / max(1, config.warmup_steps))
-    progress = min(1.0, updates / max(1, total_updates - 1))
-    return config.lr * warm * (1 - (1 - config.lr_final_share) * progress)
+    def save(self, folder: Path) -> None:
+        if self._rank:
+            return
+        named = dict(self.named_parameters())
+        moments = {
+            f"{name}:{kind}": self._optimizer.state[parameter][kind]
+            for name, parameter in named.items()
+            for kind in _MOMENTS
+            if self._optimizer.state[parameter]  # empty before the first update
+        }
+        save_file({name: p.detach() for name, p in named.items()}, folder / "parameters.safetensors")
+        save_file(moments, folder / "optimizer.safetensors")
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        parameters = load_file(folder / "parameters.safetensors")
+        moments = load_file(folder / "optimizer.safetensors")
+        for name, parameter in self.named_parameters():
+            parameter.copy_(parameters[name])  # into the old memory: results may depend on its alignment
+            if f"{name}:step" in moments:
+                self._optimizer.state[parameter] = {
+                    # AdamW keeps its count on the CPU unless it is fused on a GPU.
+                    kind: moments[f"{name}:{kind}"].clone().to(parameter.device)
+                    for kind in _MOMENTS
+                }
+
+    def offload(self) -> None:
+        self._move("cpu")
+
+    def reload(self) -> None:
+        self._move(self._config.device)
+
+    def _move(self, device: str) -> None:
+        for parameter in self._module.parameters():
+            parameter.data = parameter.data.to(device)
+        for state in self._optimizer.state.values():
+            for kind in _MOMENTS:
+                state[kind] = state[kind].to(device)

@@ -66,6 +66,15 @@ class Collector:
         self._survival = 1.0
         """Share of groups that lately passed dynamic sampling."""
 
+    def state(self) -> dict:
+        """Where it stands between two steps, for JSON."""
+        return {"cursor": self._cursor.state(), "survival": self._survival}
+
+    def restore(self, state: dict) -> None:
+        """Go on from what `state` gave."""
+        self._cursor.load_state(state["cursor"])
+        self._survival = state["survival"]
+
     async def judge_held_out(self, version: int) -> list[Verdict]:
         """Verdicts on the greedy answers to the held-out problems."""
         problems = self._task.held_out
@@ -113,12 +122,16 @@ class Collector:
         collected.rollout_seconds += judged_from - started
         collected.reward_seconds += time.perf_counter() - judged_from
         collected.rounds += 1
-        self._group(requests, completions, verdicts, collected)
-        if len(collected.shown) < config.tracking.samples_per_step:
-            collected.shown += self._show(problems, completions, verdicts, G)
+        watched = self._watch(problems, completions, verdicts, collected)
+        self._group(requests, completions, verdicts, watched, collected)
 
     def _group(
-        self, requests: list[Request], completions: list[Completion], verdicts: list[Verdict], collected: Collected
+        self,
+        requests: list[Request],
+        completions: list[Completion],
+        verdicts: list[Verdict],
+        watched: set[int],
+        collected: Collected,
     ) -> None:
         """Advantages per group; drop groups with a failed reward, and uniform ones if the algorithm says so."""
         algorithm, rollout = self._config.algorithm, self._config.rollout
@@ -127,7 +140,10 @@ class Collector:
         penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
         judged_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
         rewards_PG = judged_PG + penalty.reshape(-1, G)
-        advantages_PG = group_relative(rewards_PG, divide_by_std=algorithm.normalize_by_std)
+        if algorithm.type == "ppo":  # the learner's value model gives credit, to each token
+            advantages_PG = np.zeros_like(rewards_PG)
+        else:
+            advantages_PG = group_relative(rewards_PG, divide_by_std=algorithm.normalize_by_std)
         # By the verdicts alone, as DAPO has it: a length penalty does not make a group of wrong answers instructive.
         uniform_P = all_equal(judged_PG)
         failed_P = np.array([v.status != "ok" for v in verdicts]).reshape(-1, G).any(axis=1)
@@ -152,6 +168,7 @@ class Collector:
                         reward=float(rewards_PG[p, i - p * G]),
                         advantage=float(advantages_PG[p, i - p * G]),
                         version=completions[i].version,
+                        watched=i in watched,
                     )
                     for i in range(p * G, (p + 1) * G)
                 ]
@@ -193,21 +210,30 @@ class Collector:
             verdicts += answer
         return verdicts
 
-    def _show(
-        self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], G: int
-    ) -> list[dict]:
-        """The first sample of the first prompts, as text."""
-        chosen = [p * G for p in range(min(len(problems), self._config.tracking.samples_per_step))]
-        answers = self._answers([completions[i] for i in chosen])
-        return [
-            {
-                "uid": completions[i].uid,
-                "prompt": problems[i // G].prompt,
-                "answer": answer,
-                "expected": problems[i // G].answer,
-                "reward": verdicts[i].reward,
-                "status": verdicts[i].status,
-                "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
-            }
-            for i, answer in zip(chosen, answers, strict=True)
-        ]
+    def _watch(
+        self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], collected: Collected
+    ) -> set[int]:
+        """Choose samples to be looked at, the first ones of groups whose answers differ before others, and add their
+        text to `collected`. Returns their indices."""
+        G = self._config.rollout.samples_per_prompt
+        rewards_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
+        order = np.argsort(all_equal(rewards_PG), kind="stable")  # what differs is learned from
+        free = self._config.tracking.samples_per_step - len(collected.shown)
+        chosen = [int(p) * G for p in order[: max(0, free)]]
+        if not chosen:
+            return set()
+        for i, answer in zip(chosen, self._answers([completions[i] for i in chosen]), strict=True):
+            ids = completions[i].token_ids.tolist()
+            collected.shown.append(
+                {
+                    "uid": completions[i].uid,
+                    "prompt": problems[i // G].prompt,
+                    "answer": answer,
+                    "expected": problems[i // G].answer,
+                    "reward": verdicts[i].reward,
+                    "status": verdicts[i].status,
+                    "tokens": self._tokenizer.batch_decode([[token] for token in ids]),
+                    "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
+                }
+            )
+        return set(chosen)

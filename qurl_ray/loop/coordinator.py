@@ -24,10 +24,12 @@ from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected, Collector
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.quant.formats import get_format
-from qurl_ray.rl.reduce import merge, mismatch_metrics
+from qurl_ray.rl.reduce import merge, mismatch_metrics, value_metrics
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.publish import assemble
 from qurl_ray.types import Event, PolicySpec, TensorRecord
+
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +63,18 @@ class Coordinator:
         self._reports: dict[int, list[tuple[StepResult, dict[str, float]]]] = {}
         self._codes_changed, self._sync_bytes = 0.0, 0  # of the version loaded last
         self._kernels: list[str] = []
+        self._max_codes: dict[str, int] = {}
+        self._drains = 0
         self._events: list[Event] = []
 
     # --- learner's side -----------------------------------------------------------------------------------------
 
-    async def weight_max_code(self) -> int:
-        """Largest weight code that every engine can take in the rollouts' format; waits until all are up."""
-        rollout = self._config.rollout
-        return await self._fleet.weight_max_code(rollout.quantization, rollout.start_timeout_s)
+    async def weight_max_code(self, format_name: str) -> int:
+        """Largest weight code that every engine can take in a format; waits until all are up."""
+        if format_name not in self._max_codes:
+            limit = self._config.rollout.start_timeout_s
+            self._max_codes[format_name] = await self._fleet.weight_max_code(format_name, limit)
+        return self._max_codes[format_name]
 
     async def share(self, step: int, rank: int) -> list[MiniBatch] | None:
         """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it."""
@@ -116,11 +122,24 @@ class Coordinator:
         self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
         return accuracy
 
+    async def state(self) -> dict:
+        """Where the rollout side stands between two steps, for JSON. Returns when the driver has written all events up
+        to here: a resumed run adds up its summary from what is on disk."""
+        drains = self._drains + 2  # the driver asks again only after it has written what it got
+        while self._drains < drains:
+            await asyncio.sleep(_POLL_S)
+        return self._collector.state()
+
+    async def restore(self, state: dict) -> None:
+        """Go on from what `state` gave."""
+        self._collector.restore(state)
+
     # --- driver's side ------------------------------------------------------------------------------------------
 
     async def drain(self) -> list[Event]:
         """Events since the last call; the driver is the only caller."""
         events, self._events = self._events, []
+        self._drains += 1
         return events
 
     async def tell(self, event: Event) -> None:
@@ -152,6 +171,7 @@ class Coordinator:
             ranks=config.learner.workers,
             token_budget=config.learner.tokens_per_micro_batch,
             seed=derive_seed(config.seed, step, "plan"),
+            packed=config.learner.packing,
         )
 
     # --- weights and metrics ------------------------------------------------------------------------------------
@@ -196,12 +216,16 @@ class Coordinator:
             "grad_norm": results[0].grad_norm,
             "skipped_updates": results[0].skipped_updates,
         }
-        values |= mismatch_metrics(sums) if sums else {}
+        values |= (mismatch_metrics(sums) | value_metrics(sums)) if sums else {}
         values |= {f"time/{name}": value for name, value in seconds.items()}
         if results[0].skipped_updates:
             self._warn(step, f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite")
         self._events.append(Event(kind="step", step=step, values=values))
         if collected.shown:
+            proximal = {uid: logprobs for result in results for uid, logprobs in result.proximal.items()}
+            for sample in collected.shown:
+                found = proximal.get(sample["uid"])
+                sample["proximal_logprobs"] = None if found is None else [round(float(value), 4) for value in found]
             self._events.append(Event(kind="samples", step=step, values={"samples": collected.shown}))
 
     def _warn(self, step: int, message: str) -> None:

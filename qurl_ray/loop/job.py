@@ -6,7 +6,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.loop.run_dir import dry_run
 
 
-def train(config: RunConfig, dry: bool) -> int:
+def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     """Train, or only check, print and save the settings. Returns the exit status: 130 after Ctrl-C."""
     if dry:
         typer.echo(dry_run(config), nl=False)
@@ -14,7 +14,7 @@ def train(config: RunConfig, dry: bool) -> int:
     from qurl_ray.loop.run import run  # seconds of imports, which --help and dry runs need not wait for
 
     try:
-        return 130 if run(config).interrupted else 0
+        return 130 if run(config, fresh=fresh).interrupted else 0
     except KeyboardInterrupt:
         typer.echo("aborted", err=True)
         return 130

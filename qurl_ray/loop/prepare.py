@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.models import GgufModel, TinyModel
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import ConfigError, QuantizationError, RewardError
+from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import context_length, empty_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
@@ -51,6 +52,8 @@ def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None
         if config.task.template != "{prompt}":
             raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
         source = str(cached_tiny_policy(config.model, task.train, progress))
+    elif isinstance(config.model, GgufModel):
+        source = str(cached_gguf_policy(config.model.path))
     else:
         source = config.model.path
     spec = PolicySpec(source=source, max_length=config.model.max_length)

@@ -32,8 +32,10 @@ from qurl_ray.loop.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.entry import train_entry
 from qurl_ray.loop.prepare import Prepared, prepare, prepare_task
-from qurl_ray.loop.run_dir import new_run_dir, submitted, write_config
+from qurl_ray.loop.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.summary import RunSummary
+from qurl_ray.tracking.json_lines import rewind
+from qurl_ray.tracking.report import write_report
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
 
@@ -51,9 +53,10 @@ class RunResult:
     interrupted: bool
 
 
-def run(config: RunConfig) -> RunResult:
+def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
     """Train as configured. Attaches to the cluster of $RAY_ADDRESS (submitted jobs have it), else starts Ray here.
 
+    An unfinished run of the same name and settings is gone on with from its latest checkpoint, unless `fresh`.
     The first Ctrl-C stops at the end of the step, evaluates and saves; the second aborts.
 
     Raises:
@@ -61,32 +64,44 @@ def run(config: RunConfig) -> RunResult:
     """
     config = resolve(config, submitted=submitted())
     task = prepare_task(config)
-    with new_run_dir(config) as run_dir:
+    with open_run_dir(config, fresh=fresh) as run_dir:
         return _run_in(run_dir, config, task)
 
 
-def _run_in(run_dir: Path, config: RunConfig, task: Task) -> RunResult:
-    write_config(config, run_dir)
+def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
+    run_dir, resume = place.path, place.resume
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now goes on
+    events = rewind(run_dir, resume.step) if resume else []
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
+        for note in place.notes:
+            tracker.handle(Event(kind="info", step=0, message=note))
         for sentence in config.no_effect():
             tracker.handle(Event(kind="warning", step=0, message=sentence))
         prepared = prepare(config, task, _cold_start_progress(tracker))
         for note in prepared.task.notes:
             tracker.handle(Event(kind="info", step=0, message=note))
         with _cluster(config):
-            summary, interrupted = _train(config, prepared, run_dir, tracker)
+            interrupted, summary = _train(config, prepared, place, RunSummary(config, events), tracker)
+        summary["interrupted"] = interrupted
         summary["initial_policy"] = prepared.spec.source
         summary["mlflow_run_id"] = tracker.mlflow_run_id()
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        places = {"policy": str(run_dir / "policy"), "mlflow_uri": tracker.mlflow_uri, "run_dir": str(run_dir)}
+        places = {
+            "policy": str(run_dir / "policy"),
+            "report": str(write_report(run_dir)),
+            "mlflow_uri": tracker.mlflow_uri,
+            "run_dir": str(run_dir),
+        }
         tracker.handle(Event(kind="summary", step=summary["steps"], values=summary | places))
         tracker.close("interrupted" if interrupted else "finished")
     return RunResult(run_dir=run_dir, policy=run_dir / "policy", summary=summary, interrupted=interrupted)
 
 
-def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracker) -> tuple[dict[str, Any], bool]:
-    """Start the actors, fit, collect the summary, end the actors."""
+def _train(
+    config: RunConfig, prepared: Prepared, place: RunDir, summary: RunSummary, tracker: Tracker
+) -> tuple[bool, dict[str, Any]]:
+    """Start the actors, fit, collect the summary, end the actors. Returns whether it was interrupted, too."""
     fleet = start_fleet(
         config.rollout,
         prepared.spec,
@@ -101,11 +116,11 @@ def _train(config: RunConfig, prepared: Prepared, run_dir: Path, tracker: Tracke
             "config": config.model_dump(mode="json"),
             "spec": prepared.spec,
             "coordinator": coordinator,
-            "run_dir": str(run_dir),
+            "run_dir": str(place.path),
+            "resume": place.resume,
         }
-        summary = RunSummary(config)
-        interrupted = _watch(config, _fit_in_thread(config, context, run_dir), coordinator, summary, tracker)
-        return summary.finish(), interrupted
+        interrupted = _watch(config, _fit_in_thread(config, context, place.path), coordinator, summary, tracker)
+        return interrupted, summary.finish()
     finally:
         _end(fleet, verifiers, coordinator)
 
@@ -115,14 +130,15 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
     barrier_s = config.learner.timeout_s + collection_deadline(config)
     os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(int(barrier_s))
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(int(config.learner.timeout_s))
-    workers = config.learner.workers
+    on_gpu = config.learner.device == "cuda"
     trainer = TorchTrainer(
         train_entry,
         train_loop_config=context,
-        torch_config=TorchConfig(backend="gloo", timeout_s=int(config.learner.timeout_s)),
+        torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo", timeout_s=int(config.learner.timeout_s)),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=workers,
-            resources_per_worker={"CPU": 1},
+            num_workers=config.learner.workers,
+            use_gpu=on_gpu,
+            resources_per_worker=rank_resources(config),
         ),
         run_config=ray.train.RunConfig(
             name="ray-train",
@@ -134,6 +150,11 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
     fit = _Fit(trainer)
     fit.start()
     return fit
+
+
+def rank_resources(config: RunConfig) -> dict[str, float]:
+    """What a learner rank asks Ray for."""
+    return {"CPU": 1, "GPU": 1} if config.learner.device == "cuda" else {"CPU": 1}
 
 
 class _Fit(threading.Thread):
@@ -207,7 +228,7 @@ def _cause(error: BaseException, config: RunConfig) -> BaseException:
     """The error of ours inside what Ray Train raised, if there is one."""
     if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
         return DeadlineExceeded(
-            f"{config.learner.workers} learner rank(s) of 1 CPU each were not placed within "
+            f"{config.learner.workers} learner rank(s) of {counts(rank_resources(config))} were not placed within "
             f"{config.learner.timeout_s:g} s; the cluster has {counts(ray.cluster_resources())}, "
             f"free now {counts(ray.available_resources())}"
         )

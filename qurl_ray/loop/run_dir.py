@@ -1,25 +1,45 @@
-"""The folder that a run leaves. Light: a dry run needs neither torch nor Ray."""
+"""The folder that a run leaves, and whether it is gone on with. Light: a dry run needs neither torch nor Ray."""
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.errors import ConfigError
+from qurl_ray.loop.checkpoint import Checkpoint, latest
+
+_MAY_DIFFER = ("output_dir", "tracking", "checkpoint")
+"""Sections and settings that do not change what is learned; deadlines and threads may differ as well."""
+_MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDir:
+    """A run's folder, and the checkpoint that it goes on from."""
+
+    path: Path
+    resume: Checkpoint | None = None
+    notes: list[str] = field(default_factory=list)
+    """What was found there and what became of it, one sentence each."""
 
 
 @contextmanager
-def new_run_dir(config: RunConfig) -> Iterator[Path]:
+def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
     """<output_dir>/<name>, this run's alone while the context lasts.
 
-    An older run of the name is moved to <name>.<n>, never overwritten.
+    An unfinished run of the name and the same settings is gone on with from its latest whole checkpoint. A finished
+    one, one without a checkpoint, or with `fresh` any is moved to <name>.<n>, never overwritten.
 
     Raises:
-        ConfigError: a run of that name is still going on there, or the folder cannot be made.
+        ConfigError: a run of that name is still going on there, an unfinished one has other settings, or the folder
+            cannot be made.
     """
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
@@ -33,27 +53,79 @@ def new_run_dir(config: RunConfig) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"a run named {config.name} is still going on in {run_dir}; set another name") from None
-        _move_older_aside(run_dir)
-        yield run_dir
+        yield _go_on_or_anew(config, run_dir, fresh)
 
 
-def _move_older_aside(run_dir: Path) -> None:
+def _go_on_or_anew(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
+    notes: list[str] = []
+    if run_dir.exists() and not fresh and not _finished(run_dir):
+        checkpoint, notes = latest(run_dir)
+        if checkpoint:
+            _check_same(config, run_dir)
+            notes.append(f"going on after step {checkpoint.step} of {config.steps}")
+            return RunDir(path=run_dir, resume=checkpoint, notes=notes)
+    if run_dir.exists():
+        notes.append(f"the run that was in {run_dir} is now in {_move_aside(run_dir)}")
     try:
-        if run_dir.exists():
-            number = 1
-            while (older := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-                number += 1
-            run_dir.rename(older)
         run_dir.mkdir()
+        (run_dir / "config.yaml").write_text(settings_text(config))
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
+    return RunDir(path=run_dir, notes=notes)
 
 
-def write_config(config: RunConfig, run_dir: Path) -> str:
-    """Save the resolved settings as config.yaml; returns their text."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    (run_dir / "config.yaml").write_text(text)
-    return text
+def _finished(run_dir: Path) -> bool:
+    try:
+        return not json.loads((run_dir / "summary.json").read_text()).get("interrupted", False)
+    except (OSError, ValueError):
+        return False
+
+
+def _check_same(config: RunConfig, run_dir: Path) -> None:
+    try:
+        old = yaml.safe_load((run_dir / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
+    differing = differences(old, config.model_dump(mode="json"))
+    if differing:
+        raise ConfigError(
+            f"{run_dir} holds an unfinished run with other settings: {'; '.join(differing)}. "
+            "Give those to go on with it, set another name, or start anew with --fresh (the old run is kept)"
+        )
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Settings that change what is learned and are not the same, as `key: old → new`."""
+    before, now = dict(_leaves(old)), dict(_leaves(new))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return [
+        f"{key}: {before.get(key, 'absent')} → {now.get(key, 'absent')}"
+        for key in keys
+        if key.split(".")[0] not in _MAY_DIFFER and key.split(".")[-1] not in _MAY_DIFFER_ANYWHERE
+    ]
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _move_aside(run_dir: Path) -> Path:
+    number = 1
+    while (older := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
+        number += 1
+    try:
+        return run_dir.rename(older)
+    except OSError as error:
+        raise ConfigError(f"cannot move {run_dir} aside: {error.strerror}; set another name") from None
+
+
+def settings_text(config: RunConfig) -> str:
+    """The resolved settings as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def dry_run(config: RunConfig) -> str:
@@ -62,7 +134,9 @@ def dry_run(config: RunConfig) -> str:
     assert config.output_dir is not None
     run_dir = config.output_dir / f"{config.name}.dry-run"
     run_dir.mkdir(parents=True, exist_ok=True)
-    return write_config(config, run_dir)
+    text = settings_text(config)
+    (run_dir / "config.yaml").write_text(text)
+    return text
 
 
 def submitted() -> bool:

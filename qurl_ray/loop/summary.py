@@ -1,5 +1,6 @@
 """What a run came to, added up from its events."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from qurl_ray.config import RunConfig
@@ -9,13 +10,19 @@ _PHASES = ("rollout", "reward", "logprob", "update", "sync")
 
 
 class RunSummary:
-    """Collects events; `finish` gives the contents of summary.json."""
+    """Collects events; `finish` gives the contents of summary.json.
 
-    def __init__(self, config: RunConfig) -> None:
+    Args:
+        events: of the part before an interruption.
+    """
+
+    def __init__(self, config: RunConfig, events: Iterable[Event] = ()) -> None:
         self._config = config
         self._accuracy: dict[str, float] = {}
         self._problems = 0
         self._steps: list[dict[str, float]] = []
+        for event in events:
+            self.add(event)
 
     def add(self, event: Event) -> None:
         if event.kind == "evaluation":

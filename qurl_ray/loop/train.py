@@ -7,10 +7,13 @@
 Ranks wait for the coordinator with a deadline of their own, never inside a collective.
 """
 
+import json
 import math
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,24 @@ import ray.train
 import torch
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from safetensors import SafetensorError
+from torch import distributed
 
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
+from qurl_ray.config.models import PPO, AlgorithmConfig
+from qurl_ray.errors import CheckpointError, DeadlineExceeded, EngineError, QurlError
+from qurl_ray.learner.critic import Credit
+from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.learner.torch_backend import TorchLearner
+from qurl_ray.loop.checkpoint import Checkpoint, complete, partial_folder, prune
 from qurl_ray.loop.coordinator import Offer
 from qurl_ray.loop.deadlines import collection_deadline
+from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.quant.uaq import fold
+from qurl_ray.quant.uaq import fold, unfold
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import PolicySpec
@@ -39,53 +48,56 @@ _MARGIN_S = 90.0  # the coordinator's own deadlines pass first, and name what is
 
 
 def train_loop(context: dict[str, Any]) -> None:
-    """Run one rank. `context` holds config (plain values), spec, coordinator and run_dir."""
+    """Run one rank. `context` holds config (plain values), spec, coordinator, run_dir, and resume: a Checkpoint to go
+    on from, or None."""
     config = RunConfig.model_validate(context["config"])
     rank = ray.train.get_context().get_world_rank()
     ranks = ray.train.get_context().get_world_size()
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
     model = load_model(context["spec"])
+    rollouts, resume = config.rollout.quantization, context["resume"]
+    names = set()
+    if rollouts != "none" or config.export.format(rollouts) != "none":
+        names = quantized_parameters(model, config.quantization.keep)  # before a backend wraps it
     if config.quantization.uaq_scale != 1:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
-    learner = TorchLearner(
+    learner = make_learner(
         model,
         config.learner,
         objective_settings(config),
         temperature=config.rollout.temperature,
         total_updates=config.steps * config.algorithm.updates_per_rollout,
+        credit=credit(config.algorithm),
     )
-    names = quantized_parameters(model, config.quantization.keep) if config.rollout.quantization != "none" else set()
     coordinator = context["coordinator"]
-    start = config.rollout.start_timeout_s
-    weight_max_code = _wait(coordinator.weight_max_code.remote(), start, "the rollout workers to start")
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks)
-    sender = Sender(config, learner, publisher, coordinator, weight_max_code)
-    saver = Saver(config, model, context["spec"], Path(context["run_dir"])) if rank == 0 else None
+    sender = Sender(config, learner, publisher, coordinator)
+    saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
 
-    quantized = config.rollout.quantization != "none"
-    sender.send("none")
-    if rank == 0:
-        _evaluate(config, coordinator, "before", 0)
-    if quantized:
-        sender.send(config.rollout.quantization)
-    done = 0
-    for step in range(1, config.steps + 1):
+    if resume:
+        saver.restore(resume)
+        sender.send(rollouts)
+    else:
+        sender.send("none")
+        if rank == 0:
+            _evaluate(config, coordinator, "before", 0)
+        if rollouts != "none":
+            sender.send(rollouts)
+    done = saved = resume.step if resume else 0
+    for step in range(done + 1, config.steps + 1):
         if not _one_step(config, learner, sender, coordinator, step=step, rank=rank):
             break
-        done = step
-        if saver and config.checkpoint.every and step % config.checkpoint.every == 0:
-            saver.checkpoint(step)
+        done, accuracy = step, None
         if rank == 0 and config.evaluation.every and step % config.evaluation.every == 0:
-            _evaluate(config, coordinator, "during", step)
-    if saver:
-        saver.final()  # before anything else can fail
-    if rank == 0 and quantized:
-        _evaluate(config, coordinator, "after, quantized", done)
-    if quantized:
-        sender.send("none")
-    if rank == 0:
-        _evaluate(config, coordinator, "after", done)
+            accuracy = _evaluate(config, coordinator, "during", step)
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            saver.checkpoint(step, accuracy)
+            saved = step
+    if saved < done < config.steps:  # asked to stop: the same command goes on from here
+        saver.checkpoint(done, None)
+    saver.final()  # before anything else can fail
+    _last_evaluations(config, sender, coordinator, done, rank)
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
 
@@ -95,9 +107,13 @@ def _one_step(
 ) -> bool:
     """Rollouts in, update, weights out. False if the run was asked to stop before this step."""
     started = time.perf_counter()
+    if config.learner.offload_while_waiting:
+        learner.offload()
     mini_batches = _wait(
         coordinator.share.remote(step, rank), collection_deadline(config), f"rollouts and rewards of step {step}"
     )
+    if config.learner.offload_while_waiting:
+        learner.reload()
     if mini_batches is None:
         return False
     result = learner.learn(mini_batches)
@@ -107,26 +123,35 @@ def _one_step(
     return True
 
 
+def _last_evaluations(config: RunConfig, sender: "Sender", coordinator: ActorHandle, done: int, rank: int) -> None:
+    """The quantized policy first: the engines hold it already, if the export's format is the rollouts'."""
+    exported = config.export.format(config.rollout.quantization)
+    quantized = exported if exported != "none" else config.rollout.quantization
+    for format_name, label in ((quantized, "after, quantized"), ("none", "after")):
+        if label == "after" or format_name != "none":
+            if sender.sent != format_name:
+                sender.send(format_name)
+            if rank == 0:
+                _evaluate(config, coordinator, label, done)
+
+
 class Sender:
     """Sends this rank's part of each version and waits until the engines have verified the whole."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        learner: Learner,
-        publisher: Publisher,
-        coordinator: ActorHandle,
-        weight_max_code: int,
-    ) -> None:
+    def __init__(self, config: RunConfig, learner: Learner, publisher: Publisher, coordinator: ActorHandle) -> None:
         self._config, self._learner, self._publisher = config, learner, publisher
-        self._coordinator, self._weight_max_code = coordinator, weight_max_code
+        self._coordinator = coordinator
         self._version = 0
+        self.sent: str | None = None
+        """Format of the weights that the engines hold."""
 
     def send(self, format_name: str) -> float:
         """Send the weights as they are now. Returns the seconds it took, verification included."""
         started = time.perf_counter()
         self._version += 1
-        fmt = None if format_name == "none" else get_format(format_name, self._weight_max_code)
+        fmt = None
+        if format_name != "none":
+            fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
         part = self._publisher.prepare(self._learner.named_parameters(), fmt)
         offer = Offer(
             version=self._version,
@@ -141,36 +166,103 @@ class Sender:
         # The last rank's part may come late: rank 0 evaluates between two versions.
         limit = self._config.sync.timeout_s + collection_deadline(self._config)
         _wait(call, limit, f"the engines to verify weights {self._version}")
+        self.sent = format_name
         return time.perf_counter() - started
 
 
-class Saver:
-    """Writes policies into the run's folder; rank 0 only."""
+def weight_max_code(config: RunConfig, coordinator: ActorHandle, format_name: str) -> int:
+    """Largest weight code that all engines can take; the first question waits until they are up."""
+    call = coordinator.weight_max_code.remote(format_name)
+    return _wait(call, config.rollout.start_timeout_s, "the rollout workers to start")
 
-    def __init__(self, config: RunConfig, model: torch.nn.Module, spec: PolicySpec, run_dir: Path) -> None:
-        self._config, self._model, self._run_dir = config, model, run_dir
+
+class Saver:
+    """Writes checkpoints and policies into the run's folder. Every rank calls the same methods: a sharded learner's
+    parameters are gathered by all."""
+
+    def __init__(
+        self, config: RunConfig, learner: Learner, spec: PolicySpec, coordinator: ActorHandle, run_dir: Path, rank: int
+    ) -> None:
+        self._config, self._learner, self._coordinator = config, learner, coordinator
+        self._run_dir, self._rank = run_dir, rank
+        # What is saved is filled in from the learner each time: the learner's own may be sharded, and is folded.
+        self._policy = load_model(spec).requires_grad_(False) if rank == 0 else None
         self._tokenizer = load_tokenizer(spec)
 
-    def checkpoint(self, step: int) -> None:
-        """checkpoints/step-<n>, and drop all but the latest `checkpoint.keep`."""
-        root = self._run_dir / "checkpoints"
-        self._save(root / f"step-{step:06d}")
-        for old in sorted(root.glob("step-*"))[: -self._config.checkpoint.keep]:
-            shutil.rmtree(old)
+    def checkpoint(self, step: int, accuracy: float | None) -> None:
+        """checkpoints/step-<n>; older ones are dropped as the settings say. `accuracy` is rank 0's."""
+        partial = partial_folder(self._run_dir, step)
+        with _writing(f"the checkpoint of step {step}", partial.parent):
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / "learner").mkdir(parents=True)
+            _barrier()
+            self._learner.save(partial / "learner")
+            self._gather()
+            if self._rank == 0:
+                self._save_policy(partial / "policy")
+                state = _wait(self._coordinator.state.remote(), self._config.sync.timeout_s, "the coordinator's state")
+                (partial / "loop.json").write_text(json.dumps(state))
+            _barrier()  # every rank's files are there
+            if self._rank == 0:
+                complete(partial, step=step, accuracy=accuracy)
+                prune(self._run_dir, self._config.checkpoint.keep)
+        _barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
+
+    def restore(self, resume: Checkpoint) -> None:
+        """Learner and coordinator as they were; the driver has verified the files."""
+        self._learner.load(resume.learner)
+        if self._rank == 0:
+            state = json.loads(resume.loop.read_text())
+            _wait(self._coordinator.restore.remote(state), self._config.sync.timeout_s, "the coordinator's state")
+        _barrier()
 
     def final(self) -> None:
-        """policy/"""
-        self._save(self._run_dir / "policy")
+        """policy/, and policy-<format>/ if one is exported."""
+        self._gather()
+        if self._policy is None:
+            return
+        exported = self._config.export.format(self._config.rollout.quantization)
+        with _writing("the final policy", self._run_dir):
+            if exported != "none":
+                fmt = get_format(exported, weight_max_code(self._config, self._coordinator, exported))
+                folder = self._run_dir / f"policy-{exported}"
+                # As it is, folded: its codes are then those that the engines hold and that the evaluation judges.
+                save_quantized(self._policy, self._tokenizer, folder, fmt, self._config.quantization.keep)
+            self._save_policy(self._run_dir / "policy")
 
-    def _save(self, folder: Path) -> None:
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Fill rank 0's policy from the learner. Collective."""
+        own = dict(self._policy.named_parameters()) if self._policy is not None else {}
+        for name, parameter in self._learner.named_parameters():
+            if own:
+                own[name].copy_(parameter)
+
+    def _save_policy(self, folder: Path) -> None:
+        assert self._policy is not None, "rank 0 only"
         quantization = self._config.quantization
-        save_policy(
-            self._model,
-            self._tokenizer,
-            folder,
-            uaq_scale=quantization.uaq_scale,
-            uaq_layers=quantization.uaq_layers,
-        )
+        if quantization.uaq_scale != 1:
+            unfold(self._policy, quantization.uaq_scale, quantization.uaq_layers)
+        save_policy(self._policy, self._tokenizer, folder)
+
+
+@contextmanager
+def _writing(what: str, folder: Path) -> Iterator[None]:
+    """Turn the many errors of a full or lost disk into one that says what could not be written, and where."""
+    try:
+        yield
+    except QurlError:  # a deadline is an OSError, too
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch and DeepSpeed raise the last
+        raise CheckpointError(
+            f"{what} cannot be written to {folder}: {error}; what is complete there is kept"
+        ) from error
+
+
+def _barrier() -> None:
+    if distributed.is_initialized():
+        distributed.barrier()
 
 
 def objective_settings(config: RunConfig) -> ObjectiveSettings:
@@ -186,8 +278,17 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
     )
 
 
-def _evaluate(config: RunConfig, coordinator: ActorHandle, label: str, step: int) -> None:
-    _wait(coordinator.evaluate.remote(label, step), collection_deadline(config), f"the evaluation {label!r}")
+def credit(algorithm: AlgorithmConfig) -> Credit | None:
+    """What PPO's value model needs; None for algorithms that have none."""
+    if not isinstance(algorithm, PPO):
+        return None
+    return Credit(
+        lr=algorithm.critic_lr, gamma=algorithm.gamma, lam=algorithm.gae_lambda, value_clip=algorithm.value_clip
+    )
+
+
+def _evaluate(config: RunConfig, coordinator: ActorHandle, label: str, step: int) -> float:
+    return _wait(coordinator.evaluate.remote(label, step), collection_deadline(config), f"the evaluation {label!r}")
 
 
 def _wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:

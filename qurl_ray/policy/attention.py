@@ -1,21 +1,47 @@
-"""Causal attention in which a query's result depends on its own sequence alone: the same bits in a batch of one or of
-five hundred, one token at a time or all at once.
+"""Causal attention, in two ways that transformers models can be loaded with: `NAME` and `VARLEN`.
 
-Three rules make it so, on CPUs with MKL in strict mode (qurl_ray/__init__.py):
+`NAME`, invariant_attention: a query's result depends on its own sequence alone: the same bits in a batch of one or of
+five hundred, packed or padded, one token at a time or all at once. Three rules make it so, on CPUs with MKL in strict
+mode (qurl_ray/__init__.py):
 - at least two rows in each product (one row takes the matrix-vector kernel, which sums in another order);
 - the key length is a multiple of 16, padded keys having probability exactly 0;
 - values are accumulated over fixed chunks of 128 keys (longer products are split where their length says).
 What breaks without them is measured in docs/LOG.md. Query heads that share a key head are rows of one product, so keys
-are never repeated.
+are never repeated. Long sequences are computed in chunks of queries, so that memory grows with their length and not
+with its square.
+
+`VARLEN`, varlen_attention: torch's fused kernels, for training on a GPU. Not batch-invariant.
 """
+
+from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 NAME = "qurl_invariant"
+VARLEN = "qurl_varlen"
 KEY_MULTIPLE = 16
 KEY_CHUNK = 128
+QUERY_CHUNK = 256  # queries whose scores exist at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How sequences lie one after the other in a row of a batch of one.
+
+    Example:
+        Packing(lengths=(3, 5), bounds=torch.tensor([0, 3, 8], dtype=torch.int32))
+    """
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, at least 1."""
+    bounds: torch.Tensor
+    """int32 [sequences + 1]: 0, then the end of each sequence. On the device of the tokens, where kernels read it."""
 
 
 def round_up(length: int, multiple: int = KEY_MULTIPLE) -> int:
@@ -34,6 +60,7 @@ def invariant_attention(
     position_ids: torch.Tensor,
     sliding_window: int | None = None,
     dropout: float = 0.0,
+    packing: Packing | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """softmax(query · keyᵀ · scaling, over keys j ≤ position) · value.
@@ -44,18 +71,62 @@ def invariant_attention(
         query: [B, heads, T, d].
         key, value: [B, key heads, S, d].
         position_ids: [B, T] or [1, T], position of each query in its sequence.
+        packing: if the row (B = 1, S = T) holds several sequences, where they lie; none sees another.
 
     Returns:
         [B, T, heads, d], and no attention weights.
+
+    Raises:
+        ValueError: a mask or dropout was given.
     """
-    if attention_mask is not None or dropout:
-        raise ValueError("batch-invariant attention is causal by position_ids: no mask, no dropout")
+    _refuse(attention_mask, dropout)
+    attend = partial(_one_sequence, scaling=scaling, sliding_window=sliding_window)
+    if packing is None:
+        return attend(query, key, value, position_ids), None
+    heads = (part.split(packing.lengths, dim=2) for part in (query, key, value))
+    positions = position_ids.split(packing.lengths, dim=1)
+    return torch.cat([attend(*parts) for parts in zip(*heads, positions, strict=True)], dim=1), None
+
+
+def _one_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position_ids: torch.Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """As invariant_attention without packing, in chunks of queries that are computed again in the backward pass."""
+    length = key.shape[2]
+    if length % KEY_MULTIPLE:
+        padding = (0, 0, 0, round_up(length) - length)
+        key, value = pad(key, padding), pad(value, padding)
+    attend = partial(_scores_at_once, scaling=scaling, sliding_window=sliding_window)
+    if query.shape[2] <= QUERY_CHUNK:
+        return attend(query, key, value, position_ids)
+    if torch.is_grad_enabled():
+        attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    chunks = []
+    for rows, positions in zip(query.split(QUERY_CHUNK, dim=2), position_ids.split(QUERY_CHUNK, dim=1), strict=True):
+        # Keys after the chunk's last position would have probability 0; as many of them as one likes change no bit.
+        visible = round_up(int(positions.max()) + 1)
+        chunks.append(attend(rows, key[:, :, :visible], value[:, :, :visible], positions))
+    return torch.cat(chunks, dim=1)
+
+
+def _scores_at_once(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position_ids: torch.Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """[B, T, heads, d] from [B, heads, T, d] and a multiple of KEY_MULTIPLE keys; the module's rules are kept here."""
     B, H, T, d = query.shape
     KV, S = key.shape[1:3]
-    if S % KEY_MULTIPLE:
-        pad = (0, 0, 0, round_up(S) - S)
-        key, value = nn.functional.pad(key, pad), nn.functional.pad(value, pad)
-        S = key.shape[2]
     groups = H // KV
     positions = position_ids.expand(B, T)
     rows = query.reshape(B * KV, groups * T, d)
@@ -67,13 +138,82 @@ def invariant_attention(
         hidden |= torch.arange(S, device=query.device) <= positions[:, :, None] - sliding_window
     scores = scores.view(B, KV, -1, T, S).masked_fill(hidden[:, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1).view(B * KV, -1, S)
-    values = value.reshape(B * KV, S, d)
-    out = torch.bmm(weights[:, :, :KEY_CHUNK], values[:, :KEY_CHUNK])
-    for start in range(KEY_CHUNK, S, KEY_CHUNK):
-        stop = start + KEY_CHUNK
-        out = out + torch.bmm(weights[:, :, start:stop], values[:, start:stop])
+    out = _weighted(weights, value.reshape(B * KV, S, d))
     out = out[:, : groups * T].reshape(B, H, T, d)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """weights · values, added up over chunks of KEY_CHUNK keys from the first on."""
+    if weights.shape[2] <= KEY_CHUNK:
+        return torch.bmm(weights, values)
+    # Split and not sliced: the backward pass of a slice is as large as what it was cut from.
+    chunks = zip(weights.split(KEY_CHUNK, dim=2), values.split(KEY_CHUNK, dim=1), strict=True)
+    return reduce(torch.add, (torch.bmm(*chunk) for chunk in chunks))
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """What invariant_attention computes, to rounding, for whole sequences (S = T, positions 0, 1, …), by fused kernels.
+
+    Packed bfloat16 and float16 (autocast's, too) on a CUDA device take torch's variable-length flash attention in one
+    call. All else is scaled_dot_product_attention, of which a packed row takes one call per sequence.
+
+    Not batch-invariant: kernels choose how they split their sums. The CUDA path has not been measured on a GPU.
+
+    Args:
+        query: [B, heads, T, d].
+        key, value: [B, key heads, T, d].
+        packing: if the row (B = 1) holds several sequences, where they lie; none sees another.
+
+    Returns:
+        [B, T, heads, d], and no attention weights.
+
+    Raises:
+        ValueError: a mask or dropout was given, there are keys of a cache, or a sequence exceeds the sliding window.
+    """
+    _refuse(attention_mask, dropout)
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"{VARLEN} takes whole sequences, got {query.shape[2]} queries and {key.shape[2]} keys")
+    longest = max(packing.lengths) if packing else query.shape[2]
+    if sliding_window and longest > sliding_window:
+        raise ValueError(f"{VARLEN} has no sliding window: {longest} tokens exceed {sliding_window}; use {NAME}")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        # Rotary embeddings leave query and key in float32 there, and autocast does not know varlen_attn.
+        query, key, value = (part.to(torch.get_autocast_dtype(kind)) for part in (query, key, value))
+    if packing is None:
+        return _causal(query, key, value, scaling), None
+    if kind == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+        rows = (part[0].transpose(0, 1) for part in (query, key, value))  # [T, heads, d]
+        bounds = (packing.bounds, packing.bounds, longest, longest)
+        # A window of (all before, none after) is how this function is told to be causal.
+        out = varlen_attn(*rows, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+        return out[None], None
+    heads = (part.split(packing.lengths, dim=2) for part in (query, key, value))
+    return torch.cat([_causal(*parts, scaling) for parts in zip(*heads, strict=True)], dim=1), None
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
+
+
+def _refuse(attention_mask: torch.Tensor | None, dropout: float) -> None:
+    if attention_mask is not None or dropout:
+        raise ValueError("the shared attention is causal by position_ids: no mask, no dropout")
 
 
 AttentionInterface.register(NAME, invariant_attention)
+AttentionInterface.register(VARLEN, varlen_attention)

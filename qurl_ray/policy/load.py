@@ -1,12 +1,23 @@
 """Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
+from pathlib import Path
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
 from qurl_ray.types import PolicySpec
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 logging.disable_progress_bar()  # one bar per load would cut the run's own table to pieces
 
@@ -51,18 +62,34 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
 
 
 def empty_model(spec: PolicySpec) -> PreTrainedModel:
-    """The policy's architecture with arbitrary weights: an engine's, before its first sync."""
+    """The policy's architecture with arbitrary weights, in float32: an engine's, before its first sync."""
     model = AutoModelForCausalLM.from_config(_config(spec), dtype=torch.float32, attn_implementation=NAME)
     return model.eval()
 
 
-def _config(spec: PolicySpec) -> AutoConfig:
+def _config(spec: PolicySpec) -> PreTrainedConfig:
+    """The policy's own settings.
+
+    Raises:
+        ConfigError: it cannot be found, or is of a kind that cannot be trained here.
+    """
+    if (Path(spec.source) / "adapter_config.json").is_file():
+        raise ConfigError(f"{spec.source} is a LoRA adapter, which is not supported: merge it into its base model")
     try:
         config = AutoConfig.from_pretrained(spec.source)
     except (OSError, ValueError) as error:
         raise _missing(spec, error) from None
+    # Options of a transformers config differ by architecture, hence getattr.
+    if any(getattr(config, part, None) for part in ("vision_config", "audio_config")):
+        raise ConfigError(f"{spec.source} is a multimodal model, which is not supported: use a text-only model")
+    if any((getattr(config, count, None) or 0) > 1 for count in _EXPERTS):
+        raise ConfigError(f"{spec.source} is a mixture of experts, which is not supported: use a dense model")
+    if getattr(config, "quantization_config", None) and not spec.quantized:
+        raise ConfigError(
+            f"{spec.source} is quantized already, which cannot be trained: use the checkpoint in full precision"
+        )
     for option in ("attn_logit_softcapping", "attention_dropout"):
-        if getattr(config, option, None):  # a transformers config: options differ by architecture
+        if getattr(config, option, None):
             raise ConfigError(f"{spec.source}: {option} is not supported by the shared attention")
     return config
 

@@ -1,7 +1,19 @@
-"""Log-probs of tokens, one definition for engine and learner."""
+"""Log-probs of tokens, one definition for engine and learner.
+
+What a long answer costs is bounded here: logits exist for a few tokens at a time, rows need no padding if their lengths
+are given, and a model's blocks can be computed a second time instead of kept. None of it changes a bit of a log-prob.
+"""
+
+from functools import partial
 
 import torch
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from qurl_ray.policy.attention import Packing
+
+HEAD_BYTES = 128 * 2**20  # of float32 logits that exist at a time
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -10,23 +22,95 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
 
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Keep only the inputs of the model's blocks for the backward pass, and compute the blocks again there.
+
+    transformers does so only in training mode, so `model.eval()` switches it off again. The policies of this package
+    have no dropout: training mode changes nothing else.
+
+    Raises:
+        ValueError: the architecture does not support it.
+    """
+    model.train()
+    # Without dropout there is no random state to restore.
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
 def token_logprobs(
-    model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, temperature: float
+    model: PreTrainedModel,
+    token_ids_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    temperature: float,
+    *,
+    lengths_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log p(token t | tokens before it) where `mask_BT`, 0 elsewhere.
 
     Args:
         token_ids_BT: int64, prompt and answer, padded on the right with any valid id.
         mask_BT: bool, True on the tokens to score; never on the first of a sequence.
+        lengths_B: int64, tokens of each row that are not padding, at least 1. If given, the model computes these tokens
+            alone, all rows in one; its attention must be one of policy.attention. The result is the same.
 
     Returns:
-        float32 [B, T]. Vocabulary-wide rows exist only for masked tokens: the prompt needs no logits.
+        float32 [B, T]. Vocabulary-wide rows exist only for masked tokens, and for HEAD_BYTES of them at a time.
+
+    Raises:
+        ValueError: `mask_BT` is True on padding.
     """
-    inputs, targets = token_ids_BT[:, :-1], mask_BT[:, 1:]
-    positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
-    hidden_BTd = model.base_model(input_ids=inputs, position_ids=positions, use_cache=False).last_hidden_state
-    logprobs_NV = log_softmax(model.get_output_embeddings()(hidden_BTd[targets]), temperature)
-    taken_N = logprobs_NV.gather(1, token_ids_BT[:, 1:][targets][:, None])[:, 0]
-    out_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=inputs.device)
-    out_BT[:, 1:][targets] = taken_N
+    hidden_Nd = answer_states(model, token_ids_BT, mask_BT, lengths_B)
+    targets_BT = mask_BT[:, 1:]
+    out_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=token_ids_BT.device)
+    out_BT[:, 1:][targets_BT] = _taken(model, hidden_Nd, token_ids_BT[:, 1:][targets_BT], temperature)
     return out_BT
+
+
+def answer_states(
+    model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor | None
+) -> torch.Tensor:
+    """[N, d]: the final state before each of the N masked tokens, row by row. Arguments as in token_logprobs."""
+    if lengths_B is None:
+        return _states_padded(model, token_ids_BT, mask_BT)
+    return _states_packed(model, token_ids_BT, mask_BT, lengths_B)
+
+
+def _states_padded(model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    inputs_BT = token_ids_BT[:, :-1]
+    positions = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)[None]
+    states_BTd = model.base_model(input_ids=inputs_BT, position_ids=positions, use_cache=False).last_hidden_state
+    return states_BTd[mask_BT[:, 1:]]
+
+
+def _states_packed(
+    model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor
+) -> torch.Tensor:
+    """As _states_padded, from one row without padding in which positions restart with every sequence."""
+    positions_BT = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device).expand_as(token_ids_BT)
+    real_BT = positions_BT < lengths_B[:, None]
+    if (mask_BT & ~real_BT).any():
+        raise ValueError(f"mask_BT is True beyond lengths_B = {lengths_B.tolist()}")
+    packing = Packing(lengths=tuple(lengths_B.tolist()), bounds=pad(lengths_B.cumsum(0), (1, 0)).int())
+    states_1Nd = model.base_model(
+        input_ids=token_ids_BT[real_BT][None],
+        position_ids=positions_BT[real_BT][None],
+        use_cache=False,
+        packing=packing,
+    ).last_hidden_state
+    before_BT = pad(mask_BT[:, 1:], (0, 1))  # True where the next token is masked
+    return states_1Nd[0, before_BT[real_BT]]
+
+
+def _taken(model: PreTrainedModel, hidden_Nd: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probs of `ids_N`, [N]; if logits are too many for one piece, each piece is computed again in backward."""
+    rows = max(1, HEAD_BYTES // (4 * model.config.vocab_size))
+    score = partial(_score, model.get_output_embeddings(), temperature)
+    if len(ids_N) <= rows:
+        return score(hidden_Nd, ids_N)
+    if torch.is_grad_enabled():
+        score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+    pieces = zip(hidden_Nd.split(rows), ids_N.split(rows), strict=True)
+    return torch.cat([score(hidden, ids) for hidden, ids in pieces])
+
+
+def _score(head: torch.nn.Module, temperature: float, hidden_Nd: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
+    return log_softmax(head(hidden_Nd), temperature).gather(1, ids_N[:, None])[:, 0]

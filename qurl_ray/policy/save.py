@@ -1,35 +1,31 @@
 """Save a policy so that AutoModelForCausalLM.from_pretrained loads it, with or without this package."""
 
-import copy
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qurl_ray.quant.uaq import unfold
+
+def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights (safetensors), settings and tokenizer. Never half written."""
+    with replaced(folder) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
 
 
-def save_policy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    uaq_scale: float = 1.0,
-    uaq_layers: str = "qkv+mlp",
-) -> None:
-    """Write weights (safetensors), settings and tokenizer, update-aware scaling undone.
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into, which takes the place of `folder` when the block ends without an error.
 
-    Written aside and renamed, the old one kept until the new one is whole: a policy is never half written.
+    The old folder is kept until then, so that whoever reads it finds one of the two, whole.
     """
-    if uaq_scale != 1:
-        model = copy.deepcopy(model)
-        unfold(model, uaq_scale, uaq_layers)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        yield aside
         aside.chmod(0o755)  # mkdtemp's own mode keeps everybody else out
         old = folder.with_name(f".{folder.name}-old")
         if folder.exists():

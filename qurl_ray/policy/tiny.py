@@ -7,7 +7,6 @@ the user's cache folder ($QURL_CACHE, else ~/.cache/qurl-ray); another recipe is
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from qurl_ray.config.models import TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.cache import cache_root
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.types import Problem
@@ -82,7 +82,7 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
     unknown = sorted(set("".join(p.prompt + p.answer for p in problems)) - set(CHARACTERS))
     if unknown:
         raise ConfigError(f"the tiny policy reads {CHARACTERS!r} only, the task also has {''.join(unknown)!r}")
-    folder = _cache_root() / f"tiny-{_recipe_hash(config, problems)}"
+    folder = cache_root() / f"tiny-{_recipe_hash(config, problems)}"
     if (folder / "config.json").is_file():
         return folder
     tokenizer = make_tokenizer()
@@ -147,10 +147,6 @@ def _rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> tu
         ids_BT[row, :stop] = torch.tensor(prompt + answer)
         mask_BT[row, len(prompt) : stop] = True
     return ids_BT, mask_BT
-
-
-def _cache_root() -> Path:
-    return Path(os.environ.get("QURL_CACHE") or "~/.cache/qurl-ray").expanduser()
 
 
 def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:

@@ -2,18 +2,22 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from qurl_ray.errors import QuantizationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A uniform, symmetric grid for weights and, if it has one, for activations.
+    """A symmetric grid for weights and, if it has one, for activations.
 
     Example:
-        Format(name="int8", weight_max=127, activation_max=127, group=None)
+        Format(name="int8", dtype=torch.int8, weight_max=127, activation_max=127, group=None)
     """
 
     name: str
+    dtype: torch.dtype
+    """Of the codes: those of an integer type are evenly spaced, those of a float type are its values. One byte each."""
     weight_max: int
     """Largest weight code; codes lie in [-weight_max, weight_max]."""
     activation_max: int | None
@@ -23,9 +27,11 @@ class Format:
 
 
 FORMATS = {
-    "int8": Format(name="int8", weight_max=127, activation_max=127, group=None),
-    # Coarse, weight-only. It has no integer kernel here: the engine announces emulation.
-    "int4": Format(name="int4", weight_max=7, activation_max=None, group=128),
+    "int8": Format(name="int8", dtype=torch.int8, weight_max=127, activation_max=127, group=None),
+    # E4M3. There is no kernel for it here: the engine announces emulation.
+    "fp8": Format(name="fp8", dtype=torch.float8_e4m3fn, weight_max=448, activation_max=448, group=None),
+    # Coarse, weight-only, emulated too.
+    "int4": Format(name="int4", dtype=torch.int8, weight_max=7, activation_max=None, group=128),
 }
 
 

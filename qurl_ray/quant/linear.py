@@ -19,11 +19,12 @@ def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> 
     """y = (codes(x) · codes(w)ᵀ) · scales + bias, in float32; x [..., K] to [..., N].
 
     Weight-only formats multiply x with the dequantized weight. With activations in integer codes the products add up
-    exactly in float32 as long as K · activation_max · weight_max < 2^24.
+    exactly in float32 as long as K · activation_max · weight_max < 2^24; those of float codes are exact, their sum is
+    rounded as any float32 product's.
     """
     if q.fmt.activation_max is None:
         return nn.functional.linear(x, dequantize(q), bias)
-    codes, amax = quantize_rows(x, q.fmt.activation_max)
+    codes, amax = quantize_rows(x, q.fmt)
     # One factor after the other, in the order of the integer kernel, so that both round alike.
     y = nn.functional.linear(codes, q.codes.float()) * (q.scale[:, 0] * (1 / q.fmt.activation_max)) * amax
     return y if bias is None else y + bias
@@ -32,7 +33,8 @@ def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> 
 def integer_kernel(fmt: Format, device: torch.device) -> str | None:
     """Name of the integer kernel for this format here, or None: emulation."""
     x86 = "fbgemm" in torch.backends.quantized.supported_engines
-    return "fbgemm" if fmt.name == "int8" and device.type == "cpu" and x86 else None
+    int8_both = fmt.dtype == torch.int8 and fmt.activation_max is not None and fmt.group is None
+    return "fbgemm" if int8_both and device.type == "cpu" and x86 else None
 
 
 def weight_max_code(fmt: Format, device: torch.device) -> int:
@@ -67,7 +69,7 @@ class QuantizedLinear(nn.Module):
             weight = dequantize(QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt))
             return nn.functional.linear(x, weight, self.bias)
         if self.kernel is None:
-            codes, amax = quantize_rows(x, self.fmt.activation_max)
+            codes, amax = quantize_rows(x, self.fmt)
             y = nn.functional.linear(codes, self._codes) * (self.scale[:, 0] * (1 / self.fmt.activation_max)) * amax
         else:
             amax = row_maximum(x)
@@ -79,7 +81,7 @@ class QuantizedLinear(nn.Module):
     def resident(self) -> QTensor:
         """The codes and scales that the next forward will use, read back from the kernel's own memory."""
         if not self.kernel:
-            return QTensor(codes=self._codes.to(torch.int8), scale=self.scale, fmt=self.fmt)
+            return QTensor(codes=self._codes.to(self.fmt.dtype), scale=self.scale, fmt=self.fmt)
         weight, _ = torch.ops.quantized.linear_unpack(self._packed)
         scale = weight.q_per_channel_scales().float()[:, None]
         return QTensor(codes=weight.int_repr(), scale=scale, fmt=self.fmt)

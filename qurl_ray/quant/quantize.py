@@ -6,6 +6,7 @@ quantizations, and no calibration is needed: scales come from the values at hand
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from qurl_ray.errors import QuantizationError
@@ -16,13 +17,26 @@ from qurl_ray.quant.formats import Format
 class QTensor:
     """Codes and scales of one weight: w[n, k] ≈ codes[n, k] * scale[n, k // (K / groups)]."""
 
-    codes: torch.Tensor  # int8 [N, K]
+    codes: torch.Tensor  # fmt.dtype [N, K]
     scale: torch.Tensor  # float32 [N, groups]
     fmt: Format
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def to_numpy(self) -> tuple[np.ndarray, np.ndarray]:
+        """(codes, scale) as they travel, without a copy: codes as bytes, because numpy has no 8-bit float."""
+        return self.codes.view(torch.uint8).numpy(), self.scale.numpy()
+
+    @classmethod
+    def from_numpy(cls, codes: np.ndarray, scale: np.ndarray, fmt: Format) -> "QTensor":
+        """The inverse; it copies, as buffers from an object store are read-only."""
+        return cls(codes=torch.tensor(codes).view(fmt.dtype), scale=torch.tensor(scale), fmt=fmt)
+
 
 def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
-    """codes = round(w / scale), scale = max|w| / weight_max over a row, or over a group of its columns.
+    """codes = w / scale rounded to the grid, scale = max|w| / weight_max over a row, or over a group of its columns.
 
     Rows (groups) of zeros get scale 1, so that their codes are 0 and not nan.
 
@@ -41,8 +55,8 @@ def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
         bad = int((~torch.isfinite(amax_NG1)).any(dim=1).sum())
         raise QuantizationError(f"{fmt.name}: weight has nan or inf in {bad} of {rows} rows")
     scale_NG1 = torch.where(amax_NG1 > 0, amax_NG1 / fmt.weight_max, 1.0)
-    codes = (w_NGg / scale_NG1).round_().clamp_(-fmt.weight_max, fmt.weight_max)
-    return QTensor(codes=codes.to(torch.int8).reshape(rows, columns), scale=scale_NG1.squeeze(2), fmt=fmt)
+    codes = _rounded((w_NGg / scale_NG1).clamp_(-fmt.weight_max, fmt.weight_max), fmt)
+    return QTensor(codes=codes.to(fmt.dtype).reshape(rows, columns), scale=scale_NG1.squeeze(2), fmt=fmt)
 
 
 def dequantize(q: QTensor) -> torch.Tensor:
@@ -53,20 +67,27 @@ def dequantize(q: QTensor) -> torch.Tensor:
     return w_NGg.reshape(rows, columns)
 
 
-def quantize_rows(x_MK: torch.Tensor, max_code: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic per-token codes of activations: (codes as float32 [M, K], row maxima [M, 1]).
 
-    x ≈ codes * row maximum / max_code. The range comes from the row alone, so a row's codes never depend on the
+    x ≈ codes * row maximum / activation_max. The range comes from the row alone, so a row's codes never depend on the
     batch. Rows of zeros get maximum 1.
     """
     amax_M1 = row_maximum(x_MK)
-    # Rounded with the offset that unsigned kernels add (fused, 128 + x * max_code): near a tie the sum decides, and
-    # emulation and kernel then agree on every code. The offset is even, so ties still go to even.
-    offset = torch.full_like(amax_M1, 128.0)
-    return torch.add(offset, x_MK / amax_M1, alpha=max_code).round_().sub_(128.0), amax_M1
+    # Integers are rounded with the offset that unsigned kernels add (fused, 128 + x * activation_max): near a tie the
+    # sum decides, and emulation and kernel then agree on every code. The offset is even, so ties still go to even.
+    # Values of a float type lie closer near zero, where an offset would swallow them.
+    middle = 0.0 if fmt.dtype.is_floating_point else 128.0
+    shifted = torch.add(torch.full_like(amax_M1, middle), x_MK / amax_M1, alpha=fmt.activation_max)
+    return _rounded(shifted, fmt).sub_(middle), amax_M1
 
 
 def row_maximum(x_MK: torch.Tensor) -> torch.Tensor:
     """max|x| of each row, 1 for rows of zeros: [M, 1]."""
     amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
     return torch.where(amax_M1 > 0, amax_M1, 1.0)
+
+
+def _rounded(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The code nearest to each x, ties to even, as float32; x within the range of the codes (int: unlimited)."""
+    return x.to(fmt.dtype).float() if fmt.dtype.is_floating_point else x.round()

@@ -55,7 +55,7 @@ def objective(
     logprobs_BT: torch.Tensor,
     prox_BT: torch.Tensor,
     behavior_BT: torch.Tensor,
-    advantages_B: torch.Tensor,
+    advantages: torch.Tensor,
     mask_BT: torch.Tensor,
     denominators: Denominators,
     settings: ObjectiveSettings,
@@ -69,13 +69,14 @@ def objective(
 
     Args:
         logprobs_BT: log theta of the sampled tokens, with gradient; prox_BT and behavior_BT likewise for p and b.
-        advantages_B: one per sequence.
+        advantages: one per sequence, [B], or per token, [B, T].
         mask_BT: bool, True on sampled tokens. Masked positions may hold anything, nan included.
     """
     log_rho_BT = log_ratio(prox_BT.detach(), behavior_BT.detach(), mask_BT)
     rho_BT = log_rho_BT.exp()
     ratio_BT = log_ratio(logprobs_BT, prox_BT.detach(), mask_BT).exp()
-    adv_BT = advantages_B[:, None].to(ratio_BT.dtype).expand_as(ratio_BT)
+    adv_BT = advantages if advantages.ndim == 2 else advantages[:, None]
+    adv_BT = adv_BT.to(ratio_BT.dtype).expand_as(ratio_BT)
 
     upper_BT = torch.full_like(ratio_BT, 1 + settings.clip_high)
     if settings.correction == "acr":

@@ -38,3 +38,17 @@ def mismatch_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "clip/dual": sums["dual_clipped"] / n,
         "acr_active_tokens": sums["acr_active"],
     }
+
+
+def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """From merged sums of rl.value: explained_variance = 1 - E[(V - G)²] / Var[G], of the values before the update."""
+    n = sums.get("tokens", 0)
+    if not n or "value_error" not in sums:
+        return {}
+    variance = sums["returns_squared"] / n - (sums["returns"] / n) ** 2
+    error = sums["value_error"] / n
+    return {
+        "value/error": error,
+        "value/explained_variance": 1 - error / variance if variance > 0 else float("nan"),
+        "value/clipped": sums["value_clipped"] / n,
+    }

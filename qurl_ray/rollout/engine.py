@@ -8,7 +8,7 @@ import numpy as np
 from qurl_ray.types import Completion, Manifest, Request
 
 Buffers = Mapping[str, tuple[np.ndarray, ...]]
-"""By tensor name: (codes int8 [N, K], scale float32 [N, groups]) if quantized, else (values,)."""
+"""By tensor name: (codes [N, K] as bytes, scale float32 [N, groups]) if quantized, else (values,)."""
 
 
 class Engine(Protocol):

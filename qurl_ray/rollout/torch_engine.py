@@ -69,18 +69,16 @@ class TorchEngine:
         self.version = manifest.version
 
     def _place(self, record: TensorRecord, parts: tuple[np.ndarray, ...], max_code: int) -> None:
-        tensors = [torch.tensor(part) for part in parts]  # a copy: buffers from the object store are read-only
-        if tuple(tensors[0].shape) != record.shape:
-            raise SyncError(f"{record.name} has shape {tuple(tensors[0].shape)}, expected {record.shape}")
+        if parts[0].shape != record.shape:
+            raise SyncError(f"{record.name} has shape {parts[0].shape}, expected {record.shape}")
         path, _, leaf = record.name.rpartition(".")
         module = self._model.get_submodule(path)
         if record.format == "none":
             if isinstance(module, QuantizedLinear) and leaf == "weight":
                 module = _swap(self._model, path, _plain_linear(record.shape, module.bias))
-            getattr(module, leaf).copy_(tensors[0])
+            getattr(module, leaf).copy_(torch.tensor(parts[0]))  # a copy: buffers from an object store are read-only
             return
-        codes, scale = tensors
-        q = QTensor(codes=codes, scale=scale, fmt=get_format(record.format, max_code))
+        q = QTensor.from_numpy(*parts, get_format(record.format, max_code))
         _swap(self._model, path, QuantizedLinear(q, module.bias, emulate=self._emulate))
 
     def _resident(self, name: str) -> tuple[torch.Tensor, ...]:

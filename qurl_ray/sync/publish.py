@@ -10,7 +10,7 @@ import torch
 from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.quantize import quantize
+from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.types import Manifest, TensorRecord
 
 
@@ -38,10 +38,10 @@ class Publisher:
     """Names of the parameters that become codes."""
     rank: int = 0
     ranks: int = 1
-    _last: dict[str, torch.Tensor] = field(default_factory=dict)
+    _last: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def prepare(self, parameters: Iterable[tuple[str, torch.Tensor]], fmt: Format | None) -> Part:
-        """Quantize (fmt None: copy) this rank's tensors.
+    def prepare(self, parameters: Iterable[tuple[str, torch.Tensor | QTensor]], fmt: Format | None) -> Part:
+        """Quantize (fmt None: copy) this rank's tensors. One that is quantized already is sent as it is.
 
         Raises:
             QuantizationError: a weight is not finite or does not fit the format.
@@ -50,16 +50,17 @@ class Publisher:
         for index, (name, parameter) in enumerate(parameters):
             if index % self.ranks != self.rank:
                 continue
-            if fmt and name in self.quantized:
-                q = quantize(parameter, fmt)
+            if isinstance(parameter, QTensor) or (fmt and name in self.quantized):
+                q = parameter if isinstance(parameter, QTensor) else quantize(parameter, fmt)
                 tensors = (q.codes, q.scale)
+                buffers[name] = q.to_numpy()
                 last = self._last.get(name)
-                changed += int((q.codes != last).sum()) if last is not None else 0
+                changed += np.count_nonzero(buffers[name][0] != last) if last is not None else 0
                 codes += q.codes.numel()
-                self._last[name] = q.codes
+                self._last[name] = buffers[name][0]
             else:
-                tensors = (parameter.detach().float().clone(),)
-            buffers[name] = tuple(tensor.numpy() for tensor in tensors)
+                tensors = (parameter.detach().to("cpu", torch.float32, copy=True),)
+                buffers[name] = (tensors[0].numpy(),)
             records.append(
                 TensorRecord(
                     name=name,

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,41 @@ class SamplesFile:
 
     def close(self, outcome: Outcome) -> None:
         self._lines.close()
+
+
+def rewind(folder: Path, step: int) -> list[Event]:
+    """Forget what came after `step`, so that a run can go on from there. Returns the events that are left."""
+    # A run that was asked to stop evaluated at its end; that end is no longer one.
+    kept = _filter(
+        folder / MetricsFile.name,
+        lambda line: (
+            line["step"] <= step
+            and line["kind"] != "summary"
+            and not (line["kind"] == "evaluation" and line["message"].startswith("after"))
+        ),
+    )
+    _filter(folder / SamplesFile.name, lambda line: line["step"] <= step)
+    return [
+        Event(kind=line["kind"], step=line["step"], message=line["message"], values=line["values"]) for line in kept
+    ]
+
+
+def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Keep the wanted lines of a file; half lines go. Written aside and renamed."""
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the process that wrote it was killed
+            continue
+        if wanted(record):
+            kept.append(record)
+    aside = path.with_suffix(".rewound")
+    aside.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), encoding="utf-8")
+    aside.replace(path)
+    return kept
 
 
 def _ends_mid_line(path: Path) -> bool:

@@ -145,8 +145,8 @@ def test_a_wrong_value_names_its_place_and_what_was_given(load, text, where, giv
 
 
 def test_an_unknown_type_names_those_there_are(load):
-    message = complaint(load, "algorithm: {type: ppo}")
-    assert "'ppo'" in message
+    message = complaint(load, "algorithm: {type: gspo}")
+    assert "'gspo'" in message
     assert "'dapo', 'grpo'" in message
 
 

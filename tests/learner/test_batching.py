@@ -1,10 +1,11 @@
 """Plans: every sample exactly once, budgets kept, ranks in step."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.learner.batching import plan, to_tensors
+from qurl_ray.learner.batching import micro_batches, plan, to_tensors
 from qurl_ray.types import Trajectory
 
 
@@ -23,11 +24,17 @@ def trajectory(uid: str, answer: int, prompt: int = 3, advantage: float = 1.0) -
 groups_of = st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=4), min_size=1, max_size=9)
 
 
+def tokens_computed(samples, packed: bool) -> int:
+    lengths = [s.length for s in samples]
+    return sum(lengths) if packed else len(lengths) * max(lengths)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @settings(max_examples=100, deadline=None)
 @given(lengths=groups_of, updates=st.integers(1, 5), ranks=st.integers(1, 4), budget=st.integers(10, 100))
-def test_every_sample_is_learned_from_once_and_ranks_stay_in_step(lengths, updates, ranks, budget):
+def test_every_sample_is_learned_from_once_and_ranks_stay_in_step(packed, lengths, updates, ranks, budget):
     groups = [[trajectory(f"{p}/{g}", n) for g, n in enumerate(group)] for p, group in enumerate(lengths)]
-    by_rank = plan(groups, updates=updates, ranks=ranks, token_budget=budget, seed=1)
+    by_rank = plan(groups, updates=updates, ranks=ranks, token_budget=budget, seed=1, packed=packed)
     assert len({len(mini_batches) for mini_batches in by_rank}) == 1
     seen = []
     for update in zip(*by_rank, strict=True):
@@ -38,11 +45,27 @@ def test_every_sample_is_learned_from_once_and_ranks_stay_in_step(lengths, updat
             assert mini_batch.denominators.tokens == sum(len(s.token_ids) for s in samples)
             assert mini_batch.denominators.sequences == len(samples)
             for micro in mini_batch.micro_batches:
-                assert len(micro) <= 1 or len(micro) * max(s.length for s in micro) <= budget
+                assert len(micro) <= 1 or tokens_computed(micro, packed) <= budget
         # whole groups: a prompt's samples are updated on together
         for p in {s.uid.split("/")[0] for s in samples}:
             assert sum(s.uid.split("/")[0] == p for s in samples) == len(lengths[int(p)])
     assert sorted(seen) == sorted(s.uid for group in groups for s in group)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40), budget=st.integers(4, 100))
+def test_packing_fills_micro_batches_to_more_than_half(lengths, budget):
+    """First fit opens a batch only for what no other has room for, so two that are half empty cannot exist."""
+    packed = micro_batches([trajectory(f"{i}", n) for i, n in enumerate(lengths)], budget, packed=True)
+    half_empty = [batch for batch in packed if 2 * tokens_computed(batch, packed=True) <= budget]
+    assert len(half_empty) <= 1
+
+
+def test_packing_puts_short_answers_beside_a_long_one():
+    samples = [trajectory(f"{i}", n - 3) for i, n in enumerate((50, 40, 10, 10, 10, 60, 120))]  # 3 of the prompt
+    lengths = lambda packed: [[s.length for s in b] for b in micro_batches(samples, 100, packed=packed)]  # noqa: E731
+    assert lengths(True) == [[120], [60, 40], [50, 10, 10, 10]]
+    assert lengths(False) == [[120], [60], [50, 40], [10, 10, 10]]
 
 
 def test_ranks_get_about_as_many_tokens():
@@ -65,4 +88,7 @@ def test_tensors_hold_prompt_then_answer_then_padding():
     assert batch.mask_BT.long().tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]
     assert batch.behavior_BT[0].tolist() == [0, 0, 0, -0.5, -0.5]
     assert batch.advantages_B.tolist() == [1.0, -2.0]
+    assert batch.lengths_B.tolist() == [5, 5]
+    assert to_tensors([trajectory("a", 2), trajectory("b", 7)]).lengths_B.tolist() == [5, 10]
+    assert to_tensors([]).lengths_B.shape == (0,)
     assert to_tensors([]).token_ids_BT.shape == (0, 1)

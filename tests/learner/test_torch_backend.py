@@ -10,7 +10,7 @@ from torch import distributed
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.batching import plan, to_tensors
-from qurl_ray.learner.torch_backend import TorchLearner
+from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
@@ -41,16 +41,16 @@ def groups(count: int = 10, size: int = 4) -> list[list[Trajectory]]:
     ]
 
 
-def learner(spec, **config) -> tuple[TorchLearner, torch.nn.Module]:
+def learner(spec, **config) -> tuple[PolicyLearner, torch.nn.Module]:
     model = load_model(spec)
-    return TorchLearner(
+    return make_learner(
         model, LearnerConfig(**({"lr": 1e-3} | config)), SETTINGS, temperature=1.0, total_updates=11
     ), model
 
 
-def parameters_after(spec, *, updates=3, token_budget=10_000, ranks=1, rank=0, **config) -> torch.Tensor:
+def parameters_after(spec, *, count=10, updates=3, token_budget=10_000, ranks=1, rank=0, **config) -> torch.Tensor:
     trained, model = learner(spec, **config)
-    trained.learn(plan(groups(), updates=updates, ranks=ranks, token_budget=token_budget, seed=3)[rank])
+    trained.learn(plan(groups(count), updates=updates, ranks=ranks, token_budget=token_budget, seed=3)[rank])
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 

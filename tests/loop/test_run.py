@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import load_config
-from qurl_ray.errors import DeadlineExceeded, EngineError, RewardError
+from qurl_ray.errors import ConfigError, DeadlineExceeded, EngineError, RewardError
 from qurl_ray.loop.run import run
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,67 @@ def test_a_fleet_that_cannot_be_placed_says_what_is_missing(tmp_path, cluster):
 def test_ranks_that_cannot_be_placed_end_the_run_and_not_in_a_hang(tmp_path, cluster):
     with pytest.raises(DeadlineExceeded, match=r"9 learner rank\(s\).*were not placed within 4 s"):
         small_run(tmp_path, "learner.workers=9", "learner.timeout_s=4")
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Leave a run as if it had been killed soon after the checkpoint of `step`."""
+    (run_dir / "summary.json").unlink()
+    for folder in (run_dir / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        ["quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"],
+        ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
+        ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"],
+    ],
+    ids=["torch", "deepspeed", "ppo"],
+)
+def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_does(tmp_path, cluster, backend):
+    setting = [*SMALL, "steps=4", f"output_dir={tmp_path}", "checkpoint.every=1", "checkpoint.keep=9", *backend]
+    whole = run(load_config(None, setting))
+    expected, summary = parameters(whole.policy), whole.summary
+    steps = [line["values"] for line in events(whole.run_dir, "step")]
+    forget_after(whole.run_dir, 2)
+    resumed = run(load_config(None, setting))
+    assert resumed.run_dir == whole.run_dir
+    found = parameters(resumed.policy)
+    if "learner.backend=deepspeed" in backend:
+        moved = (expected - parameters(Path(summary["initial_policy"]))).norm()
+        assert (found - expected).norm() <= 1e-6 * moved
+    else:
+        assert torch.equal(found, expected)
+    again = [line["values"] for line in events(resumed.run_dir, "step")]
+    kept = [key for key in steps[0] if not key.startswith("time/") and "per_second" not in key]
+    for before, after in zip(steps, again, strict=True):
+        for key in kept:
+            assert after[key] == pytest.approx(before[key], rel=1e-5, nan_ok=True), key
+    for key in ("accuracy_before", "accuracy_after", "accuracy_after_quantized", "steps"):
+        assert resumed.summary[key] == summary[key]
+    assert any("going on after step 2 of 4" in line["message"] for line in events(resumed.run_dir, "info"))
+    assert [line["message"] for line in events(resumed.run_dir, "evaluation")].count("before") == 1
+
+
+def test_a_driver_that_is_killed_is_gone_on_with_by_the_same_command(tmp_path, cluster):
+    settings = [*SMALL, "steps=12", "checkpoint.every=3"]
+    undisturbed = run(load_config(None, [*settings, f"output_dir={tmp_path / 'a'}"]))
+    command = [sys.executable, "jobs/qurl_dapo.py", *settings, f"output_dir={tmp_path / 'b'}"]
+    run_dir = tmp_path / "b" / "run"
+    job = subprocess.Popen(command, cwd=ROOT, env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    _wait_for_steps(run_dir, 7, job)
+    job.kill()
+    job.wait()
+    assert not (run_dir / "summary.json").exists()
+    again = run(load_config(None, [*settings, f"output_dir={tmp_path / 'b'}"]))
+    assert any("going on after step 6 of 12" in line["message"] for line in events(run_dir, "info"))
+    assert torch.equal(parameters(again.policy), parameters(undisturbed.policy))
+    assert [line["step"] for line in events(run_dir, "step")] == list(range(1, 13))
+    (run_dir / "summary.json").unlink()
+    with pytest.raises(ConfigError, match=r"unfinished run with other settings: learner\.lr"):
+        run(load_config(None, [*settings, f"output_dir={tmp_path / 'b'}", "learner.lr=1e-4"]))
 
 
 def test_a_killed_rollout_worker_ends_the_run_with_its_name_and_not_with_a_hang(tmp_path):

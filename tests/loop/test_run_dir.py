@@ -1,34 +1,98 @@
-"""Run folders: older runs are kept, running ones are left alone."""
+"""Run folders: finished runs are kept, running ones left alone, unfinished ones gone on with."""
+
+import json
 
 import pytest
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
-from qurl_ray.loop.run_dir import new_run_dir
+from qurl_ray.loop.run_dir import open_run_dir
+from tests.loop.test_checkpoint import write
 
 
-def config(folder):
-    return load_config(None, [f"output_dir={folder}", "name=mine"])
+def config(folder, *overrides):
+    return load_config(None, [f"output_dir={folder}", "name=mine", *overrides])
 
 
-def test_older_runs_are_moved_aside_and_never_overwritten(tmp_path):
-    for text in ("first", "second", "third"):
-        with new_run_dir(config(tmp_path / "runs")) as run_dir:
-            (run_dir / "summary.json").write_text(text)
-    kept = {path.parent.name: path.read_text() for path in (tmp_path / "runs").glob("*/summary.json")}
-    assert kept == {"mine": "third", "mine.1": "first", "mine.2": "second"}
+def unfinished(folder, *overrides):
+    """A run with a checkpoint at step 3 and no summary."""
+    with open_run_dir(config(folder, *overrides)) as place:
+        write(place.path, 3)
+    return place.path
+
+
+def test_finished_runs_are_moved_aside_and_never_overwritten(tmp_path):
+    for number in range(3):
+        with open_run_dir(config(tmp_path / "runs")) as place:
+            write(place.path, 3)
+            (place.path / "summary.json").write_text(json.dumps({"number": number}))
+    kept = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/summary.json")}
+    assert kept == {"mine": {"number": 2}, "mine.1": {"number": 0}, "mine.2": {"number": 1}}
+    assert place.resume is None
+    assert place.notes == [f"the run that was in {place.path} is now in {place.path}.2"]
+
+
+def test_an_unfinished_run_is_gone_on_with(tmp_path):
+    run_dir = unfinished(tmp_path)
+    with open_run_dir(config(tmp_path, "tracking.console=none", "rollout.timeout_s=7", "learner.threads=1")) as place:
+        assert (place.path, place.resume.step) == (run_dir, 3)
+        assert place.notes == ["going on after step 3 of 100"]
+
+
+def test_one_that_was_stopped_by_ctrl_c_is_gone_on_with(tmp_path):
+    run_dir = unfinished(tmp_path)
+    (run_dir / "summary.json").write_text(json.dumps({"interrupted": True}))
+    with open_run_dir(config(tmp_path)) as place:
+        assert place.resume.step == 3
+
+
+def test_other_settings_are_refused_with_the_keys_that_differ(tmp_path):
+    unfinished(tmp_path)
+    with (
+        pytest.raises(ConfigError) as error,
+        open_run_dir(config(tmp_path, "learner.lr=1e-3", "algorithm.correction.type=tis", "task.max_operand=9")),
+    ):
+        pass
+    for part in ("learner.lr: 1e-06 → 0.001", "algorithm.correction.type: acr → tis", "task.max_operand: 99 → 9"):
+        assert part in str(error.value)
+    assert "seed" not in str(error.value)
+    assert "--fresh" in str(error.value)
+
+
+def test_fresh_starts_anew_and_keeps_the_old_run(tmp_path):
+    unfinished(tmp_path)
+    with open_run_dir(config(tmp_path, "learner.lr=1e-3"), fresh=True) as place:
+        assert place.resume is None
+    assert (tmp_path / "mine.1" / "checkpoints" / "step-000003").is_dir()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
+    with open_run_dir(config(tmp_path)):
+        pass
+    with open_run_dir(config(tmp_path, "learner.lr=1e-3")) as place:
+        assert place.resume is None
+    assert (tmp_path / "mine.1").is_dir()
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path):
+    run_dir = unfinished(tmp_path)
+    write(run_dir, 5)
+    (run_dir / "checkpoints" / "step-000005" / "loop.json").write_text("{,}")
+    with open_run_dir(config(tmp_path)) as place:
+        assert place.resume.step == 3
+        assert "loop.json is damaged" in place.notes[0]
 
 
 def test_a_run_that_is_going_on_is_not_moved(tmp_path):
-    with new_run_dir(config(tmp_path)) as run_dir:
-        with pytest.raises(ConfigError, match="a run named mine is still going on"), new_run_dir(config(tmp_path)):
+    with open_run_dir(config(tmp_path)) as place:
+        with pytest.raises(ConfigError, match="a run named mine is still going on"), open_run_dir(config(tmp_path)):
             pass
-        assert run_dir.is_dir()
-        with new_run_dir(load_config(None, [f"output_dir={tmp_path}", "name=other"])) as other:
-            assert other.is_dir()
+        assert place.path.is_dir()
+        with open_run_dir(load_config(None, [f"output_dir={tmp_path}", "name=other"])) as other:
+            assert other.path.is_dir()
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_setting(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="set output_dir"), new_run_dir(config(tmp_path / "file")):
+    with pytest.raises(ConfigError, match="set output_dir"), open_run_dir(config(tmp_path / "file")):
         pass

@@ -1,17 +1,44 @@
 """The shared attention is right, and no result depends on what else was computed with it."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.policy.attention import KEY_CHUNK, invariant_attention, round_up
+from qurl_ray.policy import attention
+from qurl_ray.policy.attention import KEY_CHUNK, QUERY_CHUNK, Packing, invariant_attention, round_up, varlen_attention
+from tests.policy.memory import LargestTensor, kept_for_backward
 
 
 def random_heads(seed: int, *, length: int, batch=2, heads=4, kv_heads=2, size=32):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, heads, length, size), (batch, kv_heads, length, size), (batch, kv_heads, length, size)]
     return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def packing_of(*lengths: int) -> Packing:
+    return Packing(lengths=lengths, bounds=torch.tensor([0, *lengths]).cumsum(0).int())
+
+
+def positions_of(*lengths: int) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def chunks_of(queries: int):
+    return patch.object(attention, "QUERY_CHUNK", queries)
+
+
+def gradients(out, *inputs):
+    """Of a sum with fixed random weights."""
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    return torch.autograd.grad((out * weights).sum(), inputs)
+
+
+def assert_close(found, expected, relative: float):
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= relative * other.norm()
 
 
 def attend(query, key, value, positions, **options):
@@ -65,7 +92,109 @@ def test_a_batch_of_one_gives_the_bits_of_a_large_batch():
         assert torch.equal(alone[0], whole[row])
 
 
-def test_masks_are_refused():
+@pytest.mark.parametrize("kv_heads", [1, 3, 6], ids=["one key head", "grouped", "ungrouped"])
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    length=st.integers(1, 3 * KEY_CHUNK),
+    chunk=st.integers(1, 2 * KEY_CHUNK),
+    size=st.sampled_from([16, 64, 80]),
+    window=st.none() | st.integers(1, 200),
+    transposed=st.booleans(),
+)
+def test_chunks_of_queries_change_no_bit(kv_heads, seed, length, chunk, size, window, transposed):
+    heads = random_heads(seed, length=length, heads=6, kv_heads=kv_heads, size=size)
+    if transposed:  # as projections leave them
+        heads = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in heads]
+    with chunks_of(length):
+        whole = attend(*heads, torch.arange(length)[None], sliding_window=window)
+    with chunks_of(chunk):
+        assert torch.equal(attend(*heads, torch.arange(length)[None], sliding_window=window), whole)
+
+
+@pytest.mark.parametrize("length", [QUERY_CHUNK, QUERY_CHUNK + 1, 4 * QUERY_CHUNK + 7])
+def test_long_sequences_have_the_bits_of_all_scores_at_once(length):
+    heads = random_heads(5, length=length)
+    with chunks_of(length):
+        whole = attend(*heads, torch.arange(length)[None])
+    assert torch.equal(attend(*heads, torch.arange(length)[None]), whole)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4], ids=["grouped", "ungrouped"])
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(1, 40) | st.integers(1, 300), min_size=1, max_size=5),
+    chunk=st.integers(1, 300),
+)
+def test_a_packed_sequence_has_the_bits_of_the_sequence_alone(kv_heads, seed, lengths, chunk):
+    heads = random_heads(seed, length=sum(lengths), batch=1, kv_heads=kv_heads)
+    with chunks_of(chunk):
+        packed = attend(*heads, positions_of(*lengths), packing=packing_of(*lengths))
+    start = 0
+    for length in lengths:
+        own = slice(start, start + length)
+        alone = attend(*(part[:, :, own].contiguous() for part in heads), torch.arange(length)[None])
+        assert torch.equal(packed[:, own], alone)
+        start += length
+
+
+def test_chunks_of_queries_and_packing_have_the_gradient_of_plain_attention():
+    lengths = (130, 1, 70)
+    heads = [part.requires_grad_() for part in random_heads(6, length=sum(lengths), batch=1)]
+    own = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool().tril()
+    plain = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=own, enable_gqa=True).transpose(1, 2)
+    expected = gradients(plain, *heads)
+    for chunk in (32, QUERY_CHUNK):
+        with chunks_of(chunk):
+            found = attend(*heads, positions_of(*lengths), packing=packing_of(*lengths))
+            assert_close(gradients(found, *heads), expected, relative=1e-6)
+
+
+def test_scores_of_a_long_sequence_never_exist_together():
+    heads = [part.requires_grad_() for part in random_heads(7, length=1024, batch=1)]
+    with chunks_of(64), LargestTensor() as largest:
+        gradients(attend(*heads, torch.arange(1024)[None]), *heads)
+    assert largest.numbers == 4 * 64 * 1024  # heads · chunk · keys
+    with chunks_of(64), kept_for_backward() as kept:
+        attend(*heads, torch.arange(1024)[None])
+    assert max(kept.values()) == heads[0].numel()  # the queries
+
+
+@pytest.mark.parametrize("lengths", [(40,), (1, 33, 2), (300, 5)], ids=str)
+def test_the_fused_attention_is_the_invariant_one_to_rounding(lengths):
+    heads = [part.requires_grad_() for part in random_heads(8, length=sum(lengths), batch=1)]
+    options = {"packing": packing_of(*lengths)} if len(lengths) > 1 else {}
+    expected = attend(*heads, positions_of(*lengths), **options)
+    found, _ = varlen_attention(torch.nn.Identity(), *heads, scaling=32**-0.5, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(gradients(found, *heads), gradients(expected, *heads), relative=1e-6)
+
+
+def test_the_fused_attention_takes_the_type_of_autocast():
+    query, key, value = random_heads(8, length=20)
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # the model's projection gives value in it, rotary the others in float32
+        found, _ = varlen_attention(torch.nn.Identity(), query, key, value.bfloat16(), scaling=32**-0.5)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), attend(query, key, value, positions_of(20)), rtol=0.02, atol=0.02)
+
+
+def test_the_fused_attention_refuses_what_it_does_not_compute():
     query, key, value = random_heads(4, length=8)
+    with pytest.raises(ValueError, match="takes whole sequences, got 1 queries and 8 keys"):
+        varlen_attention(torch.nn.Identity(), query[:, :, :1], key, value, scaling=1.0)
+    with pytest.raises(ValueError, match="8 tokens exceed 5; use qurl_invariant"):
+        varlen_attention(torch.nn.Identity(), query, key, value, scaling=1.0, sliding_window=5)
+    varlen_attention(torch.nn.Identity(), query, key, value, scaling=1.0, sliding_window=8)
+
+
+@pytest.mark.parametrize("function", [invariant_attention, varlen_attention])
+@pytest.mark.parametrize(
+    "option", [{"attention_mask": torch.ones(2, 1, 8, 8)}, {"dropout": 0.1}], ids=["mask", "dropout"]
+)
+def test_masks_and_dropout_are_refused(function, option):
+    heads = random_heads(4, length=8)
     with pytest.raises(ValueError, match="causal by position_ids"):
-        attend(query, key, value, torch.arange(8)[None], attention_mask=torch.ones(2, 1, 8, 8))
+        function(torch.nn.Identity(), *heads, scaling=1.0, position_ids=torch.arange(8)[None], **option)

@@ -2,24 +2,31 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen2VLConfig,
+    Qwen3MoeConfig,
+)
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.load import context_length, empty_model, load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.save import save_policy
-from qurl_ray.quant.uaq import fold
 from qurl_ray.types import PolicySpec
 
 
-def test_a_saved_policy_is_the_one_that_was_trained_with_scaling_undone(model, tokenizer, tmp_path):
+def test_a_saved_policy_loads_as_what_it_was(model, tokenizer, tmp_path):
     before = model(input_ids=torch.arange(10)[None]).logits
-    fold(model, 2.0)
     for _ in range(2):  # the second time it replaces the first
-        save_policy(model, tokenizer, tmp_path / "policy", uaq_scale=2.0)
+        save_policy(model, tokenizer, tmp_path / "policy")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     torch.testing.assert_close(stock(input_ids=torch.arange(10)[None]).logits, before, rtol=1e-5, atol=1e-5)
     assert [p.name for p in tmp_path.iterdir()] == ["policy"]
-    assert torch.equal(model.model.norm.weight, stock.model.norm.weight)  # feeds lm_head, never scaled
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
 
 
 def test_a_model_that_cannot_be_found_is_named():
@@ -48,3 +55,36 @@ def test_attention_that_the_shared_one_cannot_compute_is_refused(tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="attention_dropout is not supported"):
         load_model(PolicySpec(source=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MixtralConfig(num_local_experts=8), "is a mixture of experts, which is not supported: use a dense model"),
+        (Qwen3MoeConfig(num_experts=4), "is a mixture of experts"),
+        (DeepseekV3Config(n_routed_experts=16), "is a mixture of experts"),
+        (Qwen2VLConfig(), "is a multimodal model, which is not supported: use a text-only model"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_of_other_kinds_are_refused_by_name(tmp_path, config, message):
+    config.save_pretrained(tmp_path)
+    for use in (load_model, empty_model, context_length):
+        with pytest.raises(ConfigError, match=message):
+            use(PolicySpec(source=str(tmp_path)))
+
+
+def test_one_expert_is_a_dense_model(tmp_path):
+    config = MixtralConfig(num_local_experts=1, max_position_embeddings=77)
+    config.save_pretrained(tmp_path)
+    assert context_length(PolicySpec(source=str(tmp_path))) == 77
+
+
+@pytest.mark.parametrize("beside_a_model", [False, True])
+def test_a_lora_adapter_is_refused(tmp_path, model, beside_a_model):
+    if beside_a_model:
+        model.save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/no/such"}')
+    for use in (load_model, empty_model):
+        with pytest.raises(ConfigError, match="is a LoRA adapter, which is not supported: merge it"):
+            use(PolicySpec(source=str(tmp_path)))

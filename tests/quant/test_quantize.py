@@ -12,15 +12,29 @@ from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
-from qurl_ray.quant.quantize import dequantize, quantize, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize, quantize, quantize_rows
 
 ALL = list(FORMATS.values())
 names = lambda fmt: fmt.name  # noqa: E731
 CPU = torch.device("cpu")
+E4M3 = np.array(
+    [m / 8 * 2**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
+)
+"""The values of an 8-bit float that are not negative: 3 bits of mantissa, exponents from -6, one nan."""
 
 
 def weight(seed: int, rows=24, columns=256) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def same_codes(one: QTensor, other: QTensor) -> bool:
+    return torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
+
+
+def test_fp8_codes_are_the_nearest_e4m3_values():
+    w = weight(5).double()
+    q = quantize(w.float(), FORMATS["fp8"])
+    np.testing.assert_array_equal(q.codes.float().numpy(), nearest_code((w / q.scale.double()).numpy(), "fp8"))
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=names)
@@ -30,8 +44,10 @@ def test_error_is_at_most_half_a_step(fmt, seed, log2_gain):
     w = weight(seed) * 2.0**log2_gain
     q = quantize(w, fmt)
     step = q.scale.repeat_interleave(256 // q.scale.shape[1], dim=1)
+    if fmt.dtype.is_floating_point:  # three bits after the leading one, down to 2^-6; 2^-9 below
+        step = torch.maximum(w.abs() / 8, step * 2**-9)
     assert ((dequantize(q) - w).abs() <= 0.5 * step * (1 + 1e-5)).all()
-    assert int(q.codes.abs().max()) == fmt.weight_max
+    assert float(q.codes.float().abs().max()) == fmt.weight_max
 
 
 @pytest.mark.parametrize("fmt", ALL, ids=names)
@@ -40,7 +56,7 @@ def test_error_is_at_most_half_a_step(fmt, seed, log2_gain):
 def test_powers_of_two_move_the_scale_and_not_the_codes(fmt, seed, log2_gain):
     """Q(a·w) = a·Q(w): the reason why UAQ alone cannot change the forward pass at step 0."""
     q, gained = quantize(weight(seed), fmt), quantize(weight(seed) * 2.0**log2_gain, fmt)
-    assert torch.equal(q.codes, gained.codes)
+    assert same_codes(q, gained)
     torch.testing.assert_close(gained.scale, q.scale * 2.0**log2_gain, rtol=0, atol=0)
 
 
@@ -65,16 +81,22 @@ def test_widths_that_the_group_does_not_divide_are_refused():
         quantize(weight(0, columns=200), FORMATS["int4"])
 
 
+def nearest_code(values: np.ndarray, format_name: str) -> np.ndarray:
+    if format_name != "fp8":
+        return np.round(values)
+    return np.sign(values) * E4M3[np.abs(np.abs(values)[..., None] - E4M3).argmin(axis=-1)]
+
+
 def by_hand(x: np.ndarray, q, bias: np.ndarray) -> np.ndarray:
     """Quantize, dequantize, multiply, in float64 and element by element."""
     out = np.zeros((len(x), len(q.codes)))
     for m, row in enumerate(x.astype(np.float64)):
         if q.fmt.activation_max:
             top = np.abs(row).max()
-            row = np.round(row / top * q.fmt.activation_max) * top / q.fmt.activation_max
+            row = nearest_code(row / top * q.fmt.activation_max, q.fmt.name) * top / q.fmt.activation_max
         for n in range(len(q.codes)):
             group = len(row) // q.scale.shape[1]
-            w = q.codes[n].numpy().astype(np.float64) * np.repeat(q.scale[n].numpy().astype(np.float64), group)
+            w = q.codes[n].float().numpy().astype(np.float64) * np.repeat(q.scale[n].numpy().astype(np.float64), group)
             out[m, n] = row @ w + bias[n]
     return out
 
@@ -108,17 +130,29 @@ def test_the_integer_kernel_equals_its_emulation_bit_for_bit(columns, gain):
 def test_resident_codes_are_those_that_were_given(fmt, emulate):
     q = quantize(weight(3), fmt)
     resident = QuantizedLinear(q, None, emulate=emulate).resident()
-    assert torch.equal(resident.codes, q.codes)
+    assert same_codes(resident, q)
     assert torch.equal(resident.scale, q.scale)
+    assert fingerprint(resident.codes, resident.scale) == fingerprint(q.codes, q.scale)
 
 
-def test_activation_codes_come_from_the_row_alone():
+@pytest.mark.parametrize("fmt", ALL, ids=names)
+def test_codes_survive_a_journey_as_read_only_numpy_buffers(fmt):
+    q = quantize(weight(4), fmt)
+    codes, scale = (np.frombuffer(part.tobytes(), part.dtype).reshape(part.shape) for part in q.to_numpy())
+    arrived = QTensor.from_numpy(codes, scale, fmt)
+    assert arrived.codes.dtype == fmt.dtype
+    assert same_codes(arrived, q)
+    assert torch.equal(arrived.scale, q.scale)
+
+
+@pytest.mark.parametrize(("name", "top_code", "error"), [("int8", 127, 0.51 / 127), ("fp8", 448, 16.1 / 448)])
+def test_activation_codes_come_from_the_row_alone(name, top_code, error):
     x = torch.randn(6, 64)
-    codes, top = quantize_rows(x, 127)
+    codes, top = quantize_rows(x, FORMATS[name])
     louder = torch.cat([x, 1000 * x])
-    assert torch.equal(quantize_rows(louder, 127)[0][:6], codes)
-    assert (codes.abs().amax(dim=1) == 127).all()
-    torch.testing.assert_close(codes * top / 127, x, rtol=0, atol=float(top.max()) / 127 * 0.51)
+    assert torch.equal(quantize_rows(louder, FORMATS[name])[0][:6], codes)
+    assert (codes.abs().amax(dim=1) == top_code).all()
+    torch.testing.assert_close(codes * top / top_code, x, rtol=0, atol=float(top.max()) * error)
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from qurl_ray.sync.publish import Publisher, assemble
 from tests.conftest import requests_for
 
 KEEP = (r"lm_head\.",)
-FORMATS = ["none", "int8", "int4"]
+FORMATS = ["none", "int8", "fp8", "int4"]
 
 
 def weights_of(model, format_name: str, version: int = 1):
@@ -136,7 +136,7 @@ def test_precision_changes_in_place_and_back(tiny_spec, tokenizer, model):
     requests = requests_for(tokenizer, 8, 2)
     engine = engine_with(tiny_spec, model, "none")
     full = engine.generate(requests, version=1)
-    for version, name in ((2, "int8"), (3, "int4"), (4, "none")):
+    for version, name in ((2, "int8"), (3, "fp8"), (4, "int4"), (5, "none")):
         engine.load(*weights_of(model, name, version))
         last = engine.generate(requests, version=version)
     for one, other in zip(last, full, strict=True):
@@ -212,9 +212,10 @@ def test_the_kernel_in_use_is_announced(tiny_spec, model):
     int8 = engine_with(tiny_spec, model, "int8").kernels()
     assert int8 == [integer_kernel(get_format("int8"), torch.device("cpu")) or "emulation of int8"]
     assert engine_with(tiny_spec, model, "int8", kernel="emulation").kernels() == ["emulation of int8"]
-    assert engine_with(tiny_spec, model, "int4").kernels() == ["emulation of int4"]
+    for name in ("int4", "fp8"):
+        assert engine_with(tiny_spec, model, name).kernels() == [f"emulation of {name}"]
 
 
 def test_an_unknown_format_is_an_error():
-    with pytest.raises(QuantizationError, match="unknown format 'int9'; known: int8, int4"):
+    with pytest.raises(QuantizationError, match="unknown format 'int9'; known: int8, fp8, int4"):
         get_format("int9")

@@ -1,0 +1,129 @@
+"""The DeepSpeed backend: ZeRO shards optimizer, gradients and parameters over the ranks.
+
+DeepSpeed averages gradients over ranks and divides by accumulation steps; here losses are sums that belong to the whole
+update already. So the loss is multiplied by the number of ranks, accumulation steps stay 1, and the last micro-batch of
+an update is marked explicitly.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# Read when deepspeed is imported; without it DeepSpeed looks for accelerators by itself, and says so on the console.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+import deepspeed
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+from qurl_ray.config.models import LearnerConfig
+from qurl_ray.errors import CheckpointError
+from qurl_ray.learner.backend import adamw, world
+
+_NOT_THE_OPTIMIZERS = [
+    kind
+    for kind in OffloadStateTypeEnum
+    if kind not in (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states)
+]
+_TAG = "zero"  # of the one checkpoint in a folder
+
+warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+# On CPUs DeepSpeed would compile an all-reduce over shared memory at the start of every first run; gloo is there.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class DeepSpeedBackend:
+    """See learner.backend.Backend. Needs a process group, be it of one rank.
+
+    Every rank loads the whole model before it is sharded, so a node's memory bounds its size.
+    """
+
+    lockstep = True  # ZeRO reduces gradients, and with stage 3 gathers parameters, in every pass
+
+    def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
+        self._config, self._ranks = config, world()[1]
+        optimizer = adamw(module, config)
+        # Stage 3 moves masters and moments of its own Adam only, which is compiled, for CUDA.
+        self._moves_all = config.zero_stage < 3 or config.device == "cuda"
+        if config.offload_while_waiting and config.zero_stage == 3 and config.device == "cuda":
+            optimizer = FusedAdam(optimizer.param_groups, lr=config.lr, betas=config.betas)
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=zero_settings(config), dist_init_required=False
+        )
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self._engine(batch)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
+
+    def step(self, lr: float) -> float | None:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        return self._sharded_step() if self._config.zero_stage else self._replicated_step()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._engine.module.named_parameters():
+            with GatheredParameters([parameter], enabled=self._config.zero_stage == 3):
+                yield name, parameter
+
+    def _sharded_step(self) -> float | None:
+        self._engine.step()
+        # ZeRO looks at the gradient itself, and leaves the parameters alone if it is not finite.
+        return None if self._engine.optimizer.overflow else float(self._engine.get_global_grad_norm())
+
+    def _replicated_step(self) -> float | None:
+        """Stage 0 would step with whatever the gradient is, and does not tell its norm."""
+        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        if not norm < float("inf"):  # also nan
+            self._engine.optimizer.zero_grad()
+            return None
+        self._engine.step()
+        return norm
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """DeepSpeed unpickles here: only files of this run, whose sums were compared with the manifest."""
+        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        if path is None:
+            raise CheckpointError(f"{folder} holds no DeepSpeed state")
+
+    def offload(self) -> None:
+        if self._config.zero_stage:
+            self._engine.offload_states(
+                include=None if self._moves_all else _NOT_THE_OPTIMIZERS, pin_memory=self._config.device == "cuda"
+            )
+
+    def reload(self) -> None:
+        if self._config.zero_stage:
+            self._engine.reload_states()
+
+
+def zero_settings(config: LearnerConfig) -> dict[str, Any]:
+    """DeepSpeed's own settings."""
+    zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": config.device == "cuda"}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.device == "cuda"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # never used: batches are made here
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.grad_clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
+        "steps_per_print": 10**9,
+    }

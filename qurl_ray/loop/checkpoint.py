@@ -1,0 +1,145 @@
+"""Checkpoints on disk: what is in one, whether it is whole, which are kept. Light: neither torch nor Ray.
+
+    checkpoints/step-000040/
+        manifest.json    step, held-out accuracy if it was measured there, SHA-256 of every other file
+        learner/         parameters, optimizer, schedule, random states, as the backend writes them
+        loop.json        where the coordinator stands
+        policy/          the policy at this step, for AutoModelForCausalLM.from_pretrained
+
+One is written aside, under a name that begins with a dot, and renamed when its manifest is complete. Nothing is loaded
+from a folder whose files differ from its manifest: DeepSpeed's states are pickles, which run what they hold.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from qurl_ray.errors import CheckpointError
+
+_MANIFEST = "manifest.json"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete one, as its manifest describes it."""
+
+    folder: Path
+    step: int
+    accuracy: float | None
+    """Held-out accuracy of the weights at this step; None if it was not measured."""
+
+    @property
+    def learner(self) -> Path:
+        return self.folder / "learner"
+
+    @property
+    def loop(self) -> Path:
+        return self.folder / "loop.json"
+
+
+def partial_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it is complete."""
+    return run_dir / "checkpoints" / f".step-{step:06d}"
+
+
+def complete(partial: Path, *, step: int, accuracy: float | None) -> Checkpoint:
+    """Sum up the files of `partial`, put them on disk for good, and give the folder its name."""
+    manifest = {"step": step, "accuracy": accuracy, "sha256": _sums(partial)}
+    with (partial / _MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = partial.with_name(partial.name.removeprefix("."))
+    if folder.exists():  # of a run that went on a little after it was given up
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    _sync(folder.parent)
+    return Checkpoint(folder=folder, step=step, accuracy=accuracy)
+
+
+def verify(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, every file of which was read and compared with the manifest.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or not in the manifest.
+    """
+    checkpoint, expected = _read(folder)
+    found = _sums(folder)
+    for name in sorted(set(expected) | set(found)):
+        if name not in found:
+            raise CheckpointError(f"{folder}: {name} is missing")
+        if name not in expected:
+            raise CheckpointError(f"{folder}: {name} is not in the manifest")
+        if found[name] != expected[name]:
+            raise CheckpointError(f"{folder}: {name} is damaged: its SHA-256 is not the manifest's")
+    return checkpoint
+
+
+def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a run, and why newer ones were passed over, one sentence each."""
+    rejected = []
+    for folder in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
+        try:
+            return verify(folder), rejected
+        except CheckpointError as error:
+            rejected.append(f"checkpoint passed over: {error}")
+    return None, rejected
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Drop all but the latest `keep` and the most accurate one; half-written ones too."""
+    root = run_dir / "checkpoints"
+    found = []
+    for folder in sorted(root.glob("step-*")):
+        try:
+            found.append(_read(folder)[0])
+        except CheckpointError:
+            continue  # left for its user to look at
+    measured = [checkpoint for checkpoint in found if checkpoint.accuracy is not None]
+    kept = {checkpoint.step for checkpoint in found[-keep:]}
+    if measured:
+        kept.add(max(measured, key=lambda checkpoint: (checkpoint.accuracy, checkpoint.step)).step)
+    for checkpoint in found:
+        if checkpoint.step not in kept:
+            shutil.rmtree(checkpoint.folder)
+    for partial in root.glob(".step-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        checkpoint = Checkpoint(folder=folder, step=int(manifest["step"]), accuracy=manifest["accuracy"])
+        return checkpoint, dict(manifest["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: no readable {_MANIFEST} ({type(error).__name__}: {error})") from None
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """SHA-256 by relative path of every file but the manifest. Each is flushed to disk: a sum of a file that a power
+    cut then empties would be worth nothing."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / _MANIFEST)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
+        return dict(zip([str(path.relative_to(folder)) for path in paths], pool.map(_sum, paths), strict=True))
+
+
+def _sum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""Write the quantized policy for stock vLLM and transformers, and read it back with the very codes that it holds.
+
+The form is compressed-tensors (https://github.com/vllm-project/compressed-tensors): config.json says how the linears
+are quantized, the safetensors hold codes under "<linear>.weight" and scales [N, 1] under "<linear>.weight_scale". All
+else keeps its precision. Scales stay in float32, as the engines multiply with them.
+"""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qurl_ray.errors import QuantizationError
+from qurl_ray.policy.save import replaced
+from qurl_ray.quant.formats import FORMATS, Format, get_format
+from qurl_ray.quant.quantize import QTensor, quantize
+from qurl_ray.quant.select import quantized_parameters
+
+_SCALE = "_scale"  # appended to a weight's name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedPolicy:
+    """What a quantized checkpoint holds."""
+
+    fmt: Format
+    """weight_max is the largest code that was found, 63 if it was made for a kernel that takes no more."""
+    parameters: dict[str, torch.Tensor | QTensor]
+    """By name, codes and scales as stored; tied parameters once."""
+
+
+def save_quantized(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, fmt: Format, keep: Sequence[str]
+) -> None:
+    """Write codes, scales, settings and tokenizer. Never half written.
+
+    The model is exported as it is, update-aware scaling included: a folded network computes the same, and its codes are
+    those that the engines drew and were evaluated with.
+
+    Args:
+        keep: `quantization.keep`, the patterns of what is not quantized.
+
+    Raises:
+        QuantizationError: the format has no such form, or a weight is not finite.
+    """
+    if fmt.name not in _SETTINGS:
+        raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
+    names = quantized_parameters(model, keep)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name in names:
+            q = quantize(parameter, fmt)
+            tensors |= {name: q.codes, name + _SCALE: q.scale}
+        else:
+            tensors[name] = parameter.detach().contiguous()
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.quantization_config = _SETTINGS[fmt.name] | {
+        "ignore": [name for name in linears if f"{name}.weight{_SCALE}" not in tensors]
+    }
+    with replaced(folder) as aside:
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(aside)
+        model.generation_config.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether the folder's config.json speaks of quantization, of whatever kind."""
+    return "quantization_config" in json.loads((folder / "config.json").read_text())
+
+
+def read_quantized(folder: Path) -> QuantizedPolicy:
+    """The codes, scales and values of a checkpoint that `save_quantized` wrote.
+
+    Raises:
+        QuantizationError: it is quantized in another way.
+    """
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    name = next((name for name, settings in _SETTINGS.items() if _matches(config, settings)), None)
+    if name is None:
+        raise QuantizationError(
+            f"{folder} is quantized in a way that is not known here ({config.get('quant_method')}, "
+            f"{config.get('format')}); known are 8-bit codes per output channel, {' and '.join(_SETTINGS)}"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for part in sorted(folder.glob("*.safetensors")):
+        with safe_open(part, framework="pt") as file:
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    weights = [key.removesuffix(_SCALE) for key in tensors if key.endswith(".weight" + _SCALE)]
+    fmt = get_format(name, max(int(tensors[key].float().abs().max()) for key in weights))
+    for key in weights:
+        scale = tensors.pop(key + _SCALE).float()
+        tensors[key] = QTensor(codes=tensors[key], scale=scale, fmt=fmt)
+    return QuantizedPolicy(fmt=fmt, parameters=tensors)
+
+
+def _matches(found: dict, expected: dict) -> bool:
+    """Every setting of `expected` is in `found`, which may say more."""
+    return all(
+        _matches(found.get(key) or {}, value) if isinstance(value, dict) else found.get(key) == value
+        for key, value in expected.items()
+    )
+
+
+def _settings(fmt: Format) -> dict:
+    """A format of 8-bit codes per output channel and per token, in the words of compressed-tensors."""
+    kind = "float" if fmt.dtype.is_floating_point else "int"
+    common = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": "channel", "dynamic": False},
+        "input_activations": common | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+
+
+_SETTINGS = {
+    name: _settings(fmt) for name, fmt in FORMATS.items() if fmt.group is None and fmt.activation_max is not None
+}
+"""`quantization_config` of the formats that can be exported, without `ignore`."""

@@ -1,0 +1,171 @@
+"""Which charts a report has, and from which of a run's numbers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qurl_ray.tracking.charts import Chart, Panel, Row, Series
+from qurl_ray.tracking.run_files import Evaluation, RunRecord
+
+ACCURACY = Chart(
+    "Held-out accuracy",
+    "Greedy answers to problems that are never trained on, with 95 % Wilson intervals.",
+    (
+        Panel(
+            (
+                Series("full precision", "full", 1, "full/low", "full/high"),
+                Series("as rolled out", "rollout", 2, "rollout/low", "rollout/high"),
+            ),
+            "of the problems",
+            percent=True,
+        ),
+    ),
+    absent="No evaluation has been recorded.",
+)
+
+_LEARNING = (
+    Chart(
+        "Reward",
+        "Of the samples that the step drew, before any length penalty. Solved: a reward above 0.5.",
+        (
+            Panel(
+                (Series("mean", "reward/mean"), Series("solved share", "reward/solved_share", 2, dashed=True)),
+                "per sample",
+            ),
+        ),
+    ),
+    ACCURACY,
+    Chart(
+        "Answer length",
+        "Truncated answers ran into rollout.max_new_tokens, and are mostly wrong for that.",
+        (
+            Panel((Series("mean length", "rollout/mean_length"),), "mean length, tokens"),
+            Panel((Series("truncated", "rollout/truncated_share", 2),), "truncated, of the samples", percent=True),
+        ),
+    ),
+)
+
+_MISMATCH = (
+    Chart(
+        "KL(b‖p)",
+        "k3 estimate. A mean: a few tokens with a large rho hardly move it.",
+        (Panel((Series("KL", "mismatch/kl"),), "nats per token", zero=True, log=True),),
+    ),
+    Chart(
+        "Largest rho",
+        "rho = p / b of the worst token. Heavy tails show here before they show in the KL.",
+        (Panel((Series("max rho", "mismatch/max_rho"),), "max p / b", log=True),),
+    ),
+    Chart(
+        "Effective sample size",
+        "1 without mismatch, near 0 if few tokens carry the weight.",
+        (Panel((Series("ESS", "mismatch/ess"),), "share of the tokens"),),
+    ),
+    Chart(
+        "Clipped tokens",
+        "Their gradient is cut off: the policy has moved far enough from where the step began.",
+        (
+            Panel(
+                (
+                    Series("upper, A > 0", "clip/upper", 1),
+                    Series("lower, A < 0", "clip/lower", 2),
+                    Series("dual, A < 0", "clip/dual", 3),
+                ),
+                "of all tokens",
+                percent=True,
+                zero=True,
+            ),
+        ),
+    ),
+    Chart(
+        "Truncated weights",
+        "Tokens with rho above the cap; of those, ACR keeps some that TIS would clip. At 0, ACR was TIS.",
+        (
+            Panel(
+                (Series("rho above the cap", "mismatch/truncated"),),
+                "rho above the cap, of all tokens",
+                percent=True,
+                zero=True,
+            ),
+            Panel((Series("kept by ACR", "acr_active_tokens", 3),), "kept by ACR, tokens", zero=True),
+        ),
+    ),
+    Chart(
+        "Codes changed by a sync",
+        "At 0 the quantized policy stands still while the learner moves.",
+        (Panel((Series("codes changed", "sync/codes_changed"),), "of the weight codes", percent=True, zero=True),),
+        absent="No codes: rollouts are in full precision, or no step has been recorded yet.",
+    ),
+)
+
+_COST = (
+    Chart(
+        "Time per phase",
+        "Wall time of a step; with several ranks, that of the slowest.",
+        (
+            Panel(
+                tuple(
+                    Series(phase, f"time/{phase}", color)
+                    for color, phase in enumerate(("rollout", "reward", "logprob", "update", "sync"), start=1)
+                ),
+                "s per step",
+                stacked=True,
+            ),
+        ),
+    ),
+    Chart(
+        "Rollout speed",
+        "Generated tokens over the rollout phase, all workers together.",
+        (Panel((Series("rollout", "rollout/tokens_per_second"),), "tokens/s", zero=True),),
+    ),
+    Chart(
+        "Optimizer",
+        "Of the step's last update; the norm is from before clipping.",
+        (
+            Panel((Series("gradient norm", "grad_norm"),), "gradient norm", zero=True, log=True),
+            Panel((Series("learning rate", "lr", 2),), "learning rate", zero=True),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Charts under one heading, each with the rows that it is drawn from."""
+
+    title: str
+    charts: list[tuple[Chart, Sequence[Row]]]
+
+
+def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
+    """Every chart of the report; `settings` are the run's by dotted name."""
+    quantized = settings.get("rollout.quantization") != "none"
+    evaluations = evaluation_rows(record.evaluations, quantized=quantized)
+    rows = record.rows if quantized else [(step, _without_codes(values)) for step, values in record.rows]
+    headings = {
+        "Learning": _LEARNING,
+        "Mismatch between rollouts and learner": _MISMATCH,
+        "Cost and optimizer": _COST,
+    }
+    return [
+        Group(title=title, charts=[(chart, evaluations if chart is ACCURACY else rows) for chart in charts])
+        for title, charts in headings.items()
+    ]
+
+
+def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[Row]:
+    """By step: `full` and `rollout`, each with `/low` and `/high`.
+
+    A quantized run evaluates what it rolls out, but for `before` and `after`, which are in full precision.
+    """
+    rows: dict[int, dict[str, float | None]] = {}
+    for found in evaluations:
+        key = "rollout" if quantized and found.label not in ("before", "after") else "full"
+        values = {key: found.accuracy, f"{key}/low": found.low, f"{key}/high": found.high}
+        rows.setdefault(found.step, {}).update(values)
+    return sorted(rows.items())
+
+
+def _without_codes(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The 0 that is recorded for "no codes" would look like codes that do not change."""
+    return {key: value for key, value in values.items() if key != "sync/codes_changed"}

@@ -1,0 +1,309 @@
+"""report.html: a run on one page that needs no network, no script and no server.
+
+Names, prompts and answers are untrusted. The template escapes every value, control characters become signs, and the
+page's own policy forbids scripts and everything that is not in the file.
+"""
+
+import base64
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from qurl_ray.tracking import catalog
+from qurl_ray.tracking.axes import short
+from qurl_ray.tracking.charts import Chart, Row, Series, draw, present
+from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run, read_samples
+from qurl_ray.tracking.sink import Outcome
+from qurl_ray.tracking.text import MISSING, duration, one_line
+from qurl_ray.tracking.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
+from qurl_ray.tracking.values import flatten
+
+NAME = "report.html"
+_SAMPLED_STEPS, _SAMPLES_PER_STEP = 24, 4
+_WARNINGS = 20
+_TEXT_LIMIT = 2000
+"""Characters of a name, a setting or a warning."""
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_STATES = {
+    "finished": "All steps are done.",
+    "interrupted": "It was asked to stop before its last step; it evaluated and saved what it had.",
+    "unfinished": "There is no summary.json: the run is still going on, or something ended it.",
+    "failed": "An error ended it; what follows is what it had recorded until then.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Accuracy:
+    """A tile: accuracy on the held-out problems at one time."""
+
+    label: str
+    value: str
+    interval: str
+    drawing: Markup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Card:
+    """A chart with what stands around it."""
+
+    title: str
+    reading: str
+    legend: list[Series]
+    drawing: Markup | None
+    absent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A file or folder of the run; `href` is relative to the report."""
+
+    label: str
+    text: str
+    href: str = ""
+
+
+def write_report(run_dir: Path, *, outcome: Outcome | None = None) -> Path:
+    """Write `run_dir`/report.html from the files in the folder, and return its path.
+
+    May be called while the run goes on: missing and torn files show as what they are, and a reader sees the old page or
+    the new one, never half of one.
+
+    Args:
+        outcome: how the run ended, if the caller knows; else it is read off summary.json, which a failed run lacks.
+
+    Raises:
+        OSError: the folder is missing, or cannot be written to.
+    """
+    page = render(run_dir, outcome=outcome)
+    path, draft = run_dir / NAME, run_dir / f".{NAME}.{os.getpid()}"
+    try:
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def render(run_dir: Path, *, outcome: Outcome | None = None) -> str:
+    """The page's text; see `write_report`."""
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_safe,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style = (folder / "report.css.j2").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    template = environment.get_template("report.html.j2")
+    return template.render(style=Markup(style), style_digest=digest, **_content(run_dir, outcome))
+
+
+def _safe(value: Any) -> Any:
+    """Every value that the template prints: markup as it is, text without control characters and not without end."""
+    return value if isinstance(value, Markup) else one_line(value, _TEXT_LIMIT)
+
+
+def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
+    record = read_run(run_dir)
+    settings = {key: _redacted(value) for key, value in flatten(record.config, ".")}
+    samples = [
+        (step, [view(sample) for sample in found[:_SAMPLES_PER_STEP]])
+        for step, found in read_samples(run_dir, _SAMPLED_STEPS)
+    ]
+    planned = finite(settings.get("steps"))
+    state = outcome or _state(record, planned)
+    return {
+        "name": settings.get("name") or run_dir.resolve().name,
+        "state": state,
+        "state_sentence": _STATES[state],
+        "done": len(record.rows),
+        "planned": int(planned) if planned else None,
+        "began": _utc(record.began),
+        "ended": _utc(record.ended),
+        "facts": list(_facts(settings)),
+        "accuracies": list(_accuracies(record)),
+        "figures": list(_figures(record)),
+        "warnings": [
+            (_redacted(text), steps[0], len(steps)) for text, steps in list(record.warnings.items())[:_WARNINGS]
+        ],
+        "more_warnings": max(0, len(record.warnings) - _WARNINGS),
+        "unreadable": record.unreadable,
+        "groups": [
+            (group.title, [_card(chart, rows) for chart, rows in group.charts])
+            for group in catalog.groups(record, settings)
+        ],
+        "samples": samples,
+        "samples_per_step": _SAMPLES_PER_STEP,
+        "colorings": _colorings(samples),
+        "gap_bounds": [f"{bound:g}" for bound in GAP_BOUNDS],
+        "probability_bounds": [f"{bound:g}" for bound in PROBABILITY_BOUNDS],
+        "settings": list(_settings(record.config)),
+        "places": list(_places(run_dir, settings)),
+    }
+
+
+def _state(record: RunRecord, planned: float | None) -> str:
+    if record.summary is None:
+        return "unfinished"
+    stopped_early = planned is not None and len(record.rows) < planned
+    return "interrupted" if record.summary.get("interrupted", stopped_early) else "finished"
+
+
+# --- head of the page -------------------------------------------------------------------------------------------------
+
+
+def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, value) of what one asks first about a run; what config.yaml lacks is left out."""
+
+    def joined(*keys: str) -> str:
+        return " ".join(str(settings[key]) for key in keys if settings.get(key) is not None)
+
+    layers, width = settings.get("model.layers"), settings.get("model.hidden_size")
+    shape = f", {layers} layers of {width}" if layers and width else ""
+    uaq = finite(settings.get("quantization.uaq_scale"))
+    facts = {
+        "model": joined("model.path") or joined("model.type") + shape,
+        "task": joined("task.type", "task.dataset", "task.path", "task.operators"),
+        "algorithm": joined("algorithm.type"),
+        "rollouts": {"none": "full precision"}.get(joined("rollout.quantization"), joined("rollout.quantization")),
+        "correction": joined("algorithm.correction.type"),
+        "UAQ s": "" if uaq is None else "1 (off)" if uaq == 1 else f"{uaq:g}",
+        "updates per rollout": joined("algorithm.updates_per_rollout"),
+        "seed": joined("seed"),
+    }
+    yield from ((name, value) for name, value in facts.items() if value)
+
+
+def _accuracies(record: RunRecord) -> Iterator[_Accuracy]:
+    """Before, after (or the latest until then), and after with the rollouts' weights."""
+    latest = {found.label: found for found in record.evaluations}
+    during = None if "after" in latest else latest.get("during")
+    wanted = {
+        "before": latest.get("before"),
+        f"at step {during.step:,}" if during else "after": during or latest.get("after"),
+        "after, quantized": latest.get("after, quantized"),
+    }
+    for label, found in wanted.items():
+        if found:
+            yield _accuracy(label, found)
+
+
+def _accuracy(label: str, found: Evaluation) -> _Accuracy:
+    interval = ""
+    if found.low is not None and found.high is not None:
+        interval = f"95 %: {100 * found.low:.1f} – {100 * found.high:.1f} %"
+    if found.problems is not None:
+        interval += f"{' · ' if interval else ''}{found.problems:,.0f} problems"
+    return _Accuracy(
+        label=label, value=f"{100 * found.accuracy:.1f}", interval=interval, drawing=_interval_drawing(found)
+    )
+
+
+def _interval_drawing(found: Evaluation) -> Markup:
+    """The value and its interval on a line from 0 to 100 %."""
+    at, low, high = (
+        200 * min(1.0, max(0.0, found.accuracy if end is None else end))
+        for end in (found.accuracy, found.low, found.high)
+    )
+    paths = f'<path class="track" d="M0 5H200"/><path class="range" d="M{low:.1f} 5H{high:.1f}"/>'
+    return Markup(
+        f'<svg viewBox="-4 0 208 10" class="interval" aria-hidden="true">{paths}'
+        f'<path class="dot c1" d="M{at:.1f} 5h0"/></svg>'
+    )
+
+
+def _figures(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+    """(label, value, unit) over all recorded steps."""
+    seconds, rollout = _total(record, "time/step"), _total(record, "time/rollout")
+    if seconds:
+        yield "training time", duration(seconds), "start and evaluations left out"
+        yield "samples per second", short(_total(record, "rollout/samples") / seconds), "all phases"
+    if rollout:
+        yield "rollout speed", f"{_total(record, 'rollout/tokens') / rollout:,.0f}", "tokens/s"
+        yield "rollouts' share", f"{100 * rollout / seconds:.0f} %" if seconds else MISSING, "of the training time"
+    if found := [rho for _, values in record.rows if (rho := values.get("mismatch/max_rho")) is not None]:
+        yield "largest rho", short(max(found)), "of all tokens"
+    if (speedup := finite((record.summary or {}).get("rollout_speedup"))) is not None:
+        yield "rollout speed-up", f"{speedup:.2f}×", "over full precision"
+
+
+def _total(record: RunRecord, key: str) -> float:
+    return math.fsum(values.get(key) or 0.0 for _, values in record.rows)
+
+
+# --- body and foot ----------------------------------------------------------------------------------------------------
+
+
+def _card(chart: Chart, rows: Sequence[Row]) -> _Card:
+    legend = [series for panel in present(chart, rows) for series in panel.series]
+    return _Card(
+        title=chart.title,
+        reading=chart.reading,
+        legend=legend if len(legend) > 1 else [],
+        drawing=draw(chart, rows),
+        absent=chart.absent,
+    )
+
+
+def _colorings(samples: list[tuple[int, list[SampleView]]]) -> set[str]:
+    return {sample.coloring for _, views in samples for sample in views}
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """(section, its settings by dotted name); what is in no section comes first."""
+    yield "run", [(str(key), _shown(value)) for key, value in config.items() if not isinstance(value, Mapping)]
+    for section, values in config.items():
+        if isinstance(values, Mapping):
+            yield str(section), [(key, _shown(value)) for key, value in flatten(values, ".")]
+
+
+def _shown(value: Any) -> Any:
+    """As config.yaml has it."""
+    if value is None:
+        return MISSING
+    return str(value).lower() if isinstance(value, bool) else _redacted(value)
+
+
+def _redacted(value: Any) -> Any:
+    """Text without the user and password of an address; other values as they are."""
+    if isinstance(value, list):
+        return ", ".join(str(_redacted(item)) for item in value)
+    return _CREDENTIALS.sub("…@", value) if isinstance(value, str) else value
+
+
+def _places(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[_Place]:
+    yield _Place(label="run folder", text=str(run_dir.resolve()))
+    names = {
+        "policy": "policy/",
+        "checkpoints": "checkpoints/",
+        "numbers of every step": "metrics.jsonl",
+        "sampled rollouts": "samples.jsonl",
+        "settings": "config.yaml",
+        "summary": "summary.json",
+    }
+    for label, name in names.items():
+        if (run_dir / name).exists():
+            yield _Place(label=label, text=name, href=name)
+    if settings.get("tracking.mlflow") is True:
+        uri = settings.get("tracking.mlflow_uri") or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
+        yield _Place(label="MLflow", text=f"mlflow ui --backend-store-uri {uri}")
+
+
+def _utc(at: float | None) -> str:
+    """2026-11-21 04:43 UTC, from unix seconds; "" if unknown or not a date."""
+    try:
+        return "" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return ""

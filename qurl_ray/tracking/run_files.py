@@ -1,0 +1,159 @@
+"""A run's folder read back: leniently, since the run may still be going on, and may have been killed mid-line."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qurl_ray.tracking.charts import Row
+from qurl_ray.tracking.values import number
+
+_MAX_STEP = 10**12
+_NO_MEASUREMENT = 1e100
+"""Beyond it, a difference of two values may overflow; nothing that a run measures is near it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Accuracy on the held-out problems; None where the event lacked a finite number."""
+
+    step: int
+    label: str
+    """`before`, `during`, `after` or `after, quantized`."""
+    accuracy: float
+    low: float | None
+    high: float | None
+    problems: float | None
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What the files of a run say."""
+
+    config: dict[str, Any]
+    summary: dict[str, Any] | None
+    """None until the run has ended by itself or at Ctrl-C."""
+    rows: list[Row] = field(default_factory=list)
+    """Every step's finite numbers; a step that was recorded twice has its later values."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    warnings: dict[str, list[int]] = field(default_factory=dict)
+    """Steps by message, in the order of their first appearance."""
+    began: float | None = None
+    ended: float | None = None
+    """Unix time of the first and the last event, in seconds."""
+    unreadable: int = 0
+    """Lines of metrics.jsonl that are no JSON object with a step."""
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """What is there of config.yaml, metrics.jsonl and summary.json; missing or torn files count as empty."""
+    summary = _json_object(_bytes(run_dir / "summary.json"))
+    record = RunRecord(config=_config(run_dir / "config.yaml"), summary=summary)
+    steps: dict[int, Row] = {}
+    for _, event in _lines(run_dir / "metrics.jsonl"):
+        if event is None:
+            record.unreadable += 1
+            continue
+        step, values = event["step"], event.get("values")
+        values = values if isinstance(values, dict) else {}
+        if (at := finite(event.get("time"))) is not None:
+            record.began = at if record.began is None else record.began
+            record.ended = at
+        if event.get("kind") == "step":
+            steps[step] = (step, {key: finite(value) for key, value in values.items()})
+        elif event.get("kind") == "warning":
+            record.warnings.setdefault(str(event.get("message") or ""), []).append(step)
+        elif event.get("kind") == "evaluation" and (found := _evaluation(step, event.get("message"), values)):
+            record.evaluations.append(found)
+    record.rows = [steps[step] for step in sorted(steps)]
+    return record
+
+
+def read_samples(run_dir: Path, limit: int) -> list[tuple[int, list[dict[str, Any]]]]:
+    """(step, its samples) of at most `limit` steps: the first, the last, and evenly chosen ones between.
+
+    The file is read twice, so that only the chosen samples are held.
+    """
+    path = run_dir / "samples.jsonl"
+    places = [(sample["step"], place) for place, sample in _lines(path) if sample is not None]
+    steps = sorted({step for step, _ in places})
+    chosen = set(spread(steps, limit))
+    wanted = sorted(place for place in places if place[0] in chosen)
+    samples = [] if not wanted else list(_samples_at(path, wanted))
+    return [(step, [s for _, s in group]) for step, group in groupby(samples, key=lambda pair: pair[0])]
+
+
+def spread(items: list[int], limit: int) -> list[int]:
+    """At most `limit` (2 or more) of the items, evenly, with the first and the last."""
+    if len(items) <= limit:
+        return items
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a float if it is a finite number of a size that a run may measure, else None."""
+    try:
+        found = number(value)
+    except OverflowError:  # an integer beyond what a float holds
+        return None
+    return found if found is not None and math.isfinite(found) and abs(found) < _NO_MEASUREMENT else None
+
+
+def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | None:
+    accuracy, low, high, problems = (finite(values.get(f"eval/{k}")) for k in ("accuracy", "low", "high", "problems"))
+    if accuracy is None:
+        return None
+    return Evaluation(step=step, label=str(label), accuracy=accuracy, low=low, high=high, problems=problems)
+
+
+def _samples_at(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for step, place in places:
+            file.seek(place)
+            if (sample := _json_object(file.readline())) is not None:
+                yield step, sample
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(offset in bytes, object) per line; None for a line that is no object with a step."""
+    if not path.is_file():
+        return
+    place = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                found = _json_object(line)
+                yield place, found if found is not None and _is_step(found.get("step")) else None
+            place += len(line)
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_STEP
+
+
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):  # torn, or written by something else
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(_bytes(path).decode("utf-8", errors="replace"))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,37 @@
+"""What is left when a checkpoint cannot be written."""
+
+import resource
+
+import pytest
+
+from qurl_ray.config import load_config
+from qurl_ray.errors import CheckpointError
+from qurl_ray.learner.learner import make_learner
+from qurl_ray.loop.checkpoint import latest
+from qurl_ray.loop.train import Saver, objective_settings
+from qurl_ray.policy.load import load_model
+from tests.loop.test_checkpoint import write
+
+
+@pytest.fixture
+def small_files():
+    """No file may have more than 100 kB, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_said_and_the_checkpoint_before_is_left(tiny_spec, tmp_path, small_files):
+    config = load_config(None, [f"output_dir={tmp_path}", "export.quantized=none"])
+    settings = objective_settings(config)
+    learner = make_learner(load_model(tiny_spec), config.learner, settings, temperature=1.0, total_updates=1)
+    saver = Saver(config, learner, tiny_spec, None, tmp_path, rank=0)
+    write(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 cannot be written to .*File too large"):
+        saver.checkpoint(2, None)
+    with pytest.raises(CheckpointError, match="the final policy cannot be written"):
+        saver.final()
+    found, rejected = latest(tmp_path)
+    assert (found.step, rejected) == (1, [])
+    assert not (tmp_path / "policy").exists()

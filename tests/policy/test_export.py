@@ -1,0 +1,181 @@
+"""The quantized checkpoint: our codes exactly, readable by stock transformers and stock vLLM."""
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from qurl_ray.errors import ConfigError, QuantizationError
+from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.export import is_quantized, read_quantized, save_quantized
+from qurl_ray.policy.load import empty_model, load_model
+from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.policy.save import save_policy
+from qurl_ray.quant.formats import FORMATS, get_format
+from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
+from qurl_ray.quant.quantize import QTensor, dequantize
+from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.uaq import fold
+from qurl_ray.sync.publish import Publisher
+from qurl_ray.types import PolicySpec
+from tests.conftest import SUMS
+
+KEEP = (r"(^|\.)lm_head\.",)
+EXPORTED = [get_format("int8"), get_format("int8", 63), get_format("fp8")]
+names = lambda fmt: f"{fmt.name}-{fmt.weight_max}"  # noqa: E731
+
+
+@pytest.fixture
+def odd_model():
+    """The shape of SmolLM2 (9 query heads, 3 key heads, 576 wide, tied embeddings), two layers of random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        initializer_range=0.06,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation=NAME).eval()
+
+
+@pytest.mark.parametrize("fmt", EXPORTED, ids=names)
+def test_the_file_holds_the_codes_that_a_sync_sends_also_under_update_aware_scaling(model, tokenizer, tmp_path, fmt):
+    fold(model, 1.5)
+    save_quantized(model, tokenizer, tmp_path / "policy", fmt, KEEP)
+    stored = load_file(tmp_path / "policy" / "model.safetensors")
+    quantized = quantized_parameters(model, KEEP)
+    part = Publisher(quantized).prepare(model.named_parameters(), fmt)
+    assert set(stored) == set(part.buffers) | {f"{name}_scale" for name in quantized}
+    for name, sent in part.buffers.items():
+        if name in quantized:
+            assert stored[name].dtype == fmt.dtype
+            np.testing.assert_array_equal(stored[name].view(torch.uint8).numpy(), sent[0])
+            np.testing.assert_array_equal(stored[f"{name}_scale"].numpy(), sent[1])
+        else:
+            np.testing.assert_array_equal(stored[name].numpy(), sent[0])
+
+
+@pytest.mark.parametrize("fmt", EXPORTED, ids=names)
+def test_what_is_read_is_what_was_written(model, tokenizer, tmp_path, fmt):
+    for _ in range(2):  # the second time it replaces the first
+        save_quantized(model, tokenizer, tmp_path / "policy", fmt, KEEP)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    assert is_quantized(tmp_path / "policy")
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy")("1+2=").input_ids == tokenizer("1+2=").input_ids
+    found = read_quantized(tmp_path / "policy")
+    assert found.fmt == fmt
+    quantized = quantized_parameters(model, KEEP)
+    sent = Publisher(quantized).prepare(model.named_parameters(), fmt)
+    again = Publisher(set()).prepare(found.parameters.items(), found.fmt)
+    assert {r.name: r for r in again.records} == {r.name: r for r in sent.records}  # fingerprints among the rest
+
+
+@pytest.mark.parametrize("fmt", EXPORTED, ids=names)
+def test_stock_transformers_loads_it_and_finds_our_weights(model, tokenizer, tmp_path, fmt):
+    pytest.importorskip("compressed_tensors")
+    from transformers import CompressedTensorsConfig
+
+    save_quantized(model, tokenizer, tmp_path / "policy", fmt, KEEP)
+    stock = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "policy", quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    loaded = dict(stock.named_parameters())
+    for name, value in read_quantized(tmp_path / "policy").parameters.items():
+        expected = dequantize(value) if isinstance(value, QTensor) else value
+        assert torch.equal(loaded[name], expected), name
+
+
+def test_an_int4_policy_is_not_exported(model, tokenizer, tmp_path):
+    with pytest.raises(QuantizationError, match="int4 cannot be exported yet"):
+        save_quantized(model, tokenizer, tmp_path / "policy", FORMATS["int4"], KEEP)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_quantized_in_another_way_is_not_read(model, tokenizer, tmp_path):
+    save_quantized(model, tokenizer, tmp_path, FORMATS["int8"], KEEP)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuantizationError, match=r"not known here \(compressed-tensors, int-quantized\)"):
+        read_quantized(tmp_path)
+
+
+def test_a_quantized_checkpoint_is_no_start_for_training(model, tokenizer, tmp_path):
+    save_quantized(model, tokenizer, tmp_path / "codes", FORMATS["int8"], KEEP)
+    save_policy(model, tokenizer, tmp_path / "plain")
+    assert not is_quantized(tmp_path / "plain")
+    for use in (load_model, empty_model):
+        with pytest.raises(ConfigError, match="quantized already, which cannot be trained"):
+            use(PolicySpec(source=str(tmp_path / "codes")))
+    assert empty_model(PolicySpec(source=str(tmp_path / "codes"), quantized=True)).dtype == torch.float32
+
+
+# --- vLLM --------------------------------------------------------------------------------------------------------
+
+
+def vllm_greedy(folders: list[Path], prompts: list[list[int]]) -> list[list[dict]]:
+    """By folder and prompt, {"ids", "logprobs"} of 12 tokens."""
+    child = Path(__file__).with_name("vllm_generate.py")
+    done = subprocess.run(
+        [sys.executable, child, *folders], input=json.dumps(prompts), capture_output=True, text=True, timeout=240
+    )
+    found = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert found, done.stderr[-3000:]
+    return json.loads(found[0])
+
+
+@torch.no_grad()
+def teacher_forced(model, prompts: list[list[int]], answers: list[list[int]]) -> tuple[np.ndarray, float]:
+    """(log-probs of the answers, share of answer tokens that are the likeliest under the model)."""
+    logprobs, best = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + answer])
+        mask = (torch.arange(ids.shape[1]) >= len(prompt))[None]
+        logprobs.append(token_logprobs(model, ids, mask, 1.0)[mask].numpy())
+        positions = torch.arange(ids.shape[1])[None]
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        best += (logits.argmax(dim=-1) == torch.tensor(answer)).tolist()
+    return np.stack(logprobs), float(np.mean(best))
+
+
+def with_stored_codes(model, folder: Path):
+    """The model computing through the checkpoint's codes, by the float32 definition."""
+    for name, value in read_quantized(folder).parameters.items():
+        if isinstance(value, QTensor):
+            path = name.removesuffix(".weight")
+            model.set_submodule(path, QuantizedLinear(value, model.get_submodule(path).bias, emulate=True))
+    return model.requires_grad_(False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("shape", ["model", pytest.param("odd_model", marks=pytest.mark.slow)])
+def test_stock_vllm_serves_it_with_our_log_probs(shape, tokenizer, tmp_path, request):
+    model = request.getfixturevalue(shape)
+    prompts = [tokenizer(problem.prompt).input_ids for problem in SUMS[:40:5]]
+    folders = [tmp_path / "int8", tmp_path / "fp8"]
+    for folder in folders:
+        fmt = get_format(folder.name, weight_max_code(get_format(folder.name), torch.device("cpu")))
+        save_quantized(model, tokenizer, folder, fmt, KEEP)
+    for folder, served in zip(folders, vllm_greedy(folders, prompts), strict=True):
+        answers, found = [s["ids"] for s in served], np.array([s["logprobs"] for s in served])
+        full, _ = teacher_forced(model, prompts, answers)
+        ours, agreed = teacher_forced(with_stored_codes(copy.deepcopy(model), folder), prompts, answers)
+        # A rounding error that flips an activation's code is not small, so there is a distance: far from that of the
+        # full-precision model, which would be the distance if the codes were not used.
+        assert np.abs(found - ours).mean() < 0.15 * np.abs(found - full).mean(), folder.name
+        assert agreed > 0.95, folder.name

@@ -1,0 +1,87 @@
+"""Advantages, whitening and the value loss against the definitions in plain Python."""
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_ray.rl.value import gae, moments, value_loss, whiten
+
+numbers = st.floats(-3, 3, allow_nan=False, width=32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    answers=st.lists(
+        st.tuples(st.integers(0, 3), st.lists(numbers, min_size=0, max_size=5), numbers), min_size=1, max_size=4
+    ),
+    gamma=st.sampled_from([1.0, 0.9]),
+    lam=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_gae_is_the_sum_of_discounted_errors(answers, gamma, lam):
+    width = max(start + len(values) for start, values, _ in answers) + 2
+    values_BT = torch.full((len(answers), width), float("nan"), dtype=torch.float64)
+    mask_BT = torch.zeros(len(answers), width, dtype=torch.bool)
+    for row, (start, values, _) in enumerate(answers):
+        values_BT[row, start : start + len(values)] = torch.tensor(values, dtype=torch.float64)
+        mask_BT[row, start : start + len(values)] = True
+    rewards_B = torch.tensor([reward for *_, reward in answers], dtype=torch.float64)
+    advantages_BT, returns_BT = gae(rewards_B, values_BT, mask_BT, gamma=gamma, lam=lam)
+    assert not advantages_BT[~mask_BT].any()
+    assert not returns_BT[~mask_BT].any()
+    for row, (start, values, reward) in enumerate(answers):
+        n = len(values)
+        after = [*values[1:], 0.0]
+        delta = [(reward if t == n - 1 else 0.0) + gamma * after[t] - values[t] for t in range(n)]
+        expected = [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        assert advantages_BT[row, start : start + n].tolist() == pytest.approx(expected, abs=1e-12)
+        assert returns_BT[row, start : start + n].tolist() == pytest.approx(
+            [a + v for a, v in zip(expected, values, strict=True)], abs=1e-12
+        )
+
+
+def test_without_discount_the_return_is_the_reward():
+    mask_BT = torch.tensor([[False, True, True, True]])
+    advantages_BT, returns_BT = gae(
+        torch.tensor([2.0]), torch.tensor([[9.0, 0.5, -1.0, 3.0]]), mask_BT, gamma=1.0, lam=1.0
+    )
+    assert returns_BT.tolist() == [[0.0, 2.0, 2.0, 2.0]]
+    assert advantages_BT.tolist() == [[0.0, 1.5, 3.0, -1.0]]
+
+
+def test_whitening_uses_the_moments_of_all_ranks():
+    parts = [torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[8.0, 100.0, 100.0]])]
+    masks = [torch.tensor([[True, True, True]]), torch.tensor([[True, False, False]])]
+    total = sum(moments(values, mask) for values, mask in zip(parts, masks, strict=True))
+    mean, std = statistics.fmean([1, 2, 4, 8]), statistics.stdev([1, 2, 4, 8])
+    assert whiten(parts[0], masks[0], total)[0].tolist() == pytest.approx([(x - mean) / std for x in (1, 2, 4)])
+    assert whiten(parts[1], masks[1], total)[0].tolist() == pytest.approx([(8 - mean) / std, 0, 0])
+
+
+def test_one_token_or_none_is_finite():
+    for mask in ([[True, False]], [[False, False]]):
+        mask_BT = torch.tensor(mask)
+        total = moments(torch.tensor([[3.0, 1.0]]), mask_BT)
+        assert not whiten(torch.tensor([[3.0, 1.0]]), mask_BT, total).any()
+
+
+def test_the_value_loss_takes_the_worse_of_clipped_and_free():
+    values = torch.tensor([[1.0, 1.0, 0.1, 7.0]], requires_grad=True)
+    old = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+    returns = torch.tensor([[2.0, 0.5, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, True, False]])
+    loss, sums = value_loss(values, old, returns, mask, tokens=4, clip=0.5)
+    # token 0: clipped value 0.5 is further from 2 than 1 is; token 1: 0.5 is exact, so the free error counts
+    assert loss.item() == pytest.approx(0.5 * (1.5**2 + 0.5**2 + 0.1**2) / 4)
+    loss.backward()
+    assert values.grad[0].tolist() == pytest.approx([0.0, 0.5 / 4, 0.1 / 4, 0.0])
+    assert sums["value_clipped"] == 1
+    assert sums["value_error"].item() == pytest.approx(2.0**2 + 0.5**2)
+
+
+def test_without_a_clip_it_is_half_the_squared_error():
+    values = torch.tensor([[1.0, 3.0]])
+    loss, _ = value_loss(values, values, torch.tensor([[0.0, 1.0]]), torch.tensor([[True, True]]), tokens=2, clip=None)
+    assert loss.item() == pytest.approx(0.5 * (1 + 4) / 2)

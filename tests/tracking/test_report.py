@@ -1,0 +1,377 @@
+import base64
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from qurl_ray.tracking.charts import COLUMNS
+from qurl_ray.tracking.report import write_report
+from qurl_ray.tracking.run_files import read_run, read_samples, spread
+from qurl_ray.tracking.tokens import view
+
+VOID = {"meta", "br"}
+HARMLESS = "harmless"
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "'><svg onload=alert(1)>",
+    "</title><h1>x",
+    "</style><b>x",
+    "]]><!-- x --><?x?>",
+    "{{ 7 * 7 }}{% raw %}&lt;b&gt;&#60;i&#62;",
+    "javascript:alert(1)",
+]
+
+
+class Page(HTMLParser):
+    """A page as a browser sees it: elements with their attributes, and text by the path of classes above it."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.source = path.read_bytes().decode("utf-8")
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.oddities: list[str] = []
+        self._open: list[str] = []
+        self.feed(self.source)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        assert len(dict(attrs)) == len(attrs)
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(f"{tag}.{dict(attrs).get('class', '')}")
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop().split(".")[0] == tag
+
+    def handle_data(self, data):
+        self.texts.append(("/".join(self._open), data))
+
+    def handle_decl(self, decl):
+        self.oddities += [] if decl == "doctype html" else [decl]
+
+    def handle_comment(self, data):
+        self.oddities.append(data)
+
+    handle_pi = unknown_decl = handle_comment
+
+    def text(self, path: str = "") -> str:
+        return "".join(data for above, data in self.texts if path in above and "style" not in above)
+
+    def charts(self) -> dict[str, str]:
+        """Source of each card by its title."""
+        return {c.split("</h3>")[0]: c for c in re.split(r"<figcaption><h3>", self.source)[1:]}
+
+
+def step(n: int, **values) -> dict:
+    return {"kind": "step", "step": n, "time": 1e9 + n, "message": "", "values": values}
+
+
+def evaluation(n: int, label: str, accuracy: float) -> dict:
+    values = {"eval/accuracy": accuracy, "eval/low": accuracy - 0.05, "eval/high": accuracy + 0.05}
+    return {"kind": "evaluation", "step": n, "time": 1e9, "message": label, "values": values | {"eval/problems": 1000}}
+
+
+def a_run(folder: Path, events=(), *, samples=(), config=None, summary=None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config or {}, sort_keys=False))
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def report(folder: Path, *args, **kwargs) -> Page:
+    return Page(write_report(a_run(folder, *args, **kwargs)))
+
+
+def a_sample(n: int = 1, **values) -> dict:
+    return {"step": n, "uid": "u", "prompt": "1+1=", "answer": "2", "expected": "2", "reward": 1.0} | values
+
+
+def full_of(text: str, folder: Path) -> Page:
+    """A report of a run that has `text` wherever a run can have text."""
+    tokens = {"tokens": [text, "b"], "logprobs": [-0.1, -0.2], "proximal_logprobs": [-0.3, -0.2]}
+    sample = a_sample(uid=text, prompt=text, answer=text, expected=text, status=text)
+    config = {
+        "name": text,
+        "steps": 2,
+        "model": {"path": text},
+        "task": {"type": text, "dataset": text},
+        "rollout": {"quantization": text},
+        "algorithm": {"type": text, "correction": {"type": text}},
+        "section": {f"key {text}": [text]},
+        text: {"a": 1},
+        "tracking": {"mlflow": True, "mlflow_uri": text},
+    }
+    warning = {"kind": "warning", "step": 1, "time": 1.0, "message": text, "values": {}}
+    events = [step(1, **{"reward/mean": 0.5, text: 1.0}), warning, evaluation(1, text, 0.5)]
+    return report(folder, events, samples=[sample, sample | tokens], config=config, summary={text: text})
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_element_and_no_attribute_comes_from_data(tmp_path, text):
+    harmless, hostile = full_of(HARMLESS, tmp_path / "a"), full_of(text, tmp_path / "b")
+    assert hostile.oddities == []
+
+    def shape(page: Page) -> list[tuple[str, dict]]:
+        return [(tag, attributes) for tag, attributes in page.elements if "sign" not in attributes.values()]
+
+    assert shape(hostile) == shape(harmless)  # the same elements, with the same attributes and values
+    seen = hostile.text().replace("·", " ")
+    assert seen.count(text) >= harmless.text().count(HARMLESS) > 15  # and all of it can be read
+
+
+@pytest.mark.parametrize(
+    ("char", "sign"), [("\0", "␀"), ("\x1b", "␛"), ("\ud800", "U+D800"), ("‮", "U+202E"), ("\u2028", "U+2028")]
+)
+def test_what_cannot_be_seen_is_shown_as_a_sign(tmp_path, char, sign):
+    lines = json.dumps(a_sample(prompt=f"a{char}b", tokens=[f"c{char}d"], logprobs=[-0.1], uid=f"e{char}f"))
+    folder = a_run(tmp_path / "run", [step(1)], config={"name": "n"})
+    (folder / "samples.jsonl").write_text(lines)
+    page = Page(write_report(folder))
+    assert all(other.isprintable() or other == "\n" for other in page.source)
+    for shown in (f"a{sign}b", f"c{sign}d", "e·f"):
+        assert shown in page.text("sample")
+
+
+def test_white_space_in_an_answer_is_visible():
+    assert view(a_sample(tokens=[" a", "\n", "\t", ""], logprobs=[])).answer.striptags() == "·a⏎⇥∅"
+
+
+def test_a_token_of_100_kb_and_an_answer_of_100_000_tokens_stay_small(tmp_path):
+    samples = [a_sample(1, tokens=["<" * 100_000], logprobs=[-1.0])]
+    samples += [a_sample(2, tokens=["ab"] * 100_000, logprobs=[-1.0] * 100_000), a_sample(3, prompt="p" * 100_000)]
+    page = report(tmp_path / "run", samples=samples)
+    assert len(page.source) < 150_000
+    for notice in ("99,800 characters more", "99,400 tokens that only samples.jsonl has", "96,000 characters more"):
+        assert notice in page.text()
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    page = full_of("http://host/x", tmp_path / "run")
+    names = {name for _, attributes in page.elements for name in attributes}
+    assert not names & {"src", "srcset", "style", "data", "action"}
+    assert not [name for name in names if name.startswith("on")]
+    assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "img", "object", "base", "form"}
+    links = [attributes["href"] for _, attributes in page.elements if "href" in attributes]
+    assert links
+    assert set(links) <= {"policy/", "checkpoints/", "metrics.jsonl", "samples.jsonl", "config.yaml", "summary.json"}
+    (style,) = [data for above, data in page.texts if above.endswith("style.")]
+    assert not re.search(r"url\(|@import|http", style)
+    policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+
+
+def test_passwords_in_addresses_are_not_shown(tmp_path):
+    uri = "http://user:secret@host/x"
+    warning = {"kind": "warning", "step": 0, "time": 1.0, "message": f"{uri} is away", "values": {}}
+    config = {"tracking": {"mlflow": True, "mlflow_uri": uri, "list": [uri]}}
+    page = report(tmp_path / "run", [warning], config=config)
+    assert "secret" not in page.source
+    assert page.text().count("http://…@host/x") == 4
+
+
+def test_every_chart_names_its_numbers(tmp_path):
+    values = {"reward/mean": 0.25, "mismatch/kl": 2.5e-4, "mismatch/ess": 0.9985, "sync/codes_changed": 0.125}
+    values |= {"clip/upper": 0.01, "clip/lower": 0.02, "time/rollout": 1.5, "time/update": 2.5, "lr": 3e-5}
+    values |= {"rollout/mean_length": 17.5, "rollout/truncated_share": 0.5, "rollout/tokens_per_second": 12345.0}
+    events = [step(1, **{key: value / 2 for key, value in values.items()}), step(2, **values)]
+    events += [evaluation(0, "before", 0.4), evaluation(2, "after", 0.8), evaluation(2, "after, quantized", 0.7)]
+    charts = report(tmp_path / "run", events).charts()
+
+    def last(title: str) -> str:
+        (text,) = re.findall(r'<text class="last"[^>]*>(.*?)</text>', charts[title])
+        return re.sub(r"\s+", " ", re.sub("<[^>]*>", "", text))
+
+    assert last("Reward") == "step 2 ● 0.250"
+    assert last("Held-out accuracy") == "step 2 ● 80 % (75–85) ● 70 % (65–75)"
+    assert last("KL(b‖p)") == "step 2 ● 2.50·10⁻⁴"
+    assert last("Effective sample size") == "step 2 ● 0.999"
+    assert last("Clipped tokens") == "step 2 ● 1 % ● 2 %"
+    assert last("Codes changed by a sync") == "step 2 ● 12.5 %"
+    assert last("Time per phase") == "step 2 ● 1.50 ● 2.50"
+    assert last("Answer length") == "step 2 ● 17.5 ● 50 %"
+    assert last("Rollout speed") == "step 2 ● 12,345"
+    assert "This run has not recorded it." in charts["Largest rho"]
+
+
+def test_the_head_says_what_the_run_is_and_what_it_reached(tmp_path):
+    config = {"name": "n", "steps": 3, "model": {"type": "tiny"}, "task": {"type": "arithmetic"}}
+    config |= {"rollout": {"quantization": "int8"}, "quantization": {"uaq_scale": 1.5}}
+    events = [evaluation(0, "before", 0.4), *(step(n, **{"time/step": 40.0}) for n in (1, 2, 3))]
+    events += [evaluation(3, "after, quantized", 0.712), evaluation(3, "after", 0.734)]
+    page = report(tmp_path / "run", events, config=config, summary={"interrupted": False})
+    facts = re.sub(r"\s+", " ", page.text("facts"))
+    for fact in ("modeltiny", "taskarithmetic", "rolloutsint8", "UAQ s1.5"):
+        assert fact in facts
+    assert [data for above, data in page.texts if above.endswith("p.big")] == ["40.0", "73.4", "71.2"]
+    assert "95 %: 68.4 – 78.4 % · 1,000 problems" in page.text("tile")
+    assert "3 of 3 steps." in page.text("header")
+    assert "training time2:00" in page.text("figures")
+
+
+@pytest.mark.parametrize(
+    ("summary", "outcome", "state"),
+    [
+        (None, None, "unfinished"),
+        ({"interrupted": True}, None, "interrupted"),
+        ({"interrupted": False}, None, "finished"),
+        ({}, None, "interrupted"),  # no word on it, and a step is missing
+        (None, "failed", "failed"),
+    ],
+)
+def test_how_the_run_ended(tmp_path, summary, outcome, state):
+    folder = a_run(tmp_path / "run", [step(1)], config={"steps": 2}, summary=summary)
+    assert Page(write_report(folder, outcome=outcome)).text("span.state") == state
+
+
+def test_torn_and_foreign_lines_are_left_out_and_counted(tmp_path):
+    folder = a_run(tmp_path / "run", [step(1, **{"reward/mean": 0.5}), step(2, **{"reward/mean": 0.6})])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'[1]\n{"step": "x"}\n\xff\xfe\n{"step": 1e999, "kind": "step"}\n' + b"[" * 100_000 + b"\n")
+        file.write(json.dumps(step(3, **{"reward/mean": 10**400, "a": None, "lr": True})).encode() + b"\n")
+        file.write(b'{"kind": "step", "step": 4, "values": {"rew')
+    (folder / "config.yaml").write_text("name: [")
+    (folder / "summary.json").write_text('{"interr')
+    record = read_run(folder)
+    assert record.rows == [
+        (1, {"reward/mean": 0.5}),
+        (2, {"reward/mean": 0.6}),
+        (3, {"reward/mean": None, "a": None, "lr": None}),
+    ]
+    assert (record.unreadable, record.config, record.summary) == (6, {}, None)
+    assert "6 line(s) of metrics.jsonl could not be read" in Page(write_report(folder)).text("warnings")
+
+
+def test_a_step_recorded_twice_has_its_later_values(tmp_path):
+    folder = a_run(tmp_path / "run", [step(2, a=1.0), step(1, a=2.0), step(2, a=3.0)])
+    assert read_run(folder).rows == [(1, {"a": 2.0}), (2, {"a": 3.0})]
+
+
+def test_an_empty_folder_has_a_report_and_a_missing_one_an_error(tmp_path):
+    page = Page(write_report(tmp_path))
+    assert "0 steps." in page.text("header")
+    assert page.source.count("This run has not recorded it.") == 10
+    assert not page.source.count("viewBox")
+    with pytest.raises(OSError, match="nowhere"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_full_precision_rollouts_have_no_codes_instead_of_codes_that_stand_still(tmp_path):
+    values = {"sync/codes_changed": 0.0, "reward/mean": 0.5}
+    quantized, full = (
+        report(tmp_path / kind, [step(1, **values)], config={"rollout": {"quantization": kind}}).charts()
+        for kind in ("int8", "none")
+    )
+    assert "<svg" in quantized["Codes changed by a sync"]
+    assert "<svg" not in full["Codes changed by a sync"]
+    assert "No codes: rollouts are in full precision" in full["Codes changed by a sync"]
+
+
+def test_5000_steps_stay_small_and_keep_their_extremes(tmp_path):
+    values = [{"reward/mean": math.sin(n / 9), "mismatch/max_rho": 1 + n % 7 / 100} for n in range(1, 5001)]
+    values[3456]["mismatch/max_rho"] = 777.25
+    page = report(tmp_path / "run", [step(n, **v) for n, v in enumerate(values, start=1)])
+    assert len(page.source) < 400_000
+    chart = page.charts()["Largest rho"]
+    assert chart.count('class="hit"') == COLUMNS
+    assert re.search(r"steps 3,441–3,460</tspan>  <tspan[^>]*>●</tspan> \S+–777<", chart)
+    assert "log scale" in chart
+
+
+def test_a_token_carries_its_gap_and_its_rho():
+    answer = view(
+        a_sample(
+            tokens=["x", "y", "z", "w"], logprobs=[-0.5, -2.0, -0.25, None], proximal_logprobs=[-1.0, -1.95, -0.25, -1]
+        )
+    ).answer
+    spans = re.findall(r'<span class="([^"]*)" title="([^"]*)">(.)</span>', answer)
+    assert spans == [  # exp(-0.5) = 0.60653, exp(0.05) = 1.05127
+        ("t e5", "engine −0.5000 · learner −1.0000 · gap +0.5000 nats · rho 0.6065", "x"),
+        ("t l3", "engine −2.0000 · learner −1.9500 · gap −0.0500 nats · rho 1.051", "y"),
+        ("t", "engine −0.2500 · learner −0.2500 · gap +0.0000 nats · rho 1", "z"),
+        ("t", "no log-prob was recorded", "w"),
+    ]
+
+
+def test_without_the_learner_a_token_has_the_engines_probability(tmp_path):
+    sample = a_sample(tokens=["x", "y"], logprobs=[math.log(0.95), math.log(0.05)], proximal_logprobs=None)
+    assert re.findall(r'class="(t[^"]*)" title="[^"]*probability ([^"]*)"', view(sample).answer) == [
+        ("t", "0.95"),
+        ("t q3", "0.05"),
+    ]
+    page = report(tmp_path / "run", samples=[sample])
+    assert "These samples have no log-probs of the full-precision learner" in page.text("scale")
+
+
+@pytest.mark.parametrize("tokens", [None, "text", [1, 2], []])
+def test_a_sample_without_tokens_is_plain_text(tokens):
+    shown = view(a_sample(tokens=tokens, logprobs="x", answer="a b"))
+    assert (shown.answer.striptags(), shown.coloring) == ("a·b", "none")
+
+
+def test_samples_are_spread_from_the_first_step_to_the_last(tmp_path):
+    assert spread(list(range(1, 102)), 5) == [1, 26, 51, 76, 101]
+    assert spread([3, 9], 24) == [3, 9]
+    folder = a_run(tmp_path / "run", samples=[a_sample(n, uid=f"{n}{k}") for n in range(1, 100) for k in "ab"])
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 100, "uid')
+    found = read_samples(folder, 3)
+    assert [(n, [s["uid"] for s in group]) for n, group in found] == [
+        (1, ["1a", "1b"]),
+        (50, ["50a", "50b"]),
+        (99, ["99a", "99b"]),
+    ]
+
+
+def test_a_write_that_fails_leaves_the_old_page(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("the old page")
+
+    def refuse(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(tmp_path)
+    assert path.read_text() == "the old page"
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_job_prints_the_path_or_what_is_missing(tmp_path):
+    source = Path(__file__).parents[2] / "jobs" / "report.py"
+    spec = importlib.util.spec_from_file_location("report_job", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    app = typer.Typer()
+    app.command()(module.main)
+    bad = CliRunner().invoke(app, [str(tmp_path)])
+    assert bad.exit_code == 2
+    assert "holds no metrics.jsonl" in bad.stderr
+    good = CliRunner().invoke(app, [str(a_run(tmp_path / "run", [step(1)]))])
+    assert good.exit_code == 0
+    assert good.stdout.strip() == str(tmp_path / "run" / "report.html")
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_report_needs_neither_torch_nor_ray_nor_mlflow():
+    code = "import sys, qurl_ray.tracking.report; print({'torch', 'ray', 'mlflow'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
