@@ -13,6 +13,18 @@ from qurl_ray.config.models import DEFAULT_TYPES, RunConfig
 from qurl_ray.errors import ConfigError
 
 
+_NOT_SUPPORTED = {
+    "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
+    "sequence_parallel": "sequence parallelism is not supported: a sequence stays on one rank, so learner.packing and "
+    "learner.gradient_checkpointing bound its length",
+    "multi_turn": "multi-turn rollouts are not supported: a prompt is answered once",
+    "tools": "tools are not supported: a prompt is answered once",
+    "images": "images are not supported: prompts are text",
+    "kl_coef": "a KL penalty against a reference policy is not supported yet",
+}
+"""Keys that users of other frameworks look for."""
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` (defaults if None), apply overrides in order, validate.
 
@@ -113,6 +125,8 @@ def _explain(error: ValidationError, source: str) -> str:
 def _fault(item: Any) -> str:
     key = _dotted([str(part) for part in item["loc"]])
     if item["type"] == "extra_forbidden":
+        if sentence := _NOT_SUPPORTED.get(key.split(".")[-1]):
+            return sentence
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:
             return f"{key} is a setting of another type; see --help"

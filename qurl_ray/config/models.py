@@ -147,6 +147,10 @@ class DatasetTask(TaskBase):
     held_out_share: float = Field(0.1, gt=0, lt=1)
     prompt_column: str = "prompt"
     answer_column: str = "answer"
+    held_out_prompt_column: str | None = None
+    """Of `held_out_path`, if it is not `prompt_column`."""
+    held_out_answer_column: str | None = None
+    """Of `held_out_path`, if it is not `answer_column`."""
 
 
 TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask, Field(discriminator="type")]

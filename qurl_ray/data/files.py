@@ -25,11 +25,13 @@ def dataset_split(task: DatasetTask) -> Split:
     Raises:
         DataError: the source is missing, unreadable or empty, or lacks a column.
     """
-    rows, notes = _usable(_read(task, task.path, task.split), source=task.path)
+    columns = (task.prompt_column, task.answer_column)
+    rows, notes = _usable(_read(task, task.path, task.split, columns), source=task.path)
     if task.held_out_path is None:
         train_rows, held_out_rows = _cut(rows, task)
     else:
-        held_out = _usable(_read(task, task.held_out_path, task.held_out_split), source=task.held_out_path)
+        own = (task.held_out_prompt_column or columns[0], task.held_out_answer_column or columns[1])
+        held_out = _usable(_read(task, task.held_out_path, task.held_out_split, own), source=task.held_out_path)
         train_rows, held_out_rows, notes = rows, held_out[0], notes + held_out[1]
     split = disjoint(_problems(train_rows, "train"), _problems(held_out_rows, "held_out"), source=task.path)
     return split._replace(notes=notes + split.notes)
@@ -71,8 +73,7 @@ def _has_text(value: Any, source: str) -> bool:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read(task: DatasetTask, source: str, split: str) -> Rows:
-    columns = (task.prompt_column, task.answer_column)
+def _read(task: DatasetTask, source: str, split: str, columns: tuple[str, str]) -> Rows:
     path = Path(source).expanduser()
     if path.is_file() or path.suffix in _SUFFIXES:
         return _read_file(path, columns)
@@ -145,5 +146,5 @@ def _check_columns(columns: Iterable[str], present: Sequence[str], *, source: st
             hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             raise DataError(
                 f"{source} has no column {column!r}{hint}; it has {', '.join(present) or 'none'}. "
-                "task.prompt_column and task.answer_column name the columns"
+                "task.prompt_column and task.answer_column (task.held_out_… for the held-out ones) name the columns"
             )

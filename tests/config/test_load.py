@@ -326,3 +326,23 @@ def test_a_setting_of_another_type_is_called_that():
 def test_head_sizes_that_no_kernel_takes_are_refused():
     with pytest.raises(ConfigError, match=r"model: hidden_size / heads must be 32, 64, 96 or 128, not 25"):
         load_config(None, ["model.hidden_size=100"])
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("learner.lora={rank: 8}", "LoRA is not supported"),
+        ("learner.sequence_parallel=4", "sequence parallelism is not supported"),
+        ("rollout.multi_turn=true", "multi-turn rollouts are not supported"),
+        ("task.images=true", "images are not supported"),
+    ],
+)
+def test_what_is_not_supported_says_so_and_not_only_that_the_key_is_unknown(override, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(None, [override])
+
+
+def test_offloading_the_optimizer_needs_shards():
+    with pytest.raises(ConfigError, match="needs backend=deepspeed"):
+        load_config(None, ["learner.offload_optimizer=true"])
+    assert load_config(None, ["learner.offload_optimizer=true", "learner.backend=deepspeed"])

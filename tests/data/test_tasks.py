@@ -194,6 +194,17 @@ def test_columns_may_have_other_names_and_hold_numbers(tmp_path):
     assert load_task(section, eval_problems=1).train[0].answer == "1"
 
 
+def test_held_out_columns_may_have_names_of_their_own(tmp_path):
+    train = write(tmp_path / "train.jsonl", rows(5))
+    held_out = write(tmp_path / "test.jsonl", [{"problem": "7+7=", "solution": 14}])
+    section = DatasetTask(
+        path=train, held_out_path=held_out, held_out_prompt_column="problem", held_out_answer_column="solution"
+    )
+    task = load_task(section, eval_problems=1)
+    assert (task.held_out[0].prompt, task.held_out[0].answer) == ("7+7=", "14")
+    assert len(task.train) == 5
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_rows_without_prompt_or_answer_are_skipped_and_counted(tmp_path, suffix):
     empty = [{"prompt": " ", "answer": "1"}, {"prompt": "1+1=", "answer": None}, {"prompt": "1+1=", "answer": ""}]

