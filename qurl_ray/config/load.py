@@ -12,7 +12,6 @@ from pydantic import BaseModel, ValidationError
 from qurl_ray.config.models import DEFAULT_TYPES, RunConfig
 from qurl_ray.errors import ConfigError
 
-
 _NOT_SUPPORTED = {
     "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
     "sequence_parallel": "sequence parallelism is not supported: a sequence stays on one rank, so learner.packing and "

@@ -465,6 +465,10 @@ class RunConfig(Section):
             found.append("algorithm.normalize_by_std is of groups: PPO's advantages are whitened over all tokens")
         if self.learner.offload_while_waiting and self.learner.device == "cpu":
             found.append("learner.offload_while_waiting frees a GPU's memory; on the CPU it only costs time")
+        if self.learner.backend == "torch" and self.learner.zero_stage != 2:
+            found.append("learner.zero_stage is DeepSpeed's; learner.backend=torch shards nothing")
+        if self.learner.backend == "deepspeed" and self.learner.zero_stage == 0 and self.learner.offload_while_waiting:
+            found.append("learner.offload_while_waiting does nothing with learner.zero_stage=0")
         if self.rollout.top_p < 1 or self.rollout.top_k:
             found.append(
                 "top_p/top_k truncate the engine's distribution but not the learner's: importance weights carry the gap"

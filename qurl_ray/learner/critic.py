@@ -1,6 +1,5 @@
 """The value model of PPO: it estimates an answer's reward at each of its tokens, and learns from what came."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,8 @@ from transformers import PreTrainedModel
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.backend import Backend, world
 from qurl_ray.learner.batching import Tensors
-from qurl_ray.policy.logprobs import answer_states, enable_checkpointing
+from qurl_ray.learner.scorer import on_device
+from qurl_ray.policy.logprobs import answer_states
 from qurl_ray.rl.reduce import merge
 from qurl_ray.rl.value import gae, moments, value_loss, whiten
 
@@ -27,16 +27,14 @@ class Credit:
 
 
 class ValueModel(nn.Module):
-    """A copy of the policy whose head gives one number; zeros at first, so that no advantage begins with noise."""
+    """A language model whose head gives one number; zeros at first, so that no advantage begins with noise."""
 
-    def __init__(self, policy: PreTrainedModel, config: LearnerConfig) -> None:
+    def __init__(self, body: PreTrainedModel, config: LearnerConfig) -> None:
         super().__init__()
-        self.body = copy.deepcopy(policy.base_model).to(config.device)
-        self.head = nn.Linear(policy.config.hidden_size, 1, bias=False, device=config.device)
+        self.body = on_device(body.base_model, config)
+        self.head = nn.Linear(body.config.hidden_size, 1, bias=False, device=config.device)
         nn.init.zeros_(self.head.weight)
         self._packing, self._autocast, self._device = config.packing, config.compute == "bfloat16", config.device
-        if config.gradient_checkpointing:
-            enable_checkpointing(self.body)
 
     def forward(self, batch: Tensors) -> torch.Tensor:
         """float32 [B, T]: value of the state before each of the answer's tokens, 0 elsewhere."""
@@ -61,8 +59,8 @@ class _Estimate:
 class Critic:
     """Holds a step's estimates between the passes; passes are numbered as the policy's."""
 
-    def __init__(self, backend: Backend, credit: Credit) -> None:
-        self.backend, self._credit = backend, credit
+    def __init__(self, backend: Backend, credit: Credit, *, device: str) -> None:
+        self.backend, self._credit, self._device = backend, credit, device
         self._estimates: list[list[_Estimate]] = []
 
     @torch.no_grad()
@@ -70,10 +68,11 @@ class Critic:
         """Values, returns, and advantages whitened over all tokens of the step. Collective."""
         self._estimates = [[self._one(batch) for batch in passes] for passes in mini_batches]
         everything = [estimate for passes in self._estimates for estimate in passes]
-        total = torch.stack([moments(e.advantages_BT, e.batch.mask_BT) for e in everything]).sum(dim=0)
+        total = torch.zeros(3, dtype=torch.float64)  # what a rank without samples adds
+        for e in everything:
+            total += moments(e.advantages_BT, e.batch.mask_BT)
         if world()[1] > 1:
-            device = everything[0].values_BT.device  # nccl adds up nothing on the CPU
-            total = total.to(device)
+            total = total.to(self._device)  # nccl adds up nothing on the CPU
             distributed.all_reduce(total)
         for e in everything:
             e.advantages_BT.copy_(whiten(e.advantages_BT, e.batch.mask_BT, total))
@@ -97,8 +96,8 @@ class Critic:
             )
             self.backend.backward(loss, last=index + 1 == len(passes))
             found.append({name: float(value) for name, value in sums.items()} | {"value_loss": float(loss.detach())})
-        self.backend.step(self._credit.lr * schedule)
-        return merge(found)
+        skipped = self.backend.step(self._credit.lr * schedule) is None
+        return merge([*found, {"value_skipped": float(skipped)}])
 
     def _one(self, batch: Tensors) -> _Estimate:
         values_BT = self.backend(batch)

@@ -6,22 +6,17 @@ an update is marked explicitly.
 """
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-# Read when deepspeed is imported; without it DeepSpeed looks for accelerators by itself, and says so on the console.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-
 import deepspeed
+import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import nn
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.errors import CheckpointError
@@ -53,7 +48,8 @@ class DeepSpeedBackend:
         optimizer = adamw(module, config)
         # Stage 3 moves masters and moments of its own Adam only, which is compiled, for CUDA.
         self._moves_all = config.zero_stage < 3 or config.device == "cuda"
-        if config.offload_while_waiting and config.zero_stage == 3 and config.device == "cuda":
+        own_adam = config.offload_while_waiting and config.zero_stage == 3 and not config.offload_optimizer
+        if own_adam and config.device == "cuda":
             optimizer = FusedAdam(optimizer.param_groups, lr=config.lr, betas=config.betas)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=zero_settings(config), dist_init_required=False

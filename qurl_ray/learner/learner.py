@@ -171,15 +171,19 @@ def make_learner(
     temperature: float,
     total_updates: int,
     credit: Credit | None = None,
+    value_body: PreTrainedModel | None = None,
 ) -> PolicyLearner:
     """A learner of `model` on the configured backend; every rank of the process group calls this.
 
     Args:
         model: float32, the same on every rank.
         temperature: of the rollouts; the learner's log-probs are taken at the same.
-        credit: with it, a value model that begins as a copy of `model` gives credit per token.
+        credit: with it, a value model gives credit per token.
+        value_body: what the value model begins as; it is taken over.
     """
-    critic = Critic(make_backend(ValueModel(model, config), config), credit) if credit else None
+    critic = None
+    if credit:
+        critic = Critic(make_backend(ValueModel(value_body, config), config), credit, device=config.device)
     scorer = Scorer(model, config, temperature=temperature)
     policy = make_backend(scorer, config)
     return PolicyLearner(policy, config, settings, total_updates=total_updates, critic=critic)

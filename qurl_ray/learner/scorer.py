@@ -23,14 +23,9 @@ class Scorer(nn.Module):
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, *, temperature: float) -> None:
         super().__init__()
-        self.policy = model.to(config.device)
+        self.policy = on_device(model, config)
         self._temperature, self._packing = temperature, config.packing
-        self._autocast = config.compute == "bfloat16"
-        self._device = config.device
-        if config.gradient_checkpointing:
-            enable_checkpointing(model)
-        if config.device == "cuda":
-            model.set_attn_implementation(VARLEN)  # the invariant attention is made for the CPU's engine
+        self._autocast, self._device = config.compute == "bfloat16", config.device
 
     def forward(self, batch: Tensors) -> torch.Tensor:
         """float32 [B, T], 0 where the batch's mask is."""
@@ -42,3 +37,12 @@ class Scorer(nn.Module):
                 self._temperature,
                 lengths_B=batch.lengths_B if self._packing else None,
             )
+
+
+def on_device(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:
+    """`model` where and how the learner computes it, in place."""
+    if config.gradient_checkpointing:
+        enable_checkpointing(model)
+    if config.device == "cuda":
+        model.set_attn_implementation(VARLEN)  # the invariant attention is made for the CPU's engine
+    return model.to(config.device)

@@ -73,7 +73,7 @@ class TorchBackend:
             f"{name}:{kind}": self._optimizer.state[parameter][kind]
             for name, parameter in named.items()
             for kind in _MOMENTS
-            if self._optimizer.state[parameter]  # empty before the first update
+            if parameter in self._optimizer.state  # not before the first update
         }
         save_file({name: p.detach() for name, p in named.items()}, folder / "parameters.safetensors")
         save_file(moments, folder / "optimizer.safetensors")

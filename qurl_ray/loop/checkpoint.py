@@ -7,7 +7,9 @@
         policy/          the policy at this step, for AutoModelForCausalLM.from_pretrained
 
 One is written aside, under a name that begins with a dot, and renamed when its manifest is complete. Nothing is loaded
-from a folder whose files differ from its manifest: DeepSpeed's states are pickles, which run what they hold.
+from a folder whose files differ from its manifest. That finds damage, half-written files, and strangers' files beside
+our own; it is no protection from someone who may write to the run folder, and DeepSpeed's states are pickles, which run
+what they hold.
 """
 
 import hashlib
@@ -81,13 +83,19 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and why newer ones were passed over, one sentence each."""
+    """The newest whole checkpoint of a run, and why newer ones were passed over, one sentence each.
+
+    Those are renamed to damaged.step-<n>, so that no later one is dropped for their sake.
+    """
     rejected = []
     for folder in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
         try:
             return verify(folder), rejected
         except CheckpointError as error:
             rejected.append(f"checkpoint passed over: {error}")
+            aside = folder.with_name(f"damaged.{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
     return None, rejected
 
 

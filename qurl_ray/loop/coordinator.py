@@ -64,6 +64,7 @@ class Coordinator:
         self._codes_changed, self._sync_bytes = 0.0, 0  # of the version loaded last
         self._kernels: list[str] = []
         self._max_codes: dict[str, int] = {}
+        self._evaluations: dict[tuple[str, int], asyncio.Task] = {}
         self._drains = 0
         self._events: list[Event] = []
 
@@ -109,16 +110,25 @@ class Coordinator:
             self._finish_step(step, self._reports.pop(step))
 
     async def evaluate(self, label: str, step: int) -> float:
-        """Greedy accuracy on the held-out problems with the weights that the engines hold."""
+        """Greedy accuracy on the held-out problems with the weights that the engines hold. Every rank asks, so that all
+        wait with the same deadline; the first one sets it off."""
+        key = (label, step)
+        if key not in self._evaluations:
+            self._evaluations[key] = asyncio.ensure_future(self._evaluate(label, step))
+        return await asyncio.shield(self._evaluations[key])
+
+    async def _evaluate(self, label: str, step: int) -> float:
         verdicts = await self._collector.judge_held_out(self._version)
-        right, total = sum(verdict.reward > 0.5 for verdict in verdicts), len(verdicts)
+        right = [verdict.reward > 0.5 for verdict in verdicts]
         failed = sum(verdict.status != "ok" for verdict in verdicts)
         if failed:
-            self._warn(step, f"evaluation {label!r}: {failed} of {total} rewards failed and count as wrong")
-        low, high = wilson_interval(right, total)
-        accuracy = right / total
+            self._warn(step, f"evaluation {label!r}: {failed} of {len(right)} rewards failed and count as wrong")
+        low, high = wilson_interval(sum(right), len(right))
+        accuracy = sum(right) / len(right)
         values = {"label": label, "eval/accuracy": accuracy, "eval/low": low, "eval/high": high}
-        values |= {"eval/problems": total, "eval/failed": failed}
+        values |= {"eval/problems": len(right), "eval/failed": failed}
+        # Problem by problem, for paired tests between evaluations.
+        values["outcomes"] = "".join("01"[solved] for solved in right)
         self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
         return accuracy
 

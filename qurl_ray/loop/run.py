@@ -9,11 +9,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.train
@@ -36,6 +36,7 @@ from qurl_ray.loop.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.summary import RunSummary
 from qurl_ray.tracking.json_lines import rewind
 from qurl_ray.tracking.report import write_report
+from qurl_ray.tracking.sink import Outcome
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
 
@@ -74,34 +75,54 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
     events = rewind(run_dir, resume.step) if resume else []
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
-        for note in place.notes:
-            tracker.handle(Event(kind="info", step=0, message=note))
-        for sentence in config.no_effect():
-            tracker.handle(Event(kind="warning", step=0, message=sentence))
-        prepared = prepare(config, task, _cold_start_progress(tracker))
-        for note in prepared.task.notes:
-            tracker.handle(Event(kind="info", step=0, message=note))
-        with _cluster(config):
-            interrupted, summary = _train(config, prepared, place, RunSummary(config, events), tracker)
-        summary["interrupted"] = interrupted
-        summary["initial_policy"] = prepared.spec.source
-        summary["mlflow_run_id"] = tracker.mlflow_run_id()
+        try:
+            _announce(place.notes, "info", tracker)
+            prepared = prepare(config, task, _cold_start_progress(tracker))
+            if not resume:  # else metrics.jsonl has them already
+                _announce(config.no_effect(), "warning", tracker)
+                _announce(prepared.task.notes, "info", tracker)
+            with _cluster(config):
+                summary = _train(config, prepared, place, RunSummary(config, events), tracker)
+        except BaseException as error:
+            _report(run_dir, tracker, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            raise
+        interrupted = summary["steps"] < config.steps  # else the wish to stop came too late to matter
+        summary |= {
+            "interrupted": interrupted,
+            "initial_policy": prepared.spec.source,
+            "mlflow_run_id": tracker.mlflow_run_id(),
+        }
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        outcome = "interrupted" if interrupted else "finished"
         places = {
             "policy": str(run_dir / "policy"),
-            "report": str(write_report(run_dir)),
+            "report": _report(run_dir, tracker, outcome),
             "mlflow_uri": tracker.mlflow_uri,
             "run_dir": str(run_dir),
         }
         tracker.handle(Event(kind="summary", step=summary["steps"], values=summary | places))
-        tracker.close("interrupted" if interrupted else "finished")
+        tracker.close(outcome)
     return RunResult(run_dir=run_dir, policy=run_dir / "policy", summary=summary, interrupted=interrupted)
+
+
+def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracker: Tracker) -> None:
+    for sentence in sentences:
+        tracker.handle(Event(kind=kind, step=0, message=sentence))
+
+
+def _report(run_dir: Path, tracker: Tracker, outcome: Outcome) -> str | None:
+    """Path of the report; a run is not lost for the sake of its picture."""
+    try:
+        return str(write_report(run_dir, outcome=outcome))
+    except Exception as error:
+        _announce([f"no report ({type(error).__name__}: {error}); metrics.jsonl is complete"], "warning", tracker)
+        return None
 
 
 def _train(
     config: RunConfig, prepared: Prepared, place: RunDir, summary: RunSummary, tracker: Tracker
-) -> tuple[bool, dict[str, Any]]:
-    """Start the actors, fit, collect the summary, end the actors. Returns whether it was interrupted, too."""
+) -> dict[str, Any]:
+    """Start the actors, fit, collect the summary, end the actors."""
     fleet = start_fleet(
         config.rollout,
         prepared.spec,
@@ -119,8 +140,8 @@ def _train(
             "run_dir": str(place.path),
             "resume": place.resume,
         }
-        interrupted = _watch(config, _fit_in_thread(config, context, place.path), coordinator, summary, tracker)
-        return interrupted, summary.finish()
+        _watch(config, _fit_in_thread(config, context, place.path), coordinator, summary, tracker)
+        return summary.finish()
     finally:
         _end(fleet, verifiers, coordinator)
 
@@ -172,8 +193,8 @@ class _Fit(threading.Thread):
             self.error = error
 
 
-def _watch(config: RunConfig, fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tracker) -> bool:
-    """Pass events on until the learner ends. Returns whether it was interrupted.
+def _watch(config: RunConfig, fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tracker) -> None:
+    """Pass events on until the learner ends.
 
     Raises:
         QurlError: what ended the learner, if it was one of ours; else the original error.
@@ -198,7 +219,6 @@ def _watch(config: RunConfig, fit: _Fit, coordinator: ActorHandle, summary: RunS
             time.sleep(_POLL_S)
     if fit.error is not None:
         raise _cause(fit.error, config)
-    return asked
 
 
 def _drain(coordinator: ActorHandle) -> list[Event]:

@@ -60,6 +60,7 @@ def train_loop(context: dict[str, Any]) -> None:
     names = set()
     if rollouts != "none" or config.export.format(rollouts) != "none":
         names = quantized_parameters(model, config.quantization.keep)  # before a backend wraps it
+    value_body = load_model(context["spec"]) if config.algorithm.type == "ppo" else None  # never quantized: not folded
     if config.quantization.uaq_scale != 1:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
     learner = make_learner(
@@ -69,6 +70,7 @@ def train_loop(context: dict[str, Any]) -> None:
         temperature=config.rollout.temperature,
         total_updates=config.steps * config.algorithm.updates_per_rollout,
         credit=credit(config.algorithm),
+        value_body=value_body,
     )
     coordinator = context["coordinator"]
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks)
@@ -80,8 +82,7 @@ def train_loop(context: dict[str, Any]) -> None:
         sender.send(rollouts)
     else:
         sender.send("none")
-        if rank == 0:
-            _evaluate(config, coordinator, "before", 0)
+        _evaluate(config, coordinator, "before", 0)
         if rollouts != "none":
             sender.send(rollouts)
     done = saved = resume.step if resume else 0
@@ -89,7 +90,7 @@ def train_loop(context: dict[str, Any]) -> None:
         if not _one_step(config, learner, sender, coordinator, step=step, rank=rank):
             break
         done, accuracy = step, None
-        if rank == 0 and config.evaluation.every and step % config.evaluation.every == 0:
+        if config.evaluation.every and step % config.evaluation.every == 0:
             accuracy = _evaluate(config, coordinator, "during", step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             saver.checkpoint(step, accuracy)
@@ -97,7 +98,7 @@ def train_loop(context: dict[str, Any]) -> None:
     if saved < done < config.steps:  # asked to stop: the same command goes on from here
         saver.checkpoint(done, None)
     saver.final()  # before anything else can fail
-    _last_evaluations(config, sender, coordinator, done, rank)
+    _last_evaluations(config, sender, coordinator, done)
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
 
@@ -123,7 +124,7 @@ def _one_step(
     return True
 
 
-def _last_evaluations(config: RunConfig, sender: "Sender", coordinator: ActorHandle, done: int, rank: int) -> None:
+def _last_evaluations(config: RunConfig, sender: "Sender", coordinator: ActorHandle, done: int) -> None:
     """The quantized policy first: the engines hold it already, if the export's format is the rollouts'."""
     exported = config.export.format(config.rollout.quantization)
     quantized = exported if exported != "none" else config.rollout.quantization
@@ -131,8 +132,7 @@ def _last_evaluations(config: RunConfig, sender: "Sender", coordinator: ActorHan
         if label == "after" or format_name != "none":
             if sender.sent != format_name:
                 sender.send(format_name)
-            if rank == 0:
-                _evaluate(config, coordinator, label, done)
+            _evaluate(config, coordinator, label, done)
 
 
 class Sender:
@@ -163,9 +163,7 @@ class Sender:
             codes_changed=part.codes_changed,
         )
         call = self._coordinator.offer.remote(offer, [ray.put(part.buffers)])
-        # The last rank's part may come late: rank 0 evaluates between two versions.
-        limit = self._config.sync.timeout_s + collection_deadline(self._config)
-        _wait(call, limit, f"the engines to verify weights {self._version}")
+        _wait(call, self._config.sync.timeout_s, f"the engines to verify weights {self._version}")
         self.sent = format_name
         return time.perf_counter() - started
 
@@ -190,7 +188,7 @@ class Saver:
         self._tokenizer = load_tokenizer(spec)
 
     def checkpoint(self, step: int, accuracy: float | None) -> None:
-        """checkpoints/step-<n>; older ones are dropped as the settings say. `accuracy` is rank 0's."""
+        """checkpoints/step-<n>; older ones are dropped as the settings say."""
         partial = partial_folder(self._run_dir, step)
         with _writing(f"the checkpoint of step {step}", partial.parent):
             if self._rank == 0:
@@ -224,12 +222,17 @@ class Saver:
             return
         exported = self._config.export.format(self._config.rollout.quantization)
         with _writing("the final policy", self._run_dir):
-            if exported != "none":
-                fmt = get_format(exported, weight_max_code(self._config, self._coordinator, exported))
-                folder = self._run_dir / f"policy-{exported}"
-                # As it is, folded: its codes are then those that the engines hold and that the evaluation judges.
-                save_quantized(self._policy, self._tokenizer, folder, fmt, self._config.quantization.keep)
-            self._save_policy(self._run_dir / "policy")
+            try:
+                if exported != "none":
+                    self._save_quantized(exported)
+            finally:  # whatever becomes of the export
+                self._save_policy(self._run_dir / "policy")
+
+    def _save_quantized(self, format_name: str) -> None:
+        """As it is, folded: its codes are then those that the engines hold and that the evaluation judges."""
+        fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
+        folder = self._run_dir / f"policy-{format_name}"
+        save_quantized(self._policy, self._tokenizer, folder, fmt, self._config.quantization.keep)
 
     @torch.no_grad()
     def _gather(self) -> None:

@@ -88,9 +88,11 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
         raise ConfigError(
             f"{spec.source} is quantized already, which cannot be trained: use the checkpoint in full precision"
         )
-    for option in ("attn_logit_softcapping", "attention_dropout"):
-        if getattr(config, option, None):
-            raise ConfigError(f"{spec.source}: {option} is not supported by the shared attention")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ConfigError(f"{spec.source}: attn_logit_softcapping is not supported by the shared attention")
+    for option, value in config.to_dict().items():
+        if ("dropout" in option or option.endswith("pdrop")) and isinstance(value, float) and value > 0:
+            raise ConfigError(f"{spec.source}: {option}={value} is not supported: engine and learner would differ")
     return config
 
 

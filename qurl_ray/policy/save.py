@@ -28,6 +28,7 @@ def replaced(folder: Path) -> Iterator[Path]:
         yield aside
         aside.chmod(0o755)  # mkdtemp's own mode keeps everybody else out
         old = folder.with_name(f".{folder.name}-old")
+        shutil.rmtree(old, ignore_errors=True)  # of a process that was killed right here
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)

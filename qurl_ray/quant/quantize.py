@@ -25,6 +25,10 @@ class QTensor:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
+    def cpu(self) -> "QTensor":
+        """The same, wherever it was computed."""
+        return QTensor(codes=self.codes.cpu(), scale=self.scale.cpu(), fmt=self.fmt)
+
     def to_numpy(self) -> tuple[np.ndarray, np.ndarray]:
         """(codes, scale) as they travel, without a copy: codes as bytes, because numpy has no 8-bit float."""
         return self.codes.view(torch.uint8).numpy(), self.scale.numpy()

@@ -51,4 +51,5 @@ def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "value/error": error,
         "value/explained_variance": 1 - error / variance if variance > 0 else float("nan"),
         "value/clipped": sums["value_clipped"] / n,
+        "value/skipped_updates": sums["value_skipped"],
     }

@@ -39,6 +39,7 @@ class Publisher:
     rank: int = 0
     ranks: int = 1
     _last: dict[str, np.ndarray] = field(default_factory=dict)
+    _last_format: str = ""
 
     def prepare(self, parameters: Iterable[tuple[str, torch.Tensor | QTensor]], fmt: Format | None) -> Part:
         """Quantize (fmt None: copy) this rank's tensors. One that is quantized already is sent as it is.
@@ -47,11 +48,13 @@ class Publisher:
             QuantizationError: a weight is not finite or does not fit the format.
         """
         records, buffers, codes, changed = [], {}, 0, 0
+        if fmt and fmt.name != self._last_format:
+            self._last, self._last_format = {}, fmt.name
         for index, (name, parameter) in enumerate(parameters):
             if index % self.ranks != self.rank:
                 continue
             if isinstance(parameter, QTensor) or (fmt and name in self.quantized):
-                q = parameter if isinstance(parameter, QTensor) else quantize(parameter, fmt)
+                q = parameter if isinstance(parameter, QTensor) else quantize(parameter, fmt).cpu()
                 tensors = (q.codes, q.scale)
                 buffers[name] = q.to_numpy()
                 last = self._last.get(name)

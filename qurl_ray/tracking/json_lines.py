@@ -94,15 +94,17 @@ def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[s
     if not path.exists():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # Bytes: text would also be split at the line separators of Unicode, which answers may hold.
+    for line in path.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
-        except ValueError:  # the process that wrote it was killed
+        except ValueError:  # half a line: the process that wrote it was killed
             continue
         if wanted(record):
             kept.append(record)
     aside = path.with_suffix(".rewound")
-    aside.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), encoding="utf-8")
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+    aside.write_text(text, encoding="utf-8", newline="\n")
     aside.replace(path)
     return kept
 

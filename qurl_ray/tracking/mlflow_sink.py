@@ -204,7 +204,8 @@ class MlflowSink:
             self._log_message(run, event, at)
         prefix = "summary/" if event.kind == "summary" else ""
         metrics = to_metrics(event.values, step=event.step, at=at, prefix=prefix)
-        if event.kind == "step" and self._is_logged(run, metrics):
+        repeatable = event.kind == "step" or (event.kind == "evaluation" and event.message == "during")
+        if repeatable and self._is_logged(run, metrics):
             return
         rest = iter(metrics)
         while batch := list(islice(rest, MAX_METRICS_PER_BATCH)):

@@ -48,6 +48,7 @@ ROWS = (
     Row("accuracy before", "accuracy_before", _as(".1%")),
     Row("accuracy after", "accuracy_after", _as(".1%")),
     Row("accuracy after, quantized", "accuracy_after_quantized", _as(".1%")),
+    Row("paired test, p", "accuracy_p_value", _as(".2g")),
     Row("held-out problems", "eval_problems", _as(",")),
     Row("steps", "steps", _as(",")),
     Row("training time", "train_seconds", _seconds),

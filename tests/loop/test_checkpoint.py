@@ -37,6 +37,18 @@ def test_the_latest_whole_one_is_found_and_newer_damaged_ones_are_named(tmp_path
     ]
 
 
+def test_a_damaged_one_is_set_aside_and_costs_no_whole_one_its_place(tmp_path):
+    write(tmp_path, 4)
+    write(tmp_path, 6)
+    (tmp_path / "checkpoints" / "step-000006" / "loop.json").write_text("torn")
+    assert latest(tmp_path)[0].step == 4
+    write(tmp_path, 5)
+    prune(tmp_path, 1)
+    assert steps(tmp_path) == [5]
+    assert (tmp_path / "checkpoints" / "damaged.step-000006").is_dir()
+    assert latest(tmp_path)[0].step == 5
+
+
 def test_a_file_that_was_slipped_in_is_not_loaded(tmp_path):
     folder = write(tmp_path, 1).folder
     (folder / "learner" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"pickle")

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.tracking.json_lines import JsonLines, MetricsFile, SamplesFile
+from qurl_ray.tracking.json_lines import JsonLines, MetricsFile, SamplesFile, rewind
 from qurl_ray.tracking.values import flatten, number, plain
 from qurl_ray.types import Event
 
@@ -82,3 +82,28 @@ def test_a_half_line_of_a_killed_process_does_not_swallow_the_next(tmp_path):
     lines.write([{"step": 2}])
     lines.close()
     assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 2}']
+
+
+def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
+    metrics, samples = MetricsFile(tmp_path), SamplesFile(tmp_path)
+    for step in (1, 2, 3):
+        metrics.handle(Event(kind="step", step=step, values={"loss": step / 3}), at=0.0)
+        strange = {"answer": f"a\u2028b\u2029c\u0085d {step}"}
+        samples.handle(Event(kind="samples", step=step, values={"samples": [strange]}), at=0.0)
+    metrics.handle(Event(kind="evaluation", step=2, message="during"), at=0.0)
+    metrics.handle(Event(kind="evaluation", step=2, message="after, quantized"), at=0.0)
+    metrics.handle(Event(kind="summary", step=2), at=0.0)
+    metrics.close("failed")
+    samples.close("failed")
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write('{"answer": "é'.encode()[:-1])  # torn inside a character
+    kept = rewind(tmp_path, 2)
+    assert [(event.kind, event.step, event.message) for event in kept] == [
+        ("step", 1, ""),
+        ("step", 2, ""),
+        ("evaluation", 2, "during"),
+    ]
+    assert kept[1].values == {"loss": 2 / 3}
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().splitlines()]
+    assert [line["answer"] for line in lines] == [f"a\u2028b\u2029c\u0085d {step}" for step in (1, 2)]
+    assert rewind(tmp_path, 2) == kept
