@@ -10,10 +10,10 @@ from typing import cast
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards.judge import Score
 
-BUILT_IN = ("exact", "math_verify", "reasoning_gym")
+BUILT_IN = ("exact", "math_verify", "reasoning_gym", "reasoning_gym_boxed")
 
 # Imported when the name is resolved: a missing package shows at once, and the first answer is not charged for it.
-_PACKAGES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
+_PACKAGES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym", "reasoning_gym_boxed": "reasoning_gym"}
 
 
 def resolve(spec: str) -> Score:

@@ -49,6 +49,11 @@ def reasoning_gym(answer: str, problem: Problem) -> float:
     return float(dataset.score_answer(answer.strip() if boxed is None else boxed.strip(), unpack(meta["entry"])))
 
 
+def reasoning_gym_boxed(answer: str, problem: Problem) -> float:
+    r"""As `reasoning_gym`, but an answer without \boxed{...} gets 0."""
+    return 0.0 if last_boxed(answer) is None else reasoning_gym(answer, problem)
+
+
 def last_boxed(text: str) -> str | None:
     r"""The inside of the last \boxed{...}, braces balanced; None if there is none, or it is not closed."""
     start = text.rfind(r"\boxed{")

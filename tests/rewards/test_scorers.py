@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_ray.rewards.entries import pack, unpack
-from qurl_ray.rewards.scorers import exact, last_boxed, math_verify, reasoning_gym
+from qurl_ray.rewards.scorers import exact, last_boxed, math_verify, reasoning_gym, reasoning_gym_boxed
 from qurl_ray.types import Problem
 
 
@@ -94,6 +94,8 @@ def test_reasoning_gym_gives_full_marks_to_the_data_sets_own_answer_after_a_trip
         assert reasoning_gym(f" {answer}\n", expecting(answer, meta)) == 1.0
         assert reasoning_gym(rf"I think \boxed{{{answer}}}.", expecting(answer, meta)) == 1.0
         assert reasoning_gym("no idea", expecting(answer, meta)) < 1.0
+        assert reasoning_gym_boxed(rf"I think \boxed{{{answer}}}.", expecting(answer, meta)) == 1.0
+        assert reasoning_gym_boxed(f"{answer}", expecting(answer, meta)) == 0.0
 
 
 plain = st.recursive(
