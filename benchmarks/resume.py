@@ -1,0 +1,86 @@
+"""A killed run against an undisturbed one: python benchmarks/resume.py (about 7 minutes on 2 cores).
+
+Runs a preset whole, then again under another name, where the driver gets SIGKILL after half of the steps and the same
+command is given once more. Prints how far the final parameters are apart (0: every bit is equal), and what the
+checkpoints cost. Settings may be overridden: python benchmarks/resume.py learner.backend=deepspeed learner.workers=2
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from loop import machine
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+
+
+def command(preset: str, name: str, output_dir: Path, overrides: list[str]) -> list[str]:
+    """The preset's job."""
+    config = f"jobs/configs/{preset}.yaml"
+    return [
+        sys.executable,
+        "jobs/qurl_dapo.py",
+        "--config",
+        config,
+        f"name={name}",
+        f"output_dir={output_dir}",
+        *overrides,
+    ]
+
+
+def steps_done(run_dir: Path) -> int:
+    """Steps in metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"kind": "step"') if path.is_file() else 0
+
+
+def kill_at(job: list[str], run_dir: Path, step: int) -> int:
+    """Start, SIGKILL the driver once `step` is reported. Returns the steps that were."""
+    process = subprocess.Popen(job, cwd=ROOT)
+    while steps_done(run_dir) < step:
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended by itself, with status {process.returncode}")
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return steps_done(run_dir)
+
+
+def parameters(folder: Path) -> torch.Tensor:
+    """All of a saved policy's, in one row."""
+    tensors = load_file(folder / "model.safetensors")
+    return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
+
+
+def main(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    preset: Annotated[str, typer.Option(help="Of jobs/configs, for jobs/qurl_dapo.py.")] = "quickstart",
+    output_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = ROOT / "runs",
+) -> None:
+    """Compare an interrupted and resumed run with an undisturbed one."""
+    output_dir = output_dir.resolve()
+    whole, broken = (command(preset, name, output_dir, overrides or []) for name in ("whole", "broken"))
+    subprocess.run([*whole, "--fresh"], cwd=ROOT, check=True)
+    planned = json.loads((output_dir / "whole" / "summary.json").read_text())["steps"]
+    killed_after = kill_at([*broken, "--fresh"], output_dir / "broken", planned // 2)
+    subprocess.run(broken, cwd=ROOT, check=True)
+    events = [json.loads(line) for line in (output_dir / "broken" / "metrics.jsonl").read_text().splitlines()]
+    found = next(event["message"] for event in events if event["message"].startswith("going on after"))
+    summary = json.loads((output_dir / "whole" / "summary.json").read_text())
+    first, second = parameters(output_dir / "whole" / "policy"), parameters(output_dir / "broken" / "policy")
+    moved = (first - parameters(Path(summary["initial_policy"]))).norm()
+    print(f"\n{machine()}\n")
+    print(f"driver killed after step {killed_after}; {found}")
+    print(f"final parameters equal: {torch.equal(first, second)}")
+    print(f"distance over distance moved: {(first - second).norm() / moved:.1e}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
