@@ -95,8 +95,8 @@ ModelConfig = Annotated[TinyModel | PretrainedModel | GgufModel, Field(discrimin
 
 class TaskBase(Section):
     reward: str | None = None
-    """Judge answers with `package.module:function`, (answer: str, problem: Problem) -> float, or with exact, math_verify,
-    reasoning_gym or reasoning_gym_boxed, not with the task's own."""
+    """Judge answers with `package.module:function`, (answer: str, problem: Problem) -> float, or with exact,
+    math_verify, reasoning_gym or reasoning_gym_boxed, not with the task's own."""
     reward_timeout_s: float = Field(5.0, gt=0)
     """Deadline for one answer. The process that judges it is killed at the deadline, and the reward is 0."""
     verifiers: int = Field(1, ge=1)
