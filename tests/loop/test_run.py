@@ -177,7 +177,9 @@ def forget_after(run_dir: Path, step: int) -> None:
     [
         ["quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"],
         ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
-        ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"],
+        pytest.param(
+            ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"], marks=pytest.mark.slow
+        ),
     ],
     ids=["torch", "deepspeed", "ppo"],
 )
