@@ -1,4 +1,4 @@
-"""A real pretrained model, from command to curve: python benchmarks/smollm2.py (about 10 minutes on 2 cores).
+"""A real pretrained model, from command to curve: python benchmarks/smollm2.py (20 minutes on 2 shared cores).
 
 Runs jobs/configs/smollm2_135m.yaml as its own job and leaves a table, the figures and the curve under
 benchmarks/results/smollm2_135m.*. `--run FOLDER` takes a finished run instead. `make smollm2` installs the weights.
