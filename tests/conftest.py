@@ -1,7 +1,6 @@
 """Shared by all tests: few threads, private caches, a tiny policy made once."""
 
 import os
-import socket
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -64,10 +63,3 @@ def requests_for(tokenizer, count: int, samples: int, **sampling) -> list[Reques
         for p, problem in enumerate(SUMS[:count])
         for g in range(samples)
     ]
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]

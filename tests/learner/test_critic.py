@@ -1,12 +1,9 @@
 """PPO's learner: credit per token, the same from one rank or two, and nothing breaks where samples are missing."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from torch import distributed
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.batching import plan, to_tensors
@@ -14,6 +11,7 @@ from qurl_ray.learner.critic import Credit
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.load import load_model
 from tests.learner.test_torch_backend import SETTINGS, groups
+from tests.ranks import run_ranks
 
 CREDIT = Credit(lr=1e-2, gamma=1.0, lam=1.0, value_clip=None)
 
@@ -77,10 +75,7 @@ def test_a_step_without_samples_changes_nothing(tiny_spec):
     assert torch.equal(flat(trained), before)
 
 
-def _rank(rank: int, ranks: int, spec, port: int, out: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def _rank(rank: int, ranks: int, spec, out: str) -> None:
     for backend in ("torch", "deepspeed"):
         trained = learner(spec, backend=backend)
         trained.learn(plan(samples(), updates=3, ranks=ranks, token_budget=30, seed=3)[rank])
@@ -88,17 +83,16 @@ def _rank(rank: int, ranks: int, spec, port: int, out: str) -> None:
         # One answer per update: the second rank has none in the whole step.
         trained.learn(plan(samples(2), updates=2, ranks=ranks, token_budget=100, seed=3)[rank])
         torch.save(flat(trained), f"{out}/{backend}.few.{rank}.pt")
-    distributed.destroy_process_group()
 
 
-def test_two_ranks_make_the_updates_of_one(tiny_spec, tmp_path, free_port):
+def test_two_ranks_make_the_updates_of_one(tiny_spec, tmp_path):
     alone = learner(tiny_spec)
     start = flat(alone)
     alone.learn(plan(samples(), updates=3, ranks=1, token_budget=30, seed=3)[0])
     after = flat(alone)
     alone.learn(plan(samples(2), updates=2, ranks=1, token_budget=100, seed=3)[0])
     few = flat(alone)
-    mp.spawn(_rank, (2, tiny_spec, free_port, str(tmp_path)), nprocs=2)
+    run_ranks(2, _rank, tiny_spec, str(tmp_path))
     for backend in ("torch", "deepspeed"):
         for name, expected in (("", after), (".few", few)):
             first, second = (torch.load(tmp_path / f"{backend}{name}.{rank}.pt") for rank in range(2))

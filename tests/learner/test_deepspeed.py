@@ -1,15 +1,11 @@
 """DeepSpeed against the torch learner: the same updates from shards, and states that come back."""
 
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
-from torch import distributed
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.batching import MiniBatch, plan, to_tensors
@@ -17,6 +13,7 @@ from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.logprobs import token_logprobs
 from tests.learner.test_torch_backend import SETTINGS, groups, parameters_after, start
+from tests.ranks import run_ranks
 
 CONFIGS = {
     "zero 0": {"zero_stage": 0},
@@ -46,14 +43,7 @@ def shares(rank: int, ranks: int) -> list[MiniBatch]:
     return plan(groups(count=11), updates=UPDATES, ranks=ranks, token_budget=60, seed=3)[rank]
 
 
-def join(rank: int, ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)  # as Ray Train sets it
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-
-
-def train_all(rank: int, ranks: int, spec, port: int, out: str) -> None:
-    join(rank, ranks, port)
+def train_all(rank: int, ranks: int, spec, out: str) -> None:
     for name, config in CONFIGS.items():
         trained = learner(spec, **config)
         batches = shares(rank, ranks)
@@ -71,15 +61,13 @@ def train_all(rank: int, ranks: int, spec, port: int, out: str) -> None:
             trained.offload()
             trained.reload()
         torch.save((flat(trained), result.sums["tokens"], result.grad_norm), f"{out}/{name}.{rank}.pt")
-    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_spec, tmp_path_factory):
     """Folder of what two ranks made in each configuration."""
     out = tmp_path_factory.mktemp("trained")
-    port = _free_port()
-    mp.spawn(train_all, (2, tiny_spec, port, str(out)), nprocs=2)
+    run_ranks(2, train_all, tiny_spec, str(out))
     return out
 
 
@@ -95,8 +83,7 @@ def test_two_ranks_make_the_updates_of_one_torch_rank(tiny_spec, trained, name):
     assert (first - alone).norm() <= 1e-5 * (alone - start(tiny_spec)).norm()
 
 
-def interrupt(rank: int, ranks: int, spec, port: int, out: str) -> None:
-    join(rank, ranks, port)
+def interrupt(rank: int, ranks: int, spec, out: str) -> None:
     for stage in (0, 2, 3):
         folder = Path(out) / str(stage)
         folder.mkdir(exist_ok=True)
@@ -123,17 +110,10 @@ def interrupt(rank: int, ranks: int, spec, port: int, out: str) -> None:
         assert torch.equal(flat(resumed), before)
         assert resumed.learn([second]).skipped_updates == 0
         assert not torch.equal(flat(resumed), before)
-    distributed.destroy_process_group()
 
 
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(tiny_spec, tmp_path, free_port):
-    mp.spawn(interrupt, (2, tiny_spec, free_port, str(tmp_path)), nprocs=2)
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(tiny_spec, tmp_path):
+    run_ranks(2, interrupt, tiny_spec, str(tmp_path))
 
 
 def test_watched_samples_come_back_with_their_proximal_logprobs(tiny_spec):

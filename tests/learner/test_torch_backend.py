@@ -5,8 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
-from torch import distributed
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.batching import plan, to_tensors
@@ -15,6 +13,7 @@ from qurl_ray.policy.load import load_model
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.types import Trajectory
+from tests.ranks import run_ranks
 
 SETTINGS = ObjectiveSettings(
     correction="acr", is_cap=2.0, clip_low=0.2, clip_high=0.28, dual_clip=None, loss_mean="token"
@@ -65,15 +64,12 @@ def test_micro_batches_change_nothing(tiny_spec):
     assert (whole - split).norm() <= 1e-3 * moved
 
 
-def _rank(rank: int, ranks: int, spec, port: int, out: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def _rank(rank: int, ranks: int, spec, out: str) -> None:
     torch.save(parameters_after(spec, ranks=ranks, rank=rank, token_budget=60), f"{out}/{rank}.pt")
-    distributed.destroy_process_group()
 
 
-def test_two_ranks_make_the_update_of_one(tiny_spec, tmp_path, free_port):
-    mp.spawn(_rank, (2, tiny_spec, free_port, str(tmp_path)), nprocs=2)
+def test_two_ranks_make_the_update_of_one(tiny_spec, tmp_path):
+    run_ranks(2, _rank, tiny_spec, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
     alone = parameters_after(tiny_spec)
