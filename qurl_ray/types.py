@@ -107,6 +107,8 @@ class Trajectory:
     """The verifier's reward plus any length penalty."""
     advantage: float
     version: int
+    group: int = 0
+    """Samples of one prompt have the same, unique within the step."""
     watched: bool = False
     """The learner reports its own log-probs of this answer, to be looked at."""
 

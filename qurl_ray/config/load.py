@@ -9,7 +9,8 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from qurl_ray.config.models import DEFAULT_TYPES, RunConfig
+from qurl_ray.config.models import RunConfig
+from qurl_ray.config.section import DEFAULT_TYPES
 from qurl_ray.errors import ConfigError
 
 _NOT_SUPPORTED = {
@@ -19,7 +20,7 @@ _NOT_SUPPORTED = {
     "multi_turn": "multi-turn rollouts are not supported: a prompt is answered once",
     "tools": "tools are not supported: a prompt is answered once",
     "images": "images are not supported: prompts are text",
-    "kl_coef": "a KL penalty against a reference policy is not supported yet",
+    "normalize_by_std": "normalize_by_std is now algorithm.advantage: grpo divides by the deviation, dr_grpo does not",
 }
 """Keys that users of other frameworks look for."""
 

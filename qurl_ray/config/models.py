@@ -8,33 +8,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
+from qurl_ray.config.section import Section, Share, with_default_types
+
 Format = Literal["none", "int8", "fp8", "int4"]
-
-
-DEFAULT_TYPES = {"model": "tiny", "task": "arithmetic", "algorithm": "dapo", "correction": "acr"}
-"""What a section is when it does not say."""
-
-
-def _with_default_types(settings: Any) -> Any:
-    """Let `task: {max_operand: 9}` mean the default type of task."""
-    if not isinstance(settings, dict):
-        return settings
-    filled = dict(settings)
-    for key, default in DEFAULT_TYPES.items():
-        if isinstance(filled.get(key), dict):
-            filled[key] = {"type": default, **filled[key]}
-    return filled
-
-
-class Section(BaseModel):
-    """A group of settings."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
 
 
 # --- model ---------------------------------------------------------------------------------------
@@ -209,102 +188,6 @@ class QuantizationConfig(Section):
         return keep
 
 
-# --- algorithm -----------------------------------------------------------------------------------
-
-
-class ACR(Section):
-    """QuRL's adaptive clipping range: truncated weights, and an upper clip bound that grows with rho/C."""
-
-    type: Literal["acr"] = "acr"
-    is_cap: float = Field(2.0, ge=1)
-    """C: importance weights proximal/behavior above this are truncated."""
-
-
-class TIS(Section):
-    """Truncated importance sampling (FlashRL)."""
-
-    type: Literal["tis"] = "tis"
-    is_cap: float = Field(2.0, ge=1)
-    """C: importance weights proximal/behavior above this are truncated."""
-
-
-class Ignore(Section):
-    """No correction: the mismatch between engine and learner is left alone."""
-
-    type: Literal["ignore"] = "ignore"
-
-
-Correction = Annotated[ACR | TIS | Ignore, Field(discriminator="type")]
-
-
-class Algorithm(Section):
-    correction: Correction = ACR()
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound c of -c*A for negative advantages; absent is unbounded, as published."""
-    updates_per_rollout: int = Field(4, ge=1)
-    """Mini-batch updates made from the rollouts of one step. With 1, ACR equals TIS."""
-    normalize_by_std: bool = True
-    """Divide group-centred rewards by the group's standard deviation; False is Dr. GRPO."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_types(cls, settings: Any) -> Any:
-        return _with_default_types(settings)
-
-
-class DAPO(Algorithm):
-    """DAPO: clip-higher, dynamic sampling, token mean over the global batch, soft overlong penalty."""
-
-    type: Literal["dapo"] = "dapo"
-    clip_high: float = Field(0.28, gt=0)
-    loss_mean: Literal["token", "sequence"] = "token"
-    dynamic_sampling: bool = True
-    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
-    max_refill_rounds: int = Field(10, ge=1)
-    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
-
-
-class GRPO(Algorithm):
-    """GRPO: symmetric clip, mean per sequence, every group kept."""
-
-    type: Literal["grpo"] = "grpo"
-    loss_mean: Literal["token", "sequence"] = "sequence"
-    dynamic_sampling: bool = False
-    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
-    max_refill_rounds: int = Field(10, ge=1)
-    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
-
-
-class PPO(Algorithm):
-    """PPO with a value model: advantages per token, so that one sample per prompt is enough."""
-
-    type: Literal["ppo"] = "ppo"
-    loss_mean: Literal["token", "sequence"] = "token"
-    dynamic_sampling: Literal[False] = False
-    """Not for PPO: there are no groups to compare."""
-    max_refill_rounds: Literal[1] = 1
-    """See dynamic_sampling."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
-    gae_lambda: float = Field(1.0, ge=0, le=1)
-    """Of generalised advantage estimation; 1 is the return minus the value."""
-    critic_lr: float = Field(1e-5, gt=0)
-    """Learning rate of the value model, which begins as a copy of the policy with a head of zeros. It warms up and
-    falls as `learner.lr` does."""
-    value_clip: float | None = Field(0.5, gt=0)
-    """How far a value may move from that before the step; absent is unbounded."""
-
-
-AlgorithmConfig = Annotated[DAPO | GRPO | PPO, Field(discriminator="type")]
-
 # --- learner, sync, tracking, evaluation ---------------------------------------------------------
 
 
@@ -431,7 +314,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return _with_default_types(settings)
+        return with_default_types(settings)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":
@@ -453,25 +336,3 @@ class RunConfig(Section):
                 "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
             )
         return self
-
-    def no_effect(self) -> list[str]:
-        """Settings that this combination makes idle, one sentence each; a run announces them at its start."""
-        found = []
-        correction = self.algorithm.correction.type
-        if correction == "acr" and self.algorithm.updates_per_rollout == 1:
-            found.append("ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1")
-        if correction != "ignore" and self.rollout.quantization == "none":
-            found.append(f"{correction} has almost nothing to correct with full-precision rollouts")
-        if self.algorithm.type == "ppo" and not self.algorithm.normalize_by_std:
-            found.append("algorithm.normalize_by_std is of groups: PPO's advantages are whitened over all tokens")
-        if self.learner.offload_while_waiting and self.learner.device == "cpu":
-            found.append("learner.offload_while_waiting frees a GPU's memory; on the CPU it only costs time")
-        if self.learner.backend == "torch" and self.learner.zero_stage != 2:
-            found.append("learner.zero_stage is DeepSpeed's; learner.backend=torch shards nothing")
-        if self.learner.backend == "deepspeed" and self.learner.zero_stage == 0 and self.learner.offload_while_waiting:
-            found.append("learner.offload_while_waiting does nothing with learner.zero_stage=0")
-        if self.rollout.top_p < 1 or self.rollout.top_k:
-            found.append(
-                "top_p/top_k truncate the engine's distribution but not the learner's: importance weights carry the gap"
-            )
-        return found

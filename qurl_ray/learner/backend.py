@@ -17,8 +17,8 @@ class Backend(Protocol):
     lockstep: bool
     """Whether each pass is a collective, so that a rank without samples must make it too."""
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """The module's output."""
+    def __call__(self, batch: Any) -> Any:
+        """The module's output: a tensor, or a tuple of them."""
         ...
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -59,6 +59,14 @@ def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.AdamW:
 def world() -> tuple[int, int]:
     """(rank, ranks) of the process group; (0, 1) without one."""
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def add_over_ranks(total: torch.Tensor, device: str) -> torch.Tensor:
+    """The sum over all ranks, on the CPU. Collective."""
+    if world()[1] > 1:
+        total = total.to(device)  # nccl adds up nothing on the CPU
+        distributed.all_reduce(total)
+    return total.cpu()
 
 
 def save_random_state(folder: Path) -> None:

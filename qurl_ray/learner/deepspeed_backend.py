@@ -55,7 +55,7 @@ class DeepSpeedBackend:
             model=module, optimizer=optimizer, config=zero_settings(config), dist_init_required=False
         )
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any) -> Any:
         return self._engine(batch)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:

@@ -7,6 +7,7 @@ have different numbers of tokens, and micro-batches any size.
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,16 @@ import torch
 from transformers import PreTrainedModel
 
 from qurl_ray.config.models import LearnerConfig
-from qurl_ray.learner.backend import Backend, load_random_state, save_random_state, world
-from qurl_ray.learner.batching import MiniBatch, Tensors, to_tensors
+from qurl_ray.learner.backend import Backend, add_over_ranks, load_random_state, save_random_state, world
+from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
+from qurl_ray.learner.passes import Pass, Penalty, compare_again, correction_strength
 from qurl_ray.learner.protocol import StepResult
-from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer
-from qurl_ray.rl.objective import ObjectiveSettings, objective
-from qurl_ray.rl.reduce import merge
+from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
+from qurl_ray.rl.calibration import calibrated, clip_histogram
+from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective, per_token
+from qurl_ray.rl.ratios import log_ratio
+from qurl_ray.rl.reduce import as_floats, merge
 from qurl_ray.types import Trajectory
 
 _SENTINEL = Trajectory(
@@ -41,6 +45,9 @@ class PolicyLearner:
     Args:
         policy: runs a learner.scorer.Scorer.
         critic: gives credit per token; without one a sample's advantage is that of all its tokens.
+        reference: scores the policy that the KL penalty holds on to.
+        penalty: takes that KL from rewards; without it, it is part of the loss.
+        calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 is never.
         total_updates: at which the learning rate has fallen to its final share.
     """
 
@@ -52,33 +59,43 @@ class PolicyLearner:
         *,
         total_updates: int,
         critic: Critic | None = None,
+        reference: Scorer | None = None,
+        penalty: Penalty | None = None,
+        calibrate_every: int = 0,
     ) -> None:
         self._policy, self._config, self._settings = policy, config, settings
-        self._critic = critic
+        self._critic, self._reference, self._penalty = critic, reference, penalty
+        self._calibrate_every, self._bounds = calibrate_every, (settings.clip_low, settings.clip_high)
+        correction = settings.correction
+        self._adaptive = correction.ess_floor is not None and not correction.metrics_only
+        shared_critic = critic is not None and critic.backend is None
+        self._measure_all = bool(penalty or self._adaptive or shared_critic)
         self._total_updates = total_updates
-        self._updates = 0
+        self._updates = self._steps = 0
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._policy.named_parameters():
-            yield name.removeprefix(MODEL_PREFIX), parameter
+            if name.startswith(MODEL_PREFIX):  # a value head stays here
+                yield name.removeprefix(MODEL_PREFIX), parameter
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         started = time.perf_counter()
-        proximal: dict[str, np.ndarray] = {}
-        # The first update's proximal log-probs are its own, detached; the others' are taken before anything moves.
-        prox = [self._prox(mini_batch) if index else None for index, mini_batch in enumerate(mini_batches)]
-        if self._critic:
-            self._critic.estimate([[self._tensors(samples) for samples in self._passes(m)] for m in mini_batches])
+        passes = [[self._make_pass(samples) for samples in self._shares(m)] for m in mini_batches]
+        strength = self._before_the_first_update(passes)
         between = time.perf_counter()
+        calibration = _Calibration(self._settings) if self._calibration_is_due() else None
         sums, norms, lr = [], [], 0.0
-        for index, mini_batch in enumerate(mini_batches):
-            sums.append(self._accumulate(index, mini_batch, prox[index], proximal))
+        for mini_batch, chosen in zip(mini_batches, passes, strict=True):
+            sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
             share = schedule(self._config, self._updates, self._total_updates)
             lr = self._config.lr * share
             norms.append(self._policy.step(lr))
             self._updates += norms[-1] is not None
-            if self._critic:
-                sums.append(self._critic.update(index, mini_batch.denominators.tokens, share))
+            if self._critic and self._critic.backend:
+                sums.append(self._critic.update(chosen, mini_batch.denominators.tokens, share))
+        if calibration:
+            self._bounds = calibration.bounds(self._config.device)
+        self._steps += 1
         finite = [norm for norm in norms if norm is not None]
         return StepResult(
             sums=merge(sums),
@@ -86,74 +103,150 @@ class PolicyLearner:
             grad_norm=finite[-1] if finite else float("nan"),
             lr=lr,
             skipped_updates=len(norms) - len(finite),
-            proximal=proximal,
+            proximal=_watched(passes),
         )
 
-    def _passes(self, mini_batch: MiniBatch) -> list[list[Trajectory]]:
+    def _shares(self, mini_batch: MiniBatch) -> list[list[Trajectory]]:
         if self._policy.lockstep:
             return [samples or [_SENTINEL] for samples in mini_batch.micro_batches]
         return [samples for samples in mini_batch.micro_batches if samples]
 
-    @torch.no_grad()
-    def _prox(self, mini_batch: MiniBatch) -> list[torch.Tensor]:
-        return [self._policy(self._tensors(samples)) for samples in self._passes(mini_batch)]
+    def _make_pass(self, samples: Sequence[Trajectory]) -> Pass:
+        batch = to_tensors(samples).to(self._config.device)
+        return Pass(samples=samples, batch=batch, advantages=batch.advantages_B)
 
-    def _tensors(self, samples: Sequence[Trajectory]) -> Tensors:
-        return to_tensors(samples).to(self._config.device)
+    @torch.no_grad()
+    def _before_the_first_update(self, passes: Sequence[Sequence[Pass]]) -> float:
+        """Measure what must be known before anything moves, and assign credit. Returns the correction's strength."""
+        everything = [one for chosen in passes for one in chosen]
+        for index, chosen in enumerate(passes):
+            for one in chosen:
+                if index or self._measure_all:
+                    one.prox_BT, _, one.values_BT = self._policy(one.batch)
+                if self._reference:
+                    one.reference_BT = Scores(*self._reference(one.batch)).logprobs_BT
+        if self._critic:
+            self._critic.estimate(everything, self._penalty)
+        elif self._penalty:
+            compare_again(everything, self._penalty)
+        if not self._adaptive:
+            return 1.0
+        return correction_strength(everything, self._settings.correction, self._config.device)
 
     def _accumulate(
-        self, number: int, mini_batch: MiniBatch, prox: list[torch.Tensor] | None, proximal: dict[str, np.ndarray]
+        self,
+        passes: Sequence[Pass],
+        denominators: Denominators,
+        strength: float,
+        calibration: "_Calibration | None",
     ) -> dict[str, float]:
-        """Gradients of a whole mini-batch. Returns metric sums; adds the watched samples' log-probs to `proximal`."""
-        passes, found = self._passes(mini_batch), []
-        for index, samples in enumerate(passes):
-            batch = self._tensors(samples)
-            logprobs = self._policy(batch)
-            before = logprobs.detach() if prox is None else prox[index]
+        """Gradients of a whole mini-batch. Returns metric sums."""
+        low, high = self._bounds
+        settings, found = replace(self._settings, clip_low=low, clip_high=high), []
+        for index, one in enumerate(passes):
+            scores = Scores(*self._policy(one.batch))
+            if one.prox_BT is None:
+                one.prox_BT = scores.logprobs_BT.detach()
             loss, sums = objective(
-                logprobs,
-                before,
-                batch.behavior_BT,
-                self._critic.advantages(number, index) if self._critic else batch.advantages_B,
-                batch.mask_BT,
-                mini_batch.denominators,
-                self._settings,
+                scores.logprobs_BT,
+                one.prox_BT,
+                one.batch.behavior_BT,
+                one.advantages,
+                one.batch.mask_BT,
+                denominators,
+                settings,
+                reference_BT=one.reference_BT,
+                entropy_BT=scores.entropy_BT,
+                strength=strength,
             )
+            sums["loss"] = loss
+            if scores.values_BT is not None:
+                value_loss, value_sums = self._critic.loss(one, scores.values_BT, denominators.tokens)
+                sums |= value_sums | {"value_loss": value_loss}
+                loss = loss + self._critic.coef * value_loss
             self._policy.backward(loss, last=index + 1 == len(passes))
-            found.append({name: float(value) for name, value in sums.items()} | {"loss": float(loss.detach())})
-            for row, sample in enumerate(samples):
-                if sample.watched:
-                    proximal[sample.uid] = before[row, len(sample.prompt_ids) : sample.length].float().cpu().numpy()
+            if calibration:
+                calibration.add(scores.logprobs_BT, one)
+            found.append(as_floats(sums) | self._step_wide(strength))
         return merge(found)
+
+    def _step_wide(self, strength: float) -> dict[str, float]:
+        """Figures that are one for the whole step, as maxima of equals."""
+        figures = {"max_strength": strength} if self._adaptive else {}
+        if self._calibrate_every:
+            figures |= {"max_clip_low": self._bounds[0], "max_clip_high": self._bounds[1]}
+        return figures
+
+    def _calibration_is_due(self) -> bool:
+        return self._calibrate_every > 0 and self._steps % self._calibrate_every == 0
 
     # --- state ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         save_random_state(folder)
         if world()[0] == 0:
-            (folder / "schedule.json").write_text(json.dumps({"updates": self._updates}))
+            state = {"updates": self._updates, "steps": self._steps, "bounds": self._bounds}
+            (folder / "schedule.json").write_text(json.dumps(state))
         (folder / "policy").mkdir(exist_ok=True)
         self._policy.save(folder / "policy")
-        if self._critic:
+        if self._critic and self._critic.backend:
             (folder / "critic").mkdir(exist_ok=True)
             self._critic.backend.save(folder / "critic")
 
     def load(self, folder: Path) -> None:
         load_random_state(folder)
-        self._updates = json.loads((folder / "schedule.json").read_text())["updates"]
+        state = json.loads((folder / "schedule.json").read_text())
+        self._updates, self._steps, self._bounds = state["updates"], state["steps"], tuple(state["bounds"])
         self._policy.load(folder / "policy")
-        if self._critic:
+        if self._critic and self._critic.backend:
             self._critic.backend.load(folder / "critic")
 
     def offload(self) -> None:
         self._policy.offload()
-        if self._critic:
+        if self._reference:
+            self._reference.cpu()
+        if self._critic and self._critic.backend:
             self._critic.backend.offload()
 
     def reload(self) -> None:
         self._policy.reload()
-        if self._critic:
+        if self._reference:
+            self._reference.to(self._config.device)
+        if self._critic and self._critic.backend:
             self._critic.backend.reload()
+
+
+class _Calibration:
+    """Histograms of a step's ratios, noisy and exact."""
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        self._nominal = settings.clip_low, settings.clip_high
+        self._found = torch.zeros(())
+
+    @torch.no_grad()
+    def add(self, logprobs_BT: torch.Tensor, one: Pass) -> None:
+        adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
+        self._found = self._found + torch.stack(
+            [
+                clip_histogram(log_ratio(logprobs_BT, old_BT, mask_BT), adv_BT, mask_BT)
+                for old_BT in (one.batch.behavior_BT, one.prox_BT)
+            ]
+        )
+
+    def bounds(self, device: str) -> tuple[float, float]:
+        noisy, exact = add_over_ranks(self._found, device)
+        return calibrated(noisy, exact, *self._nominal)
+
+
+def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
+    """Proximal log-probs of the watched samples' answers, by uid."""
+    return {
+        sample.uid: one.prox_BT[row, len(sample.prompt_ids) : sample.length].float().cpu().numpy()
+        for chosen in passes
+        for one in chosen
+        for row, sample in enumerate(one.samples)
+        if sample.watched
+    }
 
 
 def schedule(config: LearnerConfig, updates: int, total_updates: int) -> float:
@@ -172,6 +265,9 @@ def make_learner(
     total_updates: int,
     credit: Credit | None = None,
     value_body: PreTrainedModel | None = None,
+    reference: PreTrainedModel | None = None,
+    penalty: Penalty | None = None,
+    calibrate_every: int = 0,
 ) -> PolicyLearner:
     """A learner of `model` on the configured backend; every rank of the process group calls this.
 
@@ -179,14 +275,32 @@ def make_learner(
         model: float32, the same on every rank.
         temperature: of the rollouts; the learner's log-probs are taken at the same.
         credit: with it, a value model gives credit per token.
-        value_body: what the value model begins as; it is taken over.
+        value_body: what a separate value model begins as; it is taken over. Without it, the policy gets a value head.
+        reference: the policy of the KL penalty, taken over; every rank holds all of it.
     """
     critic = None
     if credit:
-        critic = Critic(make_backend(ValueModel(value_body, config), config), credit, device=config.device)
-    scorer = Scorer(model, config, temperature=temperature)
-    policy = make_backend(scorer, config)
-    return PolicyLearner(policy, config, settings, total_updates=total_updates, critic=critic)
+        separate = make_backend(ValueModel(value_body, config), config) if value_body else None
+        critic = Critic(separate, credit, device=config.device)
+    if reference:
+        reference = Scorer(reference.requires_grad_(False), config, temperature=temperature)
+    scorer = Scorer(
+        model,
+        config,
+        temperature=temperature,
+        entropy_gradient=settings.entropy_coef > 0,
+        with_values=credit is not None and value_body is None,
+    )
+    return PolicyLearner(
+        make_backend(scorer, config),
+        config,
+        settings,
+        total_updates=total_updates,
+        critic=critic,
+        reference=reference,
+        penalty=penalty,
+        calibrate_every=calibrate_every,
+    )
 
 
 def make_backend(module: torch.nn.Module, config: LearnerConfig) -> Backend:

@@ -1,5 +1,7 @@
 """The policy as the learner runs it: one module, so that a backend can wrap it."""
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -7,36 +9,68 @@ from transformers import PreTrainedModel
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.policy.attention import VARLEN
-from qurl_ray.policy.logprobs import enable_checkpointing, token_logprobs
+from qurl_ray.policy.logprobs import answer_states, enable_checkpointing, scatter, score_states
 
 MODEL_PREFIX = "policy."
 """Of the model's parameter names inside a Scorer."""
 
 
+class Scores(NamedTuple):
+    """What a Scorer finds, all float32 [B, T] and 0 where the batch's mask is."""
+
+    logprobs_BT: torch.Tensor
+    entropy_BT: torch.Tensor | None
+    """In nats; None without gradients."""
+    values_BT: torch.Tensor | None
+    """Of the state before each token; None without a value head."""
+
+
 class Scorer(nn.Module):
-    """Samples in, log-probs of their answers out.
+    """Samples in, a tuple of the fields of Scores out.
 
     Args:
         model: float32; moved to `config.device`.
         temperature: of the rollouts; log-probs are taken at the same.
+        entropy_gradient: the entropies are part of a loss.
+        with_values: add a value head that reads the model's final states.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig, *, temperature: float) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        *,
+        temperature: float,
+        entropy_gradient: bool = False,
+        with_values: bool = False,
+    ) -> None:
         super().__init__()
         self.policy = on_device(model, config)
+        self.value_head = value_head(model, config) if with_values else None
         self._temperature, self._packing = temperature, config.packing
+        self._entropy = "gradient" if entropy_gradient else "value"
         self._autocast, self._device = config.compute == "bfloat16", config.device
 
-    def forward(self, batch: Tensors) -> torch.Tensor:
-        """float32 [B, T], 0 where the batch's mask is."""
+    def forward(self, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        mask_BT = batch.mask_BT
+        entropy = self._entropy if torch.is_grad_enabled() else "none"
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
-            return token_logprobs(
-                self.policy,
-                batch.token_ids_BT,
-                batch.mask_BT,
-                self._temperature,
-                lengths_B=batch.lengths_B if self._packing else None,
-            )
+            lengths_B = batch.lengths_B if self._packing else None
+            states_Nd = answer_states(self.policy, batch.token_ids_BT, mask_BT, lengths_B)
+            ids_N = batch.token_ids_BT[mask_BT]
+            logprobs_N, entropy_N = score_states(self.policy, states_Nd, ids_N, self._temperature, entropy=entropy)
+        return (
+            scatter(logprobs_N, mask_BT),
+            None if entropy_N is None else scatter(entropy_N, mask_BT),
+            None if self.value_head is None else scatter(self.value_head(states_Nd.float())[:, 0], mask_BT),
+        )
+
+
+def value_head(model: PreTrainedModel, config: LearnerConfig) -> nn.Linear:
+    """One number per state; zeros at first, so that no advantage begins with noise."""
+    head = nn.Linear(model.config.hidden_size, 1, bias=False, device=config.device)
+    nn.init.zeros_(head.weight)
+    return head
 
 
 def on_device(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:

@@ -31,7 +31,7 @@ class TorchBackend:
             for parameter in module.parameters():
                 distributed.broadcast(parameter.data, src=0)
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any) -> Any:
         return self._module(batch)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:

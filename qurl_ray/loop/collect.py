@@ -9,7 +9,7 @@ come, first served would favour short answers.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ray.actor import ActorHandle
@@ -24,7 +24,8 @@ from qurl_ray.data.tasks import Task
 from qurl_ray.errors import DeadlineExceeded, QurlError
 from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rewards.judge import failure
-from qurl_ray.rl.advantages import all_equal, group_relative, overlong_penalty
+from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty
+from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 
@@ -42,6 +43,7 @@ class Collected:
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
+    garbage: int = 0
     uniform_groups: int = 0
     all_groups: int = 0
     failed: dict[str, int] = field(default_factory=dict)
@@ -99,8 +101,21 @@ class Collector:
             await self._round(step, version, self._cursor.take(ask), collected)
             if algorithm.dynamic_sampling:
                 self._survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
-        collected.groups = collected.groups[:wanted]
+        collected.groups = self._compared(collected.groups[:wanted])
         return collected
+
+    def _compared(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        """With advantages; where a value model gives credit, that is the learner's work."""
+        kind = self._config.algorithm.advantage
+        if kind == "gae" or not groups:
+            return groups
+        rewards_PG = np.array([[s.reward for s in group] for group in groups])
+        lengths_PG = np.array([[len(s.token_ids) for s in group] for group in groups])
+        found_PG = advantages(rewards_PG, kind, lengths_PG)
+        return [
+            [replace(s, advantage=float(value)) for s, value in zip(group, found_G, strict=True)]
+            for group, found_G in zip(groups, found_PG, strict=True)
+        ]
 
     async def _round(self, step: int, version: int, problems: list[Problem], collected: Collected) -> None:
         config = self._config
@@ -133,17 +148,13 @@ class Collector:
         watched: set[int],
         collected: Collected,
     ) -> None:
-        """Advantages per group; drop groups with a failed reward, and uniform ones if the algorithm says so."""
+        """Drop groups with a failed reward, and uniform ones if the algorithm says so."""
         algorithm, rollout = self._config.algorithm, self._config.rollout
         G = rollout.samples_per_prompt
         lengths = np.array([len(c.token_ids) for c in completions])
         penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
         judged_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
         rewards_PG = judged_PG + penalty.reshape(-1, G)
-        if algorithm.type == "ppo":  # the learner's value model gives credit, to each token
-            advantages_PG = np.zeros_like(rewards_PG)
-        else:
-            advantages_PG = group_relative(rewards_PG, divide_by_std=algorithm.normalize_by_std)
         # By the verdicts alone, as DAPO has it: a length penalty does not make a group of wrong answers instructive.
         uniform_P = all_equal(judged_PG)
         failed_P = np.array([v.status != "ok" for v in verdicts]).reshape(-1, G).any(axis=1)
@@ -154,6 +165,7 @@ class Collector:
         collected.tokens += int(lengths.sum())
         collected.rewards += [v.reward for v in verdicts]
         collected.lengths += lengths.tolist()
+        collected.garbage += sum(garbage_tokens(c.token_ids) for c in completions)
         collected.truncated += sum(c.finish == "length" for c in completions)
         collected.all_groups += len(rewards_PG)
         collected.uniform_groups += int(uniform_P.sum())
@@ -166,8 +178,9 @@ class Collector:
                         token_ids=completions[i].token_ids,
                         logprobs=completions[i].logprobs,
                         reward=float(rewards_PG[p, i - p * G]),
-                        advantage=float(advantages_PG[p, i - p * G]),
+                        advantage=0.0,
                         version=completions[i].version,
+                        group=len(collected.groups),
                         watched=i in watched,
                     )
                     for i in range(p * G, (p + 1) * G)

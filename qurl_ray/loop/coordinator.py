@@ -24,7 +24,9 @@ from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected, Collector
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.quant.formats import get_format
-from qurl_ray.rl.reduce import merge, mismatch_metrics, value_metrics
+from qurl_ray.rl.diagnostics import policy_metrics
+from qurl_ray.rl.reduce import merge
+from qurl_ray.rl.value import value_metrics
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.publish import assemble
 from qurl_ray.types import Event, PolicySpec, TensorRecord
@@ -217,6 +219,7 @@ class Coordinator:
             "rollout/tokens_per_second": collected.tokens / collected.rollout_seconds,
             "rollout/mean_length": float(np.mean(collected.lengths)),
             "rollout/truncated_share": collected.truncated / collected.samples,
+            "rollout/garbage_share": collected.garbage / collected.tokens,
             "rollout/uniform_groups": collected.uniform_groups / collected.all_groups,
             "rollout/rounds": collected.rounds,
             "sync/bytes": self._sync_bytes,
@@ -226,7 +229,7 @@ class Coordinator:
             "grad_norm": results[0].grad_norm,
             "skipped_updates": results[0].skipped_updates,
         }
-        values |= (mismatch_metrics(sums) | value_metrics(sums)) if sums else {}
+        values |= (policy_metrics(sums) | value_metrics(sums)) if sums else {}
         values |= {f"time/{name}": value for name, value in seconds.items()}
         if results[0].skipped_updates:
             self._warn(step, f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite")

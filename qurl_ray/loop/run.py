@@ -26,6 +26,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from qurl_ray.actors.fleet import Fleet, counts, start_fleet
 from qurl_ray.actors.verifier import spawn_verifiers
 from qurl_ray.config import RunConfig, resolve
+from qurl_ray.config.idle import idle_settings
 from qurl_ray.data.tasks import Task
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.loop.coordinator import Coordinator
@@ -79,7 +80,7 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
             _announce(place.notes, "info", tracker)
             prepared = prepare(config, task, _cold_start_progress(tracker))
             if not resume:  # else metrics.jsonl has them already
-                _announce(config.no_effect(), "warning", tracker)
+                _announce(idle_settings(config), "warning", tracker)
                 _announce(prepared.task.notes, "info", tracker)
             with _cluster(config):
                 summary = _train(config, prepared, place, RunSummary(config, events), tracker)

@@ -8,7 +8,6 @@ Ranks wait for the coordinator with a deadline of their own, never inside a coll
 """
 
 import json
-import math
 import os
 import shutil
 import time
@@ -26,21 +25,19 @@ from safetensors import SafetensorError
 from torch import distributed
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.models import PPO, AlgorithmConfig
 from qurl_ray.errors import CheckpointError, DeadlineExceeded, EngineError, QurlError
-from qurl_ray.learner.critic import Credit
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.checkpoint import Checkpoint, complete, partial_folder, prune
 from qurl_ray.loop.coordinator import Offer
 from qurl_ray.loop.deadlines import collection_deadline
+from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold, unfold
-from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import PolicySpec
 
@@ -60,9 +57,11 @@ def train_loop(context: dict[str, Any]) -> None:
     names = set()
     if rollouts != "none" or config.export.format(rollouts) != "none":
         names = quantized_parameters(model, config.quantization.keep)  # before a backend wraps it
-    value_body = load_model(context["spec"]) if config.algorithm.type == "ppo" else None  # never quantized: not folded
     if config.quantization.uaq_scale != 1:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
+    # Neither is ever quantized, so neither is folded.
+    value_body = load_model(context["spec"]) if needs_value_model(config.algorithm) else None
+    reference = load_model(context["spec"]) if config.algorithm.kl_coef else None
     learner = make_learner(
         model,
         config.learner,
@@ -71,6 +70,9 @@ def train_loop(context: dict[str, Any]) -> None:
         total_updates=config.steps * config.algorithm.updates_per_rollout,
         credit=credit(config.algorithm),
         value_body=value_body,
+        reference=reference,
+        penalty=penalty(config.algorithm),
+        calibrate_every=config.algorithm.calibrate_every,
     )
     coordinator = context["coordinator"]
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks)
@@ -266,28 +268,6 @@ def _writing(what: str, folder: Path) -> Iterator[None]:
 def _barrier() -> None:
     if distributed.is_initialized():
         distributed.barrier()
-
-
-def objective_settings(config: RunConfig) -> ObjectiveSettings:
-    """The values of the algorithm section that the objective needs."""
-    algorithm = config.algorithm
-    return ObjectiveSettings(
-        correction=algorithm.correction.type,
-        is_cap=math.inf if algorithm.correction.type == "ignore" else algorithm.correction.is_cap,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        loss_mean=algorithm.loss_mean,
-    )
-
-
-def credit(algorithm: AlgorithmConfig) -> Credit | None:
-    """What PPO's value model needs; None for algorithms that have none."""
-    if not isinstance(algorithm, PPO):
-        return None
-    return Credit(
-        lr=algorithm.critic_lr, gamma=algorithm.gamma, lam=algorithm.gae_lambda, value_clip=algorithm.value_clip
-    )
 
 
 def _evaluate(config: RunConfig, coordinator: ActorHandle, label: str, step: int) -> float:

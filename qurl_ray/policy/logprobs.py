@@ -5,6 +5,7 @@ are given, and a model's blocks can be computed a second time instead of kept. N
 """
 
 from functools import partial
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
@@ -58,10 +59,15 @@ def token_logprobs(
     Raises:
         ValueError: `mask_BT` is True on padding.
     """
-    hidden_Nd = answer_states(model, token_ids_BT, mask_BT, lengths_B)
-    targets_BT = mask_BT[:, 1:]
-    out_BT = torch.zeros(token_ids_BT.shape, dtype=torch.float32, device=token_ids_BT.device)
-    out_BT[:, 1:][targets_BT] = _taken(model, hidden_Nd, token_ids_BT[:, 1:][targets_BT], temperature)
+    states_Nd = answer_states(model, token_ids_BT, mask_BT, lengths_B)
+    logprobs_N, _ = score_states(model, states_Nd, token_ids_BT[mask_BT], temperature)
+    return scatter(logprobs_N, mask_BT)
+
+
+def scatter(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """float32 [B, T]: the values, row by row, where `mask_BT`; 0 elsewhere."""
+    out_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
+    out_BT[mask_BT] = values_N
     return out_BT
 
 
@@ -100,17 +106,42 @@ def _states_packed(
     return states_1Nd[0, before_BT[real_BT]]
 
 
-def _taken(model: PreTrainedModel, hidden_Nd: torch.Tensor, ids_N: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probs of `ids_N`, [N]; if logits are too many for one piece, each piece is computed again in backward."""
+def score_states(
+    model: PreTrainedModel,
+    states_Nd: torch.Tensor,
+    ids_N: torch.Tensor,
+    temperature: float,
+    *,
+    entropy: Literal["none", "value", "gradient"] = "none",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs of `ids_N` after the states, [N], and entropies of the distributions they are drawn from, in nats, [N].
+
+    If logits are too many for one piece, each piece is computed again in backward.
+
+    Args:
+        entropy: "none" gives None; a "value" costs one more pass over the logits, and has no gradient.
+    """
     rows = max(1, HEAD_BYTES // (4 * model.config.vocab_size))
-    score = partial(_score, model.get_output_embeddings(), temperature)
+    score = partial(_score, model.get_output_embeddings(), temperature, entropy)
     if len(ids_N) <= rows:
-        return score(hidden_Nd, ids_N)
+        return score(states_Nd, ids_N)
     if torch.is_grad_enabled():
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-    pieces = zip(hidden_Nd.split(rows), ids_N.split(rows), strict=True)
-    return torch.cat([score(hidden, ids) for hidden, ids in pieces])
+    pieces = zip(states_Nd.split(rows), ids_N.split(rows), strict=True)
+    logprobs, entropies = zip(*(score(states, ids) for states, ids in pieces), strict=True)
+    return torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies)
 
 
-def _score(head: torch.nn.Module, temperature: float, hidden_Nd: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
-    return log_softmax(head(hidden_Nd), temperature).gather(1, ids_N[:, None])[:, 0]
+def _score(
+    head: torch.nn.Module, temperature: float, entropy: str, states_Nd: torch.Tensor, ids_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logprobs_NV = log_softmax(head(states_Nd), temperature)
+    # The taken tokens last: where pieces are computed again for their gradient, a mere value is not.
+    entropy_N = None
+    if entropy == "gradient":
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)
+    taken_N = logprobs_NV.gather(1, ids_N[:, None])[:, 0]
+    if entropy == "value":
+        with torch.no_grad():
+            entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=1)
+    return taken_N, entropy_N

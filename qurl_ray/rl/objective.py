@@ -1,37 +1,53 @@
-"""The clipped policy objective and its corrections for rollouts drawn by another (quantized) policy.
+"""What is minimised: a clipped surrogate of the policy gradient, corrected for rollouts drawn by another policy.
 
 Policies: `behavior` b is the engine that drew the tokens, `prox` p the full-precision weights before the step, `theta`
-the weights being trained. rho = p/b is a constant; R = theta/p carries the gradient; C is the cap on rho.
+the weights being trained. rho = p/b is a constant; R = theta/p carries the gradient; A is the advantage. Per token,
 
-    ignore   min(R A, clip(R, 1-εl, 1+εh) A)
-    tis      min(rho, C) · min(R A, clip(R, 1-εl, 1+εh) A)                    FlashRL
-    acr      min(rho, C) · min(R A, clip(R, 1-εl, (1+εh)·max(1, rho/C)) A)    QuRL, https://arxiv.org/abs/2602.13953
+    ppo      w · min(R A, clip(R, 1-εl, (1+εh)·v) A)       https://arxiv.org/abs/1707.06347
+    gspo     the same of R = exp(mean_t log(theta/p))      one ratio per sequence, https://arxiv.org/abs/2507.18071
+    cispo    w · sg(clip(R, 1-εl, 1+εh)) · A · log theta   https://arxiv.org/abs/2506.13585
+
+εl < εh is DAPO's clip-higher. Dual clip bounds a surrogate from below, by c·A, where A < 0. With it, gspo is TBPO
+(https://arxiv.org/abs/2604.07853): of negative answers only those with a ratio in the band [1-εl, c] have a gradient.
+
+The weight w and the bound's widening v are those of rl.corrections:
+
+    ignore   w = 1               v = 1
+    tis      w = min(rho, C)     v = 1                     FlashRL
+    acr      w = min(rho, C)     v = max(1, rho/C)         QuRL, https://arxiv.org/abs/2602.13953
 
 ACR's upper bound is (1+εh)/r with r = b / max(b, p/C) = min(1, C/rho): where truncation has weakened a token's weight,
 its ratio may move further. Where rho <= C, for A < 0, and at R = 1, ACR and TIS are the same bit for bit.
+
+To that come, if asked for, + β · KL(theta‖reference) and - η · entropy, both averaged as the surrogate is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-MAX_LOG_RATIO = 20.0
-
-Sums = dict[str, torch.Tensor]
-"""Metrics on their way: sums over tokens, and maxima under keys that begin with "max_"."""
+from qurl_ray.rl.corrections import CorrectionSettings, correct
+from qurl_ray.rl.diagnostics import mismatch_sums, update_sums
+from qurl_ray.rl.ratios import Estimator, Sums, at_least_float32, kl_estimate, log_ratio, sequence_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSettings:
     """What the objective is, as values."""
 
-    correction: Literal["acr", "tis", "ignore"]
-    is_cap: float
+    form: Literal["ppo", "gspo", "cispo"] = "ppo"
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     clip_low: float
     clip_high: float
-    dual_clip: float | None
-    loss_mean: Literal["token", "sequence"]
+    dual_clip: float | None = None
+    """c: for A < 0 the surrogate is at least c·A, before its weight."""
+    loss_mean: Literal["token", "sequence", "fixed"] = "token"
+    fixed_length: int = 1
+    """Of loss_mean "fixed"."""
+    kl_coef: float = 0.0
+    kl_estimator: Estimator = "k3"
+    entropy_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +58,6 @@ class Denominators:
     sequences: int
 
 
-def log_ratio(numerator_BT: torch.Tensor, denominator_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """log(numerator/denominator) in float32 or better, bounded by ±20, and 0 where masked.
-
-    The mask comes before any exp: where(mask, f(nan), 0) is finite, but its gradient is 0 * nan.
-    """
-    ratio_BT = torch.where(mask_BT, _at_least_float32(numerator_BT) - _at_least_float32(denominator_BT), 0.0)
-    return ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
 def objective(
     logprobs_BT: torch.Tensor,
     prox_BT: torch.Tensor,
@@ -59,11 +66,16 @@ def objective(
     mask_BT: torch.Tensor,
     denominators: Denominators,
     settings: ObjectiveSettings,
+    *,
+    reference_BT: torch.Tensor | None = None,
+    entropy_BT: torch.Tensor | None = None,
+    strength: float = 1.0,
 ) -> tuple[torch.Tensor, Sums]:
     """The loss to minimise, summed over this micro-batch and divided by the global denominator, and metric sums.
 
-    token mean:     -sum_it f_it / tokens          (DAPO)
-    sequence mean:  -sum_i (sum_t f_it / |o_i|) / sequences   (GRPO)
+    token mean:     -sum_it f_it / tokens                          DAPO
+    sequence mean:  -sum_i (sum_t f_it / |o_i|) / sequences        GRPO
+    fixed:          -sum_it f_it / (sequences · fixed_length)      Dr. GRPO
 
     so the losses of micro-batches, and of ranks, add up to the loss of the whole batch.
 
@@ -71,63 +83,100 @@ def objective(
         logprobs_BT: log theta of the sampled tokens, with gradient; prox_BT and behavior_BT likewise for p and b.
         advantages: one per sequence, [B], or per token, [B, T].
         mask_BT: bool, True on sampled tokens. Masked positions may hold anything, nan included.
+        reference_BT: log-probs under the reference policy; needed for a KL loss.
+        entropy_BT: of theta's distribution at each token, in nats; with gradient where it is part of the loss.
+        strength: λ of rl.corrections.
     """
-    log_rho_BT = log_ratio(prox_BT.detach(), behavior_BT.detach(), mask_BT)
-    rho_BT = log_rho_BT.exp()
-    ratio_BT = log_ratio(logprobs_BT, prox_BT.detach(), mask_BT).exp()
-    adv_BT = advantages if advantages.ndim == 2 else advantages[:, None]
-    adv_BT = adv_BT.to(ratio_BT.dtype).expand_as(ratio_BT)
+    prox_BT, behavior_BT = prox_BT.detach(), behavior_BT.detach()
+    log_rho_BT = log_ratio(prox_BT, behavior_BT, mask_BT)
+    corrected = correct(log_rho_BT, mask_BT, settings.correction, strength)
+    old_BT = behavior_BT if settings.correction.ratio == "behavior" else prox_BT
+    log_ratio_BT = log_ratio(logprobs_BT, old_BT, mask_BT)
+    adv_BT = torch.where(mask_BT, per_token(advantages, log_ratio_BT), 0.0)
 
-    upper_BT = torch.full_like(ratio_BT, 1 + settings.clip_high)
-    if settings.correction == "acr":
-        upper_BT = upper_BT * (rho_BT / settings.is_cap).clamp(min=1.0)
-    clipped_BT = ratio_BT.clamp(min=1 - settings.clip_low).minimum(upper_BT)
-    surrogate_BT = torch.minimum(ratio_BT * adv_BT, clipped_BT * adv_BT)
-    bounded_BT = torch.zeros_like(mask_BT)
-    if settings.dual_clip is not None:
-        floor_BT = settings.dual_clip * adv_BT
-        bounded_BT = (adv_BT < 0) & (surrogate_BT < floor_BT)
-        surrogate_BT = torch.where(bounded_BT, floor_BT, surrogate_BT)
-    weight_BT = torch.ones_like(rho_BT) if settings.correction == "ignore" else rho_BT.clamp(max=settings.is_cap)
-    loss = -_weighted_sum(weight_BT * surrogate_BT, mask_BT, denominators, settings.loss_mean)
-
-    with torch.no_grad():
-        counted = {
-            "clipped_upper": (adv_BT > 0) & (ratio_BT > upper_BT),
-            "clipped_lower": (adv_BT < 0) & (ratio_BT < 1 - settings.clip_low),
-            "dual_clipped": bounded_BT,
-            "truncated": rho_BT > settings.is_cap,
-            # tokens whose gradient TIS would have clipped away and ACR lets through
-            "acr_active": (adv_BT > 0) & (ratio_BT > 1 + settings.clip_high) & (ratio_BT <= upper_BT),
-        }
-        sums = {name: (hit & mask_BT).sum() for name, hit in counted.items()}
-        sums |= mismatch_sums(log_rho_BT, mask_BT)
+    term = surrogate(log_ratio_BT, adv_BT, mask_BT, corrected.widening_BT, settings)
+    loss = -mean(corrected.weight_BT * term.value_BT, mask_BT, denominators, settings)
+    sums = mismatch_sums(prox_BT, behavior_BT, log_rho_BT, mask_BT) | corrected.sums
+    moved_BT = log_ratio(logprobs_BT.detach(), prox_BT, mask_BT)
+    sums |= update_sums(moved_BT, adv_BT, mask_BT, corrected.weight_BT, term, settings.clip_high)
+    if reference_BT is not None:
+        kl_BT = kl_estimate(log_ratio(logprobs_BT, reference_BT.detach(), mask_BT), settings.kl_estimator)
+        if settings.kl_coef:
+            loss = loss + settings.kl_coef * mean(kl_BT, mask_BT, denominators, settings)
+        sums["kl_reference"] = torch.where(mask_BT, kl_BT.detach(), 0.0).double().sum()
+    if entropy_BT is not None:
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * mean(entropy_BT, mask_BT, denominators, settings)
+        sums["entropy"] = torch.where(mask_BT, entropy_BT.detach(), 0.0).double().sum()
     return loss, sums
 
 
-def mismatch_sums(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor) -> Sums:
-    """What the health metrics of b against p are made of; `log_rho_BT` is 0 where masked."""
-    rho_BT = log_rho_BT.double().exp()
-    return {
-        "tokens": mask_BT.sum(),
-        "rho": (rho_BT * mask_BT).sum(),
-        "rho_squared": (rho_BT.square() * mask_BT).sum(),
-        # k3 estimate of KL(b||p): the samples are from b
-        "kl": ((rho_BT - 1 - log_rho_BT) * mask_BT).sum(),
-        "abs_log_rho": (log_rho_BT.abs() * mask_BT).sum(),
-        "max_rho": torch.where(mask_BT, rho_BT, 0.0).max() if rho_BT.numel() else torch.tensor(0.0),
-    }
+def per_token(advantages: torch.Tensor, like_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T] from [B] or [B, T], in the dtype of `like_BT`."""
+    by_token = advantages if advantages.ndim == 2 else advantages[:, None]
+    return by_token.to(like_BT.dtype).expand_as(like_BT)
 
 
-def _weighted_sum(
-    values_BT: torch.Tensor, mask_BT: torch.Tensor, denominators: Denominators, mean: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """Per token [B, T], before the weight."""
+
+    value_BT: torch.Tensor
+    """To be maximised."""
+    ratio_BT: torch.Tensor
+    """What is clipped."""
+    lower: float
+    upper_BT: torch.Tensor
+    bounded_BT: torch.Tensor
+    """bool: where dual clip holds."""
+    slope_BT: torch.Tensor
+    """|d value / d log theta|, without gradient."""
+
+
+def surrogate(
+    log_ratio_BT: torch.Tensor,
+    adv_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    widening_BT: torch.Tensor,
+    settings: ObjectiveSettings,
+) -> Surrogate:
+    """The form's value of each token; `widening_BT` multiplies the upper clip bound."""
+    if settings.form == "gspo":
+        log_ratio_BT = sequence_mean(log_ratio_BT, mask_BT)[:, None].expand_as(log_ratio_BT)
+    ratio_BT = log_ratio_BT.exp()
+    lower, upper_BT = 1 - settings.clip_low, (1 + settings.clip_high) * widening_BT
+    clipped_BT = ratio_BT.clamp(min=lower).minimum(upper_BT)
+    bounded_BT = torch.zeros_like(mask_BT)
+    if settings.form == "cispo":
+        constant_BT = clipped_BT.detach() * adv_BT
+        # log(theta/p) for log theta: the same gradient, and a value that starts at 0.
+        value_BT, slope_BT = constant_BT * log_ratio_BT, constant_BT.abs()
+    else:
+        value_BT = torch.minimum(ratio_BT * adv_BT, clipped_BT * adv_BT)
+        if settings.dual_clip is not None:
+            floor_BT = settings.dual_clip * adv_BT
+            bounded_BT = (adv_BT < 0) & (value_BT < floor_BT)
+            value_BT = torch.where(bounded_BT, floor_BT, value_BT)
+        cut_BT = ((adv_BT > 0) & (ratio_BT > upper_BT)) | ((adv_BT < 0) & (ratio_BT < lower)) | bounded_BT
+        slope_BT = torch.where(cut_BT, 0.0, (ratio_BT * adv_BT).abs()).detach()
+    return Surrogate(
+        value_BT=value_BT,
+        ratio_BT=ratio_BT.detach(),
+        lower=lower,
+        upper_BT=upper_BT,
+        bounded_BT=bounded_BT,
+        slope_BT=slope_BT,
+    )
+
+
+def mean(
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, denominators: Denominators, settings: ObjectiveSettings
 ) -> torch.Tensor:
-    values_BT = torch.where(mask_BT, values_BT, 0.0)
-    if mean == "token":
+    """This micro-batch's part of the mean over the update, see `objective`."""
+    values_BT = torch.where(mask_BT, at_least_float32(values_BT), 0.0)
+    if settings.loss_mean == "token":
         return values_BT.sum() / denominators.tokens
-    lengths_B = mask_BT.sum(dim=1).clamp(min=1)  # a sequence never straddles micro-batches, so its length is here
-    return (values_BT.sum(dim=1) / lengths_B).sum() / denominators.sequences
-
-
-def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    if settings.loss_mean == "fixed":
+        return values_BT.sum() / (denominators.sequences * settings.fixed_length)
+    # A sequence never straddles micro-batches, so its length is here.
+    return sequence_mean(values_BT, mask_BT).sum() / denominators.sequences

@@ -4,33 +4,57 @@ The value of token t is that of the state before it. The verifier's reward arriv
 ends there: nothing is bootstrapped, whether it ended by itself or was cut off.
 """
 
+from collections.abc import Mapping
+
 import torch
 
-Sums = dict[str, torch.Tensor]
+from qurl_ray.rl.ratios import Sums
+
+
+def token_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T]: an answer's reward at its last token, 0 elsewhere."""
+    later_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
+    return torch.where(mask_BT & ~later_BT, rewards_B[:, None], 0.0)
 
 
 def gae(
-    rewards_B: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, *, gamma: float, lam: float
+    rewards_BT: torch.Tensor, values_BT: torch.Tensor, mask_BT: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns, both [B, T] in the values' dtype and 0 where masked. https://arxiv.org/abs/1506.02438
 
-        delta_t = r_t + gamma·V_{t+1} - V_t        A_t = delta_t + gamma·lam·A_{t+1}        return_t = A_t + V_t
+        delta_t = r_t + gamma·V_{t+1} - V_t        A_t = sum_k (gamma·lam)^k delta_{t+k}        return_t = A_t + V_t
 
     Args:
-        rewards_B: of the whole answer.
+        rewards_BT: see token_rewards.
         mask_BT: bool, True on the answer's tokens, which are neighbours.
     """
     values_BT = torch.where(mask_BT, values_BT, 0.0)
-    later_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
-    last_BT = mask_BT & ~later_BT
     next_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
-    delta_BT = torch.where(last_BT, rewards_B[:, None].to(values_BT.dtype), 0.0) + gamma * next_BT - values_BT
-    advantages_BT = torch.zeros_like(values_BT)
-    ahead_B = torch.zeros_like(values_BT[:, 0])
-    for t in range(values_BT.shape[1] - 1, -1, -1):
-        ahead_B = torch.where(mask_BT[:, t], delta_BT[:, t] + gamma * lam * ahead_B, 0.0)
-        advantages_BT[:, t] = ahead_B
-    return advantages_BT, torch.where(mask_BT, advantages_BT + values_BT, 0.0)
+    delta_BT = torch.where(mask_BT, rewards_BT.to(values_BT.dtype) + gamma * next_BT - values_BT, 0.0)
+    advantages_BT = _discounted(delta_BT, gamma * lam)
+    return torch.where(mask_BT, advantages_BT, 0.0), torch.where(mask_BT, advantages_BT + values_BT, 0.0)
+
+
+_BLOCK = 256
+
+
+def _discounted(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
+    """y_t = sum_{k>=0} factor^k x_{t+k}: a product with a triangle of powers, block by block from the end."""
+    width = values_BT.shape[1]
+    found_BT = torch.zeros_like(values_BT)
+    steps = torch.arange(_BLOCK + 1, dtype=values_BT.dtype, device=values_BT.device)
+    powers = factor**steps
+    # triangle[j, t] = factor^(j-t) for j >= t: what token j adds to token t
+    gaps = (torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)[None]).to(values_BT.device)
+    triangle = torch.where(gaps >= 0, powers[gaps.clamp(min=0)], 0.0)
+    ahead_B1 = torch.zeros_like(values_BT[:, :1])
+    for start in range((width - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
+        block_BT = values_BT[:, start : start + _BLOCK]
+        size = block_BT.shape[1]
+        reach = powers[1 : size + 1].flip(0)
+        found_BT[:, start : start + size] = block_BT @ triangle[:size, :size] + ahead_B1 * reach
+        ahead_B1 = found_BT[:, start : start + 1]
+    return found_BT
 
 
 def moments(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -82,3 +106,18 @@ def value_loss(
             "value_clipped": (worse_BT > error_BT).sum(),
         }
     return loss, sums
+
+
+def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """From merged sums of `value_loss`; explained_variance = 1 - E[(V - G)²] / Var[G], V of before the step."""
+    n = sums.get("tokens", 0)
+    if not n or "value_error" not in sums:
+        return {}
+    variance = sums["returns_squared"] / n - (sums["returns"] / n) ** 2
+    error = sums["value_error"] / n
+    return {
+        "value/error": error,
+        "value/explained_variance": 1 - error / variance if variance > 0 else float("nan"),
+        "value/clipped": sums["value_clipped"] / n,
+        "value/skipped_updates": sums.get("value_skipped", 0.0),
+    }

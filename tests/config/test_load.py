@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from qurl_ray.config import RunConfig, load_config, resolve
+from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").rglob("*.y*ml"))
@@ -278,7 +279,7 @@ def test_only_the_output_folder_changes(tmp_path):
 
 
 def test_the_defaults_have_an_effect():
-    assert RunConfig().no_effect() == []
+    assert idle_settings(RunConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_the_defaults_have_an_effect():
     ],
 )
 def test_an_idle_setting_is_announced_in_a_sentence(load, settings, sentence):
-    (found,) = load(settings).no_effect()
+    (found,) = idle_settings(load(settings))
     assert sentence in found
 
 
@@ -303,7 +304,7 @@ def test_an_idle_setting_is_announced_in_a_sentence(load, settings, sentence):
     ],
 )
 def test_the_same_setting_elsewhere_is_no_news(load, settings):
-    assert load(settings).no_effect() == []
+    assert idle_settings(load(settings)) == []
 
 
 def test_another_type_drops_the_settings_of_the_old_one(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qurl_ray.config.models import LearnerConfig
-from qurl_ray.learner.batching import plan, to_tensors
+from qurl_ray.learner.batching import plan
 from qurl_ray.learner.critic import Credit
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.load import load_model
@@ -55,15 +55,9 @@ def test_advantages_are_whitened_over_the_whole_step(tiny_spec):
     trained = learner(tiny_spec)
     trained.learn(plan(samples(), updates=1, ranks=1, token_budget=100, seed=0)[0])
     mini_batches = plan(samples(), updates=3, ranks=1, token_budget=30, seed=0)[0]
-    batches = [[to_tensors(micro) for micro in mini_batch.micro_batches] for mini_batch in mini_batches]
-    trained._critic.estimate(batches)
-    found = torch.cat(
-        [
-            trained._critic.advantages(i, j)[batch.mask_BT]
-            for i, passes in enumerate(batches)
-            for j, batch in enumerate(passes)
-        ]
-    )
+    passes = [trained._make_pass(micro) for mini_batch in mini_batches for micro in mini_batch.micro_batches]
+    trained._critic.estimate(passes, penalty=None)
+    found = torch.cat([one.advantages[one.batch.mask_BT] for one in passes])
     assert found.mean().item() == pytest.approx(0, abs=1e-6)
     assert found.std().item() == pytest.approx(1, abs=1e-5)
 

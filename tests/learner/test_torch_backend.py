@@ -11,12 +11,13 @@ from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.types import Trajectory
 from tests.ranks import run_ranks
 
 SETTINGS = ObjectiveSettings(
-    correction="acr", is_cap=2.0, clip_low=0.2, clip_high=0.28, dual_clip=None, loss_mean="token"
+    correction=CorrectionSettings(weight="token", cap=2.0, adaptive_clip=True), clip_low=0.2, clip_high=0.28
 )
 
 

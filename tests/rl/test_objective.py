@@ -7,16 +7,23 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from qurl_ray.rl.corrections import CorrectionSettings
+from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
-from qurl_ray.rl.reduce import merge, mismatch_metrics
+from qurl_ray.rl.reduce import merge
 
 logprob = st.floats(-6, 0)
 token = st.tuples(logprob, logprob, logprob, st.floats(-3, 3), st.booleans())
 
 
 def settings_of(correction="acr", *, cap=2.0, low=0.2, high=0.28, dual=None, mean="token") -> ObjectiveSettings:
+    corrections = {
+        "acr": CorrectionSettings(weight="token", cap=cap, adaptive_clip=True),
+        "tis": CorrectionSettings(weight="token", cap=cap),
+        "ignore": CorrectionSettings(),
+    }
     return ObjectiveSettings(
-        correction=correction, is_cap=cap, clip_low=low, clip_high=high, dual_clip=dual, loss_mean=mean
+        correction=corrections[correction], clip_low=low, clip_high=high, dual_clip=dual, loss_mean=mean
     )
 
 
@@ -24,10 +31,10 @@ def scalar(theta, prox, behavior, advantage, s: ObjectiveSettings) -> float:
     """One token's term, read off the papers: b_trunc = max(b, p/C) for ACR, min(p/b, C) for TIS."""
     p, b, ratio = math.exp(prox), math.exp(behavior), math.exp(theta - prox)
     upper, weight = 1 + s.clip_high, 1.0
-    if s.correction == "tis":
-        weight = min(p / b, s.is_cap)
-    if s.correction == "acr":
-        truncated = max(b, p / s.is_cap)
+    if s.correction.weight == "token":
+        weight = min(p / b, s.correction.cap)
+    if s.correction.adaptive_clip:
+        truncated = max(b, p / s.correction.cap)
         weight, upper = p / truncated, upper / (b / truncated)
     value = min(ratio * advantage, min(max(ratio, 1 - s.clip_low), upper) * advantage)
     if s.dual_clip is not None and advantage < 0:
@@ -180,8 +187,8 @@ def test_metrics_do_not_depend_on_how_tokens_are_split_into_micro_batches():
     run = lambda part: {  # noqa: E731
         k: float(v) for k, v in objective(*rows(part), Denominators(tokens=4, sequences=4), settings_of())[1].items()
     }
-    whole = mismatch_metrics(run(tokens))
-    assert mismatch_metrics(merge([run(tokens[:1]), run(tokens[1:])])) == pytest.approx(whole)
+    whole = policy_metrics(run(tokens))
+    assert policy_metrics(merge([run(tokens[:1]), run(tokens[1:])])) == pytest.approx(whole)
     rho = [math.exp(-0.3 * i) for i in range(4)]
     assert whole["mismatch/ess"] == pytest.approx(sum(rho) ** 2 / (4 * sum(r * r for r in rho)))
     assert whole["mismatch/max_rho"] == pytest.approx(1.0)
@@ -195,4 +202,4 @@ def test_k3_estimates_the_divergence_of_behavior_from_prox():
     mask, zeros = torch.ones(len(draws), 1, dtype=torch.bool), torch.zeros(len(draws))
     _, sums = objective(columns[0], *columns, zeros, mask, Denominators(tokens=1, sequences=1), settings_of())
     exact = (behavior * (behavior / prox).log()).sum().item()
-    assert mismatch_metrics({k: float(v) for k, v in sums.items()})["mismatch/kl"] == pytest.approx(exact, rel=0.03)
+    assert policy_metrics({k: float(v) for k, v in sums.items()})["mismatch/kl"] == pytest.approx(exact, rel=0.03)

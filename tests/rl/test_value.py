@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.rl.value import gae, moments, value_loss, whiten
+from qurl_ray.rl.value import gae, moments, token_rewards, value_loss, whiten
 
 numbers = st.floats(-3, 3, allow_nan=False, width=32)
 
@@ -28,7 +28,7 @@ def test_gae_is_the_sum_of_discounted_errors(answers, gamma, lam):
         values_BT[row, start : start + len(values)] = torch.tensor(values, dtype=torch.float64)
         mask_BT[row, start : start + len(values)] = True
     rewards_B = torch.tensor([reward for *_, reward in answers], dtype=torch.float64)
-    advantages_BT, returns_BT = gae(rewards_B, values_BT, mask_BT, gamma=gamma, lam=lam)
+    advantages_BT, returns_BT = gae(token_rewards(rewards_B, mask_BT), values_BT, mask_BT, gamma=gamma, lam=lam)
     assert not advantages_BT[~mask_BT].any()
     assert not returns_BT[~mask_BT].any()
     for row, (start, values, reward) in enumerate(answers):
@@ -45,7 +45,7 @@ def test_gae_is_the_sum_of_discounted_errors(answers, gamma, lam):
 def test_without_discount_the_return_is_the_reward():
     mask_BT = torch.tensor([[False, True, True, True]])
     advantages_BT, returns_BT = gae(
-        torch.tensor([2.0]), torch.tensor([[9.0, 0.5, -1.0, 3.0]]), mask_BT, gamma=1.0, lam=1.0
+        token_rewards(torch.tensor([2.0]), mask_BT), torch.tensor([[9.0, 0.5, -1.0, 3.0]]), mask_BT, gamma=1.0, lam=1.0
     )
     assert returns_BT.tolist() == [[0.0, 2.0, 2.0, 2.0]]
     assert advantages_BT.tolist() == [[0.0, 1.5, 3.0, -1.0]]

@@ -1,0 +1,246 @@
+"""What is learned from rollouts, and what is done about their mismatch with the learner."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from qurl_ray.config.section import Section, with_default_types
+
+LossMean = Literal["token", "sequence", "fixed"]
+
+# --- corrections ---------------------------------------------------------------------------------
+
+
+class CorrectionBase(Section):
+    """What every correction can do besides."""
+
+    reject: Literal["none", "geometric", "k2", "k3"] = "none"
+    """Drop whole answers: by the geometric mean of rho, or by the k2 or k3 estimate of KL(b‖p) per token."""
+    reject_low: float | None = Field(None, gt=0)
+    """With reject=geometric, the least mean that is kept; 0.999 if absent."""
+    reject_high: float | None = Field(None, gt=0)
+    """The largest value that is kept; if absent 1.001 for geometric, 0.01 for k2 and k3."""
+    veto: float | None = Field(None, gt=0, lt=1)
+    """Drop answers with any token whose rho is below this; 1e-4 is common."""
+    ess_floor: float | None = Field(None, gt=0, lt=1)
+    """Mix the weights with 1 in each step, just so far that their effective sample size is at least this share."""
+    metrics_only: bool = False
+    """Measure and log what the correction would do, and train as with `ignore`."""
+
+    @model_validator(mode="after")
+    def _rejection_fits(self) -> "CorrectionBase":
+        if self.reject_low is not None and self.reject != "geometric":
+            raise ValueError(f"reject_low is of reject=geometric, not of reject={self.reject}")
+        if self.reject_high is not None and self.reject == "none":
+            raise ValueError("reject_high needs reject=geometric, k2 or k3")
+        low, high = self.reject_range()
+        if low >= high:
+            raise ValueError(f"reject_low={low} must be below reject_high={high}")
+        return self
+
+    def reject_range(self) -> tuple[float, float]:
+        """(low, high) of the rejection's value, defaults filled in."""
+        low, high = {"geometric": (0.999, 1.001)}.get(self.reject, (0.0, 0.01))
+        return self.reject_low or low, self.reject_high or high
+
+
+class ACR(CorrectionBase):
+    """QuRL's adaptive clipping range: truncated weights, and an upper clip bound that grows with rho/C."""
+
+    type: Literal["acr"] = "acr"
+    is_cap: float = Field(2.0, ge=1)
+    """C: importance weights proximal/behavior above this are truncated."""
+
+
+class TIS(CorrectionBase):
+    """Truncated importance sampling (FlashRL)."""
+
+    type: Literal["tis"] = "tis"
+    is_cap: float = Field(2.0, ge=1)
+    """C: importance weights proximal/behavior above this are truncated."""
+    unit: Literal["token", "sequence", "geometric"] = "token"
+    """What is weighted: a token by rho, a whole answer by the product of its rho, or by their geometric mean."""
+
+
+class MIS(CorrectionBase):
+    """Masked importance sampling (IcePop): weights outside a band become 0."""
+
+    type: Literal["mis"] = "mis"
+    low: float = Field(0.5, ge=0, lt=1)
+    high: float = Field(5.0, gt=1)
+    unit: Literal["token", "sequence", "geometric"] = "token"
+    """What is weighted: a token by rho, a whole answer by the product of its rho, or by their geometric mean."""
+
+
+class Decoupled(CorrectionBase):
+    """Decoupled PPO: importance weights without a cap."""
+
+    type: Literal["decoupled"] = "decoupled"
+
+
+class Naive(CorrectionBase):
+    """Naive importance sampling: the clipped ratio is theta/behavior, and nothing else is corrected."""
+
+    type: Literal["naive"] = "naive"
+
+
+class Ignore(CorrectionBase):
+    """No correction: the mismatch between engine and learner is left alone."""
+
+    type: Literal["ignore"] = "ignore"
+
+
+Correction = Annotated[ACR | TIS | MIS | Decoupled | Naive | Ignore, Field(discriminator="type")]
+
+PRESETS: dict[str, Correction] = {
+    "naive": Naive(),
+    "ignore": Ignore(),
+    "decoupled": Decoupled(),
+    "flashrl": TIS(),
+    "qurl": ACR(),
+    "mis": MIS(),
+    "icepop": MIS(),
+    "sequence_tis": TIS(unit="sequence"),
+    "sequence_mis": MIS(unit="sequence", high=2.0),
+    "geometric": TIS(reject="geometric"),
+    "k2": TIS(reject="k2"),
+    "k3": TIS(reject="k3"),
+    "veto": TIS(veto=1e-4),
+    "ais": TIS(ess_floor=0.9),
+    "monitor": ACR(metrics_only=True),
+}
+"""Corrections by the names that they have elsewhere: `algorithm.correction=flashrl`."""
+
+# --- algorithms ----------------------------------------------------------------------------------
+
+_BOUNDS = {
+    "ppo": {},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "tbpo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 1 + 7e-4},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+}
+"""Clip bounds of an objective where the settings say nothing."""
+
+
+class Algorithm(Section):
+    correction: Correction = ACR()
+    """A section, or one of the names qurl, flashrl, mis, icepop, sequence_tis, sequence_mis, geometric, k2, k3, veto,
+    ais, decoupled, naive, ignore, monitor."""
+    objective: Literal["ppo", "gspo", "cispo", "tbpo"] = "ppo"
+    """ppo clips the ratio of each token; gspo, and tbpo for the band of negative advantages, that of a whole answer;
+    cispo makes the clipped ratio a constant weight."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """The ratio's lower bound is 1 - this; 3e-4 with gspo and tbpo, 1 (no bound) with cispo."""
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio's upper bound is 1 + this; 4e-4 with gspo and tbpo, 4 with cispo."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound c of -c*A for negative advantages; absent is unbounded, as published. 1.0007 with tbpo."""
+    calibrate_every: int = Field(0, ge=0)
+    """With correction=naive: set the clip bounds anew every so many steps, so that they cut as much as the nominal ones
+    would cut of the ratio to the proximal policy (calibrated clipping); 0 is off."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Factor of a KL penalty against the policy that the run began with. Above 0, every rank holds that policy too."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the penalty to the loss, or take it from the reward: from each token's with ppo, else from the answer's."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Factor of an entropy bonus."""
+    updates_per_rollout: int = Field(4, ge=1)
+    """Mini-batch updates made from the rollouts of one step. With 1, ACR equals TIS."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
+    """What a sample is compared with: mean and deviation of its group; the mean; the others' mean; or the mean, then
+    normalised over all tokens of the step."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_types(cls, settings: Any) -> Any:
+        return with_default_types(settings)
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _by_name(cls, correction: Any) -> Any:
+        if not isinstance(correction, str):
+            return correction
+        if correction not in PRESETS:
+            raise ValueError(f"no correction has this name; there are {', '.join(PRESETS)}")
+        return PRESETS[correction]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounds_of_the_objective(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        return {**_BOUNDS.get(settings.get("objective", "ppo"), {}), **settings}
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "Algorithm":
+        correction, objective = self.correction, self.objective
+        if correction.type == "acr" and objective != "ppo" and not correction.metrics_only:
+            raise ValueError(
+                f"correction acr widens the clip of single tokens, which objective {objective} has not; "
+                "algorithm.correction=flashrl, or sequence_tis, goes with it"
+            )
+        if objective == "cispo" and self.dual_clip is not None:
+            raise ValueError("dual_clip bounds a ratio that carries a gradient; cispo's is a constant")
+        if self.calibrate_every and (correction.type != "naive" or objective != "ppo"):
+            raise ValueError("calibrate_every needs correction=naive and objective=ppo")
+        return self
+
+
+class DAPO(Algorithm):
+    """DAPO: clip-higher, dynamic sampling, token mean over the global batch, soft overlong penalty."""
+
+    type: Literal["dapo"] = "dapo"
+    clip_high: float = Field(0.28, gt=0)
+    """The ratio's upper bound is 1 + this; 4e-4 with gspo and tbpo, 4 with cispo."""
+    loss_mean: LossMean = "token"
+    dynamic_sampling: bool = True
+    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
+    max_refill_rounds: int = Field(10, ge=1)
+    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
+
+
+class GRPO(Algorithm):
+    """GRPO: symmetric clip, mean per sequence, every group kept."""
+
+    type: Literal["grpo"] = "grpo"
+    loss_mean: LossMean = "sequence"
+    dynamic_sampling: bool = False
+    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
+    max_refill_rounds: int = Field(10, ge=1)
+    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
+
+
+class PPO(Algorithm):
+    """PPO with a value model: advantages per token, so that one sample per prompt is enough."""
+
+    type: Literal["ppo"] = "ppo"
+    advantage: Literal["gae"] = "gae"
+    """Generalised advantage estimation from the value model, whitened over all tokens of the step."""
+    loss_mean: LossMean = "token"
+    dynamic_sampling: Literal[False] = False
+    """Not for PPO: there are no groups to compare."""
+    max_refill_rounds: Literal[1] = 1
+    """See dynamic_sampling."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Of generalised advantage estimation; 1 is the return minus the value."""
+    critic: Literal["separate", "shared"] = "separate"
+    """The value model: a second model, or a second head on the policy. Either begins with a head of zeros."""
+    critic_lr: float = Field(1e-5, gt=0)
+    """Learning rate of a separate value model, which begins as a copy of the policy. It warms up and falls as
+    `learner.lr` does."""
+    critic_coef: float = Field(0.1, gt=0)
+    """Factor of a shared value model's loss in the policy's."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """How far a value may move from that before the step; absent is unbounded."""
+
+
+AlgorithmConfig = Annotated[DAPO | GRPO | PPO, Field(discriminator="type")]

@@ -1,0 +1,61 @@
+"""Settings that a combination makes idle. A run announces them at its start; docs/capabilities.md lists them."""
+
+from collections.abc import Iterator
+
+from qurl_ray.config.algorithm import PPO
+from qurl_ray.config.models import RunConfig
+
+
+def idle_settings(config: RunConfig) -> list[str]:
+    """One sentence each."""
+    return [*_corrections(config), *_objectives(config), *_learner(config), *_sampling(config)]
+
+
+def _corrections(config: RunConfig) -> Iterator[str]:
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    # With full-precision rollouts the sentence about that says it all.
+    if config.rollout.quantization == "none" and correction.type != "ignore":
+        yield f"{correction.type} has almost nothing to correct with full-precision rollouts"
+    elif correction.type == "acr" and algorithm.updates_per_rollout == 1:
+        yield "ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1"
+    if correction.metrics_only:
+        yield f"{correction.type} is measured and not applied: correction.metrics_only trains as ignore does"
+    if correction.ess_floor is not None and correction.type in ("ignore", "naive"):
+        yield f"correction.ess_floor weakens weights, and {correction.type} has none"
+    if algorithm.calibrate_every and algorithm.updates_per_rollout == 1:
+        yield "calibrate_every with one update per rollout removes the clip: the proximal ratio is 1 and nothing is cut"
+
+
+def _objectives(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.objective in ("gspo", "tbpo") and algorithm.clip_low > 0.05:
+        yield (
+            f"{algorithm.objective} clips a mean over the answer, which clip_low={algorithm.clip_low} never cuts; "
+            "3e-4 is published"
+        )
+    if algorithm.updates_per_rollout == 1 and algorithm.correction.type != "naive":
+        if algorithm.objective != "ppo":
+            yield f"{algorithm.objective} with one update per rollout clips nothing: all ratios are 1"
+        if algorithm.dual_clip is not None and algorithm.objective == "ppo":
+            yield "dual_clip with one update per rollout does nothing: all ratios are 1"
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield "kl_estimator=k1 as a loss has a gradient with mean zero: it holds nothing back; k2 and k3 do"
+    if algorithm.type == "ppo" and algorithm.critic == "shared" and algorithm.critic_lr != PPO().critic_lr:
+        yield "critic_lr is of a separate value model; a shared one learns with learner.lr"
+    if algorithm.type == "ppo" and algorithm.critic == "separate" and algorithm.critic_coef != PPO().critic_coef:
+        yield "critic_coef is of a shared value model; a separate one has its own critic_lr"
+
+
+def _learner(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    if learner.offload_while_waiting and learner.device == "cpu":
+        yield "learner.offload_while_waiting frees a GPU's memory; on the CPU it only costs time"
+    if learner.backend == "torch" and learner.zero_stage != 2:
+        yield "learner.zero_stage is DeepSpeed's; learner.backend=torch shards nothing"
+    if learner.backend == "deepspeed" and learner.zero_stage == 0 and learner.offload_while_waiting:
+        yield "learner.offload_while_waiting does nothing with learner.zero_stage=0"
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    if config.rollout.top_p < 1 or config.rollout.top_k:
+        yield "top_p/top_k truncate the engine's distribution but not the learner's: importance weights carry the gap"

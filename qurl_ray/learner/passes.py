@@ -1,0 +1,79 @@
+"""A step's micro-batches, and what is known of each before the step's first update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import distributed
+
+from qurl_ray.learner.backend import add_over_ranks, world
+from qurl_ray.learner.batching import Tensors
+from qurl_ray.rl.advantages import Kind, advantages
+from qurl_ray.rl.corrections import CorrectionSettings, bounded_weights, strength
+from qurl_ray.rl.ratios import Estimator, kl_estimate, log_ratio
+from qurl_ray.rl.value import moments
+from qurl_ray.types import Trajectory
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """One forward and backward pass. Tensors are [B, T] unless they say otherwise."""
+
+    samples: Sequence[Trajectory]
+    batch: Tensors
+    advantages: torch.Tensor
+    """[B], or [B, T] of a value model."""
+    prox_BT: torch.Tensor | None = None
+    """Absent in the first update where nothing needs it early: it is then that update's own log-probs, detached."""
+    reference_BT: torch.Tensor | None = None
+    values_BT: torch.Tensor | None = None
+    returns_BT: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """KL to the reference, taken from rewards."""
+
+    coef: float
+    estimator: Estimator
+    advantage: Kind | None
+    """How samples of a group are compared; None if a value model gives credit."""
+
+    def of(self, one: Pass) -> torch.Tensor:
+        """[B, T]: what each token costs."""
+        log_ratio_BT = log_ratio(one.prox_BT, one.reference_BT, one.batch.mask_BT)
+        return torch.where(one.batch.mask_BT, self.coef * kl_estimate(log_ratio_BT, self.estimator), 0.0)
+
+
+def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
+    """Group advantages from rewards minus penalties, into `passes`. Collective: a group may lie on several ranks."""
+    mine = {}
+    for one in passes:
+        for sample, cost in zip(one.samples, penalty.of(one).sum(dim=1).tolist(), strict=True):
+            mine[sample.group, sample.uid] = (sample.reward - cost, len(sample.token_ids))
+    parts = [mine]
+    if world()[1] > 1:
+        parts = [{} for _ in range(world()[1])]
+        distributed.all_gather_object(parts, mine)
+    everything = {key: value for part in parts for key, value in part.items() if key[1]}
+    if not everything:
+        return
+    groups: dict[int, list[tuple[int, str]]] = {}
+    for key in sorted(everything):
+        groups.setdefault(key[0], []).append(key)
+    found_PG2 = np.array([[everything[key] for key in group] for group in groups.values()])
+    fresh_PG = advantages(found_PG2[..., 0], penalty.advantage, found_PG2[..., 1])
+    by_key = {key: fresh_PG[p, g] for p, group in enumerate(groups.values()) for g, key in enumerate(group)}
+    for one in passes:
+        one.advantages = one.advantages.new_tensor([by_key.get((s.group, s.uid), 0.0) for s in one.samples])
+
+
+def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, device: str) -> float:
+    """λ of a whole step (rl.corrections.strength). Collective."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for one in passes:
+        mask_BT = one.batch.mask_BT
+        log_rho_BT = log_ratio(one.prox_BT, one.batch.behavior_BT, mask_BT)
+        total += moments(bounded_weights(log_rho_BT, mask_BT, settings), mask_BT)
+    return strength(add_over_ranks(total, device), settings.ess_floor)

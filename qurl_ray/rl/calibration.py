@@ -1,0 +1,63 @@
+"""Calibrated clipping: bounds for a noisy ratio that cut as much as the nominal bounds cut of the exact one.
+
+Noise pushes negative tokens below 1-εl, where their gradient ends, though the policy has not moved. Every so many steps
+the bounds [L, H] are taken anew from both ratios of the same tokens (https://arxiv.org/abs/2609.22870, read from
+summaries: there is no public code):
+
+    L   the quantile, over tokens with A < 0, of the noisy ratio that 1-εl is of the exact one
+    H   for which Σ_{A>0} A·min(R, H) / Σ_{A<0} |A|·max(R, L) of the noisy ratio is what it is of the exact one with the
+        nominal bounds
+
+Here the noisy ratio is theta/b, of naive importance sampling, and the exact one theta/p.
+"""
+
+import numpy as np
+import torch
+
+_REACH, _BINS, _COARSE = 2.0, 4000, 10
+_EDGES = np.exp(np.linspace(-_REACH, _REACH, _BINS + 1))
+
+
+@torch.no_grad()
+def clip_histogram(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """float64 [2, 3, bins]: for A > 0 and A < 0 the tokens, Σ|A| and Σ|A|·R by log ratio, within ±2.
+
+    Histograms add up over batches and ranks.
+    """
+    bins_BT = ((log_ratio_BT.double() + _REACH) / (2 * _REACH) * _BINS).long().clamp(0, _BINS - 1)
+    found = torch.zeros(2, 3, _BINS, dtype=torch.float64, device=log_ratio_BT.device)
+    for sign, chosen_BT in enumerate(((adv_BT > 0) & mask_BT, (adv_BT < 0) & mask_BT)):
+        bins, size = bins_BT[chosen_BT], adv_BT[chosen_BT].double().abs()
+        for row, values in enumerate((torch.ones_like(size), size, size * log_ratio_BT[chosen_BT].double().exp())):
+            found[sign, row].index_add_(0, bins, values)
+    return found
+
+
+def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_high: float) -> tuple[float, float]:
+    """(clip_low, clip_high) for the noisy ratio; the nominal ones where a sign has no tokens.
+
+    Args:
+        noisy, exact: `clip_histogram` of the two ratios of the same tokens.
+    """
+    noisy_np, exact_np = noisy.cpu().numpy(), exact.cpu().numpy()
+    if not exact_np[0, 0].sum() or not exact_np[1, 0].sum():
+        return clip_low, clip_high
+    lower, upper = 1 - clip_low, 1 + clip_high
+    below_exact, below_noisy = (np.append(0.0, h[1, 0].cumsum()) for h in (exact_np, noisy_np))
+    found_lower = float(np.interp(np.interp(lower, _EDGES, below_exact), below_noisy, _EDGES))
+    balance = _gained(exact_np, upper) / _lost(exact_np, lower)
+    gains = [_gained(noisy_np, edge) for edge in _EDGES[::_COARSE]]
+    found_upper = float(np.interp(balance * _lost(noisy_np, found_lower), gains, _EDGES[::_COARSE]))
+    return 1 - min(found_lower, 1.0), max(found_upper, 1.0) - 1
+
+
+def _gained(histogram: np.ndarray, upper: float) -> float:
+    """Σ_{A>0} A·min(R, upper)."""
+    _, mass, moment = histogram[0]
+    return float(np.minimum(moment, upper * mass).sum())
+
+
+def _lost(histogram: np.ndarray, lower: float) -> float:
+    """Σ_{A<0} |A|·max(R, lower)."""
+    _, mass, moment = histogram[1]
+    return float(np.maximum(moment, lower * mass).sum())

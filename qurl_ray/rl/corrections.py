@@ -1,0 +1,145 @@
+"""How much a token that the quantized engine b drew may teach the policy p: weights, rejection, vetoes.
+
+rho_t = p/b of a token; everything here is a constant under autograd.
+
+    raw weight        token: rho_t    sequence: prod_t rho_t    geometric: exp(mean_t log rho_t)    none: 1
+    truncation        w = min(raw, C)                            FlashRL's TIS; C = inf is decoupled PPO
+    band              w = raw inside [low, high], else 0         MIS, IcePop
+    adaptive clip     the upper clip bound times max(1, rho/C)   ACR, https://arxiv.org/abs/2602.13953
+    strength λ        1-λ + λ·w, and likewise for ACR's factor   AIS (https://arxiv.org/abs/2605.13907), see `strength`
+
+and whole sequences whose weight becomes 0:
+
+    geometric         exp(mean_t log rho_t) outside [low, high]
+    k2, k3            mean_t ½ log² rho_t, or mean_t (rho_t - 1 - log rho_t), above a bound
+    veto              any rho_t below a bound: p would hardly have drawn this token
+
+A token with weight 0 still counts in the loss's denominator: rejection makes an update smaller, not the rest larger.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings:
+    """What is done about the mismatch of b and p, as values."""
+
+    ratio: Literal["proximal", "behavior"] = "proximal"
+    """Denominator of the ratio R that is clipped: theta/p, or theta/b (naive importance sampling)."""
+    weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    cap: float = float("inf")
+    """C."""
+    band: tuple[float, float] | None = None
+    adaptive_clip: bool = False
+    reject: Literal["none", "geometric", "k2", "k3"] = "none"
+    reject_low: float = 0.0
+    reject_high: float = float("inf")
+    veto: float = 0.0
+    ess_floor: float | None = None
+    """Weaken the weights until their effective sample size is at least this."""
+    metrics_only: bool = False
+    """Count what would be done, and do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrected:
+    """Constants for the objective, [B, T]."""
+
+    weight_BT: torch.Tensor
+    widening_BT: torch.Tensor
+    """Factor of the upper clip bound."""
+    sums: Sums
+
+
+@torch.no_grad()
+def correct(
+    log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings, strength: float = 1.0
+) -> Corrected:
+    """Weights and clip bounds of a micro-batch of whole sequences.
+
+    Args:
+        log_rho_BT: log(p/b), bounded, 0 where masked (rl.ratios.log_ratio).
+        strength: λ.
+    """
+    raw_BT = _raw_weights(log_rho_BT, mask_BT, settings)
+    weight_BT = _bounded(raw_BT, settings)
+    vetoed_B = (mask_BT & (log_rho_BT.exp() < settings.veto)).any(dim=1)
+    rejected_B = _divergent(log_rho_BT, mask_BT, settings) | vetoed_B
+    dropped_BT = (weight_BT == 0) | rejected_B[:, None]
+    sums = {
+        "truncated": ((raw_BT > settings.cap) & mask_BT).sum(),
+        "dropped": (dropped_BT & mask_BT).sum(),
+        "rejected_sequences": rejected_B.sum(),
+        "vetoed_sequences": vetoed_B.sum(),
+    }
+    ones_BT = torch.ones_like(raw_BT)
+    if settings.metrics_only:
+        return Corrected(weight_BT=ones_BT, widening_BT=ones_BT, sums=sums)
+    widening_BT = (raw_BT / settings.cap).clamp(min=1.0) if settings.adaptive_clip else ones_BT
+    if strength != 1:
+        weight_BT, widening_BT = ones_BT.lerp(weight_BT, strength), ones_BT.lerp(widening_BT, strength)
+    return Corrected(weight_BT=torch.where(dropped_BT, 0.0, weight_BT), widening_BT=widening_BT, sums=sums)
+
+
+@torch.no_grad()
+def bounded_weights(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
+    """[B, T]: w, before any sequence is rejected."""
+    return _bounded(_raw_weights(log_rho_BT, mask_BT, settings), settings)
+
+
+def strength(total: torch.Tensor, floor: float) -> float:
+    """Largest λ in [0, 1] for which the weights v = 1-λ + λ·w have (Σv)² / (n Σv²) >= floor.
+
+    The published rule mixes the corrected and the uncorrected gradient by λ, set in each batch from the effective
+    sample size among others. Its exact form is not public: this floor is our reading.
+
+    With m and q the means of w and w², and t = λ/(1-λ), equality is (m²-fq) t² + 2m(1-f) t + (1-f) = 0.
+
+    Args:
+        total: of the whole step: count, Σw and Σw² (rl.value.moments), float64.
+        floor: f, below 1.
+    """
+    count, first, second = total.tolist()
+    if not count or first**2 >= floor * count * second:
+        return 1.0
+    m, q, rest = first / count, second / count, 1 - floor
+    a = m * m - floor * q  # negative here: all of the correction has too few effective samples
+    t = (-m * rest - (m * m * rest * rest - a * rest) ** 0.5) / a
+    return t / (1 + t)
+
+
+def _raw_weights(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
+    """[B, T], those of a sequence at each of its tokens; of tokens where nothing is weighted."""
+    if settings.weight == "sequence":
+        log_B = log_rho_BT.sum(dim=1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    elif settings.weight == "geometric":
+        log_B = sequence_mean(log_rho_BT, mask_BT)
+    else:
+        return log_rho_BT.exp()
+    return log_B.exp()[:, None].expand_as(log_rho_BT)
+
+
+def _bounded(raw_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
+    if settings.weight == "none":
+        return torch.ones_like(raw_BT)
+    weight_BT = raw_BT.clamp(max=settings.cap)
+    if settings.band:
+        low, high = settings.band
+        weight_BT = torch.where((raw_BT < low) | (raw_BT > high), 0.0, weight_BT)
+    return weight_BT
+
+
+def _divergent(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
+    """bool [B]: sequences that the rejection rule drops."""
+    if settings.reject == "none":
+        return torch.zeros(len(mask_BT), dtype=torch.bool, device=mask_BT.device)
+    if settings.reject == "geometric":
+        value_B = sequence_mean(log_rho_BT, mask_BT).exp()
+    else:
+        value_B = sequence_mean(kl_estimate(-log_rho_BT, settings.reject), mask_BT)
+    return (value_B < settings.reject_low) | (value_B > settings.reject_high)

@@ -1,0 +1,158 @@
+"""What is logged about a step, and how each figure is defined.
+
+n tokens and m sequences of the step, all updates and ranks together; b, p, theta, rho = p/b, R = theta/p and A as in
+rl.objective. The tokens were drawn from b. A share is of all tokens unless it says otherwise.
+
+mismatch between engine and learner (b against p)
+    mismatch/kl                 Σ (rho - 1 - log rho) / n     k3 estimate of KL(b‖p), nats per token
+    mismatch/kl_k1              Σ -log rho / n                k1 estimate of the same; may be negative
+    mismatch/mean_rho           Σ rho / n                     1 in expectation
+    mismatch/max_rho            max rho
+    mismatch/truncated          share with a raw weight above C
+    mismatch/ess                (Σ rho)² / (n Σ rho²)         effective sample size as a share of the tokens
+    mismatch/chi2               Σ rho² / n - 1                χ² divergence of p from b
+    mismatch/perplexity_gap     mean over sequences of exp(mean_t -log p) - exp(mean_t -log b)
+    mismatch/abs_logprob_gap    Σ |log rho| / n
+    mismatch/exp_abs_gap        Σ exp(|log rho|) / n          healthy below 1.03 to 1.05 (NeMo-RL)
+    mismatch/strength           λ, with which the weights are mixed with 1
+    mismatch/dropped            share whose weight a band, a rejection or a veto makes 0
+    mismatch/rejected           share of sequences dropped as a whole
+    mismatch/vetoed             share of sequences dropped by the veto
+how far the step's updates moved the policy (p against theta; the tokens are b's, not reweighted)
+    policy/kl                   Σ (R - 1 - log R) / n         k3 estimate of KL(p‖theta)
+    policy/kl_k1                Σ -log R / n
+    policy/max_ratio            max R
+    policy/entropy              mean entropy of theta at the tokens, nats
+    policy/kl_reference         mean of the configured estimate of KL(theta‖reference)
+what the clip does
+    clip/upper                  share with A > 0 whose ratio is above its bound: no gradient
+    clip/lower                  share with A < 0 whose ratio is below 1-εl: no gradient
+    clip/upper_negative         share with A < 0 whose ratio is above the bound: gradient grows with the ratio
+    clip/lower_positive         share with A > 0 whose ratio is below 1-εl: gradient remains
+    clip/dual                   share with A < 0 that dual clip bounds: no gradient
+    acr_active_tokens           tokens with A > 0 and 1+εh < R <= (1+εh)·max(1, rho/C): TIS cuts them off, ACR does not
+    clip/calibrated_low, _high  εl and εh in use, where they are calibrated
+    clip/admitted_gradient      their share of Σ |d value / d log theta|, the gradient's mass per token
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from qurl_ray.rl.ratios import Sums, kl_estimate, sequence_mean
+
+
+class Clipped(Protocol):
+    """The parts of rl.objective.Surrogate that are looked at here."""
+
+    ratio_BT: torch.Tensor
+    lower: float
+    upper_BT: torch.Tensor
+    bounded_BT: torch.Tensor
+    slope_BT: torch.Tensor
+
+
+@torch.no_grad()
+def mismatch_sums(
+    prox_BT: torch.Tensor, behavior_BT: torch.Tensor, log_rho_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> Sums:
+    """Of b against p; `log_rho_BT` is bounded, and 0 where masked."""
+    log_rho_N = log_rho_BT[mask_BT].double()
+    rho_N = log_rho_N.exp()
+    perplexities = [(-sequence_mean(x_BT.double(), mask_BT)).exp() for x_BT in (prox_BT, behavior_BT)]
+    real_B = mask_BT.any(dim=1)
+    return {
+        "tokens": mask_BT.sum(),
+        "sequences": real_B.sum(),
+        "rho": rho_N.sum(),
+        "rho_squared": rho_N.square().sum(),
+        "log_rho": log_rho_N.sum(),
+        "kl": kl_estimate(-log_rho_N, "k3").sum(),
+        "abs_log_rho": log_rho_N.abs().sum(),
+        "exp_abs_log_rho": log_rho_N.abs().exp().sum(),
+        "perplexity_gap": torch.where(real_B, perplexities[0] - perplexities[1], 0.0).sum(),
+        "max_rho": _largest(rho_N),
+    }
+
+
+@torch.no_grad()
+def update_sums(
+    log_ratio_BT: torch.Tensor,
+    adv_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    weight_BT: torch.Tensor,
+    term: Clipped,
+    clip_high: float,
+) -> Sums:
+    """Of p against theta, and of the clip; `log_ratio_BT` is log(theta/p)."""
+    log_ratio_N = log_ratio_BT[mask_BT].double()
+    positive_BT, negative_BT = (adv_BT > 0) & mask_BT, (adv_BT < 0) & mask_BT
+    above_BT, below_BT = term.ratio_BT > term.upper_BT, term.ratio_BT < term.lower
+    # without ACR the bound is 1+εh, and no token lies between
+    admitted_BT = positive_BT & (term.ratio_BT > 1 + clip_high) & ~above_BT
+    mass_BT = (weight_BT * term.slope_BT).double()
+    return {
+        "log_ratio": log_ratio_N.sum(),
+        "policy_kl": kl_estimate(-log_ratio_N, "k3").sum(),
+        "max_ratio": _largest(log_ratio_N.exp()),
+        "clipped_upper": (positive_BT & above_BT).sum(),
+        "clipped_lower": (negative_BT & below_BT).sum(),
+        "upper_negative": (negative_BT & above_BT).sum(),
+        "lower_positive": (positive_BT & below_BT).sum(),
+        "dual_clipped": (term.bounded_BT & mask_BT).sum(),
+        "acr_active": admitted_BT.sum(),
+        "gradient_mass": torch.where(mask_BT, mass_BT, 0.0).sum(),
+        "admitted_mass": torch.where(admitted_BT, mass_BT, 0.0).sum(),
+    }
+
+
+_STEP_WIDE = {
+    "mismatch/strength": "max_strength",
+    "clip/calibrated_low": "max_clip_low",
+    "clip/calibrated_high": "max_clip_high",
+}
+
+
+def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """From merged sums of rl.objective to what is logged; {} without tokens."""
+    n = sums["tokens"]
+    if n == 0:
+        return {}
+    m = max(1, sums["sequences"])
+    metrics = {
+        "mismatch/kl": sums["kl"] / n,
+        "mismatch/kl_k1": -sums["log_rho"] / n,
+        "mismatch/mean_rho": sums["rho"] / n,
+        "mismatch/max_rho": sums["max_rho"],
+        "mismatch/truncated": sums["truncated"] / n,
+        "mismatch/ess": sums["rho"] ** 2 / (n * sums["rho_squared"]),
+        "mismatch/chi2": sums["rho_squared"] / n - 1,
+        "mismatch/perplexity_gap": sums["perplexity_gap"] / m,
+        "mismatch/abs_logprob_gap": sums["abs_log_rho"] / n,
+        "mismatch/exp_abs_gap": sums["exp_abs_log_rho"] / n,
+        "mismatch/dropped": sums["dropped"] / n,
+        "mismatch/rejected": sums["rejected_sequences"] / m,
+        "mismatch/vetoed": sums["vetoed_sequences"] / m,
+        "policy/kl": sums["policy_kl"] / n,
+        "policy/kl_k1": -sums["log_ratio"] / n,
+        "policy/max_ratio": sums["max_ratio"],
+        "clip/upper": sums["clipped_upper"] / n,
+        "clip/lower": sums["clipped_lower"] / n,
+        "clip/upper_negative": sums["upper_negative"] / n,
+        "clip/lower_positive": sums["lower_positive"] / n,
+        "clip/dual": sums["dual_clipped"] / n,
+        "acr_active_tokens": sums["acr_active"],
+        "clip/admitted_gradient": sums["admitted_mass"] / sums["gradient_mass"] if sums["gradient_mass"] else 0.0,
+    }
+    for name, key in _STEP_WIDE.items():
+        if key in sums:
+            metrics[name] = sums[key]
+    for name in ("entropy", "kl_reference"):
+        if name in sums:
+            metrics[f"policy/{name}"] = sums[name] / n
+    return metrics
+
+
+def _largest(values_N: torch.Tensor) -> torch.Tensor:
+    return values_N.max() if values_N.numel() else values_N.new_zeros(())
