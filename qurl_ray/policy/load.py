@@ -18,6 +18,8 @@ from qurl_ray.policy.attention import NAME
 from qurl_ray.types import PolicySpec
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What a model does to logits behind its head: here, log-probs are those of the head's output.
+_BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 logging.disable_progress_bar()  # one bar per load would cut the run's own table to pieces
 
@@ -90,6 +92,9 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
         )
     if getattr(config, "attn_logit_softcapping", None):
         raise ConfigError(f"{spec.source}: attn_logit_softcapping is not supported by the shared attention")
+    for option in _BEHIND_HEAD:
+        if getattr(config, option, None) not in (None, 1):
+            raise ConfigError(f"{spec.source}: {option}={getattr(config, option)} is not supported: it changes logits")
     for option, value in config.to_dict().items():
         if ("dropout" in option or option.endswith("pdrop")) and isinstance(value, float) and value > 0:
             raise ConfigError(f"{spec.source}: {option}={value} is not supported: engine and learner would differ")

@@ -18,8 +18,8 @@ HEAD_BYTES = 128 * 2**20  # of float32 logits that exist at a time
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """float32 log-probs over the last axis of logits / temperature."""
-    logits = logits.float()
+    """float32 log-probs over the last axis of logits / temperature; float64 of float64 logits."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
 
@@ -65,8 +65,8 @@ def token_logprobs(
 
 
 def scatter(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """float32 [B, T]: the values, row by row, where `mask_BT`; 0 elsewhere."""
-    out_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
+    """[B, T]: the values, row by row, where `mask_BT`; 0 elsewhere."""
+    out_BT = torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=mask_BT.device)
     out_BT[mask_BT] = values_N
     return out_BT
 

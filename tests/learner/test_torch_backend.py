@@ -69,10 +69,11 @@ def _rank(rank: int, ranks: int, spec, out: str) -> None:
     torch.save(parameters_after(spec, ranks=ranks, rank=rank, token_budget=60), f"{out}/{rank}.pt")
 
 
-def test_two_ranks_make_the_update_of_one(tiny_spec, tmp_path):
-    run_ranks(2, _rank, tiny_spec, str(tmp_path))
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert torch.equal(first, second)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_ranks_make_the_update_of_one(tiny_spec, tmp_path, ranks):
+    run_ranks(ranks, _rank, tiny_spec, str(tmp_path))
+    first, *others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks))
+    assert all(torch.equal(first, other) for other in others)
     alone = parameters_after(tiny_spec)
     assert (first - alone).norm() <= 1e-3 * (alone - start(tiny_spec)).norm()
 

@@ -4,7 +4,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -55,6 +60,55 @@ def test_attention_that_the_shared_one_cannot_compute_is_refused(tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"attention_dropout=0\.1 is not supported"):
         load_model(PolicySpec(source=str(tmp_path)))
+
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # not hidden_size / heads
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma2Config(**SHAPE), "attn_logit_softcapping is not supported by the shared attention"),
+        (Gemma2Config(**SHAPE, attn_logit_softcapping=None), r"final_logit_softcapping=30\.0 is not supported"),
+        (GraniteConfig(logits_scaling=8.0), r"logits_scaling=8\.0 is not supported: it changes logits"),
+        (CohereConfig(), r"logit_scale=0\.0625 is not supported"),
+    ],
+)
+def test_models_whose_logits_are_not_their_heads_output_are_refused(tmp_path, config, message):
+    config.save_pretrained(tmp_path)
+    for use in (load_model, empty_model, context_length):
+        with pytest.raises(ConfigError, match=message):
+            use(PolicySpec(source=str(tmp_path)))
+
+
+def test_a_granite_without_scaling_is_no_exception(tmp_path):
+    GraniteConfig(logits_scaling=1.0, max_position_embeddings=77).save_pretrained(tmp_path)
+    assert context_length(PolicySpec(source=str(tmp_path))) == 77
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "query_pre_attn_scalar": 64}
+
+
+@pytest.mark.parametrize(("kind", "own"), [(GemmaConfig, {}), (Gemma3TextConfig, MIXED)])
+def test_gemma_computes_what_transformers_computes(tmp_path, tokenizer, kind, own):
+    torch.manual_seed(0)
+    config = kind(**SHAPE, **own, vocab_size=40, pad_token_id=0, bos_token_id=0, eos_token_id=1)
+    stock = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").requires_grad_(False)
+    for parameter in stock.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape))
+    save_policy(stock, tokenizer, tmp_path / "policy")
+    loaded = load_model(PolicySpec(source=str(tmp_path / "policy"))).requires_grad_(False)
+    ids = torch.randint(2, 40, (2, 48))
+    expected = stock(input_ids=ids).logits
+    assert (loaded(input_ids=ids).logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
