@@ -43,6 +43,24 @@ _LEARNING = (
             Panel((Series("truncated", "rollout/truncated_share", 2),), "truncated, of the samples", percent=True),
         ),
     ),
+    Chart(
+        "Entropy",
+        "Of the policy at the answers' tokens. Near 0 it has stopped exploring; a surge is a policy that comes apart.",
+        (Panel((Series("entropy", "policy/entropy"),), "nats per token", zero=True),),
+    ),
+    Chart(
+        "Repeated garbage",
+        "Tokens in stretches that repeat themselves: what quantized rollouts end in when something is wrong.",
+        (Panel((Series("repeated", "rollout/garbage_share", 2),), "of the tokens", percent=True, zero=True),),
+    ),
+    Chart(
+        "Movement of the policy",
+        "KL(p‖theta): how far a step's updates go. To the reference: how far the whole run went, if a penalty asks.",
+        (
+            Panel((Series("within the step", "policy/kl"),), "nats per token", zero=True, log=True),
+            Panel((Series("to the reference", "policy/kl_reference", 2),), "nats per token", zero=True),
+        ),
+    ),
 )
 
 _MISMATCH = (
@@ -63,13 +81,14 @@ _MISMATCH = (
     ),
     Chart(
         "Clipped tokens",
-        "Their gradient is cut off: the policy has moved far enough from where the step began.",
+        "Their gradient is cut off: the policy has moved far. Unbounded: above the clip with A < 0, where it is not.",
         (
             Panel(
                 (
                     Series("upper, A > 0", "clip/upper", 1),
                     Series("lower, A < 0", "clip/lower", 2),
                     Series("dual, A < 0", "clip/dual", 3),
+                    Series("unbounded, A < 0", "clip/upper_negative", 4, dashed=True),
                 ),
                 "of all tokens",
                 percent=True,
@@ -88,6 +107,18 @@ _MISMATCH = (
                 zero=True,
             ),
             Panel((Series("kept by ACR", "acr_active_tokens", 3),), "kept by ACR, tokens", zero=True),
+        ),
+    ),
+    Chart(
+        "Rejected",
+        "Tokens whose weight a band, a rejection or a veto makes 0, and answers that are dropped as a whole.",
+        (
+            Panel(
+                (Series("tokens", "mismatch/dropped"), Series("answers", "mismatch/rejected", 2, dashed=True)),
+                "share",
+                percent=True,
+                zero=True,
+            ),
         ),
     ),
     Chart(
