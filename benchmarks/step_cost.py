@@ -1,8 +1,9 @@
 """What the objective and its diagnostics cost in a training step: python benchmarks/step_cost.py (about 5 minutes).
 
-One update of a model of SmolLM2-135M's shape on 4096 tokens, eight answers of 448 after prompts of 64. Shares are of the
-step's time in the same process, medians of several repeats. The head is measured by itself, in a process of its own: how
-much memory log-probs and entropies of all tokens need, forward and backward. Results: benchmarks/results/step_cost.json.
+One update of a model of SmolLM2-135M's shape on 4096 tokens, eight answers of 448 after prompts of 64. Shares are of
+the step's time in the same process, medians of several repeats. The head is measured by itself, in a process of its
+own: the memory that log-probs and entropies of all tokens need, forward and backward. Results are in
+benchmarks/results/step_cost.json.
 """
 
 import json

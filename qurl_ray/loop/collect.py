@@ -26,7 +26,7 @@ from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty
 from qurl_ray.rl.repetition import garbage_tokens
-from qurl_ray.rollout.requests import make_requests
+from qurl_ray.rollout.requests import check_logprobs, make_requests
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 
 
@@ -132,6 +132,7 @@ class Collector:
         requests = self._requests(problems, G, salt, sampling)
         started = time.perf_counter()
         completions = await self._fleet.generate(requests, version, config.rollout.timeout_s)
+        check_logprobs(completions)
         judged_from = time.perf_counter()
         verdicts = await self._judge(completions, [problem for problem in problems for _ in range(G)])
         collected.rollout_seconds += judged_from - started

@@ -142,7 +142,10 @@ def surrogate(
 ) -> Surrogate:
     """The form's value of each token; `widening_BT` multiplies the upper clip bound."""
     if settings.form == "gspo":
-        log_ratio_BT = sequence_mean(log_ratio_BT, mask_BT)[:, None].expand_as(log_ratio_BT)
+        # The mean's value, but each token's own log-prob carries its gradient, with that token's weight and advantage
+        # (GSPO-token). Where a sequence has one weight and one advantage, this is the gradient of the mean.
+        log_mean_BT = sequence_mean(log_ratio_BT, mask_BT).detach()[:, None]
+        log_ratio_BT = log_mean_BT + (log_ratio_BT - log_ratio_BT.detach())
     ratio_BT = log_ratio_BT.exp()
     lower, upper_BT = 1 - settings.clip_low, (1 + settings.clip_high) * widening_BT
     clipped_BT = ratio_BT.clamp(min=lower).minimum(upper_BT)

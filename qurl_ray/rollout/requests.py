@@ -1,11 +1,12 @@
-"""From problems to requests, with seeds that every process derives alike."""
+"""From problems to requests, with seeds that every process derives alike; and a look at what comes back."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from qurl_ray.types import Problem, Request, SamplingParams
+from qurl_ray.errors import EngineError
+from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
 
 def make_requests(
@@ -35,6 +36,16 @@ def make_requests(
         for place, (problem, prompt) in enumerate(zip(problems, map(encode, problems), strict=True))
         for sample in range(samples)
     ]
+
+
+def check_logprobs(completions: Sequence[Completion]) -> None:
+    """Raise EngineError if a token's log-prob is not finite: whatever made it is broken."""
+    broken = [c.uid for c in completions if not np.isfinite(c.logprobs).all()]
+    if broken:
+        raise EngineError(
+            f"log-probs of {len(broken)} of {len(completions)} answers are not finite, that of {broken[0]} first: "
+            "the engine's weights or its kernel are broken"
+        )
 
 
 def derive_seed(*parts: object) -> int:
