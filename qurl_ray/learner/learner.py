@@ -83,7 +83,7 @@ class PolicyLearner:
         passes = [[self._make_pass(samples) for samples in self._shares(m)] for m in mini_batches]
         strength = self._before_the_first_update(passes)
         between = time.perf_counter()
-        calibration = _Calibration(self._settings) if self._calibration_is_due() else None
+        calibration = _Calibration(self._settings) if passes and self._calibration_is_due() else None
         sums, norms, lr = [], [], 0.0
         for mini_batch, chosen in zip(mini_batches, passes, strict=True):
             sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
@@ -221,21 +221,20 @@ class _Calibration:
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         self._nominal = settings.clip_low, settings.clip_high
-        self._found = torch.zeros(())
+        nothing_BT = torch.zeros(0, 0)  # what a rank without samples adds
+        self._noisy = self._exact = clip_histogram(nothing_BT, nothing_BT, nothing_BT.bool())
 
     @torch.no_grad()
     def add(self, logprobs_BT: torch.Tensor, one: Pass) -> None:
         adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
-        self._found = self._found + torch.stack(
-            [
-                clip_histogram(log_ratio(logprobs_BT, old_BT, mask_BT), adv_BT, mask_BT)
-                for old_BT in (one.batch.behavior_BT, one.prox_BT)
-            ]
+        noisy_BT, exact_BT = (
+            log_ratio(logprobs_BT, old_BT, mask_BT) for old_BT in (one.batch.behavior_BT, one.prox_BT)
         )
+        self._noisy = self._noisy + clip_histogram(noisy_BT, adv_BT, mask_BT).cpu()
+        self._exact = self._exact + clip_histogram(exact_BT, adv_BT, mask_BT).cpu()
 
     def bounds(self, device: str) -> tuple[float, float]:
-        noisy, exact = add_over_ranks(self._found, device)
-        return calibrated(noisy, exact, *self._nominal)
+        return calibrated(add_over_ranks(self._noisy, device), add_over_ranks(self._exact, device), *self._nominal)
 
 
 def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ _EDGES = np.exp(np.linspace(-_REACH, _REACH, _BINS + 1))
 def clip_histogram(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """float64 [2, 3, bins]: for A > 0 and A < 0 the tokens, Σ|A| and Σ|A|·R by log ratio, within ±2.
 
-    Histograms add up over batches and ranks.
+    Histograms add up over batches and ranks; no tokens are a histogram of zeros.
     """
     bins_BT = ((log_ratio_BT.double() + _REACH) / (2 * _REACH) * _BINS).long().clamp(0, _BINS - 1)
     found = torch.zeros(2, 3, _BINS, dtype=torch.float64, device=log_ratio_BT.device)
@@ -37,9 +37,9 @@ def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_h
     """(clip_low, clip_high) for the noisy ratio; the nominal ones where a sign has no tokens.
 
     Args:
-        noisy, exact: `clip_histogram` of the two ratios of the same tokens.
+        noisy, exact: `clip_histogram` of the two ratios of the same tokens, on the CPU.
     """
-    noisy_np, exact_np = noisy.cpu().numpy(), exact.cpu().numpy()
+    noisy_np, exact_np = noisy.numpy(), exact.numpy()
     if not exact_np[0, 0].sum() or not exact_np[1, 0].sum():
         return clip_low, clip_high
     lower, upper = 1 - clip_low, 1 + clip_high

@@ -117,6 +117,9 @@ def _rank(rank: int, ranks: int, spec, out: str) -> None:
     strength = learner(spec, ADAPTIVE).learn(shares(numbered(), ranks=ranks, rank=rank)).sums["max_strength"]
     calibrating = calibrated_learner(spec)
     calibrating.learn(shares(signed(), ranks=ranks, rank=rank))
+    lonely = calibrated_learner(spec)  # the second rank has nothing to add, and does not wait for ever
+    lonely.learn(shares([signed()[0][:1]], updates=1, ranks=ranks, rank=rank))
+    assert lonely._bounds == (0.2, 0.2)
     torch.save((advantages, strength, calibrating._bounds), f"{out}/{rank}.pt")
 
 
