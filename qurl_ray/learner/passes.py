@@ -10,7 +10,7 @@ from torch import distributed
 from qurl_ray.learner.backend import add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.rl.advantages import Kind, advantages
-from qurl_ray.rl.corrections import CorrectionSettings, bounded_weights, strength
+from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.ratios import Estimator, kl_estimate, log_ratio
 from qurl_ray.rl.value import moments
 from qurl_ray.types import Trajectory
@@ -75,5 +75,6 @@ def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, de
     for one in passes:
         mask_BT = one.batch.mask_BT
         log_rho_BT = log_ratio(one.prox_BT, one.batch.behavior_BT, mask_BT)
-        total += moments(bounded_weights(log_rho_BT, mask_BT, settings), mask_BT)
+        weight_BT = correct(log_rho_BT, mask_BT, settings).weight_BT
+        total += moments(weight_BT, mask_BT & (weight_BT > 0))
     return strength(add_over_ranks(total, device), settings.ess_floor)

@@ -48,7 +48,7 @@ def correction_settings(correction: Correction) -> CorrectionSettings:
             settings |= {"weight": correction.unit, "band": (correction.low, correction.high)}
         case Decoupled():
             settings |= {"weight": "token", "cap": math.inf}
-        case Naive() if not correction.metrics_only:
+        case Naive():
             settings |= {"ratio": "behavior"}
     return CorrectionSettings(**settings)
 

@@ -23,7 +23,7 @@ def advantages(rewards_PG: np.ndarray, kind: Kind, lengths_PG: np.ndarray | None
 
     Args:
         rewards_PG: float, [P, G]; those of a whole step, for reinforce_baseline.
-        lengths_PG: tokens of each answer, for reinforce_baseline.
+        lengths_PG: tokens of each answer, for reinforce_baseline; all alike if absent.
     """
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
     groups, size = rewards_PG.shape
@@ -36,6 +36,7 @@ def advantages(rewards_PG: np.ndarray, kind: Kind, lengths_PG: np.ndarray | None
     if kind == "rloo":
         return centered_PG * (size / (size - 1))
     if kind == "reinforce_baseline":
+        lengths_PG = np.ones_like(rewards_PG) if lengths_PG is None else lengths_PG
         tokens = lengths_PG.sum()
         mean = (centered_PG * lengths_PG).sum() / max(1, tokens)
         variance = ((centered_PG - mean) ** 2 * lengths_PG).sum() / max(1, tokens - 1)

@@ -8,6 +8,9 @@ summaries: there is no public code):
     H   for which Σ_{A>0} A·min(R, H) / Σ_{A<0} |A|·max(R, L) of the noisy ratio is what it is of the exact one with the
         nominal bounds
 
+Both stay within half and four times the nominal distance from 1: where few ratios lie near a bound, the second rule
+alone would leave H anywhere.
+
 Here the noisy ratio is theta/b, of naive importance sampling, and the exact one theta/p.
 """
 
@@ -15,6 +18,7 @@ import numpy as np
 import torch
 
 _REACH, _BINS, _COARSE = 2.0, 4000, 10
+_RANGE = 2.0, 4.0
 _EDGES = np.exp(np.linspace(-_REACH, _REACH, _BINS + 1))
 
 
@@ -44,11 +48,21 @@ def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_h
         return clip_low, clip_high
     lower, upper = 1 - clip_low, 1 + clip_high
     below_exact, below_noisy = (np.append(0.0, h[1, 0].cumsum()) for h in (exact_np, noisy_np))
-    found_lower = float(np.interp(np.interp(lower, _EDGES, below_exact), below_noisy, _EDGES))
+    found_lower = 1 - clip_low
+    if lower > _EDGES[0]:  # else there is no bound
+        found_lower = _solve(np.interp(lower, _EDGES, below_exact), below_noisy, _EDGES, lower)
+        found_lower = 1 - float(np.clip(1 - found_lower, clip_low / _RANGE[0], min(1.0, clip_low * _RANGE[1])))
     balance = _gained(exact_np, upper) / _lost(exact_np, lower)
     gains = [_gained(noisy_np, edge) for edge in _EDGES[::_COARSE]]
-    found_upper = float(np.interp(balance * _lost(noisy_np, found_lower), gains, _EDGES[::_COARSE]))
-    return 1 - min(found_lower, 1.0), max(found_upper, 1.0) - 1
+    found_upper = _solve(balance * _lost(noisy_np, found_lower), gains, _EDGES[::_COARSE], upper)
+    return 1 - found_lower, float(np.clip(found_upper - 1, clip_high / _RANGE[0], clip_high * _RANGE[1]))
+
+
+def _solve(wanted: float, rising: np.ndarray, edges: np.ndarray, nominal: float) -> float:
+    """Where `rising` is `wanted`; nearest to `nominal` where it is so over a stretch, that no ratio lies in."""
+    slack = 1e-9 * rising[-1]
+    first, last = np.interp([wanted - slack, wanted + slack], rising, edges)
+    return float(np.clip(nominal, first, last))
 
 
 def _gained(histogram: np.ndarray, upper: float) -> float:

@@ -6,7 +6,7 @@ rho_t = p/b of a token; everything here is a constant under autograd.
     truncation        w = min(raw, C)                            FlashRL's TIS; C = inf is decoupled PPO
     band              w = raw inside [low, high], else 0         MIS, IcePop
     adaptive clip     the upper clip bound times max(1, rho/C)   ACR, https://arxiv.org/abs/2602.13953
-    strength λ        1-λ + λ·w, and likewise for ACR's factor   AIS (https://arxiv.org/abs/2605.13907), see `strength`
+    strength λ        1-λ + λ·w where w > 0; ACR's factor too    AIS (https://arxiv.org/abs/2605.13907), see `strength`
 
 and whole sequences whose weight becomes 0:
 
@@ -41,7 +41,7 @@ class CorrectionSettings:
     reject_high: float = float("inf")
     veto: float = 0.0
     ess_floor: float | None = None
-    """Weaken the weights until their effective sample size is at least this."""
+    """Weaken the weights of the tokens that are kept until their effective sample size is at least this."""
     metrics_only: bool = False
     """Count what would be done, and do nothing."""
 
@@ -86,14 +86,8 @@ def correct(
     return Corrected(weight_BT=torch.where(dropped_BT, 0.0, weight_BT), widening_BT=widening_BT, sums=sums)
 
 
-@torch.no_grad()
-def bounded_weights(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
-    """[B, T]: w, before any sequence is rejected."""
-    return _bounded(_raw_weights(log_rho_BT, mask_BT, settings), settings)
-
-
 def strength(total: torch.Tensor, floor: float) -> float:
-    """Largest λ in [0, 1] for which the weights v = 1-λ + λ·w have (Σv)² / (n Σv²) >= floor.
+    """Largest λ in [0, 1] with (Σv)² / (n Σv²) >= floor, where v = 1-λ + λ·w are the weights of the n tokens kept.
 
     The published rule mixes the corrected and the uncorrected gradient by λ, set in each batch from the effective
     sample size among others. Its exact form is not public: this floor is our reading.
@@ -101,14 +95,16 @@ def strength(total: torch.Tensor, floor: float) -> float:
     With m and q the means of w and w², and t = λ/(1-λ), equality is (m²-fq) t² + 2m(1-f) t + (1-f) = 0.
 
     Args:
-        total: of the whole step: count, Σw and Σw² (rl.value.moments), float64.
+        total: of a whole step: count, Σw and Σw² of the tokens with w > 0 (rl.value.moments), float64.
         floor: f, below 1.
     """
     count, first, second = total.tolist()
-    if not count or first**2 >= floor * count * second:
+    if not count:
         return 1.0
     m, q, rest = first / count, second / count, 1 - floor
-    a = m * m - floor * q  # negative here: all of the correction has too few effective samples
+    a = m * m - floor * q
+    if a >= 0:  # all of the correction has enough effective samples
+        return 1.0
     t = (-m * rest - (m * m * rest * rest - a * rest) ** 0.5) / a
     return t / (1 + t)
 
@@ -142,4 +138,4 @@ def _divergent(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Correc
         value_B = sequence_mean(log_rho_BT, mask_BT).exp()
     else:
         value_B = sequence_mean(kl_estimate(-log_rho_BT, settings.reject), mask_BT)
-    return (value_B < settings.reject_low) | (value_B > settings.reject_high)
+    return mask_BT.any(dim=1) & ((value_B < settings.reject_low) | (value_B > settings.reject_high))

@@ -25,8 +25,8 @@ how far the step's updates moved the policy (p against theta; the tokens are b's
     policy/entropy              mean entropy of theta at the tokens, nats
     policy/kl_reference         mean of the configured estimate of KL(theta‖reference)
 what the clip does
-    clip/upper                  share with A > 0 whose ratio is above its bound: no gradient
-    clip/lower                  share with A < 0 whose ratio is below 1-εl: no gradient
+    clip/upper                  share with A > 0 whose ratio is above its bound: no gradient (cispo: a full weight)
+    clip/lower                  share with A < 0 whose ratio is below 1-εl: likewise
     clip/upper_negative         share with A < 0 whose ratio is above the bound: gradient grows with the ratio
     clip/lower_positive         share with A > 0 whose ratio is below 1-εl: gradient remains
     clip/dual                   share with A < 0 that dual clip bounds: no gradient
@@ -40,7 +40,7 @@ from typing import Protocol
 
 import torch
 
-from qurl_ray.rl.ratios import Sums, kl_estimate, sequence_mean
+from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
 
 
 class Clipped(Protocol):
@@ -60,7 +60,7 @@ def mismatch_sums(
     """Of b against p; `log_rho_BT` is bounded, and 0 where masked."""
     log_rho_N = log_rho_BT[mask_BT].double()
     rho_N = log_rho_N.exp()
-    perplexities = [(-sequence_mean(x_BT.double(), mask_BT)).exp() for x_BT in (prox_BT, behavior_BT)]
+    surprise = [(-sequence_mean(x_BT.double(), mask_BT)).clamp(max=MAX_LOG_RATIO) for x_BT in (prox_BT, behavior_BT)]
     real_B = mask_BT.any(dim=1)
     return {
         "tokens": mask_BT.sum(),
@@ -71,7 +71,7 @@ def mismatch_sums(
         "kl": kl_estimate(-log_rho_N, "k3").sum(),
         "abs_log_rho": log_rho_N.abs().sum(),
         "exp_abs_log_rho": log_rho_N.abs().exp().sum(),
-        "perplexity_gap": torch.where(real_B, perplexities[0] - perplexities[1], 0.0).sum(),
+        "perplexity_gap": torch.where(real_B, surprise[0].exp() - surprise[1].exp(), 0.0).sum(),
         "max_rho": _largest(rho_N),
     }
 

@@ -4,7 +4,7 @@ Policies: `behavior` b is the engine that drew the tokens, `prox` p the full-pre
 the weights being trained. rho = p/b is a constant; R = theta/p carries the gradient; A is the advantage. Per token,
 
     ppo      w · min(R A, clip(R, 1-εl, (1+εh)·v) A)       https://arxiv.org/abs/1707.06347
-    gspo     the same of R = exp(mean_t log(theta/p))      one ratio per sequence, https://arxiv.org/abs/2507.18071
+    gspo     the same of R = exp(mean_t log(theta/p))      GSPO-token, https://arxiv.org/abs/2507.18071
     cispo    w · sg(clip(R, 1-εl, 1+εh)) · A · log theta   https://arxiv.org/abs/2506.13585
 
 εl < εh is DAPO's clip-higher. Dual clip bounds a surrogate from below, by c·A, where A < 0. With it, gspo is TBPO
@@ -82,15 +82,19 @@ def objective(
     Args:
         logprobs_BT: log theta of the sampled tokens, with gradient; prox_BT and behavior_BT likewise for p and b.
         advantages: one per sequence, [B], or per token, [B, T].
-        mask_BT: bool, True on sampled tokens. Masked positions may hold anything, nan included.
+        mask_BT: bool, True on sampled tokens. Masked positions may hold anything, nan included. A token's own log-probs
+            must be finite under theta or p, and under b or p: from -inf - -inf comes nan.
         reference_BT: log-probs under the reference policy; needed for a KL loss.
         entropy_BT: of theta's distribution at each token, in nats; with gradient where it is part of the loss.
         strength: λ of rl.corrections.
     """
-    prox_BT, behavior_BT = prox_BT.detach(), behavior_BT.detach()
+    if (settings.kl_coef and reference_BT is None) or (settings.entropy_coef and entropy_BT is None):
+        raise ValueError("a KL loss needs reference_BT, an entropy bonus entropy_BT")
+    prox_BT, behavior_BT, advantages = prox_BT.detach(), behavior_BT.detach(), advantages.detach()
     log_rho_BT = log_ratio(prox_BT, behavior_BT, mask_BT)
     corrected = correct(log_rho_BT, mask_BT, settings.correction, strength)
-    old_BT = behavior_BT if settings.correction.ratio == "behavior" else prox_BT
+    naive = settings.correction.ratio == "behavior" and not settings.correction.metrics_only
+    old_BT = behavior_BT if naive else prox_BT
     log_ratio_BT = log_ratio(logprobs_BT, old_BT, mask_BT)
     adv_BT = torch.where(mask_BT, per_token(advantages, log_ratio_BT), 0.0)
 
@@ -178,7 +182,7 @@ def mean(
     """This micro-batch's part of the mean over the update, see `objective`."""
     values_BT = torch.where(mask_BT, at_least_float32(values_BT), 0.0)
     if settings.loss_mean == "token":
-        return values_BT.sum() / denominators.tokens
+        return values_BT.sum() / max(1, denominators.tokens)
     if settings.loss_mean == "fixed":
         return values_BT.sum() / (denominators.sequences * settings.fixed_length)
     # A sequence never straddles micro-batches, so its length is here.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qurl_ray.rl.advantages import advantages
-from qurl_ray.rl.corrections import CorrectionSettings, bounded_weights, correct
+from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.ratios import kl_estimate, log_ratio
@@ -249,7 +249,7 @@ def test_naive_importance_sampling_is_ppo_with_the_engine_as_old_policy(loss_mea
 def test_the_geometric_weight_is_one_over_verls_perplexity_ratio(seed):
     """verl 0.9.1 has no geometric weights, but this metric is the mean of their inverses."""
     batch = random_batch(seed, empty=False)
-    weights_BT = bounded_weights(batch.log_rho, batch.mask_BT, CorrectionSettings(weight="geometric"))
+    weights_BT = correct(batch.log_rho, batch.mask_BT, CorrectionSettings(weight="geometric")).weight_BT
     metrics = mismatch.compute_offpolicy_metrics(batch.prox_BT, batch.behavior_BT, batch.verl_mask)
     assert (1 / weights_BT[:, 0]).mean().item() == pytest.approx(metrics["ppl_ratio"], rel=1e-7)
 

@@ -39,3 +39,50 @@ def test_overlong_penalty_falls_linearly_over_the_buffer():
     lengths = np.array([1, 80, 90, 100, 120])
     assert overlong_penalty(lengths, max_length=100, buffer=20).tolist() == [0, 0, -0.5, -1, -1]
     assert overlong_penalty(lengths, max_length=100, buffer=0).tolist() == [0] * 5
+
+
+# --- the kinds that compare otherwise ---------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=groups)
+def test_rloo_compares_with_the_mean_of_the_others(rewards):
+    for row, group in zip(advantages(np.array(rewards), "rloo"), rewards, strict=True):
+        expected = [r - statistics.fmean(group[:g] + group[g + 1 :]) for g, r in enumerate(group)]
+        assert row.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=groups, data=st.data())
+def test_reinforce_baseline_whitens_over_tokens(rewards, data):
+    """Each answer's reward less its group's mean, written at each of its tokens, then whitened over all of these."""
+    lengths = [[data.draw(st.integers(1, 9)) for _ in group] for group in rewards]
+    tokens = [
+        (p, g, 0.0 if len(set(group)) == 1 else r - statistics.fmean(group))
+        for p, group in enumerate(rewards)
+        for g, r in enumerate(group)
+        for _ in range(lengths[p][g])
+    ]
+    mean, variance = statistics.fmean(x for *_, x in tokens), statistics.variance(x for *_, x in tokens)
+    found = advantages(np.array(rewards), "reinforce_baseline", np.array(lengths))
+    for p, g, x in tokens:
+        assert found[p, g] == pytest.approx((x - mean) / (variance + 1e-8) ** 0.5, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_baseline"])
+def test_groups_without_a_comparison_get_exactly_0(kind):
+    lengths = np.ones((3, 1), dtype=int)
+    assert (advantages(np.array([[1.0], [0.0], [5.0]]), kind, lengths) == 0).all()
+    assert (advantages(np.full((2, 3), 0.1), kind, np.array([[1, 2, 3], [4, 5, 6]])) == 0).all()
+    assert advantages(np.zeros((0, 4)), kind, np.zeros((0, 4), dtype=int)).shape == (0, 4)
+    one = advantages(np.array([[0.0, 1.0, 1.0]]), kind, np.array([[5, 5, 5]]))[0]
+    assert one[0] < 0 < one[1] == one[2]
+    assert one.sum() == pytest.approx(0, abs=1e-12)
+    assert one.dtype == np.float64
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_a_group_does_not_see_the_others(kind):
+    rewards = np.array([[0.0, 1.0, 0.5], [0.3, 0.3, 0.3], [9.0, -9.0, 1.0]])
+    alone = [advantages(rewards[p : p + 1], kind)[0].tolist() for p in range(3)]
+    assert advantages(rewards, kind).tolist() == alone

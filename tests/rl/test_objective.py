@@ -1,6 +1,7 @@
 """The objective against its formulas written out token by token in float64, and the identities that follow."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -203,3 +204,18 @@ def test_k3_estimates_the_divergence_of_behavior_from_prox():
     _, sums = objective(columns[0], *columns, zeros, mask, Denominators(tokens=1, sequences=1), settings_of())
     exact = (behavior * (behavior / prox).log()).sum().item()
     assert policy_metrics({k: float(v) for k, v in sums.items()})["mismatch/kl"] == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("asked", ["kl_coef", "entropy_coef"])
+def test_a_penalty_without_its_tensor_is_an_error(asked):
+    zeros, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"needs reference_BT, an entropy bonus entropy_BT"):
+        objective(
+            zeros,
+            zeros,
+            zeros,
+            zeros[0],
+            mask,
+            Denominators(tokens=1, sequences=1),
+            replace(settings_of(), **{asked: 0.1}),
+        )

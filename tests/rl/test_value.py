@@ -85,3 +85,38 @@ def test_without_a_clip_it_is_half_the_squared_error():
     values = torch.tensor([[1.0, 3.0]])
     loss, _ = value_loss(values, values, torch.tensor([[0.0, 1.0]]), torch.tensor([[True, True]]), tokens=2, clip=None)
     assert loss.item() == pytest.approx(0.5 * (1 + 4) / 2)
+
+
+# --- long answers: the sum is made block by block of 256 tokens --------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.0), (1.0, 0.95), (0.95, 1.0), (1.0, 1.0), (0.99, 0.9)])
+@pytest.mark.parametrize("width", [1, 255, 256, 257, 512, 1000])
+def test_gae_of_long_answers_is_the_loop_from_the_end(width, gamma, lam, dtype, tolerance):
+    generator = torch.Generator().manual_seed(width)
+    values = torch.randn(3, width, generator=generator, dtype=dtype)
+    rewards = torch.tensor([1.0, -0.5, 0.3], dtype=dtype)
+    mask = torch.ones(3, width, dtype=torch.bool)
+    mask[1, : width // 3] = False
+    mask[2, width // 2 :] = False
+    advantages_BT, returns_BT = gae(token_rewards(rewards, mask), values, mask, gamma=gamma, lam=lam)
+    assert advantages_BT.dtype == returns_BT.dtype == dtype
+    expected = torch.zeros(3, width, dtype=torch.float64)
+    for row in range(3):
+        after, ahead, reward = 0.0, 0.0, rewards[row].item()
+        for t in reversed(mask[row].nonzero().flatten().tolist()):
+            value = values[row, t].item()
+            ahead = reward + gamma * after - value + gamma * lam * ahead
+            expected[row, t], after, reward = ahead, value, 0.0
+    torch.testing.assert_close(advantages_BT.double(), expected, rtol=tolerance, atol=tolerance)
+    returns = torch.where(mask, expected + values.double(), 0.0)
+    torch.testing.assert_close(returns_BT.double(), returns, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
+def test_no_tokens_give_no_advantages(shape):
+    mask, values = torch.zeros(shape, dtype=torch.bool), torch.full(shape, float("nan"))
+    for found in gae(token_rewards(torch.ones(shape[0]), mask), values, mask, gamma=1.0, lam=0.95):
+        assert found.shape == shape
+        assert not found.any()
