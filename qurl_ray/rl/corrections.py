@@ -78,12 +78,15 @@ def correct(
         "vetoed_sequences": vetoed_B.sum(),
     }
     ones_BT = torch.ones_like(raw_BT)
-    if settings.metrics_only:
-        return Corrected(weight_BT=ones_BT, widening_BT=ones_BT, sums=sums)
     widening_BT = (raw_BT / settings.cap).clamp(min=1.0) if settings.adaptive_clip else ones_BT
     if strength != 1:
         weight_BT, widening_BT = ones_BT.lerp(weight_BT, strength), ones_BT.lerp(widening_BT, strength)
-    return Corrected(weight_BT=torch.where(dropped_BT, 0.0, weight_BT), widening_BT=widening_BT, sums=sums)
+    weight_BT = torch.where(dropped_BT, 0.0, weight_BT)
+    chosen_N = weight_BT[mask_BT].double()
+    sums |= {"weight": chosen_N.sum(), "weight_squared": chosen_N.square().sum()}
+    if settings.metrics_only:
+        weight_BT = widening_BT = ones_BT
+    return Corrected(weight_BT=weight_BT, widening_BT=widening_BT, sums=sums)
 
 
 def strength(total: torch.Tensor, floor: float) -> float:

@@ -10,6 +10,7 @@ mismatch between engine and learner (b against p)
     mismatch/max_rho            max rho
     mismatch/truncated          share with a raw weight above C
     mismatch/ess                (Σ rho)² / (n Σ rho²)         effective sample size as a share of the tokens
+    mismatch/weight_ess         (Σ w)² / (n Σ w²)             the same of the weights that are applied
     mismatch/chi2               Σ rho² / n - 1                χ² divergence of p from b
     mismatch/perplexity_gap     mean over sequences of exp(mean_t -log p) - exp(mean_t -log b)
     mismatch/abs_logprob_gap    Σ |log rho| / n
@@ -127,6 +128,7 @@ def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch/max_rho": sums["max_rho"],
         "mismatch/truncated": sums["truncated"] / n,
         "mismatch/ess": sums["rho"] ** 2 / (n * sums["rho_squared"]),
+        "mismatch/weight_ess": sums["weight"] ** 2 / (n * sums["weight_squared"]) if sums["weight"] else 0.0,
         "mismatch/chi2": sums["rho_squared"] / n - 1,
         "mismatch/perplexity_gap": sums["perplexity_gap"] / m,
         "mismatch/abs_logprob_gap": sums["abs_log_rho"] / n,

@@ -77,7 +77,15 @@ _MISMATCH = (
     Chart(
         "Effective sample size",
         "1 without mismatch, near 0 if few tokens carry the weight.",
-        (Panel((Series("ESS", "mismatch/ess"),), "share of the tokens"),),
+        (
+            Panel(
+                (
+                    Series("of rho", "mismatch/ess"),
+                    Series("of the weights used", "mismatch/weight_ess", 2, dashed=True),
+                ),
+                "share of the tokens",
+            ),
+        ),
     ),
     Chart(
         "Clipped tokens",

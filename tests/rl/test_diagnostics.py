@@ -63,6 +63,7 @@ def expected(rows, *, adaptive=True, naive=False) -> dict[str, float]:
         "mismatch/max_rho": max(rhos),
         "mismatch/truncated": sum(rho > CAP for rho in rhos) / n,
         "mismatch/ess": sum(rhos) ** 2 / (n * sum(rho**2 for rho in rhos)),
+        "mismatch/weight_ess": sum(x[7] for x in tokens) ** 2 / (n * sum(x[7] ** 2 for x in tokens)),
         "mismatch/chi2": sum(rho**2 for rho in rhos) / n - 1,
         "mismatch/perplexity_gap": gap / m,
         "mismatch/abs_logprob_gap": sum(abs(math.log(rho)) for rho in rhos) / n,
@@ -120,10 +121,11 @@ def test_naive_ratios_are_clipped_against_the_behavior_and_the_rest_stays():
         sums_of(rows, dataclasses.replace(SETTINGS, correction=CorrectionSettings(ratio="behavior")))
     )
     by_hand = expected(rows, adaptive=False, naive=True)
-    undone = {f"mismatch/{name}" for name in ("truncated", "dropped", "rejected", "vetoed")}
+    undone = {f"mismatch/{name}" for name in ("truncated", "dropped", "rejected", "vetoed", "weight_ess")}
     compared = [key for key in by_hand if key not in undone]
     assert [found[key] for key in compared] == pytest.approx([by_hand[key] for key in compared], rel=1e-10)
-    assert not any(found[key] for key in undone)
+    assert found["mismatch/weight_ess"] == 1
+    assert not any(found[key] for key in undone - {"mismatch/weight_ess"})
 
 
 @pytest.mark.parametrize("form", ["ppo", "gspo", "cispo"])
