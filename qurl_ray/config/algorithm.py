@@ -44,32 +44,44 @@ class CorrectionBase(Section):
         return self.reject_low or low, self.reject_high or high
 
 
-class ACR(CorrectionBase):
-    """QuRL's adaptive clipping range: truncated weights, and an upper clip bound that grows with rho/C."""
-
-    type: Literal["acr"] = "acr"
+class _Truncated(CorrectionBase):
     is_cap: float = Field(2.0, ge=1)
     """C: importance weights proximal/behavior above this are truncated."""
 
 
-class TIS(CorrectionBase):
-    """Truncated importance sampling (FlashRL)."""
-
-    type: Literal["tis"] = "tis"
-    is_cap: float = Field(2.0, ge=1)
-    """C: importance weights proximal/behavior above this are truncated."""
+class _ByUnit(CorrectionBase):
     unit: Literal["token", "sequence", "geometric"] = "token"
     """What is weighted: a token by rho, a whole answer by the product of its rho, or by their geometric mean."""
 
 
-class MIS(CorrectionBase):
+class _Unweighted(CorrectionBase):
+    @model_validator(mode="after")
+    def _nothing_to_weaken(self) -> "_Unweighted":
+        if self.ess_floor is not None:
+            raise ValueError("ess_floor weakens weights, which this correction has not")
+        return self
+
+
+class ACR(_Truncated):
+    """QuRL's adaptive clipping range: truncated weights, and an upper clip bound that grows with rho/C."""
+
+    type: Literal["acr"] = "acr"
+
+
+class TIS(_Truncated, _ByUnit):
+    """Truncated importance sampling (FlashRL)."""
+
+    type: Literal["tis"] = "tis"
+
+
+class MIS(_ByUnit):
     """Masked importance sampling (IcePop): weights outside a band become 0."""
 
     type: Literal["mis"] = "mis"
     low: float = Field(0.5, ge=0, lt=1)
+    """The least weight that is kept."""
     high: float = Field(5.0, gt=1)
-    unit: Literal["token", "sequence", "geometric"] = "token"
-    """What is weighted: a token by rho, a whole answer by the product of its rho, or by their geometric mean."""
+    """The largest weight that is kept."""
 
 
 class Decoupled(CorrectionBase):
@@ -78,13 +90,13 @@ class Decoupled(CorrectionBase):
     type: Literal["decoupled"] = "decoupled"
 
 
-class Naive(CorrectionBase):
+class Naive(_Unweighted):
     """Naive importance sampling: the clipped ratio is theta/behavior, and nothing else is corrected."""
 
     type: Literal["naive"] = "naive"
 
 
-class Ignore(CorrectionBase):
+class Ignore(_Unweighted):
     """No correction: the mismatch between engine and learner is left alone."""
 
     type: Literal["ignore"] = "ignore"
@@ -109,7 +121,7 @@ PRESETS: dict[str, Correction] = {
     "ais": TIS(ess_floor=0.9),
     "monitor": ACR(metrics_only=True),
 }
-"""Corrections by the names that they have elsewhere: `algorithm.correction=flashrl`."""
+"""Corrections by the names that they have elsewhere, each a whole section: `algorithm.correction=flashrl`."""
 
 # --- algorithms ----------------------------------------------------------------------------------
 
@@ -120,6 +132,7 @@ _BOUNDS = {
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
 }
 """Clip bounds of an objective where the settings say nothing."""
+CLIP_BOUNDS = ("clip_low", "clip_high", "dual_clip")
 
 
 class Algorithm(Section):
@@ -141,15 +154,16 @@ class Algorithm(Section):
     kl_coef: float = Field(0.0, ge=0)
     """Factor of a KL penalty against the policy that the run began with. Above 0, every rank holds that policy too."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With d = log(policy/reference): d, d²/2, or exp(-d) - 1 + d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the penalty to the loss, or take it from the reward: from each token's with ppo, else from the answer's."""
+    """Add the penalty to the loss, or take it from the reward: from each token's where a value model gives credit, else
+    from the answer's."""
     entropy_coef: float = Field(0.0, ge=0)
     """Factor of an entropy bonus."""
     updates_per_rollout: int = Field(4, ge=1)
     """Mini-batch updates made from the rollouts of one step. With 1, ACR equals TIS."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
-    """What a sample is compared with: mean and deviation of its group; the mean; the others' mean; or the mean, then
-    normalised over all tokens of the step."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before max_new_tokens over which a penalty falls from 0 to -1; 0 is off."""
 
     @model_validator(mode="before")
     @classmethod
@@ -170,7 +184,8 @@ class Algorithm(Section):
     def _bounds_of_the_objective(cls, settings: Any) -> Any:
         if not isinstance(settings, dict):
             return settings
-        return {**_BOUNDS.get(settings.get("objective", "ppo"), {}), **settings}
+        objective = settings.get("objective")
+        return {**_BOUNDS[objective], **settings} if isinstance(objective, str) and objective in _BOUNDS else settings
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Algorithm":
@@ -181,38 +196,45 @@ class Algorithm(Section):
                 "algorithm.correction=flashrl, or sequence_tis, goes with it"
             )
         if objective == "cispo" and self.dual_clip is not None:
-            raise ValueError("dual_clip bounds a ratio that carries a gradient; cispo's is a constant")
-        if self.calibrate_every and (correction.type != "naive" or objective != "ppo"):
-            raise ValueError("calibrate_every needs correction=naive and objective=ppo")
+            raise ValueError(
+                "dual_clip bounds a ratio with a gradient, and cispo's is a constant: set dual_clip to null"
+            )
+        if objective == "tbpo" and self.dual_clip is None:
+            raise ValueError("tbpo without dual_clip is gspo: leave it at 1.0007, or set objective to gspo")
+        if self.calibrate_every and (correction.type != "naive" or correction.metrics_only or objective != "ppo"):
+            raise ValueError("calibrate_every needs correction=naive, not just its metrics, and objective=ppo")
         return self
 
 
-class DAPO(Algorithm):
+class _Grouped(Algorithm):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
+    """What a sample is compared with: mean and deviation of its group; the mean; the others' mean; or the mean, then
+    normalised over all tokens of the step."""
+    max_refill_rounds: int = Field(10, ge=1)
+    """With dynamic_sampling, generation rounds per step at most; a step that is still short then trains on what it has,
+    and says so."""
+
+
+class DAPO(_Grouped):
     """DAPO: clip-higher, dynamic sampling, token mean over the global batch, soft overlong penalty."""
 
     type: Literal["dapo"] = "dapo"
     clip_high: float = Field(0.28, gt=0)
     """The ratio's upper bound is 1 + this; 4e-4 with gspo and tbpo, 4 with cispo."""
     loss_mean: LossMean = "token"
+    """Mean over all tokens, over each answer's and then over answers, or over answers times max_new_tokens."""
     dynamic_sampling: bool = True
     """Drop groups whose answers were all judged alike and draw new prompts in their place."""
-    max_refill_rounds: int = Field(10, ge=1)
-    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
 
 
-class GRPO(Algorithm):
+class GRPO(_Grouped):
     """GRPO: symmetric clip, mean per sequence, every group kept."""
 
     type: Literal["grpo"] = "grpo"
     loss_mean: LossMean = "sequence"
+    """Mean over all tokens, over each answer's and then over answers, or over answers times max_new_tokens."""
     dynamic_sampling: bool = False
     """Drop groups whose answers were all judged alike and draw new prompts in their place."""
-    max_refill_rounds: int = Field(10, ge=1)
-    """Generation rounds per step at most; a step that is still short then trains on what it has, and says so."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
 
 
 class PPO(Algorithm):
@@ -222,12 +244,11 @@ class PPO(Algorithm):
     advantage: Literal["gae"] = "gae"
     """Generalised advantage estimation from the value model, whitened over all tokens of the step."""
     loss_mean: LossMean = "token"
+    """Mean over all tokens, over each answer's and then over answers, or over answers times max_new_tokens."""
     dynamic_sampling: Literal[False] = False
     """Not for PPO: there are no groups to compare."""
     max_refill_rounds: Literal[1] = 1
     """See dynamic_sampling."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Tokens before max_new_tokens over which the penalty falls from 0 to -1; 0 is off."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
     gae_lambda: float = Field(1.0, ge=0, le=1)

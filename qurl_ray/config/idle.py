@@ -1,4 +1,4 @@
-"""Settings that a combination makes idle. A run announces them at its start; docs/capabilities.md lists them."""
+"""Settings that a combination makes idle. A run announces them at its start; docs/objectives.md lists them."""
 
 from collections.abc import Iterator
 
@@ -20,24 +20,29 @@ def _corrections(config: RunConfig) -> Iterator[str]:
         yield "ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1"
     if correction.metrics_only:
         yield f"{correction.type} is measured and not applied: correction.metrics_only trains as ignore does"
-    if correction.ess_floor is not None and correction.type in ("ignore", "naive"):
-        yield f"correction.ess_floor weakens weights, and {correction.type} has none"
     if algorithm.calibrate_every and algorithm.updates_per_rollout == 1:
-        yield "calibrate_every with one update per rollout removes the clip: the proximal ratio is 1 and nothing is cut"
+        yield "calibrate_every with one update per rollout widens the clip fourfold: nothing is cut of a ratio of 1"
 
 
 def _objectives(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.objective in ("gspo", "tbpo") and algorithm.clip_low > 0.05:
-        yield (
-            f"{algorithm.objective} clips a mean over the answer, which clip_low={algorithm.clip_low} never cuts; "
-            "3e-4 is published"
-        )
-    if algorithm.updates_per_rollout == 1 and algorithm.correction.type != "naive":
+    published = type(algorithm)(objective=algorithm.objective, correction="ignore")  # with the objective's own bounds
+    for bound in ("clip_low", "clip_high"):
+        mine, own = getattr(algorithm, bound), getattr(published, bound)
+        if algorithm.objective in ("gspo", "tbpo") and mine > 0.05:
+            yield f"{algorithm.objective} clips a mean over the answer, which {bound}={mine} never cuts: {own} is usual"
+        if algorithm.objective == "cispo" and bound == "clip_high" and mine < 1:
+            yield f"cispo bounds weights and not movement: {bound}={mine} makes all of them small, {own} is usual"
+    if algorithm.objective == "tbpo" and algorithm.dual_clip > 1.05:
+        yield f"tbpo bounds a mean over the answer, which dual_clip={algorithm.dual_clip} never does: 1.0007 is usual"
+    naive = algorithm.correction.type == "naive" and not algorithm.correction.metrics_only
+    if algorithm.updates_per_rollout == 1 and not naive:
         if algorithm.objective != "ppo":
             yield f"{algorithm.objective} with one update per rollout clips nothing: all ratios are 1"
-        if algorithm.dual_clip is not None and algorithm.objective == "ppo":
+        elif algorithm.dual_clip is not None:
             yield "dual_clip with one update per rollout does nothing: all ratios are 1"
+    if not algorithm.kl_coef and (algorithm.kl_in, algorithm.kl_estimator) != ("loss", "k3"):
+        yield "kl_in and kl_estimator say nothing without kl_coef"
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield "kl_estimator=k1 as a loss has a gradient with mean zero: it holds nothing back; k2 and k3 do"
     if algorithm.type == "ppo" and algorithm.critic == "shared" and algorithm.critic_lr != PPO().critic_lr:

@@ -9,11 +9,12 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from qurl_ray.config.algorithm import CLIP_BOUNDS, PRESETS
 from qurl_ray.config.models import RunConfig
 from qurl_ray.config.section import DEFAULT_TYPES
 from qurl_ray.errors import ConfigError
 
-_NOT_SUPPORTED = {
+_INSTEAD = {
     "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
     "sequence_parallel": "sequence parallelism is not supported: a sequence stays on one rank, so learner.packing and "
     "learner.gradient_checkpointing bound its length",
@@ -22,7 +23,7 @@ _NOT_SUPPORTED = {
     "images": "images are not supported: prompts are text",
     "normalize_by_std": "normalize_by_std is now algorithm.advantage: grpo divides by the deviation, dr_grpo does not",
 }
-"""Keys that users of other frameworks look for."""
+"""Keys that users of other frameworks, or of earlier versions, look for."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -63,12 +64,15 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
             default = "required" if field.is_required() else _show(field.get_default(call_default_factory=True))
             yield key, default, " ".join((field.description or "").split())
             continue
-        for member in unions:
+        rows = [list(describe(member, f"{key}.")) for member in unions]
+        shared = [row for row in rows[0] if len(unions) > 1 and all(row in others for others in rows)]
+        if shared:  # once, and not again for every type
+            yield key, "", " ".join((field.description or "Settings of every type.").split())
+            yield from shared
+        for member, own in zip(unions, rows, strict=True):
             label = f"{key}.type={member.model_fields['type'].default}" if len(unions) > 1 else key
             yield label, "", " ".join((member.__doc__ or "").split())
-            for row in describe(member, f"{key}."):
-                if row[0] != f"{key}.type":
-                    yield row
+            yield from (row for row in own if row not in shared and row[0] != f"{key}.type")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -97,12 +101,22 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
     for done, section in enumerate(sections):
         if settings.get(section) is None:  # absent, or a heading with nothing below it
             settings[section] = {}
+        settings[section] = _as_section(section, settings[section])
         settings = settings[section]
         if not isinstance(settings, dict):
             raise ConfigError(f"{'.'.join(keys[: done + 1])} is a value, not a section: cannot set {'.'.join(keys)}")
     if last == "type" and value != settings.get("type", DEFAULT_TYPES.get(keys[-2] if sections else "")):
         settings.clear()  # another type has other settings: those of the old one go, its defaults come
+    if last == "objective" and value != settings.get(last, "ppo"):
+        for bound in CLIP_BOUNDS:  # so do another objective's bounds
+            settings.pop(bound, None)
     settings[last] = value
+
+
+def _as_section(name: str, value: Any) -> Any:
+    """A correction's name is a section, of which one setting may be changed."""
+    named = name == "correction" and isinstance(value, str) and value in PRESETS
+    return PRESETS[value].model_dump() if named else value
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
@@ -125,7 +139,7 @@ def _explain(error: ValidationError, source: str) -> str:
 def _fault(item: Any) -> str:
     key = _dotted([str(part) for part in item["loc"]])
     if item["type"] == "extra_forbidden":
-        if sentence := _NOT_SUPPORTED.get(key.split(".")[-1]):
+        if sentence := _INSTEAD.get(key.split(".")[-1]):
             return sentence
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:

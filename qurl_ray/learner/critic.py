@@ -8,14 +8,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qurl_ray.config.models import LearnerConfig
-from qurl_ray.learner.backend import Backend, add_over_ranks
+from qurl_ray.learner.backend import Backend, add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.learner.passes import Pass, Penalty
 from qurl_ray.learner.scorer import on_device, value_head
 from qurl_ray.policy.logprobs import answer_states, scatter
 from qurl_ray.rl.ratios import Sums
-from qurl_ray.rl.reduce import as_floats, merge
-from qurl_ray.rl.value import gae, moments, token_rewards, value_loss, whiten
+from qurl_ray.rl.reduce import as_floats, merge, moments
+from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,6 @@ class Critic:
         for index, one in enumerate(passes):
             loss, sums = self.loss(one, self.backend(one.batch), tokens)
             self.backend.backward(loss, last=index + 1 == len(passes))
-            found.append(as_floats(sums | {"value_loss": loss.detach()}))
+            found.append(as_floats(sums))
         skipped = self.backend.step(self._credit.lr * schedule) is None
-        return merge([*found, {"value_skipped": float(skipped)}])
+        return merge([*found, {"value_skipped": skipped / world()[1]}])  # all ranks skip together, and are added up

@@ -15,15 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from qurl_ray.config.models import LearnerConfig
-from qurl_ray.learner.backend import Backend, add_over_ranks, load_random_state, save_random_state, world
+from qurl_ray.errors import CheckpointError
+from qurl_ray.learner.backend import Backend, load_random_state, save_random_state, world
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
-from qurl_ray.learner.passes import Pass, Penalty, compare_again, correction_strength
+from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
-from qurl_ray.rl.calibration import calibrated, clip_histogram
-from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective, per_token
-from qurl_ray.rl.ratios import log_ratio
+from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats, merge
 from qurl_ray.types import Trajectory
 
@@ -66,8 +65,7 @@ class PolicyLearner:
         self._policy, self._config, self._settings = policy, config, settings
         self._critic, self._reference, self._penalty = critic, reference, penalty
         self._calibrate_every, self._bounds = calibrate_every, (settings.clip_low, settings.clip_high)
-        correction = settings.correction
-        self._adaptive = correction.ess_floor is not None and not correction.metrics_only
+        self._adaptive = settings.correction.ess_floor is not None
         shared_critic = critic is not None and critic.backend is None
         self._measure_all = bool(penalty or self._adaptive or shared_critic)
         self._total_updates = total_updates
@@ -83,8 +81,8 @@ class PolicyLearner:
         passes = [[self._make_pass(samples) for samples in self._shares(m)] for m in mini_batches]
         strength = self._before_the_first_update(passes)
         between = time.perf_counter()
-        calibration = _Calibration(self._settings) if passes and self._calibration_is_due() else None
-        sums, norms, lr = [], [], 0.0
+        calibration = Calibration() if passes and self._calibration_is_due() else None
+        sums, norms, lr = [self._step_wide(strength)] if passes else [], [], 0.0
         for mini_batch, chosen in zip(mini_batches, passes, strict=True):
             sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
             share = schedule(self._config, self._updates, self._total_updates)
@@ -94,7 +92,8 @@ class PolicyLearner:
             if self._critic and self._critic.backend:
                 sums.append(self._critic.update(chosen, mini_batch.denominators.tokens, share))
         if calibration:
-            self._bounds = calibration.bounds(self._config.device)
+            nominal = self._settings.clip_low, self._settings.clip_high
+            self._bounds = calibration.bounds(*nominal, device=self._config.device)
         self._steps += 1
         finite = [norm for norm in norms if norm is not None]
         return StepResult(
@@ -138,7 +137,7 @@ class PolicyLearner:
         passes: Sequence[Pass],
         denominators: Denominators,
         strength: float,
-        calibration: "_Calibration | None",
+        calibration: Calibration | None,
     ) -> dict[str, float]:
         """Gradients of a whole mini-batch. Returns metric sums."""
         low, high = self._bounds
@@ -162,16 +161,16 @@ class PolicyLearner:
             sums["loss"] = loss
             if scores.values_BT is not None:
                 value_loss, value_sums = self._critic.loss(one, scores.values_BT, denominators.tokens)
-                sums |= value_sums | {"value_loss": value_loss}
+                sums |= value_sums
                 loss = loss + self._critic.coef * value_loss
             self._policy.backward(loss, last=index + 1 == len(passes))
             if calibration:
                 calibration.add(scores.logprobs_BT, one)
-            found.append(as_floats(sums) | self._step_wide(strength))
+            found.append(as_floats(sums))
         return merge(found)
 
     def _step_wide(self, strength: float) -> dict[str, float]:
-        """Figures that are one for the whole step, as maxima of equals."""
+        """Figures that are one for the whole step and all ranks."""
         figures = {"max_strength": strength} if self._adaptive else {}
         if self._calibrate_every:
             figures |= {"max_clip_low": self._bounds[0], "max_clip_high": self._bounds[1]}
@@ -196,6 +195,8 @@ class PolicyLearner:
     def load(self, folder: Path) -> None:
         load_random_state(folder)
         state = json.loads((folder / "schedule.json").read_text())
+        if state.keys() != {"updates", "steps", "bounds"}:
+            raise CheckpointError(f"{folder} is of another version of this package; start anew with --fresh")
         self._updates, self._steps, self._bounds = state["updates"], state["steps"], tuple(state["bounds"])
         self._policy.load(folder / "policy")
         if self._critic and self._critic.backend:
@@ -214,27 +215,6 @@ class PolicyLearner:
             self._reference.to(self._config.device)
         if self._critic and self._critic.backend:
             self._critic.backend.reload()
-
-
-class _Calibration:
-    """Histograms of a step's ratios, noisy and exact."""
-
-    def __init__(self, settings: ObjectiveSettings) -> None:
-        self._nominal = settings.clip_low, settings.clip_high
-        nothing_BT = torch.zeros(0, 0)  # what a rank without samples adds
-        self._noisy = self._exact = clip_histogram(nothing_BT, nothing_BT, nothing_BT.bool())
-
-    @torch.no_grad()
-    def add(self, logprobs_BT: torch.Tensor, one: Pass) -> None:
-        adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
-        noisy_BT, exact_BT = (
-            log_ratio(logprobs_BT, old_BT, mask_BT) for old_BT in (one.batch.behavior_BT, one.prox_BT)
-        )
-        self._noisy = self._noisy + clip_histogram(noisy_BT, adv_BT, mask_BT).cpu()
-        self._exact = self._exact + clip_histogram(exact_BT, adv_BT, mask_BT).cpu()
-
-    def bounds(self, device: str) -> tuple[float, float]:
-        return calibrated(add_over_ranks(self._noisy, device), add_over_ranks(self._exact, device), *self._nominal)
 
 
 def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:

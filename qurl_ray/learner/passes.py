@@ -10,9 +10,11 @@ from torch import distributed
 from qurl_ray.learner.backend import add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.rl.advantages import Kind, advantages
+from qurl_ray.rl.calibration import calibrated, clip_histogram
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
+from qurl_ray.rl.objective import per_token
 from qurl_ray.rl.ratios import Estimator, kl_estimate, log_ratio
-from qurl_ray.rl.value import moments
+from qurl_ray.rl.reduce import moments
 from qurl_ray.types import Trajectory
 
 
@@ -37,8 +39,8 @@ class Penalty:
 
     coef: float
     estimator: Estimator
-    advantage: Kind | None
-    """How samples of a group are compared; None if a value model gives credit."""
+    advantage: Kind = "grpo"
+    """How samples of a group are compared, where no value model gives credit."""
 
     def of(self, one: Pass) -> torch.Tensor:
         """[B, T]: what each token costs."""
@@ -78,3 +80,26 @@ def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, de
         weight_BT = correct(log_rho_BT, mask_BT, settings).weight_BT
         total += moments(weight_BT, mask_BT & (weight_BT > 0))
     return strength(add_over_ranks(total, device), settings.ess_floor)
+
+
+class Calibration:
+    """Collects a step's ratios, noisy and exact (rl.calibration)."""
+
+    def __init__(self) -> None:
+        nothing_BT = torch.zeros(0, 0)  # what a rank without samples adds
+        self._noisy = self._exact = clip_histogram(nothing_BT, nothing_BT, nothing_BT.bool())
+
+    @torch.no_grad()
+    def add(self, logprobs_BT: torch.Tensor, one: Pass) -> None:
+        """Those of one pass, in its update."""
+        adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
+        noisy_BT, exact_BT = (
+            log_ratio(logprobs_BT, old_BT, mask_BT) for old_BT in (one.batch.behavior_BT, one.prox_BT)
+        )
+        self._noisy = self._noisy.to(adv_BT.device) + clip_histogram(noisy_BT, adv_BT, mask_BT)
+        self._exact = self._exact.to(adv_BT.device) + clip_histogram(exact_BT, adv_BT, mask_BT)
+
+    def bounds(self, clip_low: float, clip_high: float, *, device: str) -> tuple[float, float]:
+        """(clip_low, clip_high) in place of the nominal ones. Collective."""
+        noisy, exact = (add_over_ranks(histogram, device) for histogram in (self._noisy, self._exact))
+        return calibrated(noisy, exact, clip_low, clip_high)

@@ -232,11 +232,10 @@ class Coordinator:
         values |= (policy_metrics(sums) | value_metrics(sums)) if sums else {}
         values |= {f"time/{name}": value for name, value in seconds.items()}
         if values.get("mismatch/dropped", 0.0) > 0.5:
-            self._warn(
-                step,
-                f"the correction drops {values['mismatch/dropped']:.0%} of the tokens: its bounds do not fit a KL(b‖p) "
-                f"of {values['mismatch/kl']:.1e}",
-            )
+            drops = "would drop" if self._config.algorithm.correction.metrics_only else "drops"
+            kl = values["mismatch/kl"]
+            share = f"{values['mismatch/dropped']:.0%} of the tokens"
+            self._warn(step, f"the correction {drops} {share}: its bounds do not fit a KL(b‖p) of {kl:.1e}")
         if results[0].skipped_updates:
             self._warn(step, f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite")
         self._events.append(Event(kind="step", step=step, values=values))

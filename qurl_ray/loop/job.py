@@ -3,6 +3,7 @@
 import typer
 
 from qurl_ray.config import RunConfig
+from qurl_ray.config.idle import idle_settings
 from qurl_ray.loop.run_dir import dry_run
 
 
@@ -10,6 +11,8 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     """Train, or only check, print and save the settings. Returns the exit status: 130 after Ctrl-C."""
     if dry:
         typer.echo(dry_run(config), nl=False)
+        for sentence in idle_settings(config):
+            typer.echo(f"note: {sentence}", err=True)
         return 0
     from qurl_ray.loop.run import run  # seconds of imports, which --help and dry runs need not wait for
 

@@ -75,8 +75,5 @@ def penalty(algorithm: AlgorithmConfig) -> Penalty | None:
     """The KL that is taken from rewards."""
     if not algorithm.kl_coef or algorithm.kl_in == "loss":
         return None
-    return Penalty(
-        coef=algorithm.kl_coef,
-        estimator=algorithm.kl_estimator,
-        advantage=None if isinstance(algorithm, PPO) else algorithm.advantage,
-    )
+    comparison = {} if isinstance(algorithm, PPO) else {"advantage": algorithm.advantage}
+    return Penalty(coef=algorithm.kl_coef, estimator=algorithm.kl_estimator, **comparison)

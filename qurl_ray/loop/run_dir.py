@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.errors import ConfigError
@@ -86,7 +87,15 @@ def _check_same(config: RunConfig, run_dir: Path) -> None:
         old = yaml.safe_load((run_dir / "config.yaml").read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
-    differing = differences(old, config.model_dump(mode="json"))
+    try:  # settings that are new since then have their defaults
+        known = RunConfig.model_validate(old).model_dump(mode="json")
+    except ValidationError as error:
+        raise ConfigError(
+            f"{run_dir} holds an unfinished run of another version, whose settings are not all known here: "
+            f"{error.errors()[0]['msg']} ({'.'.join(map(str, error.errors()[0]['loc']))}). "
+            "Set another name, or start anew with --fresh (the old run is kept)"
+        ) from None
+    differing = differences(known, config.model_dump(mode="json"))
     if differing:
         raise ConfigError(
             f"{run_dir} holds an unfinished run with other settings: {'; '.join(differing)}. "

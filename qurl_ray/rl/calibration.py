@@ -28,6 +28,7 @@ def clip_histogram(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: to
 
     Histograms add up over batches and ranks; no tokens are a histogram of zeros.
     """
+    mask_BT = mask_BT & log_ratio_BT.isfinite()
     bins_BT = ((log_ratio_BT.double() + _REACH) / (2 * _REACH) * _BINS).long().clamp(0, _BINS - 1)
     found = torch.zeros(2, 3, _BINS, dtype=torch.float64, device=log_ratio_BT.device)
     for sign, chosen_BT in enumerate(((adv_BT > 0) & mask_BT, (adv_BT < 0) & mask_BT)):

@@ -43,7 +43,7 @@ class CorrectionSettings:
     ess_floor: float | None = None
     """Weaken the weights of the tokens that are kept until their effective sample size is at least this."""
     metrics_only: bool = False
-    """Count what would be done, and do nothing."""
+    """The objective measures what would be done, and does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,6 @@ def correct(
     weight_BT = torch.where(dropped_BT, 0.0, weight_BT)
     chosen_N = weight_BT[mask_BT].double()
     sums |= {"weight": chosen_N.sum(), "weight_squared": chosen_N.square().sum()}
-    if settings.metrics_only:
-        weight_BT = widening_BT = ones_BT
     return Corrected(weight_BT=weight_BT, widening_BT=widening_BT, sums=sums)
 
 
@@ -98,7 +96,7 @@ def strength(total: torch.Tensor, floor: float) -> float:
     With m and q the means of w and w², and t = λ/(1-λ), equality is (m²-fq) t² + 2m(1-f) t + (1-f) = 0.
 
     Args:
-        total: of a whole step: count, Σw and Σw² of the tokens with w > 0 (rl.value.moments), float64.
+        total: of a whole step: count, Σw and Σw² of the tokens with w > 0 (rl.reduce.moments), float64.
         floor: f, below 1.
     """
     count, first, second = total.tolist()

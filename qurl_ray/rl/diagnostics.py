@@ -1,7 +1,8 @@
 """What is logged about a step, and how each figure is defined.
 
 n tokens and m sequences of the step, all updates and ranks together; b, p, theta, rho = p/b, R = theta/p and A as in
-rl.objective. The tokens were drawn from b. A share is of all tokens unless it says otherwise.
+rl.objective. The tokens were drawn from b. A share is of all tokens unless it says otherwise. With
+metrics_only, what a correction does is what it would do.
 
 mismatch between engine and learner (b against p)
     mismatch/kl                 Σ (rho - 1 - log rho) / n     k3 estimate of KL(b‖p), nats per token
@@ -10,7 +11,7 @@ mismatch between engine and learner (b against p)
     mismatch/max_rho            max rho
     mismatch/truncated          share with a raw weight above C
     mismatch/ess                (Σ rho)² / (n Σ rho²)         effective sample size as a share of the tokens
-    mismatch/weight_ess         (Σ w)² / (n Σ w²)             the same of the weights that are applied
+    mismatch/weight_ess         (Σ w)² / (n Σ w²)             the same of the weights
     mismatch/chi2               Σ rho² / n - 1                χ² divergence of p from b
     mismatch/perplexity_gap     mean over sequences of exp(mean_t -log p) - exp(mean_t -log b)
     mismatch/abs_logprob_gap    Σ |log rho| / n
@@ -37,21 +38,11 @@ what the clip does
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
 from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
-
-
-class Clipped(Protocol):
-    """The parts of rl.objective.Surrogate that are looked at here."""
-
-    ratio_BT: torch.Tensor
-    lower: float
-    upper_BT: torch.Tensor
-    bounded_BT: torch.Tensor
-    slope_BT: torch.Tensor
+from qurl_ray.rl.surrogate import Surrogate
 
 
 @torch.no_grad()
@@ -83,7 +74,7 @@ def update_sums(
     adv_BT: torch.Tensor,
     mask_BT: torch.Tensor,
     weight_BT: torch.Tensor,
-    term: Clipped,
+    term: Surrogate,
     clip_high: float,
 ) -> Sums:
     """Of p against theta, and of the clip; `log_ratio_BT` is log(theta/p)."""
@@ -91,7 +82,7 @@ def update_sums(
     positive_BT, negative_BT = (adv_BT > 0) & mask_BT, (adv_BT < 0) & mask_BT
     above_BT, below_BT = term.ratio_BT > term.upper_BT, term.ratio_BT < term.lower
     # without ACR the bound is 1+εh, and no token lies between
-    admitted_BT = positive_BT & (term.ratio_BT > 1 + clip_high) & ~above_BT
+    admitted_BT = positive_BT & (term.ratio_BT > 1 + clip_high) & ~above_BT & (weight_BT > 0)
     mass_BT = (weight_BT * term.slope_BT).double()
     return {
         "log_ratio": log_ratio_N.sum(),

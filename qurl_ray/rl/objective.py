@@ -23,6 +23,7 @@ To that come, if asked for, + β · KL(theta‖reference) and - η · entropy, b
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,13 +31,14 @@ import torch
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.diagnostics import mismatch_sums, update_sums
 from qurl_ray.rl.ratios import Estimator, Sums, at_least_float32, kl_estimate, log_ratio, sequence_mean
+from qurl_ray.rl.surrogate import Form, surrogate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSettings:
     """What the objective is, as values."""
 
-    form: Literal["ppo", "gspo", "cispo"] = "ppo"
+    form: Form = "ppo"
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     clip_low: float
     clip_high: float
@@ -73,6 +75,8 @@ def objective(
 ) -> tuple[torch.Tensor, Sums]:
     """The loss to minimise, summed over this micro-batch and divided by the global denominator, and metric sums.
 
+    With correction.metrics_only the loss is that of no correction, and the sums are of the correction.
+
     token mean:     -sum_it f_it / tokens                          DAPO
     sequence mean:  -sum_i (sum_t f_it / |o_i|) / sequences        GRPO
     fixed:          -sum_it f_it / (sequences · fixed_length)      Dr. GRPO
@@ -93,13 +97,27 @@ def objective(
     prox_BT, behavior_BT, advantages = prox_BT.detach(), behavior_BT.detach(), advantages.detach()
     log_rho_BT = log_ratio(prox_BT, behavior_BT, mask_BT)
     corrected = correct(log_rho_BT, mask_BT, settings.correction, strength)
-    naive = settings.correction.ratio == "behavior" and not settings.correction.metrics_only
-    old_BT = behavior_BT if naive else prox_BT
+    applies = not settings.correction.metrics_only
+    old_BT = behavior_BT if applies and settings.correction.ratio == "behavior" else prox_BT
     log_ratio_BT = log_ratio(logprobs_BT, old_BT, mask_BT)
     adv_BT = torch.where(mask_BT, per_token(advantages, log_ratio_BT), 0.0)
 
-    term = surrogate(log_ratio_BT, adv_BT, mask_BT, corrected.widening_BT, settings)
-    loss = -mean(corrected.weight_BT * term.value_BT, mask_BT, denominators, settings)
+    clipped = partial(
+        surrogate,
+        log_ratio_BT,
+        adv_BT,
+        mask_BT,
+        form=settings.form,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+    )
+    term = clipped(corrected.widening_BT)
+    if applies:
+        values_BT = corrected.weight_BT * term.value_BT
+    else:
+        values_BT = clipped(torch.ones_like(adv_BT)).value_BT
+    loss = -mean(values_BT, mask_BT, denominators, settings)
     sums = mismatch_sums(prox_BT, behavior_BT, log_rho_BT, mask_BT) | corrected.sums
     moved_BT = log_ratio(logprobs_BT.detach(), prox_BT, mask_BT)
     sums |= update_sums(moved_BT, adv_BT, mask_BT, corrected.weight_BT, term, settings.clip_high)
@@ -119,61 +137,6 @@ def per_token(advantages: torch.Tensor, like_BT: torch.Tensor) -> torch.Tensor:
     """[B, T] from [B] or [B, T], in the dtype of `like_BT`."""
     by_token = advantages if advantages.ndim == 2 else advantages[:, None]
     return by_token.to(like_BT.dtype).expand_as(like_BT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surrogate:
-    """Per token [B, T], before the weight."""
-
-    value_BT: torch.Tensor
-    """To be maximised."""
-    ratio_BT: torch.Tensor
-    """What is clipped."""
-    lower: float
-    upper_BT: torch.Tensor
-    bounded_BT: torch.Tensor
-    """bool: where dual clip holds."""
-    slope_BT: torch.Tensor
-    """|d value / d log theta|, without gradient."""
-
-
-def surrogate(
-    log_ratio_BT: torch.Tensor,
-    adv_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    widening_BT: torch.Tensor,
-    settings: ObjectiveSettings,
-) -> Surrogate:
-    """The form's value of each token; `widening_BT` multiplies the upper clip bound."""
-    if settings.form == "gspo":
-        # The mean's value, but each token's own log-prob carries its gradient, with that token's weight and advantage
-        # (GSPO-token). Where a sequence has one weight and one advantage, this is the gradient of the mean.
-        log_mean_BT = sequence_mean(log_ratio_BT, mask_BT).detach()[:, None]
-        log_ratio_BT = log_mean_BT + (log_ratio_BT - log_ratio_BT.detach())
-    ratio_BT = log_ratio_BT.exp()
-    lower, upper_BT = 1 - settings.clip_low, (1 + settings.clip_high) * widening_BT
-    clipped_BT = ratio_BT.clamp(min=lower).minimum(upper_BT)
-    bounded_BT = torch.zeros_like(mask_BT)
-    if settings.form == "cispo":
-        constant_BT = clipped_BT.detach() * adv_BT
-        # log(theta/p) for log theta: the same gradient, and a value that starts at 0.
-        value_BT, slope_BT = constant_BT * log_ratio_BT, constant_BT.abs()
-    else:
-        value_BT = torch.minimum(ratio_BT * adv_BT, clipped_BT * adv_BT)
-        if settings.dual_clip is not None:
-            floor_BT = settings.dual_clip * adv_BT
-            bounded_BT = (adv_BT < 0) & (value_BT < floor_BT)
-            value_BT = torch.where(bounded_BT, floor_BT, value_BT)
-        cut_BT = ((adv_BT > 0) & (ratio_BT > upper_BT)) | ((adv_BT < 0) & (ratio_BT < lower)) | bounded_BT
-        slope_BT = torch.where(cut_BT, 0.0, (ratio_BT * adv_BT).abs()).detach()
-    return Surrogate(
-        value_BT=value_BT,
-        ratio_BT=ratio_BT.detach(),
-        lower=lower,
-        upper_BT=upper_BT,
-        bounded_BT=bounded_BT,
-        slope_BT=slope_BT,
-    )
 
 
 def mean(

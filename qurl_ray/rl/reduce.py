@@ -1,4 +1,4 @@
-"""Metric sums over micro-batches, updates and ranks: merged first, divided once."""
+"""Sums over micro-batches, updates and ranks: merged first, divided once."""
 
 from collections.abc import Iterable, Mapping
 
@@ -22,3 +22,9 @@ def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def as_floats(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """All at once: on a GPU every single one would wait for the device."""
     return dict(zip(sums, torch.stack([value.detach().double() for value in sums.values()]).tolist(), strict=True))
+
+
+def moments(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """float64 [3], on the CPU: count, sum and sum of squares where `mask_BT`; they add up over batches and ranks."""
+    chosen = values_BT[mask_BT].double()
+    return torch.stack([torch.ones_like(chosen).sum(), chosen.sum(), chosen.square().sum()]).cpu()

@@ -45,7 +45,8 @@ def _discounted(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
     steps = torch.arange(_BLOCK + 1, dtype=values_BT.dtype, device=values_BT.device)
     powers = factor**steps
     # triangle[j, t] = factor^(j-t) for j >= t: what token j adds to token t
-    gaps = (torch.arange(_BLOCK)[:, None] - torch.arange(_BLOCK)[None]).to(values_BT.device)
+    steps_T = torch.arange(_BLOCK, device=values_BT.device)
+    gaps = steps_T[:, None] - steps_T[None]
     triangle = torch.where(gaps >= 0, powers[gaps.clamp(min=0)], 0.0)
     ahead_B1 = torch.zeros_like(values_BT[:, :1])
     for start in range((width - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
@@ -57,16 +58,8 @@ def _discounted(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
     return found_BT
 
 
-def moments(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """float64 [3]: count, sum and sum of squares where `mask_BT`; they add up over batches and ranks."""
-    chosen = values_BT[mask_BT].double()
-    return torch.stack(
-        [torch.tensor(float(chosen.numel()), dtype=torch.float64), chosen.sum().cpu(), chosen.square().sum().cpu()]
-    )
-
-
 def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / (std + 1e-8) with the mean and unbiased std that `total`, the merged `moments`, describe."""
+    """(x - mean) / (std + 1e-8) with the mean and unbiased std that `total`, the merged rl.reduce.moments, describe."""
     count, first, second = total.tolist()
     mean = first / max(count, 1.0)
     variance = max(second - count * mean**2, 0.0) / max(count - 1, 1.0)
@@ -115,9 +108,11 @@ def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         return {}
     variance = sums["returns_squared"] / n - (sums["returns"] / n) ** 2
     error = sums["value_error"] / n
-    return {
+    metrics = {
         "value/error": error,
         "value/explained_variance": 1 - error / variance if variance > 0 else float("nan"),
         "value/clipped": sums["value_clipped"] / n,
-        "value/skipped_updates": sums.get("value_skipped", 0.0),
     }
+    if "value_skipped" in sums:  # a separate value model's; a shared one skips with the policy
+        metrics["value/skipped_updates"] = sums["value_skipped"]
+    return metrics

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from qurl_ray.config import RunConfig, load_config, resolve
+from qurl_ray.config.algorithm import PRESETS, TIS
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
 
@@ -286,6 +287,29 @@ def test_the_defaults_have_an_effect():
     ("settings", "sentence"),
     [
         ("algorithm: {updates_per_rollout: 1}", "ACR with one update per rollout equals TIS"),
+        ("algorithm: {correction: monitor}", "acr is measured and not applied"),
+        (
+            "algorithm: {correction: naive, calibrate_every: 5, updates_per_rollout: 1}",
+            "calibrate_every with one update per rollout widens the clip fourfold",
+        ),
+        ("algorithm: {correction: flashrl, objective: gspo, clip_low: 0.2}", "gspo clips a mean over the answer"),
+        ("algorithm: {correction: flashrl, objective: gspo, clip_high: 0.28}", "which clip_high=0.28 never cuts"),
+        ("algorithm: {correction: flashrl, objective: tbpo, dual_clip: 3}", "which dual_clip=3.0 never does"),
+        ("algorithm: {correction: flashrl, objective: cispo, clip_high: 0.2}", "makes all of them small, 4.0 is usual"),
+        (
+            "algorithm: {correction: flashrl, objective: gspo, updates_per_rollout: 1}",
+            "gspo with one update per rollout clips nothing",
+        ),
+        (
+            "algorithm: {correction: flashrl, dual_clip: 3, updates_per_rollout: 1}",
+            "dual_clip with one update per rollout does nothing",
+        ),
+        ("algorithm: {kl_in: reward}", "kl_in and kl_estimator say nothing without kl_coef"),
+        ("algorithm: {kl_coef: 0.1, kl_estimator: k1}", "a gradient with mean zero"),
+        ("algorithm: {type: ppo, critic: shared, critic_lr: 1.0e-3}", "critic_lr is of a separate value model"),
+        ("algorithm: {type: ppo, critic_coef: 0.5}", "critic_coef is of a shared value model"),
+        ("learner: {offload_while_waiting: true}", "on the CPU it only costs time"),
+        ("learner: {zero_stage: 3}", "learner.backend=torch shards nothing"),
         ("rollout: {quantization: none}", "acr has almost nothing to correct with full-precision rollouts"),
         ("rollout: {top_p: 0.9}", "truncate the engine's distribution but not the learner's"),
         ("rollout: {top_k: 5}", "truncate the engine's distribution but not the learner's"),
@@ -305,6 +329,51 @@ def test_an_idle_setting_is_announced_in_a_sentence(load, settings, sentence):
 )
 def test_the_same_setting_elsewhere_is_no_news(load, settings):
     assert idle_settings(load(settings)) == []
+
+
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "tbpo", "cispo"])
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("algorithm", ["dapo", "grpo", "ppo"])
+def test_every_named_correction_comes_back_from_what_a_run_writes(load, algorithm, name, objective):
+    overrides = [f"algorithm.objective={objective}", f"algorithm.correction={name}"]
+    text = f"algorithm: {{type: {algorithm}, correction: {{type: acr, is_cap: 8}}, clip_low: 0.1, dual_clip: 3}}"
+    if name == "qurl" and objective != "ppo":
+        assert "algorithm.correction=flashrl, or sequence_tis, goes with it" in complaint(load, text, *overrides)
+        return
+    config = load(text, *overrides)
+    assert config.algorithm.correction == PRESETS[name]
+    assert RunConfig.model_validate(yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))) == config
+    # A new objective comes with bounds of its own; the old one's go.
+    expected = {"ppo": (0.1, 3), "gspo": (3e-4, None), "tbpo": (3e-4, 1.0007), "cispo": (1.0, None)}
+    assert (config.algorithm.clip_low, config.algorithm.dual_clip) == expected[objective]
+
+
+def test_one_setting_of_a_named_correction_can_be_changed(load):
+    config = load("algorithm: {correction: mis}", "algorithm.correction=flashrl", "algorithm.correction.is_cap=8")
+    assert config.algorithm.correction == TIS(is_cap=8)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sentence"),
+    [
+        ("{correction: flash}", "no correction has this name; there are naive, ignore"),
+        ("{correction: flashrl, objective: [gspo]}", "algorithm.objective: Input should be 'ppo', 'gspo'"),
+        ("{correction: flashrl, objective: tbpo, dual_clip: null}", "tbpo without dual_clip is gspo"),
+        ("{correction: flashrl, objective: cispo, dual_clip: 3}", "set dual_clip to null"),
+        ("{correction: flashrl, calibrate_every: 5}", "calibrate_every needs correction=naive"),
+        (
+            "{correction: {type: naive, metrics_only: true}, calibrate_every: 5}",
+            "calibrate_every needs correction=naive, not just its metrics",
+        ),
+        ("{correction: {type: ignore, ess_floor: 0.5}}", "ess_floor weakens weights, which this correction has not"),
+        ("{correction: {type: tis, reject_low: 0.5}}", "reject_low is of reject=geometric"),
+        ("{correction: {type: tis, reject_high: 0.5}}", "reject_high needs reject="),
+        ("{correction: {type: tis, reject: geometric, reject_low: 2}}", "must be below reject_high=1.001"),
+        ("{normalize_by_std: false}", "normalize_by_std is now algorithm.advantage"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_a_sentence(load, algorithm, sentence):
+    assert sentence in complaint(load, f"algorithm: {algorithm}")
 
 
 def test_another_type_drops_the_settings_of_the_old_one(tmp_path):

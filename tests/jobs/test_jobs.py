@@ -39,9 +39,11 @@ def test_errors_have_no_traceback():
 
 def test_dry_run_prints_and_saves_the_resolved_settings(tmp_path):
     done = job(
-        "qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path}", "seed=7"
-    )
+        "qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path}", "seed=7",
+        "learner.zero_stage=3",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stderr == "note: learner.zero_stage is DeepSpeed's; learner.backend=torch shards nothing\n"
     settings = yaml.safe_load(done.stdout)
     assert settings["seed"] == 7
     assert settings["algorithm"]["clip_high"] == 0.28  # a default, not in the file

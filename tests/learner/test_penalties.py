@@ -111,7 +111,28 @@ def test_a_kl_in_the_reward_is_part_of_the_comparison_of_a_group(tiny_spec):
 ADAPTIVE = replace(SETTINGS, correction=replace(SETTINGS.correction, cap=8.0, ess_floor=0.8))
 
 
+def all_at_once(spec, **config) -> PolicyLearner:
+    """Every part that a learner can have besides its policy, but for calibration and a second model."""
+    return make_learner(
+        load_model(spec),
+        LearnerConfig(**({"lr": 1e-3} | config)),
+        replace(ADAPTIVE, entropy_coef=0.01),
+        temperature=1.0,
+        total_updates=1000,
+        credit=Credit(lr=1.0, gamma=1.0, lam=0.95, value_clip=0.5, coef=0.5),
+        reference=perturbed(spec),
+        penalty=Penalty(coef=0.1, estimator="k3"),
+    )
+
+
+def flat(trained: PolicyLearner) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1).clone() for _, parameter in trained.named_parameters()])
+
+
 def _rank(rank: int, ranks: int, spec, out: str) -> None:
+    sharded = all_at_once(spec, backend="deepspeed", zero_stage=3)
+    sharded.learn(shares(numbered(), ranks=ranks, rank=rank))
+    torch.save(flat(sharded), f"{out}/sharded.{rank}.pt")
     with_penalty = learner(spec, reference=perturbed(spec), penalty=PENALTY)
     advantages = assigned(with_penalty, shares(numbered(), ranks=ranks, rank=rank))
     strength = learner(spec, ADAPTIVE).learn(shares(numbered(), ranks=ranks, rank=rank)).sums["max_strength"]
@@ -132,6 +153,12 @@ def test_two_ranks_agree_with_one_on_what_is_of_the_whole_step(tiny_spec, tmp_pa
     expected = learner(tiny_spec, ADAPTIVE).learn(shares(numbered())).sums["max_strength"]
     assert [strength, bounds] == same
     assert strength == pytest.approx(expected, rel=1e-5)
+    replicated = all_at_once(tiny_spec)
+    start = flat(replicated)
+    replicated.learn(shares(numbered()))
+    for rank in range(2):
+        sharded = torch.load(tmp_path / f"sharded.{rank}.pt")
+        assert (sharded - flat(replicated)).norm() <= 1e-4 * (flat(replicated) - start).norm()
     calibrating = calibrated_learner(tiny_spec)
     calibrating.learn(shares(signed()))
     assert bounds == pytest.approx(calibrating._bounds, abs=2e-3)
@@ -186,7 +213,7 @@ def test_calibrated_bounds_widen_with_the_mismatch_and_come_back_with_the_state(
 
 def test_ppos_returns_lose_the_kl_of_every_token_that_is_still_to_come(tiny_spec):
     credit = Credit(lr=1e-3, gamma=1.0, lam=1.0, value_clip=None)
-    penalty = Penalty(coef=2.0, estimator="k1", advantage=None)
+    penalty = Penalty(coef=2.0, estimator="k1")
     trained = learner(
         tiny_spec, credit=credit, value_body=load_model(tiny_spec), reference=perturbed(tiny_spec), penalty=penalty
     )

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
@@ -57,6 +58,27 @@ def test_other_settings_are_refused_with_the_keys_that_differ(tmp_path):
         assert part in str(error.value)
     assert "seed" not in str(error.value)
     assert "--fresh" in str(error.value)
+
+
+def test_a_run_of_another_version_is_refused_with_the_way_out(tmp_path):
+    run_dir = unfinished(tmp_path)
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    settings["algorithm"]["normalize_by_std"] = True
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+    with (
+        pytest.raises(ConfigError, match=r"of another version.*normalize_by_std.*--fresh"),
+        open_run_dir(config(tmp_path)),
+    ):
+        pass
+
+
+def test_a_setting_that_is_new_since_then_has_its_default(tmp_path):
+    run_dir = unfinished(tmp_path)
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    del settings["algorithm"]["kl_coef"]
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
+    with open_run_dir(config(tmp_path)) as place:
+        assert place.resume.step == 3
 
 
 def test_fresh_starts_anew_and_keeps_the_old_run(tmp_path):

@@ -15,8 +15,8 @@ from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.ratios import kl_estimate, log_ratio
-from qurl_ray.rl.reduce import as_floats, merge
-from qurl_ray.rl.value import gae, moments, token_rewards, value_loss, whiten
+from qurl_ray.rl.reduce import as_floats, merge, moments
+from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos")
 mismatch = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")

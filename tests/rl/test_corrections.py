@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
-from qurl_ray.rl.reduce import as_floats
-from qurl_ray.rl.value import moments
+from qurl_ray.rl.reduce import as_floats, moments
 
 log_rho = st.floats(-3, 3).map(lambda x: round(x, 3) + 1e-5)  # away from the bounds below
 batches = st.lists(st.lists(log_rho, min_size=0, max_size=5), min_size=1, max_size=5)
@@ -103,14 +102,25 @@ def test_a_row_without_tokens_is_not_rejected():
     assert int(correct(log_rho_BT, mask_BT, s).sums["rejected_sequences"]) == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows=batches, s=corrections)
-def test_metrics_only_counts_and_does_nothing(rows, s):
+@settings(max_examples=100, deadline=None)
+@given(rows=batches, s=corrections | st.just(CorrectionSettings(ratio="behavior")), seed=st.integers(0, 99))
+def test_metrics_only_measures_the_correction_and_trains_without(rows, s, seed):
     log_rho_BT, mask_BT = padded(rows)
-    found = correct(log_rho_BT, mask_BT, dataclasses.replace(s, metrics_only=True), 0.7)
-    assert (found.weight_BT == 1).all()
-    assert (found.widening_BT == 1).all()
-    assert found.sums == correct(log_rho_BT, mask_BT, s, 0.7).sums
+    noise = torch.Generator().manual_seed(seed)
+    theta_BT = torch.randn(log_rho_BT.shape, generator=noise, dtype=torch.float64).requires_grad_()
+    advantages_B = torch.randn(len(rows), generator=noise, dtype=torch.float64)
+
+    def run(correction):
+        settings = ObjectiveSettings(correction=correction, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+        zeros_BT, counts = torch.zeros_like(log_rho_BT), Denominators(tokens=9, sequences=3)
+        loss, sums = objective(theta_BT, zeros_BT, -log_rho_BT, advantages_B, mask_BT, counts, settings)
+        return loss, torch.autograd.grad(loss, theta_BT)[0], as_floats(sums)
+
+    monitored, plain = run(dataclasses.replace(s, metrics_only=True)), run(CorrectionSettings())
+    assert monitored[0] == plain[0]
+    assert torch.equal(monitored[1], plain[1])
+    if s.ratio == "proximal":  # of naive's ratio there is nothing to measure but the mismatch
+        assert monitored[2] == run(s)[2]
 
 
 @pytest.mark.parametrize("loss_mean", ["token", "sequence", "fixed"])

@@ -89,7 +89,7 @@ def expected(rows, *, adaptive=True, naive=False) -> dict[str, float]:
         counts["dual"] += a < 0 and ratio > DUAL
         teaches = ratio <= bound if a > 0 else low <= ratio <= DUAL
         slope = weight * ratio * abs(a) if teaches else 0.0
-        admitted = a > 0 and high < ratio <= bound
+        admitted = a > 0 and high < ratio <= bound and weight > 0
         active, mass, admitted_mass = active + admitted, mass + slope, admitted_mass + admitted * slope
     found |= {f"clip/{name}": count / n for name, count in counts.items()}
     return found | {"acr_active_tokens": active, "clip/admitted_gradient": admitted_mass / mass}

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.rl.value import gae, moments, token_rewards, value_loss, whiten
+from qurl_ray.rl.reduce import moments
+from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
 
 numbers = st.floats(-3, 3, allow_nan=False, width=32)
 
