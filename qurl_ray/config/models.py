@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
 from qurl_ray.config.section import Section, Share, with_default_types
 
-Format = Literal["none", "int8", "fp8", "int4"]
+Format = Literal["none", "int8", "fp8", "fp8_block", "int4"]
 
 
 # --- model ---------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class ExportConfig(Section):
 
     quantized: Literal["auto", "none", "int8", "fp8"] = "auto"
     """Also save and evaluate a compressed-tensors checkpoint, which vLLM loads; `auto` takes the rollouts' format if
-    it can be exported (int4 cannot)."""
+    it can be exported (int4 and fp8_block cannot)."""
 
     def format(self, rollouts: Format) -> Literal["none", "int8", "fp8"]:
         """Format of the exported checkpoint for rollouts in that one; "none" is no export."""

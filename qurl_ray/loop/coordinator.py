@@ -64,6 +64,7 @@ class Coordinator:
         self._collected: dict[int, Collected] = {}
         self._reports: dict[int, list[tuple[StepResult, dict[str, float]]]] = {}
         self._codes_changed, self._sync_bytes = 0.0, 0  # of the version loaded last
+        self._dropped = False
         self._kernels: list[str] = []
         self._max_codes: dict[str, int] = {}
         self._evaluations: dict[tuple[str, int], asyncio.Task] = {}
@@ -231,7 +232,8 @@ class Coordinator:
         }
         values |= (policy_metrics(sums) | value_metrics(sums)) if sums else {}
         values |= {f"time/{name}": value for name, value in seconds.items()}
-        if values.get("mismatch/dropped", 0.0) > 0.5:
+        dropped, self._dropped = self._dropped, values.get("mismatch/dropped", 0.0) > 0.5
+        if self._dropped and not dropped:  # said where it begins
             drops = "would drop" if self._config.algorithm.correction.metrics_only else "drops"
             kl = values["mismatch/kl"]
             share = f"{values['mismatch/dropped']:.0%} of the tokens"

@@ -97,7 +97,7 @@ def check_model(config: RunConfig, spec: PolicySpec) -> None:
         fmt = get_format(config.rollout.quantization)
         for name in quantized_linears(model, config.quantization.keep):
             width = model.get_submodule(name).in_features
-            if fmt.group and width % fmt.group:
+            if fmt.group and width % fmt.group and fmt.rows == 1:
                 raise QuantizationError(
                     f"{fmt.name}: {name} has width {width}, no multiple of the group of {fmt.group}"
                 )

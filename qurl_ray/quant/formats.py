@@ -21,15 +21,29 @@ class Format:
     weight_max: int
     """Largest weight code; codes lie in [-weight_max, weight_max]."""
     activation_max: int | None
-    """Largest activation code, one scale per token; None leaves activations in full precision."""
+    """Largest activation code; None leaves activations in full precision."""
     group: int | None
-    """Columns that share a weight scale; None is one scale per output channel."""
+    """Columns that share a weight scale; None is all of them."""
+    rows: int = 1
+    """Output channels that share a weight scale. With more than one, the last block of either kind may be smaller."""
+    activation_group: int | None = None
+    """Columns that share an activation scale; None is one scale per token."""
 
 
 FORMATS = {
     "int8": Format(name="int8", dtype=torch.int8, weight_max=127, activation_max=127, group=None),
     # E4M3. There is no kernel for it here: the engine announces emulation.
     "fp8": Format(name="fp8", dtype=torch.float8_e4m3fn, weight_max=448, activation_max=448, group=None),
+    # Blocks of 128 × 128 weights, groups of 128 activations (Jet-RL, https://arxiv.org/abs/2601.14243).
+    "fp8_block": Format(
+        name="fp8_block",
+        dtype=torch.float8_e4m3fn,
+        weight_max=448,
+        activation_max=448,
+        group=128,
+        rows=128,
+        activation_group=128,
+    ),
     # Coarse, weight-only, emulated too.
     "int4": Format(name="int4", dtype=torch.int8, weight_max=7, activation_max=None, group=128),
 }

@@ -12,19 +12,22 @@ import torch
 from torch import nn
 
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.quantize import QTensor, dequantize, quantize_rows, row_maximum
+from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize_rows, row_maximum
 
 
 def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """y = (codes(x) · codes(w)ᵀ) · scales + bias, in float32; x [..., K] to [..., N].
 
-    Weight-only formats multiply x with the dequantized weight. With activations in integer codes the products add up
-    exactly in float32 as long as K · activation_max · weight_max < 2^24; those of float codes are exact, their sum is
-    rounded as any float32 product's.
+    Weight-only formats multiply x with the dequantized weight, and where scales change along a row both factors are
+    dequantized first. With activations in integer codes the products add up exactly in float32 as long as
+    K · activation_max · weight_max < 2^24; those of float codes are exact, their sum is rounded as any float32
+    product's.
     """
     if q.fmt.activation_max is None:
         return nn.functional.linear(x, dequantize(q), bias)
     codes, amax = quantize_rows(x, q.fmt)
+    if q.fmt.activation_group:
+        return nn.functional.linear(dequantize_rows(codes, amax, q.fmt), dequantize(q), bias)
     # One factor after the other, in the order of the integer kernel, so that both round alike.
     y = nn.functional.linear(codes, q.codes.float()) * (q.scale[:, 0] * (1 / q.fmt.activation_max)) * amax
     return y if bias is None else y + bias
@@ -65,17 +68,12 @@ class QuantizedLinear(nn.Module):
             self.register_buffer("_codes", q.codes.float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fmt.activation_max is None:
-            weight = dequantize(QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt))
-            return nn.functional.linear(x, weight, self.bias)
         if self.kernel is None:
-            codes, amax = quantize_rows(x, self.fmt)
-            y = nn.functional.linear(codes, self._codes) * (self.scale[:, 0] * (1 / self.fmt.activation_max)) * amax
-        else:
-            amax = row_maximum(x)
-            y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-                x / amax, 1 / self.fmt.activation_max, 128, self._packed
-            ).mul_(amax)
+            return reference_linear(x, QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt), self.bias)
+        amax = row_maximum(x)
+        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x / amax, 1 / self.fmt.activation_max, 128, self._packed
+        ).mul_(amax)
         return y if self.bias is None else y.add_(self.bias)
 
     def resident(self) -> QTensor:

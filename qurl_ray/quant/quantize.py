@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format
@@ -15,10 +16,10 @@ from qurl_ray.quant.formats import Format
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QTensor:
-    """Codes and scales of one weight: w[n, k] ≈ codes[n, k] * scale[n, k // (K / groups)]."""
+    """Codes and scales of one weight: w[n, k] ≈ codes[n, k] * scale[n // rows, k // group]."""
 
     codes: torch.Tensor  # fmt.dtype [N, K]
-    scale: torch.Tensor  # float32 [N, groups]
+    scale: torch.Tensor  # float32 [N / rows, K / group], rounded up
     fmt: Format
 
     @property
@@ -40,9 +41,9 @@ class QTensor:
 
 
 def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
-    """codes = w / scale rounded to the grid, scale = max|w| / weight_max over a row, or over a group of its columns.
+    """codes = w / scale rounded to the grid, scale = max|w| / weight_max over a block: rows by columns of the format.
 
-    Rows (groups) of zeros get scale 1, so that their codes are 0 and not nan.
+    Blocks of zeros get scale 1, so that their codes are 0 and not nan.
 
     Raises:
         QuantizationError: not a matrix, not finite, or a width that the group size does not divide.
@@ -51,43 +52,58 @@ def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
         raise QuantizationError(f"{fmt.name}: expected a weight [N, K], got shape {tuple(w_NK.shape)}")
     rows, columns = w_NK.shape
     group = fmt.group or columns
-    if columns % group:
+    if columns % group and fmt.rows == 1:
         raise QuantizationError(f"{fmt.name}: width {columns} is not a multiple of its group of {group} columns")
-    w_NGg = w_NK.detach().float().reshape(rows, columns // group, group)
-    amax_NG1 = w_NGg.abs().amax(dim=2, keepdim=True)
-    if not torch.isfinite(amax_NG1).all():
-        bad = int((~torch.isfinite(amax_NG1)).any(dim=1).sum())
+    w_NK = w_NK.detach().float()
+    # [block rows, rows of a block, block columns, columns of a block]
+    blocks = (
+        pad(w_NK, (0, -columns % group, 0, -rows % fmt.rows)).unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, group))
+    )
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    if not torch.isfinite(amax).all():
+        bad = int((~torch.isfinite(w_NK)).any(dim=1).sum())
         raise QuantizationError(f"{fmt.name}: weight has nan or inf in {bad} of {rows} rows")
-    scale_NG1 = torch.where(amax_NG1 > 0, amax_NG1 / fmt.weight_max, 1.0)
-    codes = _rounded((w_NGg / scale_NG1).clamp_(-fmt.weight_max, fmt.weight_max), fmt)
-    return QTensor(codes=codes.to(fmt.dtype).reshape(rows, columns), scale=scale_NG1.squeeze(2), fmt=fmt)
+    scale = torch.where(amax > 0, amax / fmt.weight_max, 1.0)
+    codes = _rounded((blocks / scale).clamp_(-fmt.weight_max, fmt.weight_max), fmt)
+    codes_NK = codes.flatten(2).flatten(0, 1)[:rows, :columns]
+    return QTensor(codes=codes_NK.to(fmt.dtype).contiguous(), scale=scale[:, 0, :, 0].contiguous(), fmt=fmt)
 
 
 def dequantize(q: QTensor) -> torch.Tensor:
     """float32 [N, K]."""
     rows, columns = q.codes.shape
-    groups = q.scale.shape[1]
-    w_NGg = q.codes.float().reshape(rows, groups, columns // groups) * q.scale[:, :, None]
-    return w_NGg.reshape(rows, columns)
+    scale = q.scale.repeat_interleave(q.fmt.rows, dim=0)[:rows]
+    return q.codes.float() * scale.repeat_interleave(q.fmt.group or columns, dim=1)[:, :columns]
 
 
 def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dynamic per-token codes of activations: (codes as float32 [M, K], row maxima [M, 1]).
+    """Dynamic codes of activations: (codes as float32 [M, K], maxima [M, groups], one group per token by default).
 
-    x ≈ codes * row maximum / activation_max. The range comes from the row alone, so a row's codes never depend on the
-    batch. Rows of zeros get maximum 1.
+    x ≈ codes * maximum / activation_max. The range comes from the row alone, so a row's codes never depend on the
+    batch. Groups of zeros get maximum 1.
     """
-    amax_M1 = row_maximum(x_MK)
+    columns = x_MK.shape[-1]
+    group = fmt.activation_group or columns
+    x_MGg = pad(x_MK, (0, -columns % group)).unflatten(-1, (-1, group))
+    amax_MG1 = row_maximum(x_MGg)
     # Integers are rounded with the offset that unsigned kernels add (fused, 128 + x * activation_max): near a tie the
     # sum decides, and emulation and kernel then agree on every code. The offset is even, so ties still go to even.
     # Values of a float type lie closer near zero, where an offset would swallow them.
     middle = 0.0 if fmt.dtype.is_floating_point else 128.0
-    shifted = torch.add(torch.full_like(amax_M1, middle), x_MK / amax_M1, alpha=fmt.activation_max)
-    return _rounded(shifted, fmt).sub_(middle), amax_M1
+    shifted = torch.add(torch.full_like(amax_MG1, middle), x_MGg / amax_MG1, alpha=fmt.activation_max)
+    codes = _rounded(shifted, fmt).sub_(middle).flatten(-2)[..., :columns]
+    return codes, amax_MG1[..., 0]
+
+
+def dequantize_rows(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """float32 [M, K], the inverse of `quantize_rows` but for rounding."""
+    columns = codes_MK.shape[-1]
+    scale_MG = amax_MG * (1 / fmt.activation_max)
+    return codes_MK * scale_MG.repeat_interleave(fmt.activation_group or columns, dim=-1)[..., :columns]
 
 
 def row_maximum(x_MK: torch.Tensor) -> torch.Tensor:
-    """max|x| of each row, 1 for rows of zeros: [M, 1]."""
+    """max|x| over the last axis, which is kept; 1 where all are zero."""
     amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
     return torch.where(amax_M1 > 0, amax_M1, 1.0)
 

@@ -15,7 +15,7 @@ from qurl_ray.sync.publish import Publisher, assemble
 from tests.conftest import requests_for
 
 KEEP = (r"lm_head\.",)
-FORMATS = ["none", "int8", "fp8", "int4"]
+FORMATS = ["none", "int8", "fp8", "fp8_block", "int4"]
 
 
 def weights_of(model, format_name: str, version: int = 1):
@@ -217,5 +217,5 @@ def test_the_kernel_in_use_is_announced(tiny_spec, model):
 
 
 def test_an_unknown_format_is_an_error():
-    with pytest.raises(QuantizationError, match="unknown format 'int9'; known: int8, fp8, int4"):
+    with pytest.raises(QuantizationError, match="unknown format 'int9'; known: int8, fp8, fp8_block, int4"):
         get_format("int9")
