@@ -173,9 +173,18 @@ class QuantizationConfig(Section):
     keep: tuple[str, ...] = (r"(^|\.)lm_head\.", r"(^|\.)embed_tokens\.")
     """Regular expressions (re.search) of linears that stay in full precision. The only list: learner, engines and
     sync read this one."""
+    keep_first_layers: int = Field(0, ge=0)
+    """Also keep the linears of so many layers at the bottom in full precision."""
+    keep_last_layers: int = Field(0, ge=0)
+    """And at the top."""
     uaq_scale: float = Field(1.0, ge=1)
     """s of update-aware quantization: linears fed by a norm are divided by s, the norm's gain multiplied. 1 is off."""
     uaq_layers: Literal["qkv", "qkv+mlp"] = "qkv+mlp"
+
+    def kept(self, layers: int) -> tuple[str, ...]:
+        """`keep` for a model of so many layers, with those that are kept at its ends."""
+        ends = [*range(self.keep_first_layers), *range(max(0, layers - self.keep_last_layers), layers)]
+        return (*self.keep, *(rf"(^|\.)layers\.{layer}\." for layer in sorted(set(ends))))
 
     @field_validator("keep")
     @classmethod

@@ -138,7 +138,8 @@ def _quantizing(config: RunConfig, spec: PolicySpec, quantization: str) -> Torch
     model = load_model(spec)
     engine = TorchEngine(spec, slots=config.rollout.slots, kernel=config.quantization.kernel)
     fmt = None if quantization == "none" else get_format(quantization, engine.weight_max_code(quantization))
-    names = quantized_parameters(model, config.quantization.keep) if fmt else frozenset()
+    kept = config.quantization.kept(model.config.num_hidden_layers)
+    names = quantized_parameters(model, kept) if fmt else frozenset()
     return _loaded(engine, model.named_parameters(), fmt, quantized=names)
 
 

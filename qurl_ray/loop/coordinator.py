@@ -8,6 +8,8 @@ waits here waits on another actor with a deadline.
 """
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +31,7 @@ from qurl_ray.rl.reduce import merge
 from qurl_ray.rl.value import value_metrics
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.publish import assemble
-from qurl_ray.types import Event, PolicySpec, TensorRecord
+from qurl_ray.types import Event, Manifest, PolicySpec, TensorRecord
 
 _POLL_S = 0.02
 
@@ -43,8 +45,22 @@ class Offer:
     format: str
     weight_max_code: int | None
     records: tuple[TensorRecord, ...]
-    codes: int
-    codes_changed: int
+    codes: Counter[str]
+    codes_changed: Counter[str]
+
+
+def sync_metrics(manifest: Manifest, parts: Sequence[Offer]) -> dict[str, float]:
+    """Bytes, their ratio to float32, and the share of codes that changed: of all, and by kind of linear."""
+    sent = sum(record.bytes for record in manifest.tensors)
+    whole = sum(4 * math.prod(record.shape) for record in manifest.tensors)
+    codes = sum((part.codes for part in parts), Counter())
+    changed = sum((part.codes_changed for part in parts), Counter())
+    metrics = {
+        "sync/bytes": sent,
+        "sync/bytes_ratio": sent / whole,
+        "sync/codes_changed": changed.total() / codes.total() if codes else 0.0,
+    }
+    return metrics | {f"sync/codes_changed_{kind}": changed[kind] / count for kind, count in sorted(codes.items())}
 
 
 class Coordinator:
@@ -63,7 +79,8 @@ class Coordinator:
         self._loads: dict[int, asyncio.Future] = {}
         self._collected: dict[int, Collected] = {}
         self._reports: dict[int, list[tuple[StepResult, dict[str, float]]]] = {}
-        self._codes_changed, self._sync_bytes = 0.0, 0  # of the version loaded last
+        self._sync: dict[str, float] = {}
+        """What is logged of the version loaded last."""
         self._dropped = False
         self._kernels: list[str] = []
         self._max_codes: dict[str, int] = {}
@@ -195,9 +212,7 @@ class Coordinator:
         manifest = assemble(offer.version, fmt, [part.records for part, _ in parts])
         kernels = await self._fleet.load(manifest, [ref for _, ref in parts], self._config.sync.timeout_s)
         self._version = offer.version
-        codes, changed = sum(p.codes for p, _ in parts), sum(p.codes_changed for p, _ in parts)
-        self._codes_changed = changed / codes if codes else 0.0
-        self._sync_bytes = sum(record.bytes for record in manifest.tensors)
+        self._sync = sync_metrics(manifest, [part for part, _ in parts])
         if fmt and kernels != self._kernels:
             self._kernels = kernels
             self._events.append(Event(kind="info", step=0, message=f"rollout linears run on: {', '.join(kernels)}"))
@@ -223,13 +238,12 @@ class Coordinator:
             "rollout/garbage_share": collected.garbage / collected.tokens,
             "rollout/uniform_groups": collected.uniform_groups / collected.all_groups,
             "rollout/rounds": collected.rounds,
-            "sync/bytes": self._sync_bytes,
-            "sync/codes_changed": self._codes_changed,
             "loss": sums.get("loss", 0.0),
             "lr": results[0].lr,
             "grad_norm": results[0].grad_norm,
             "skipped_updates": results[0].skipped_updates,
         }
+        values |= self._sync
         values |= (policy_metrics(sums) | value_metrics(sums)) if sums else {}
         values |= {f"time/{name}": value for name, value in seconds.items()}
         dropped, self._dropped = self._dropped, values.get("mismatch/dropped", 0.0) > 0.5

@@ -95,7 +95,7 @@ def check_model(config: RunConfig, spec: PolicySpec) -> None:
         model = empty_model(spec)
     if config.rollout.quantization != "none":
         fmt = get_format(config.rollout.quantization)
-        for name in quantized_linears(model, config.quantization.keep):
+        for name in quantized_linears(model, config.quantization.kept(model.config.num_hidden_layers)):
             width = model.get_submodule(name).in_features
             if fmt.group and width % fmt.group and fmt.rows == 1:
                 raise QuantizationError(

@@ -56,7 +56,8 @@ def train_loop(context: dict[str, Any]) -> None:
     rollouts, resume = config.rollout.quantization, context["resume"]
     names = set()
     if rollouts != "none" or config.export.format(rollouts) != "none":
-        names = quantized_parameters(model, config.quantization.keep)  # before a backend wraps it
+        kept = config.quantization.kept(model.config.num_hidden_layers)
+        names = quantized_parameters(model, kept)  # before a backend wraps it
     if config.quantization.uaq_scale != 1:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
     # Neither is ever quantized, so neither is folded.
@@ -234,7 +235,8 @@ class Saver:
         """As it is, folded: its codes are then those that the engines hold and that the evaluation judges."""
         fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
         folder = self._run_dir / f"policy-{format_name}"
-        save_quantized(self._policy, self._tokenizer, folder, fmt, self._config.quantization.keep)
+        kept = self._config.quantization.kept(self._policy.config.num_hidden_layers)
+        save_quantized(self._policy, self._tokenizer, folder, fmt, kept)
 
     @torch.no_grad()
     def _gather(self) -> None:

@@ -1,6 +1,7 @@
 """The sender's side of a sync. Tensor i belongs to rank i mod W: that rank quantizes, fingerprints and sends it, so no
 rank holds all codes."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -20,9 +21,9 @@ class Part:
 
     records: tuple[TensorRecord, ...]
     buffers: dict[str, tuple[np.ndarray, ...]]
-    codes: int
-    """Weight codes in this part."""
-    codes_changed: int
+    codes: Counter[str]
+    """Weight codes in this part, by the kind of their linear: q_proj, up_proj, …"""
+    codes_changed: Counter[str]
     """Of these, how many differ from the version sent before; 0 if there was none in this format."""
 
     @property
@@ -47,7 +48,7 @@ class Publisher:
         Raises:
             QuantizationError: a weight is not finite or does not fit the format.
         """
-        records, buffers, codes, changed = [], {}, 0, 0
+        records, buffers, codes, changed = [], {}, Counter(), Counter()
         if fmt and fmt.name != self._last_format:
             self._last, self._last_format = {}, fmt.name
         for index, (name, parameter) in enumerate(parameters):
@@ -57,9 +58,9 @@ class Publisher:
                 q = parameter if isinstance(parameter, QTensor) else quantize(parameter, fmt).cpu()
                 tensors = (q.codes, q.scale)
                 buffers[name] = q.to_numpy()
-                last = self._last.get(name)
-                changed += np.count_nonzero(buffers[name][0] != last) if last is not None else 0
-                codes += q.codes.numel()
+                last, kind = self._last.get(name), name.split(".")[-2]
+                changed[kind] += int(np.count_nonzero(buffers[name][0] != last)) if last is not None else 0
+                codes[kind] += q.codes.numel()
                 self._last[name] = buffers[name][0]
             else:
                 tensors = (parameter.detach().to("cpu", torch.float32, copy=True),)

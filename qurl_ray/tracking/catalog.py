@@ -207,4 +207,4 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
 
 def _without_codes(values: Mapping[str, float | None]) -> dict[str, float | None]:
     """The 0 that is recorded for "no codes" would look like codes that do not change."""
-    return {key: value for key, value in values.items() if key != "sync/codes_changed"}
+    return {key: value for key, value in values.items() if not key.startswith("sync/codes_changed")}

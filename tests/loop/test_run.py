@@ -81,7 +81,11 @@ def test_a_run_leaves_everything_that_is_promised(tmp_path, cluster):
     assert (summary["steps"], summary["eval_problems"], summary["quantization"]) == (3, 40, "int8")
     steps = events(run_dir, "step")
     assert [line["step"] for line in steps] == [1, 2, 3]
-    assert all(0 < line["values"]["sync/codes_changed"] < 1 for line in steps)
+    for line in steps:
+        changed = {key: share for key, share in line["values"].items() if key.startswith("sync/codes_changed")}
+        assert len(changed) == 8  # all, and q, k, v, o, gate, up, down
+        assert all(0 < share < 1 for share in changed.values())
+        assert 0.25 < line["values"]["sync/bytes_ratio"] < 0.5
     assert all(0.9 < line["values"]["mismatch/ess"] <= 1 for line in steps)
     assert [line["message"] for line in events(run_dir, "evaluation")] == [
         "before",

@@ -334,3 +334,18 @@ def test_the_linears_of_the_blocks_are_selected_by_name(model):
     assert len(quantized_linears(model, (r"lm_head\.", r"layers\.0\."))) == len(per_layer)
     with pytest.raises(QuantizationError, match="no linear to quantize"):
         quantized_linears(model, (".",))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "layers", "left"),
+    [(1, 0, 2, {1}), (0, 1, 2, {0}), (2, 3, 12, {2, 3, 4, 5, 6, 7, 8}), (1, 1, 2, set())],
+)
+def test_layers_at_both_ends_can_be_kept(first, last, layers, left):
+    kept = QuantizationConfig(keep_first_layers=first, keep_last_layers=last).kept(layers)
+    blocks = torch.nn.ModuleList([torch.nn.ModuleDict({"q_proj": torch.nn.Linear(2, 2)}) for _ in range(layers)])
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": blocks}), "lm_head": torch.nn.Linear(2, 2)})
+    if not left:
+        with pytest.raises(QuantizationError, match="no linear to quantize"):
+            quantized_linears(model, kept)
+        return
+    assert set(quantized_linears(model, kept)) == {f"model.layers.{i}.q_proj" for i in left}

@@ -48,7 +48,7 @@ def test_int8_sends_a_quarter_of_the_quantized_bytes(model):
 
 def test_changed_codes_are_counted_against_the_version_before(model):
     publisher = Publisher(names_of(model))
-    assert publisher.prepare(model.named_parameters(), INT8).codes_changed == 0
+    assert publisher.prepare(model.named_parameters(), INT8).codes_changed.total() == 0
     before = {name: quantize(p, INT8).codes for name, p in model.named_parameters() if name in names_of(model)}
     with torch.no_grad():
         for p in model.parameters():
@@ -57,5 +57,6 @@ def test_changed_codes_are_counted_against_the_version_before(model):
         int((quantize(p, INT8).codes != before[name]).sum()) for name, p in model.named_parameters() if name in before
     )
     part = publisher.prepare(model.named_parameters(), INT8)
-    assert part.codes_changed == expected > 0
-    assert part.codes == sum(codes.numel() for codes in before.values())
+    assert part.codes_changed.total() == expected > 0
+    assert part.codes.keys() == {f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert part.codes.total() == sum(codes.numel() for codes in before.values())
