@@ -40,6 +40,9 @@ class QTensor:
         return cls(codes=torch.tensor(codes).view(fmt.dtype), scale=torch.tensor(scale), fmt=fmt)
 
 
+_LEAST = torch.finfo(torch.float32).tiny
+
+
 def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
     """codes = w / scale rounded to the grid, scale = max|w| / weight_max over a block: rows by columns of the format.
 
@@ -80,7 +83,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     """Dynamic codes of activations: (codes as float32 [M, K], maxima [M, groups], one group per token by default).
 
     x ≈ codes * maximum / activation_max. The range comes from the row alone, so a row's codes never depend on the
-    batch. Groups of zeros get maximum 1.
+    batch. Groups of zeros stay zeros.
     """
     columns = x_MK.shape[-1]
     group = fmt.activation_group or columns
@@ -103,9 +106,8 @@ def dequantize_rows(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) 
 
 
 def row_maximum(x_MK: torch.Tensor) -> torch.Tensor:
-    """max|x| over the last axis, which is kept; 1 where all are zero."""
-    amax_M1 = x_MK.abs().amax(dim=-1, keepdim=True)
-    return torch.where(amax_M1 > 0, amax_M1, 1.0)
+    """max|x| over the last axis, which is kept; the least normal number where all are zero."""
+    return x_MK.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)
 
 
 def _rounded(x: torch.Tensor, fmt: Format) -> torch.Tensor:
