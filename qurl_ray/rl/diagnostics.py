@@ -26,6 +26,10 @@ how far the step's updates moved the policy (p against theta; the tokens are b's
     policy/max_ratio            max R
     policy/entropy              mean entropy of theta at the tokens, nats
     policy/kl_reference         mean of the configured estimate of KL(theta‖reference)
+answers (of all that a step drew, in loop/coordinator.py)
+    rollout/mean_length         tokens per answer
+    rollout/truncated_share     share of answers that ran into the limit
+    rollout/garbage_share       share of tokens in stretches that repeat themselves (rl.repetition)
 what the clip does
     clip/upper                  share with A > 0 whose ratio is above its bound: no gradient (cispo: a full weight)
     clip/lower                  share with A < 0 whose ratio is below 1-εl: likewise
