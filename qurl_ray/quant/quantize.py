@@ -59,9 +59,8 @@ def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
         raise QuantizationError(f"{fmt.name}: width {columns} is not a multiple of its group of {group} columns")
     w_NK = w_NK.detach().float()
     # [block rows, rows of a block, block columns, columns of a block]
-    blocks = (
-        pad(w_NK, (0, -columns % group, 0, -rows % fmt.rows)).unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, group))
-    )
+    filled = _filled(w_NK, 0, -columns % group, 0, -rows % fmt.rows)
+    blocks = filled.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, group))
     amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
     if not torch.isfinite(amax).all():
         bad = int((~torch.isfinite(w_NK)).any(dim=1).sum())
@@ -87,7 +86,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     """
     columns = x_MK.shape[-1]
     group = fmt.activation_group or columns
-    x_MGg = pad(x_MK, (0, -columns % group)).unflatten(-1, (-1, group))
+    x_MGg = _filled(x_MK, 0, -columns % group).unflatten(-1, (-1, group))
     amax_MG1 = row_maximum(x_MGg)
     # Integers are rounded with the offset that unsigned kernels add (fused, 128 + x * activation_max): near a tie the
     # sum decides, and emulation and kernel then agree on every code. The offset is even, so ties still go to even.
@@ -108,6 +107,11 @@ def dequantize_rows(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) 
 def row_maximum(x_MK: torch.Tensor) -> torch.Tensor:
     """max|x| over the last axis, which is kept; the least normal number where all are zero."""
     return x_MK.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)
+
+
+def _filled(x: torch.Tensor, *padding: int) -> torch.Tensor:
+    """`x` with zeros up to whole blocks; `pad` would copy it even where there is nothing to add."""
+    return pad(x, padding) if any(padding) else x
 
 
 def _rounded(x: torch.Tensor, fmt: Format) -> torch.Tensor:
