@@ -32,7 +32,7 @@ class Format:
 
 FORMATS = {
     "int8": Format(name="int8", dtype=torch.int8, weight_max=127, activation_max=127, group=None),
-    # E4M3. There is no kernel for it here: the engine announces emulation.
+    # E4M3. On CPUs there is no kernel for it (quant/kernels.py): the engine announces emulation.
     "fp8": Format(name="fp8", dtype=torch.float8_e4m3fn, weight_max=448, activation_max=448, group=None),
     # Blocks of 128 × 128 weights, groups of 128 activations (Jet-RL, https://arxiv.org/abs/2601.14243).
     "fp8_block": Format(
@@ -44,7 +44,7 @@ FORMATS = {
         rows=128,
         activation_group=128,
     ),
-    # Coarse, weight-only, emulated too.
+    # Coarse, weight-only, emulated everywhere.
     "int4": Format(name="int4", dtype=torch.int8, weight_max=7, activation_max=None, group=128),
 }
 

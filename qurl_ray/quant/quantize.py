@@ -4,6 +4,7 @@ Rounding is to nearest (ties to even). The learner's master weights stay in floa
 quantizations, and no calibration is needed: scales come from the values at hand.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,14 +50,23 @@ def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
     Blocks of zeros get scale 1, so that their codes are 0 and not nan.
 
     Raises:
-        QuantizationError: not a matrix, not finite, or a width that the group size does not divide.
+        QuantizationError: not a matrix of numbers in full precision, not finite, or a width that the group size does
+            not divide.
     """
-    if w_NK.ndim != 2:
-        raise QuantizationError(f"{fmt.name}: expected a weight [N, K], got shape {tuple(w_NK.shape)}")
+    return quantize_by(w_NK, fmt, lambda x: nearest(x, fmt))
+
+
+def quantize_by(
+    w_NK: torch.Tensor, fmt: Format, rounding: Callable[[torch.Tensor], torch.Tensor], clip: float = 1.0
+) -> QTensor:
+    """As `quantize`, with another `rounding` of w / scale to codes (float32 to float32).
+
+    Args:
+        clip: the share of max|w| that the largest code stands for; what is beyond becomes that code.
+    """
+    _check(w_NK, fmt)
     rows, columns = w_NK.shape
     group = fmt.group or columns
-    if columns % group and fmt.rows == 1:
-        raise QuantizationError(f"{fmt.name}: width {columns} is not a multiple of its group of {group} columns")
     w_NK = w_NK.detach().float()
     # [block rows, rows of a block, block columns, columns of a block]
     filled = _filled(w_NK, 0, -columns % group, 0, -rows % fmt.rows)
@@ -65,10 +75,60 @@ def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
     if not torch.isfinite(amax).all():
         bad = int((~torch.isfinite(w_NK)).any(dim=1).sum())
         raise QuantizationError(f"{fmt.name}: weight has nan or inf in {bad} of {rows} rows")
-    scale = torch.where(amax > 0, amax / fmt.weight_max, 1.0)
-    codes = _rounded((blocks / scale).clamp_(-fmt.weight_max, fmt.weight_max), fmt)
+    scale = amax * clip / fmt.weight_max
+    scale = torch.where(scale > 0, scale, 1.0)
+    codes = rounding((blocks / scale).clamp_(-fmt.weight_max, fmt.weight_max))
     codes_NK = codes.flatten(2).flatten(0, 1)[:rows, :columns]
     return QTensor(codes=codes_NK.to(fmt.dtype).contiguous(), scale=scale[:, 0, :, 0].contiguous(), fmt=fmt)
+
+
+def _check(w_NK: torch.Tensor, fmt: Format) -> None:
+    if w_NK.ndim != 2 or 0 in w_NK.shape:
+        raise QuantizationError(f"{fmt.name}: expected a weight [N, K], got shape {tuple(w_NK.shape)}")
+    if not w_NK.dtype.is_floating_point or w_NK.dtype.itemsize == 1:
+        raise QuantizationError(
+            f"{fmt.name}: the weight holds codes already, of {w_NK.dtype}, whose scales are not known here; "
+            "quantize the checkpoint in full precision (float32, bfloat16 or float16)"
+        )
+    if fmt.group and w_NK.shape[1] % fmt.group and fmt.rows == 1:
+        raise QuantizationError(
+            f"{fmt.name}: width {w_NK.shape[1]} is not a multiple of its group of {fmt.group} columns"
+        )
+
+
+def concatenate(qs: Sequence[QTensor]) -> QTensor:
+    """One weight with the output rows of all, in this order. Exact: codes and scales stay what they are.
+
+    Raises:
+        QuantizationError: nothing to concatenate, different formats or widths, or rows that end within a block.
+    """
+    if not qs:
+        raise QuantizationError("there is no weight to concatenate")
+    fmt = qs[0].fmt
+    if kinds := {(q.fmt, q.shape[1]) for q in qs} - {(fmt, qs[0].shape[1])}:
+        other, width = next(iter(kinds))
+        raise QuantizationError(
+            f"weights of one format and width can be concatenated, not {fmt.name} to ±{fmt.weight_max}, width "
+            f"{qs[0].shape[1]}, with {other.name} to ±{other.weight_max}, width {width}"
+        )
+    if ragged := [q.shape[0] for q in qs[:-1] if q.shape[0] % fmt.rows]:
+        raise QuantizationError(f"{fmt.name}: {ragged[0]} rows end within a block of {fmt.rows}; nothing can follow")
+    codes = torch.cat([q.codes.view(torch.uint8) for q in qs]).view(fmt.dtype)
+    return QTensor(codes=codes, scale=torch.cat([q.scale for q in qs]), fmt=fmt)
+
+
+def rows(q: QTensor, start: int, stop: int) -> QTensor:
+    """Output rows start … stop - 1, without a copy. The inverse of `concatenate`.
+
+    Raises:
+        QuantizationError: no such rows, or a border within a block.
+    """
+    count, block = len(q.codes), q.fmt.rows
+    if not 0 <= start < stop <= count:
+        raise QuantizationError(f"rows {start} to {stop} of a weight that has {count}")
+    if start % block or (stop % block and stop != count):
+        raise QuantizationError(f"{q.fmt.name}: rows {start} to {stop} do not begin and end with blocks of {block}")
+    return QTensor(codes=q.codes[start:stop], scale=q.scale[start // block : -(-stop // block)], fmt=q.fmt)
 
 
 def dequantize(q: QTensor) -> torch.Tensor:
@@ -93,7 +153,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     # Values of a float type lie closer near zero, where an offset would swallow them.
     middle = 0.0 if fmt.dtype.is_floating_point else 128.0
     shifted = torch.add(torch.full_like(amax_MG1, middle), x_MGg / amax_MG1, alpha=fmt.activation_max)
-    codes = _rounded(shifted, fmt).sub_(middle).flatten(-2)[..., :columns]
+    codes = nearest(shifted, fmt).sub_(middle).flatten(-2)[..., :columns]
     return codes, amax_MG1[..., 0]
 
 
@@ -114,6 +174,6 @@ def _filled(x: torch.Tensor, *padding: int) -> torch.Tensor:
     return pad(x, padding) if any(padding) else x
 
 
-def _rounded(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+def nearest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """The code nearest to each x, ties to even, as float32; x within the range of the codes (int: unlimited)."""
     return x.to(fmt.dtype).float() if fmt.dtype.is_floating_point else x.round()

@@ -1,0 +1,107 @@
+"""EXPERIMENTAL: other ways from a weight to codes, kept to be compared with rounding to nearest, which is the default.
+
+`benchmarks/rounding.py` judges them, docs/LOG.md has the figures. With float32 masters rounding to nearest loses
+nothing from sync to sync. The first two here change many codes at every sync although the weights hardly move, and so
+cannot be used with a sync that sends only what changed.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.formats import Format
+from qurl_ray.quant.quantize import QTensor, dequantize, nearest, quantize_by
+
+
+def quantize_stochastic(w_NK: torch.Tensor, fmt: Format, generator: torch.Generator | int) -> QTensor:
+    """EXPERIMENTAL. `quantize` with w / scale rounded up with a probability that is its distance from the code below.
+
+        E[dequantize(quantize_stochastic(w))] = w
+
+    for float codes as for integers, whose distance to the next is 1. Scales are those of rounding to nearest, so the
+    largest weight of a block is always exact. (Croci et al. 2022, https://doi.org/10.1098/rsos.211631, section 2.)
+
+    Args:
+        generator: on the weight's device, or a seed. The same seed gives the same codes on the same kind of device; a
+            seed for each tensor and version keeps them independent. Of a seed, CPUs use the low 32 bits.
+    """
+    if isinstance(generator, int):
+        generator = torch.Generator(device=w_NK.device).manual_seed(generator)
+
+    def rounding(x: torch.Tensor) -> torch.Tensor:
+        step = _spacing(x, fmt)
+        low = (x / step).floor()
+        draws = torch.rand(x.shape, generator=generator, device=x.device)
+        return (low + (draws < x / step - low)) * step
+
+    return quantize_by(w_NK, fmt, rounding)
+
+
+def quantize_with_feedback(
+    w_NK: torch.Tensor, fmt: Format, residual: torch.Tensor | None
+) -> tuple[QTensor, torch.Tensor]:
+    """EXPERIMENTAL. `quantize` of w + residual, and the new residual: what the codes of that did not hold.
+
+        q = quantize(w + residual),  residual' = w + residual - dequantize(q)
+
+    so that the codes of T versions add up to their weights, but for the last residual (error feedback; Seide et al.
+    2014, https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent-and-its-application-to-data-parallel-distributed-training-of-speech-dnns/,
+    section 3, there for gradients).
+
+    Args:
+        residual: float32 [N, K] that the last version returned; None before the first.
+    """
+    target = w_NK.detach().float() if residual is None else w_NK.detach().float() + residual
+    q = quantize_by(target, fmt, lambda x: nearest(x, fmt))
+    return q, target - dequantize(q)
+
+
+def quantize_clipped(w_NK: torch.Tensor, fmt: Format, ratios: Sequence[float]) -> QTensor:
+    """EXPERIMENTAL. `quantize` with, for each row, that of `ratios` · max|w| as range which errs least in w (squares).
+
+    Costs nothing when codes are multiplied, and len(ratios) times the quantization.
+
+    Raises:
+        QuantizationError: the format has not one scale per row.
+    """
+    if fmt.group or fmt.rows > 1:
+        raise QuantizationError(f"{fmt.name}: ranges are clipped by row, and its scales are not")
+    tried = [quantize_by(w_NK, fmt, lambda x: nearest(x, fmt), clip=ratio) for ratio in ratios]
+    errors = torch.stack([(dequantize(q) - w_NK).square().sum(dim=1) for q in tried])
+    best = errors.argmin(dim=0)
+    row = torch.arange(len(best), device=best.device)
+    codes = torch.stack([q.codes.view(torch.uint8) for q in tried])[best, row].view(fmt.dtype)
+    return QTensor(codes=codes, scale=torch.stack([q.scale for q in tried])[best, row], fmt=fmt)
+
+
+def _spacing(x: torch.Tensor, fmt: Format) -> torch.Tensor | float:
+    """Distance between the codes on either side of each x: 1 for integers, eps · 2^⌊log2|x|⌋ for floats."""
+    if not fmt.dtype.is_floating_point:
+        return 1.0
+    info = torch.finfo(fmt.dtype)
+    _, exponent = torch.frexp(x.abs().clamp(min=info.tiny))  # |x| = mantissa · 2^exponent, mantissa in [0.5, 1)
+    return torch.ldexp(torch.full_like(x, info.eps), exponent - 1)
+
+
+class Rounding:
+    """`quantization.rounding` as a quantizer of named weights, which remembers what an experiment needs between syncs.
+
+    Args:
+        kind: "stochastic" or "error_feedback".
+        seed: of the run.
+    """
+
+    def __init__(self, kind: str, seed: int) -> None:
+        self._kind, self._seed, self._syncs = kind, seed, Counter()
+        self._residuals: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, w_NK: torch.Tensor, fmt: Format) -> QTensor:
+        if self._kind == "error_feedback":
+            q, self._residuals[name] = quantize_with_feedback(w_NK, fmt, self._residuals.get(name))
+            return q
+        self._syncs[name] += 1
+        # All 32 bits that torch's CPU generators look at differ by name and sync.
+        return quantize_stochastic(w_NK, fmt, zlib.crc32(f"{self._seed} {name} {self._syncs[name]}".encode()))

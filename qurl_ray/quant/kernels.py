@@ -1,0 +1,328 @@
+"""The kernels that multiply codes, by device and format, in one table; `linear.reference_linear` is what they compute.
+
+A kernel packs codes and scales, multiplies with them, and gives them back from the memory that it multiplies with.
+`kernel_for` finds one. Where there is none the linear is emulated, and `why_emulated` says why: nothing is computed in
+another way than its format asks for.
+
+| kernel | device | formats | widths |
+|---|---|---|---|
+| fbgemm | x86 CPU | int8 | any |
+| int_mm | CUDA | int8 | multiples of 8 |
+| scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
+| scaled_mm_block | CUDA, compute capability 9.0, CUDA 12.9 | fp8_block | multiples of 128 |
+
+The three for CUDA are checked on a CPU as far as torch has their operations there. Nothing was measured on a GPU.
+
+There is none for int4: torch's `_weight_int4pack_mm` takes bfloat16 alone on CUDA, and on CPUs it is slower than
+emulation. Nor is there one for FP8 on CPUs, where `scaled_mm` exists and is slower than the product in float32
+(docs/LOG.md).
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+from torch.nn.functional import ScalingType, pad
+
+from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.formats import Format
+from qurl_ray.quant.quantize import QTensor, quantize_rows, row_maximum
+
+
+class Kernel(ABC):
+    """What multiplies activations with packed codes. Without state: what it multiplies with is what `pack` returned."""
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    multiple: ClassVar[int] = 1
+    """Both widths of a weight must be a multiple of this."""
+
+    @abstractmethod
+    def takes(self, fmt: Format) -> bool:
+        """If codes and scales of this format are what it multiplies."""
+
+    @abstractmethod
+    def lacks(self, device: torch.device) -> str | None:
+        """What it misses on a device of its type, in words; None if nothing."""
+
+    @abstractmethod
+    def pack(self, q: QTensor) -> Any:
+        """Codes and scales as it wants them, on the device where they are."""
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        """y of `reference_linear`, x [..., K] to [..., N] of x's dtype. Scales are multiplied in float32 at least."""
+
+    @abstractmethod
+    def unpack(self, packed: Any) -> QTensor:
+        """Codes and scales, read back from the memory that `forward` multiplies with."""
+
+    def weight_max(self, fmt: Format) -> int:
+        """Largest weight code that it multiplies without saturating."""
+        return fmt.weight_max
+
+    def objection(self, fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> str | None:
+        """Why it cannot multiply weights [N, K] of this format here (shape None: some of any shape), or None."""
+        if not self.takes(fmt):
+            return f"{self.name} does not multiply {fmt.name}"
+        if device.type != self.device_type:
+            return f"{self.name} needs a device of type {self.device_type}, not {device.type}"
+        if missing := self.lacks(device):
+            return f"{self.name} needs {missing}"
+        if shape and any(width % self.multiple for width in shape):
+            return f"{self.name} needs widths that are multiples of {self.multiple}, not {shape[0]} × {shape[1]}"
+        return None
+
+    def supports(self, fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> bool:
+        return self.objection(fmt, device, shape) is None
+
+
+# --- x86 ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepacked:
+    weight: torch.ScriptObject
+    fmt: Format
+
+
+class Fbgemm(Kernel):
+    """INT8 on x86 CPUs.
+
+    Fed with rows divided by their maximum and the static scale 1/127 it is symmetric per token and independent of the
+    batch, which `quantized::linear_dynamic` is not (its range spans the batch).
+    """
+
+    name = "fbgemm"
+    device_type = "cpu"
+
+    def takes(self, fmt: Format) -> bool:
+        return _int8_by_row(fmt)
+
+    def lacks(self, device: torch.device) -> str | None:
+        return (
+            None if "fbgemm" in torch.backends.quantized.supported_engines else "an x86 CPU and a torch built with it"
+        )
+
+    def weight_max(self, fmt: Format) -> int:
+        """Without VNNI, fbgemm adds pairs of 8-bit products in 16 bits; codes within ±63 cannot overflow them.
+
+        A bit less on the weights costs less than a bit less on the activations would.
+        """
+        return fmt.weight_max if torch.cpu._is_vnni_supported() else min(63, fmt.weight_max)
+
+    def pack(self, q: QTensor) -> _Prepacked:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*quantized.*")  # torch's notice about the tensor type's future
+            zero_points = torch.zeros(len(q.scale), dtype=torch.int64)
+            weight = torch._make_per_channel_quantized_tensor(q.codes, q.scale[:, 0].double(), zero_points, 0)
+        return _Prepacked(weight=torch.ops.quantized.linear_prepack(weight, None), fmt=q.fmt)
+
+    def forward(self, x: torch.Tensor, packed: _Prepacked, bias: torch.Tensor | None) -> torch.Tensor:
+        dtype, x = x.dtype, x.float()
+        amax = row_maximum(x)
+        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x / amax, 1 / packed.fmt.activation_max, 128, packed.weight
+        ).mul_(amax)
+        return (y if bias is None else y.add_(bias)).to(dtype)
+
+    def unpack(self, packed: _Prepacked) -> QTensor:
+        weight, _ = torch.ops.quantized.linear_unpack(packed.weight)
+        return QTensor(codes=weight.int_repr(), scale=weight.q_per_channel_scales().float()[:, None], fmt=packed.fmt)
+
+
+# --- CUDA, not measured on a GPU ------------------------------------------------------------------------------------
+
+
+class _Cuda(Kernel):
+    """What the kernels for CUDA share: they multiply codes as they come, [N, K] transposed without a copy."""
+
+    device_type = "cuda"
+    capabilities: ClassVar[tuple[tuple[int, int], tuple[int, int]]]
+    """From the first to the second, both included."""
+
+    def lacks(self, device: torch.device) -> str | None:
+        if not torch.cuda.is_available() or torch.version.hip:
+            return "CUDA, which this torch does not have or finds no device for"
+        lowest, highest = self.capabilities
+        found = torch.cuda.get_device_capability(device)
+        if not lowest <= found <= highest:
+            return f"compute capability {_dotted(lowest)} or later, not {_dotted(found)}" + (
+                f", and at most {_dotted(highest)}" if highest < _ANY else ""
+            )
+        return None
+
+    def pack(self, q: QTensor) -> QTensor:
+        return QTensor(codes=q.codes.contiguous(), scale=q.scale.contiguous(), fmt=q.fmt)
+
+    def unpack(self, packed: QTensor) -> QTensor:
+        return packed
+
+
+_ANY = (99, 0)
+
+
+class IntMm(_Cuda):
+    """INT8 by `torch._int_mm`: sums in int32, so that a row's result cannot depend on the batch."""
+
+    name = "int_mm"
+    multiple = 8
+    capabilities = ((7, 5), _ANY)
+
+    def takes(self, fmt: Format) -> bool:
+        return _int8_by_row(fmt)
+
+    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        codes_MK, amax_M1 = _codes(x, packed.fmt)
+        sums_MN = torch._int_mm(_more_rows(codes_MK).to(torch.int8), packed.codes.t())[: len(codes_MK)]
+        return _scaled(sums_MN.float(), amax_M1, packed, bias).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+class ScaledMm(_Cuda):
+    """FP8 with a scale per token and per output channel.
+
+    For x in bfloat16 the scales are part of the product. A float32 result with such scales exists on compute
+    capability 9.0 only, so for any other x the sums of codes come out in float32 and are scaled after. Sums are made
+    in float32 (no `use_fast_accum`); that they do not depend on the batch is not promised.
+    """
+
+    name = "scaled_mm"
+    multiple = 16
+    capabilities = ((8, 9), _ANY)
+
+    def takes(self, fmt: Format) -> bool:
+        by_row = fmt.group is None and fmt.activation_group is None
+        return fmt.dtype == torch.float8_e4m3fn and by_row and fmt.activation_max is not None
+
+    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        codes_MK, amax_M1 = _codes(x, packed.fmt)
+        a, b = _more_rows(codes_MK).to(packed.fmt.dtype), packed.codes.t()
+        if x.dtype == torch.bfloat16:
+            y = functional.scaled_mm(
+                a,
+                b,
+                _more_rows(amax_M1, value=1.0),
+                ScalingType.RowWise,
+                _channel_scale(packed)[None],
+                ScalingType.RowWise,
+                bias=None if bias is None else bias.to(x.dtype),
+                output_dtype=x.dtype,
+            )[: len(codes_MK)]
+        else:
+            one = torch.ones(1, device=x.device)
+            whole, exact = ScalingType.TensorWise, torch.float32
+            sums_MN = functional.scaled_mm(a, b, one, whole, one, whole, output_dtype=exact)[: len(codes_MK)]
+            y = _scaled(sums_MN, amax_M1, packed, bias).to(x.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+
+class ScaledMmBlock(_Cuda):
+    """FP8 with scales for 1 × 128 activations and 128 × 128 weights, which torch leaves to cuBLAS, for Hopper only.
+
+    The scales of weights are kept as cuBLAS wants them: blocks along K filled up to a multiple of 4.
+    """
+
+    name = "scaled_mm_block"
+    multiple = 128
+    capabilities = ((9, 0), (9, 0))
+
+    def takes(self, fmt: Format) -> bool:
+        blocks = (fmt.rows, fmt.group, fmt.activation_group)
+        return fmt.dtype == torch.float8_e4m3fn and blocks == (128, 128, 128) and fmt.activation_max is not None
+
+    def lacks(self, device: torch.device) -> str | None:
+        if missing := super().lacks(device):
+            return missing
+        version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+        return None if version >= (12, 9) else f"a torch for CUDA 12.9 or later, not {torch.version.cuda}"
+
+    def pack(self, q: QTensor) -> QTensor:
+        return QTensor(codes=q.codes.contiguous(), scale=pad(q.scale, (0, -q.scale.shape[1] % 4), value=1.0), fmt=q.fmt)
+
+    def unpack(self, packed: QTensor) -> QTensor:
+        blocks = packed.codes.shape[1] // 128
+        return QTensor(codes=packed.codes, scale=packed.scale[:, :blocks].contiguous(), fmt=packed.fmt)
+
+    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        codes_MK, amax_MG = _codes(x, packed.fmt)
+        scale_MG = _more_rows(amax_MG * (1 / packed.fmt.activation_max), value=1.0)
+        y = functional.scaled_mm(
+            _more_rows(codes_MK).to(packed.fmt.dtype),
+            packed.codes.t(),
+            scale_MG.t().contiguous().t(),  # one column after the other in memory
+            ScalingType.BlockWise1x128,
+            packed.scale.t(),
+            ScalingType.BlockWise128x128,
+            output_dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
+        )[: len(codes_MK)]
+        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _int8_by_row(fmt: Format) -> bool:
+    return fmt.dtype == torch.int8 and fmt.activation_max is not None and fmt.group is None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _codes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_rows` of x [..., K] as a matrix, in float32 whatever x is."""
+    return quantize_rows(x.reshape(-1, x.shape[-1]).float(), fmt)
+
+
+def _more_rows(x_MK: torch.Tensor, value: float = 0.0) -> torch.Tensor:
+    """At least 32 rows and a multiple of 16: `_int_mm` wants more than 16, the others are fastest with such."""
+    rows = max(32, -(-len(x_MK) // 16) * 16)
+    return pad(x_MK, (0, 0, 0, rows - len(x_MK)), value=value)
+
+
+def _channel_scale(q: QTensor) -> torch.Tensor:
+    """float32 [N]: what a sum of products of codes is multiplied with, apart from the activations' maxima."""
+    return q.scale[:, 0] * (1 / q.fmt.activation_max)
+
+
+def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """One factor after the other, in the order of `reference_linear`."""
+    y = sums_MN * _channel_scale(q) * amax_M1
+    return y if bias is None else y + bias
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Fbgemm(), IntMm(), ScaledMm(), ScaledMmBlock())}
+"""By name. The first that supports a weight multiplies it."""
+
+
+def kernel_for(fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> Kernel | None:
+    """The kernel for weights [N, K] of this format here (shape None: of some shape), or None: emulation."""
+    return next((kernel for kernel in KERNELS.values() if kernel.supports(fmt, device, shape)), None)
+
+
+def why_emulated(fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> str | None:
+    """Why `kernel_for` finds none, to announce it; None if it finds one.
+
+    Example:
+        "scaled_mm_block needs widths that are multiples of 128, not 1536 × 576"
+    """
+    if kernel_for(fmt, device, shape):
+        return None
+    candidates = [kernel for kernel in KERNELS.values() if kernel.takes(fmt) and kernel.device_type == device.type]
+    reasons = [str(kernel.objection(fmt, device, shape)) for kernel in candidates]
+    return "; ".join(reasons) or f"there is no kernel for {fmt.name} on {device.type}"
+
+
+def named_kernel(name: str, fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> Kernel:
+    """The kernel that was asked for by name.
+
+    Raises:
+        QuantizationError: there is none of that name, or it cannot multiply such weights here.
+    """
+    if name not in KERNELS:
+        raise QuantizationError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}")
+    if objection := KERNELS[name].objection(fmt, device, shape):
+        raise QuantizationError(f"the kernel asked for cannot be used: {objection}")
+    return KERNELS[name]

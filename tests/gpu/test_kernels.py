@@ -1,0 +1,70 @@
+"""The kernels for CUDA on a GPU, against the definition. Never run so far: nothing was measured on a GPU.
+
+python -m pytest -m gpu tests/gpu
+"""
+
+import pytest
+import torch
+
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import FORMATS
+from qurl_ray.quant.kernels import why_emulated
+from qurl_ray.quant.linear import QuantizedLinear, reference_linear
+from qurl_ray.quant.quantize import quantize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+WITH_KERNEL = ("int8", "fp8", "fp8_block")
+
+
+def layer(name: str, rows: int = 256, columns: int = 640, **options) -> QuantizedLinear:
+    """A linear with random codes on the GPU; skips where it has no kernel."""
+    reason = why_emulated(FORMATS[name], torch.device("cuda"), (rows, columns))
+    if reason and not options:
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(0)
+    w, bias = (torch.randn(*shape, generator=generator) * 0.05 for shape in ((rows, columns), (rows,)))
+    return QuantizedLinear(quantize(w.cuda(), FORMATS[name]), bias.cuda(), **options)
+
+
+def inputs(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return (3 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))).to("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 16, 17, 33, 512])
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_the_kernel_computes_the_definition(name, count, dtype):
+    linear, x = layer(name), inputs(count, 640, dtype)
+    assert linear.kernel is not None
+    found, expected = linear(x), reference_linear(x.float(), linear.resident(), linear.bias)
+    assert found.dtype == dtype
+    precision = 2**-7 if dtype == torch.bfloat16 else 1e-3 if name.startswith("fp8") else 1e-6
+    torch.testing.assert_close(found.float(), expected, rtol=precision, atol=precision * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("columns", [640, 4096])
+def test_int8_does_not_depend_on_the_batch(columns):
+    linear, x = layer("int8", columns=columns), inputs(512, columns, torch.float32)
+    assert torch.equal(linear(x)[100:101], linear(x[100:101]))
+
+
+def test_int8_on_a_gpu_equals_int8_on_a_cpu_up_to_rounding():
+    linear, x = layer("int8"), inputs(40, 640, torch.float32)
+    expected = reference_linear(x.cpu(), linear.resident().cpu(), linear.bias.cpu())
+    torch.testing.assert_close(linear(x).cpu(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_emulation_computes_the_same_as_on_a_cpu(name):
+    linear, x = layer(name, emulate=True), inputs(40, 640, torch.float32)
+    assert linear.kernel is None
+    expected = reference_linear(x.cpu(), linear.resident().cpu(), linear.bias.cpu())
+    torch.testing.assert_close(linear(x).cpu(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_codes_are_quantized_and_kept_as_on_a_cpu(name):
+    w = torch.randn(256, 640, generator=torch.Generator().manual_seed(0)) * 0.05
+    sent = quantize(w, FORMATS[name])
+    resident = layer(name).resident()
+    assert fingerprint(resident.codes, resident.scale) == fingerprint(sent.codes, sent.scale)

@@ -1,0 +1,211 @@
+"""Which kernel multiplies what, and what each computes: those for CUDA too, as far as a CPU has their operations."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.formats import FORMATS, get_format
+from qurl_ray.quant.kernels import KERNELS, kernel_for, named_kernel, why_emulated
+from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
+from qurl_ray.quant.quantize import QTensor, quantize
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ON_X86 = "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+
+
+def gpu(monkeypatch, capability: tuple[int, int], cuda: str = "12.9") -> None:
+    """Pretend that there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "shape", "kernel"),
+    [
+        ("int8", (7, 5), (576, 1536), "int_mm"),
+        ("int8", (7, 0), (576, 1536), None),
+        ("int8", (9, 0), (576, 1530), None),
+        ("int8", (9, 0), (570, 1536), None),
+        ("fp8", (8, 9), (576, 1536), "scaled_mm"),
+        ("fp8", (8, 6), (576, 1536), None),
+        ("fp8", (9, 0), (576, 1528), None),
+        ("fp8_block", (9, 0), (256, 1536), "scaled_mm_block"),
+        ("fp8_block", (9, 0), (576, 1536), None),
+        ("fp8_block", (8, 9), (256, 1536), None),
+        ("fp8_block", (10, 0), (256, 1536), None),
+        ("int4", (9, 0), (256, 1536), None),
+    ],
+)
+def test_a_gpu_multiplies_the_widths_that_its_operations_take(monkeypatch, name, capability, shape, kernel):
+    gpu(monkeypatch, capability)
+    found = kernel_for(FORMATS[name], CUDA, shape)
+    assert (found and found.name) == kernel
+    assert (why_emulated(FORMATS[name], CUDA, shape) is None) == (kernel is not None)
+
+
+def test_blocks_need_a_cuda_that_has_them(monkeypatch):
+    gpu(monkeypatch, (9, 0), cuda="12.8")
+    assert why_emulated(FORMATS["fp8_block"], CUDA) == (
+        "scaled_mm_block needs a torch for CUDA 12.9 or later, not 12.8"
+    )
+
+
+def test_the_reason_for_emulation_names_what_is_missing(monkeypatch):
+    assert why_emulated(FORMATS["fp8"], CPU) == "there is no kernel for fp8 on cpu"
+    assert why_emulated(FORMATS["int8"], torch.device("meta")) == "there is no kernel for int8 on meta"
+    gpu(monkeypatch, (8, 6))
+    assert why_emulated(FORMATS["fp8"], CUDA) == "scaled_mm needs compute capability 8.9 or later, not 8.6"
+    assert why_emulated(FORMATS["int8"], CUDA, (576, 1530)) == (
+        "int_mm needs widths that are multiples of 8, not 576 × 1530"
+    )
+    gpu(monkeypatch, (10, 0))
+    assert "at most 9.0" in why_emulated(FORMATS["fp8_block"], CUDA)
+
+
+def test_without_a_gpu_there_is_no_kernel_for_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernel_for(FORMATS["int8"], CUDA) is None
+    assert integer_kernel(FORMATS["fp8"], CUDA) is None
+
+
+def test_other_processors_emulate_and_say_so(monkeypatch):
+    monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["qnnpack"]))
+    q = quantize(weight(8, 16), FORMATS["int8"])
+    assert why_emulated(q.fmt, CPU) == "fbgemm needs an x86 CPU and a torch built with it"
+    assert QuantizedLinear(q, None).kernel is None
+    assert weight_max_code(q.fmt, CPU) == 127
+    with pytest.raises(QuantizationError, match="asked for cannot be used: fbgemm needs an x86 CPU"):
+        QuantizedLinear(q, None, kernel="fbgemm")
+
+
+@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
+@pytest.mark.parametrize(("vnni", "top"), [(True, 127), (False, 63)])
+def test_weights_lose_a_bit_where_sums_of_16_bits_would_overflow(monkeypatch, vnni, top):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    assert weight_max_code(FORMATS["int8"], CPU) == top
+    assert weight_max_code(get_format("int8", 31), CPU) == 31
+    assert weight_max_code(FORMATS["fp8"], CPU) == 448
+    assert 2 * 255 * 63 < 2**15 <= 2 * 255 * 127  # unsigned activations, pairs of products
+
+
+def test_kernels_that_cannot_be_used_are_refused_by_name():
+    q = quantize(weight(8, 16), FORMATS["int8"])
+    with pytest.raises(QuantizationError, match="unknown kernel 'marlin'; known: fbgemm, int_mm"):
+        QuantizedLinear(q, None, kernel="marlin")
+    with pytest.raises(QuantizationError, match="int_mm needs a device of type cuda, not cpu"):
+        QuantizedLinear(q, None, kernel="int_mm")
+    with pytest.raises(QuantizationError, match="scaled_mm does not multiply int8"):
+        named_kernel("scaled_mm", q.fmt, CUDA)
+    assert QuantizedLinear(q, None, kernel="emulation").kernel is None
+
+
+@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
+def test_a_kernel_can_be_asked_for():
+    q = quantize(weight(8, 16), FORMATS["int8"])
+    assert QuantizedLinear(q, None, kernel="fbgemm").kernel == QuantizedLinear(q, None).kernel == "fbgemm"
+
+
+# --- what they compute ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulation", "kernel"])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_bfloat16_is_computed_in_float32_and_rounded_once(fmt, emulate):
+    q, bias, x = quantize(weight(24, 256), fmt), weight(1, 24)[0], inputs(2, 5, 256, dtype=torch.bfloat16)
+    found = QuantizedLinear(q, bias, emulate=emulate)(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, QuantizedLinear(q, bias, emulate=emulate)(x.float()).bfloat16())
+
+
+def int8_by_integers(x: np.ndarray, q: QTensor, bias: np.ndarray) -> np.ndarray:
+    """Codes of both sides, products in int64, scales in float64."""
+    top = np.abs(x).max(axis=-1, keepdims=True)
+    codes = np.rint((x / top).astype(np.float64) * 127).astype(np.int64)
+    return codes @ q.codes.long().numpy().T * q.scale[:, 0].double().numpy() * top.astype(np.float64) / 127 + bias
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("columns", [64, 1024, 4096])
+def test_int_mm_sums_integers(rows, columns):
+    kernel, q = KERNELS["int_mm"], quantize(weight(24, columns), FORMATS["int8"])
+    x, bias = inputs(rows, columns), weight(1, 24)[0]
+    found = kernel.forward(x, kernel.pack(q), bias)
+    expected = int8_by_integers(x.numpy(), q, bias.numpy())
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    if columns <= 2**24 // 127**2:  # then the sums of the definition are exact too
+        assert torch.equal(found, reference_linear(x, q, bias))
+    assert torch.equal(found[:1], kernel.forward(x[:1], kernel.pack(q), bias))
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 7, 576), (40, 1024)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_mm_computes_the_definition(shape, dtype):
+    kernel, q = KERNELS["scaled_mm"], quantize(weight(48, shape[-1]), FORMATS["fp8"])
+    x, bias = inputs(*shape, dtype=dtype), weight(1, 48)[0].to(dtype).float()
+    found = kernel.forward(x, kernel.pack(q), bias)
+    expected = reference_linear(x.float(), q, bias)
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    precision = 1e-5 if dtype == torch.float32 else 2**-7  # two roundings to bfloat16: of the product, of the sum
+    torch.testing.assert_close(found.float(), expected, rtol=precision, atol=precision * float(expected.abs().max()))
+
+
+def block_product(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype) -> torch.Tensor:
+    """What torch documents of scaled_mm for 1 × 128 by 128 × 128, which no CPU has, with its demands on the layout."""
+    kinds = torch.nn.functional.ScalingType
+    assert (recipe_a, recipe_b) == (kinds.BlockWise1x128, kinds.BlockWise128x128)
+    M, N, blocks = len(a), b.shape[1], a.shape[1] // 128
+    assert a.dtype == b.dtype == torch.float8_e4m3fn
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert scale_a.shape == (M, blocks)
+    assert scale_a.stride(0) == 1
+    assert scale_a.stride(1) == M or blocks == 1
+    filled = -(-blocks // 4) * 4
+    assert scale_b.shape == (filled, N // 128)
+    assert scale_b.stride() == (1, filled)
+    out = torch.zeros(M, N, dtype=torch.float64)
+    for k in range(blocks):
+        part = slice(128 * k, 128 * (k + 1))
+        product = a[:, part].double() @ b[part].double()
+        out += product * scale_a[:, k, None].double() * scale_b[k].double().repeat_interleave(128)
+    return out.to(output_dtype)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (256, 384), (128, 640)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_reach_scaled_mm_as_it_wants_them(monkeypatch, rows, columns, dtype):
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", block_product)
+    kernel, q = KERNELS["scaled_mm_block"], quantize(weight(rows, columns), FORMATS["fp8_block"])
+    x, bias = inputs(5, 7, columns, dtype=dtype), weight(1, rows)[0]
+    found = kernel.forward(x, kernel.pack(q), bias)
+    assert found.dtype == dtype
+    precision = 1e-5 if dtype == torch.float32 else 2**-7
+    expected = reference_linear(x.float(), q, bias)
+    torch.testing.assert_close(found.float(), expected, rtol=precision, atol=precision * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"), [("int_mm", "int8"), ("scaled_mm", "fp8"), ("scaled_mm_block", "fp8_block")]
+)
+def test_packed_codes_can_be_read_back(kernel, name):
+    q = quantize(weight(256, 384), FORMATS[name])
+    found = KERNELS[kernel].unpack(KERNELS[kernel].pack(q))
+    assert torch.equal(found.codes.view(torch.uint8), q.codes.view(torch.uint8))
+    assert torch.equal(found.scale, q.scale)
+    assert found.fmt == q.fmt
