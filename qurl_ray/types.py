@@ -8,12 +8,14 @@ Token ids are int32 and log-probs float32 numpy arrays: a tuple of a thousand Py
 times as much to send between processes.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "cancelled", "deadline"]
+"""The last two are cut short: the tokens drawn so far, maybe none."""
 Status = Literal["ok", "error", "timeout", "invalid"]
 
 
@@ -127,8 +129,25 @@ class TensorRecord:
     format: str
     """"none" for values in full precision, else the name of a quantization format."""
     fingerprint: int
-    """64-bit sum over what an engine must hold after loading (codes and scales, or values)."""
+    """64-bit sum over what an engine must hold after loading (codes and scales, or float32 values)."""
     bytes: int
+    """That travel: of a delta or of the whole tensor, as it is encoded."""
+    changed: int = 0
+    """Codes (or values) that differ from the version sent before; 0 if there was none in this format."""
+    base_version: int | None = None
+    """What a delta is added to; None for the whole tensor."""
+    tied: bool = False
+    """True for codes of a tensor that travels under its own name as well. In full precision it is sent once."""
+
+    @property
+    def float32_bytes(self) -> int:
+        """What it would take in full precision."""
+        return 0 if self.tied else 4 * math.prod(self.shape)
+
+    @property
+    def bfloat16_bytes(self) -> int:
+        """What a full send in bfloat16 would take."""
+        return self.float32_bytes // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +160,8 @@ class Manifest:
     weight_max_code: int
     """Largest code of a weight; 63 instead of 127 where the kernel would saturate (AVX2 without VNNI)."""
     tensors: tuple[TensorRecord, ...]
+    base_version: int | None = None
+    """What an engine must hold for the deltas among the tensors; None if all are sent whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

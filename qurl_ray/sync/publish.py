@@ -1,9 +1,15 @@
 """The sender's side of a sync. Tensor i belongs to rank i mod W: that rank quantizes, fingerprints and sends it, so no
-rank holds all codes."""
+rank holds all codes.
 
+Tensors leave in buckets of limited size, so that a sender holds one copy of what it sent and one bucket. That copy is
+what the next version is compared with: what changed is all that has to travel.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,19 +18,20 @@ from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize
+from qurl_ray.sync.delta import Payload, encode
 from qurl_ray.types import Manifest, TensorRecord
+
+Unquantized = Literal["float32", "bfloat16"]
+"""How tensors outside the quantized set travel; engines hold them as float32 either way."""
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One rank's tensors of one version."""
+class Bucket:
+    """Some of a rank's tensors of one version: what the manifest says of them, and what goes to the engines."""
 
     records: tuple[TensorRecord, ...]
-    buffers: dict[str, tuple[np.ndarray, ...]]
-    codes: Counter[str]
-    """Weight codes in this part, by the kind of their linear: q_proj, up_proj, …"""
-    codes_changed: Counter[str]
-    """Of these, how many differ from the version sent before; 0 if there was none in this format."""
+    payloads: tuple[Payload, ...]
 
     @property
     def bytes(self) -> int:
@@ -33,62 +40,186 @@ class Part:
 
 @dataclass
 class Publisher:
-    """Turns parameters into a rank's part of a version, and remembers its codes to count what changed."""
+    """Turns parameters into a rank's part of a version, and remembers what it sent.
+
+    Example:
+        for bucket in publisher.prepare(model.named_parameters(), fmt, version=8, base_version=7):
+            refs.append(ray.put(bucket.payloads))
+            records += bucket.records
+    """
 
     quantized: Set[str]
     """Names of the parameters that become codes."""
     rank: int = 0
     ranks: int = 1
-    _last: dict[str, np.ndarray] = field(default_factory=dict)
-    _last_format: str = ""
+    bucket_bytes: int = 1 << 26
+    """Largest bucket; a tensor that is larger is one of its own."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """{"lm_head.weight": "model.embed_tokens.weight"}: names, if in `quantized`, that are sent as codes of a parameter
+    beside it, by the rank of that parameter."""
+    quantizer: Callable[[str, torch.Tensor, Format], QTensor] = lambda _, weight, fmt: quantize(weight, fmt)
+    """(name, weight, format) to codes; anything but the nearest codes is an experiment."""
+    _sent: dict[str, tuple[TensorRecord, Payload]] = field(default_factory=dict)
+    """The version sent last, whole. Its arrays are those of the payloads that were sent whole."""
+    _form: tuple[Format | None, Unquantized] | None = None
+    _version: int | None = None
+    """None while a version is being prepared, and if it never was to its end."""
 
-    def prepare(self, parameters: Iterable[tuple[str, torch.Tensor | QTensor]], fmt: Format | None) -> Part:
-        """Quantize (fmt None: copy) this rank's tensors. One that is quantized already is sent as it is.
+    def prepare(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor | QTensor]],
+        fmt: Format | None,
+        *,
+        version: int,
+        base_version: int | None = None,
+        unquantized: Unquantized = "float32",
+    ) -> Iterator[Bucket]:
+        """Quantize (fmt None: nothing) this rank's tensors, bucket by bucket. One that is quantized already is sent as
+        it is. Only a version that was drawn to its end can be resent or be the next one's base.
+
+        Args:
+            base_version: what the engines hold. Deltas are made if that is what was sent last, in the same format
+                and encoding, and each only where it is smaller than the tensor; None sends all tensors whole.
 
         Raises:
             QuantizationError: a weight is not finite or does not fit the format.
         """
-        records, buffers, codes, changed = [], {}, Counter(), Counter()
-        if fmt and fmt.name != self._last_format:
-            self._last, self._last_format = {}, fmt.name
-        for index, (name, parameter) in enumerate(parameters):
-            if index % self.ranks != self.rank:
+        form = (fmt, unquantized)
+        last = self._sent if form == self._form else {}
+        base = base_version if last and base_version == self._version else None
+        self._sent, self._form, self._version = {}, form, None
+        yield from _buckets(self._messages(parameters, fmt, unquantized, last, base), self.bucket_bytes)
+        self._version = version
+
+    def resend(self) -> Iterator[Bucket]:
+        """The version sent last once more, whole, from memory: for engines that failed to verify it.
+
+        Raises:
+            SyncError: there is none.
+        """
+        if self._version is None:
+            raise SyncError("nothing to resend: no version was prepared to its end")
+        yield from _buckets(self._sent.values(), self.bucket_bytes)
+
+    def _messages(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor | QTensor]],
+        fmt: Format | None,
+        unquantized: Unquantized,
+        last: dict[str, tuple[TensorRecord, Payload]],
+        base: int | None,
+    ) -> Iterator[tuple[TensorRecord, Payload]]:
+        """What travels of each tensor; `last` is used up on the way, so that there is one copy of each."""
+        for name, tensor, tied in self._mine(parameters):
+            codes = fmt if name in self.quantized else None
+            if tied and not codes:
                 continue
-            if isinstance(parameter, QTensor) or (fmt and name in self.quantized):
-                q = parameter if isinstance(parameter, QTensor) else quantize(parameter, fmt).cpu()
-                tensors = (q.codes, q.scale)
-                buffers[name] = q.to_numpy()
-                last, kind = self._last.get(name), name.split(".")[-2]
-                changed[kind] += int(np.count_nonzero(buffers[name][0] != last)) if last is not None else 0
-                codes[kind] += q.codes.numel()
-                self._last[name] = buffers[name][0]
-            else:
-                tensors = (parameter.detach().to("cpu", torch.float32, copy=True),)
-                buffers[name] = (tensors[0].numpy(),)
-            records.append(
-                TensorRecord(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    format=fmt.name if len(tensors) == 2 else "none",
-                    fingerprint=fingerprint(*tensors),
-                    bytes=sum(tensor.nbytes for tensor in tensors),
-                )
-            )
-        return Part(records=tuple(records), buffers=buffers, codes=codes, codes_changed=changed)
+            if codes and not isinstance(tensor, QTensor):
+                tensor = self.quantizer(name, tensor, codes).cpu()
+            record, whole = _whole(name, tensor, unquantized)
+            _, before = last.pop(name, (None, None))
+            record, payload = _compared(replace(record, tied=tied), whole, before, base)
+            self._sent[name] = replace(record, bytes=whole.bytes, base_version=None), whole
+            yield record, payload
+
+    def _mine(
+        self, parameters: Iterable[tuple[str, torch.Tensor | QTensor]]
+    ) -> Iterator[tuple[str, torch.Tensor | QTensor, bool]]:
+        """(name, parameter, False) of this rank's parameters, each followed by (name, parameter, True) of those tied to
+        it."""
+        for index, (name, parameter) in enumerate(parameters):
+            if index % self.ranks == self.rank:
+                yield name, parameter, False
+                yield from ((other, parameter, True) for other, source in self.tied.items() if source == name)
 
 
 def assemble(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecord, ...]]) -> Manifest:
-    """The manifest of a version from the records of all ranks.
+    """The manifest of a version from the records of all ranks and buckets.
 
     Raises:
-        SyncError: two ranks sent the same tensor.
+        SyncError: a tensor was sent twice, or ranks made deltas to different versions.
     """
     tensors = tuple(record for records in parts for record in records)
     if len({record.name for record in tensors}) != len(tensors):
         raise SyncError(f"version {version}: a tensor was sent twice")
+    bases = {record.base_version for record in tensors} - {None}
+    if len(bases) > 1:
+        raise SyncError(f"version {version}: deltas to different versions, {sorted(bases)}")
     return Manifest(
         version=version,
         precision=fmt.name if fmt else "none",
         weight_max_code=fmt.weight_max if fmt else 0,
         tensors=tensors,
+        base_version=next(iter(bases), None),
     )
+
+
+def count_codes(records: Iterable[TensorRecord]) -> tuple[Counter[str], Counter[str]]:
+    """(codes, of these changed) by the kind of their linear: q_proj, up_proj, …"""
+    codes, changed = Counter(), Counter()
+    for record in records:
+        if record.format != "none":
+            kind = record.name.split(".")[-2]
+            codes[kind] += math.prod(record.shape)
+            changed[kind] += record.changed
+    return codes, changed
+
+
+def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) -> tuple[TensorRecord, Payload]:
+    """One tensor, encoded, with the fingerprint of what it is once decoded."""
+    if isinstance(tensor, QTensor):
+        held, sent = (tensor.codes, tensor.scale), (tensor.codes, tensor.scale)
+        encoding, form = "codes", tensor.fmt.name
+    else:
+        # A copy: the parameter moves on. bfloat16 is rounded to nearest, ties to even.
+        sent = (tensor.detach().to("cpu", getattr(torch, unquantized), copy=True),)
+        held, encoding, form = (sent[0].float(),), unquantized, "none"
+    payload = Payload(name=name, encoding=encoding, parts=tuple(map(_bits, sent)))
+    record = TensorRecord(
+        name=name,
+        shape=tuple(tensor.shape),
+        format=form,
+        fingerprint=fingerprint(*held),
+        bytes=payload.bytes,
+    )
+    return record, payload
+
+
+def _compared(
+    record: TensorRecord, whole: Payload, before: Payload | None, base: int | None
+) -> tuple[TensorRecord, Payload]:
+    """What travels: each array as its delta to what was sent before, if that is what the engines hold and smaller."""
+    if before is None or before.encoding != whole.encoding or before.parts[0].shape != whole.parts[0].shape:
+        return record, whole
+    deltas = tuple(map(encode, before.parts, whole.parts)) if base is not None else (None,)
+    changed = deltas[0].count if deltas[0] else int(np.count_nonzero(before.parts[0] != whole.parts[0]))
+    record = replace(record, changed=changed)
+    if not any(deltas):
+        return record, whole
+    parts = tuple(delta or part for delta, part in zip(deltas, whole.parts, strict=True))
+    payload = replace(whole, parts=parts, base_version=base)
+    return replace(record, bytes=payload.bytes, base_version=base), payload
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory as unsigned integers of the same size."""
+    size = tensor.element_size()
+    return tensor.contiguous().view(_SIGNED[size]).numpy().view(f"u{size}")
+
+
+def _buckets(messages: Iterable[tuple[TensorRecord, Payload]], limit: int) -> Iterator[Bucket]:
+    """Messages in their order, as many to a bucket as `limit` bytes take."""
+    held, size = [], 0
+    for record, payload in messages:
+        if held and size + record.bytes > limit:
+            yield _bucket(held)
+            held, size = [], 0
+        held.append((record, payload))
+        size += record.bytes
+    if held:
+        yield _bucket(held)
+
+
+def _bucket(messages: Sequence[tuple[TensorRecord, Payload]]) -> Bucket:
+    records, payloads = zip(*messages, strict=True)
+    return Bucket(records=records, payloads=payloads)

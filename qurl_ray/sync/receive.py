@@ -1,0 +1,97 @@
+"""The engine's side of a sync: what travelled becomes what an engine loads.
+
+Deltas are added to what the engine holds now, asked of the engine itself: the receiver keeps no copy.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from qurl_ray.errors import SyncError
+from qurl_ray.sync.delta import Delta, Payload, decode
+from qurl_ray.types import Manifest, TensorRecord
+
+Arrays = tuple[np.ndarray, ...]
+"""One tensor as engines load it: (codes uint8 [N, K], scale float32 [N, groups]) or (values float32,)."""
+
+_WIDTHS = {"codes": (1, 4), "float32": (4,), "bfloat16": (2,)}
+"""Bytes of an element on the wire, by array."""
+
+
+def unpack(
+    buckets: Iterable[Sequence[Payload]], manifest: Manifest, resident: Callable[[str], Arrays]
+) -> Iterator[Mapping[str, Arrays]]:
+    """The buffers of each bucket, made when they are asked for. What is missing is for the engine to find, and its
+    fingerprints find a wrong base.
+
+    Args:
+        resident: the arrays of a tensor that the engine holds now, which is asked where a delta needs them.
+
+    Raises:
+        SyncError: a payload that is damaged, unknown, sent twice, or a delta to anything but the manifest's base.
+    """
+    records = {record.name: record for record in manifest.tensors}
+    seen: set[str] = set()
+    for bucket in buckets:
+        buffers = {}
+        for payload in bucket:
+            try:
+                if payload.name not in records or payload.name in seen:
+                    raise SyncError("sent twice" if payload.name in seen else "the manifest does not list it")
+                seen.add(payload.name)
+                buffers[payload.name] = _arrays(payload, records[payload.name], manifest.base_version, resident)
+            except SyncError as error:
+                raise SyncError(f"version {manifest.version}: {payload.name}: {error}") from None
+        yield buffers
+
+
+def _arrays(
+    payload: Payload, record: TensorRecord, base_version: int | None, resident: Callable[[str], Arrays]
+) -> Arrays:
+    """Decode one payload."""
+    widths, parts = _WIDTHS.get(payload.encoding, ()), payload.parts
+    if (payload.encoding == "codes") != (record.format != "none") or len(parts) != len(widths):
+        raise SyncError(f"unknown payload: {payload.encoding!r}, {len(parts)} arrays, for format {record.format!r}")
+    if any(isinstance(part, Delta) for part in parts):
+        if base_version is None or payload.base_version != base_version:
+            raise SyncError(f"a delta to version {payload.base_version}, expected one to {base_version}")
+        base = resident(payload.name)
+        if len(base) != len(parts) or base[0].shape != record.shape:
+            shapes = [part.shape for part in base]
+            raise SyncError(f"a delta for {len(parts)} arrays, the first {record.shape}, but its base is {shapes}")
+        parts = tuple(map(_added, base, parts, widths))
+    for part, width in zip(parts, widths, strict=True):
+        if part.dtype != f"u{width}":
+            raise SyncError(f"unknown payload: {part.dtype} in {payload.encoding}")
+    if parts[0].shape != record.shape:
+        raise SyncError(f"shape {parts[0].shape} was sent, expected {record.shape}")
+    return tuple(map(_widened, parts))
+
+
+def _added(base: np.ndarray, part: np.ndarray | Delta, width: int) -> np.ndarray:
+    return decode(_narrowed(base, width), part) if isinstance(part, Delta) else part
+
+
+def _narrowed(array: np.ndarray, width: int) -> np.ndarray:
+    """What an engine holds, as the unsigned integers that travel: codes as they are, the bits of float32, or their
+    upper halves, if the lower ones are zero."""
+    if array.dtype != (np.uint8 if width == 1 else np.float32):
+        raise SyncError(f"a delta of {width}-byte integers cannot be added to {array.dtype}")
+    if width == 1:
+        return array
+    bits = np.ascontiguousarray(array).reshape(array.shape).view(np.uint32)
+    if width == 4:
+        return bits
+    if np.any(bits & 0xFFFF):
+        raise SyncError("a delta in bfloat16 cannot be added to values that bfloat16 does not hold")
+    return (bits >> 16).astype(np.uint16)
+
+
+def _widened(bits: np.ndarray) -> np.ndarray:
+    """The inverse: codes stay bytes, the rest becomes float32."""
+    if bits.itemsize == 1:
+        return bits
+    if bits.itemsize == 2:
+        bits = bits.astype(np.uint32)
+        bits <<= 16
+    return bits.view(np.float32)
