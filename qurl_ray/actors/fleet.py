@@ -1,8 +1,8 @@
 """The rollout workers: where they are placed, and how work and weights are spread over them."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import ray
 from ray import ObjectRef
@@ -11,37 +11,76 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from qurl_ray.actors.rollout_worker import RolloutWorker
+from qurl_ray.actors.rollout_worker import Loaded, RolloutWorker
 from qurl_ray.config.models import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
+_MARGIN_S = 30.0  # engines notice their deadline between two tokens
+_CLOSE_S = 20.0
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Fleet:
     """Handles of the rollout workers; it may be sent to other processes."""
 
     workers: tuple[ActorHandle, ...]
     placement: PlacementGroup
+    out: set[int] = field(default_factory=set)
+    """Places of workers that are left out."""
 
-    async def load(self, manifest: Manifest, parts: Sequence[ObjectRef], timeout_s: float) -> list[str]:
-        """Every worker loads and verifies; the kernels in use afterwards.
+    @property
+    def indices(self) -> list[int]:
+        """Places of the workers that take part."""
+        return [index for index in range(len(self.workers)) if index not in self.out]
+
+    def leave_out(self, index: int) -> None:
+        """That worker gets neither weights nor requests any more."""
+        self.out.add(index)
+
+    async def load(
+        self,
+        indices: Sequence[int],
+        manifest: Manifest,
+        buckets: Sequence[ObjectRef],
+        probe: Sequence[Request],
+        timeout_s: float,
+    ) -> dict[int, Loaded | QurlError]:
+        """These workers load, verify and draw the probe; what each says, be it that it refuses the weights.
 
         Raises:
-            SyncError: a worker refused the weights.
             DeadlineExceeded: a worker was not done in time.
+            EngineError: a worker died.
         """
-        calls = [worker.load.remote(manifest, list(parts)) for worker in self.workers]
-        kernels = await _all(calls, timeout_s, f"workers to load and verify weights {manifest.version}")
-        return sorted({kernel for found in kernels for kernel in found})
+        calls = [self.workers[index].load.remote(manifest, list(buckets), list(probe)) for index in indices]
+        what = f"workers to load and verify weights {manifest.version}"
+        found = await _all([_or_refusal(call) for call in calls], timeout_s, what)
+        return dict(zip(indices, found, strict=True))
 
     async def generate(self, requests: Sequence[Request], version: int, timeout_s: float) -> list[Completion]:
-        """Completions in the order of the requests. Neighbours go to one worker, so groups share their prefill."""
-        size = -(-len(requests) // len(self.workers))
+        """Completions in the order of the requests. Neighbours go to one worker, so groups share their prefill.
+
+        Raises:
+            DeadlineExceeded: some answers were not finished in time; the engines have stopped working on them.
+        """
+        chosen = [self.workers[index] for index in self.indices]
+        size = -(-len(requests) // len(chosen))
         parts = [list(requests[i : i + size]) for i in range(0, len(requests), size)]
-        calls = [worker.generate.remote(part, version) for worker, part in zip(self.workers, parts, strict=False)]
-        answers = await _all(calls, timeout_s, f"rollouts of {len(requests)} requests with weights {version}")
-        return [completion for part in answers for completion in part]
+        calls = [worker.generate.remote(part, version, timeout_s) for worker, part in zip(chosen, parts, strict=False)]
+        what = f"rollouts of {len(requests)} requests with weights {version}"
+        answers = [c for part in await _all(calls, timeout_s + _MARGIN_S, what) for c in part]
+        late = [c for c in answers if c.finish == "deadline"]
+        if late:
+            drawn = max(len(c.token_ids) for c in late)
+            raise DeadlineExceeded(
+                f"waited {timeout_s:g} s for {what}: {len(late)} are unfinished, after up to {drawn} tokens"
+            )
+        return answers
+
+    async def cancel(self, uids: Collection[str], timeout_s: float) -> None:
+        """These requests end at their next token, wherever they run."""
+        calls = [self.workers[index].cancel.remote(uids) for index in self.indices]
+        await _all(calls, timeout_s, "workers to cancel requests")
 
     async def weight_max_code(self, format_name: str, timeout_s: float) -> int:
         """Largest weight code that every worker can take. Also waits until all workers are up."""
@@ -50,6 +89,8 @@ class Fleet:
 
     def stop(self) -> None:
         """End the workers and give their resources back."""
+        closing = [worker.close.remote() for worker in self.workers]
+        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)  # an engine may have processes of its own
         for worker in self.workers:
             ray.kill(worker)
         remove_placement_group(self.placement)
@@ -61,7 +102,8 @@ def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads
     Raises:
         DeadlineExceeded: the cluster cannot hold them; the message says what is missing.
     """
-    bundle = {"CPU": 1.0}
+    gpus = config.vllm.tensor_parallel if config.device == "cuda" else 0
+    bundle = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
     group = placement_group([bundle] * config.workers, strategy="PACK")
     if not group.wait(config.start_timeout_s):
         remove_placement_group(group)
@@ -73,15 +115,27 @@ def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads
     workers = tuple(
         actor.options(
             num_cpus=1,
+            num_gpus=gpus,
             max_restarts=0,
+            max_concurrency=2,  # one to generate, one to cancel
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote(spec, slots=config.slots, kernel=kernel, threads=threads)
+        ).remote(spec, config, kernel=kernel, threads=threads)
         for index in range(config.workers)
     )
     return Fleet(workers=workers, placement=group)
 
 
-async def _all(calls: Sequence[ObjectRef], timeout_s: float, what: str) -> list:
+async def _or_refusal(call: ObjectRef) -> Loaded | QurlError:
+    """What the worker says; its error, if it is one of ours."""
+    try:
+        return await call
+    except RayTaskError as error:
+        if isinstance(error.cause, QurlError):
+            return error.cause
+        raise
+
+
+async def _all(calls: Sequence[Awaitable], timeout_s: float, what: str) -> list:
     try:
         return await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
     except TimeoutError:

@@ -1,31 +1,58 @@
 """One engine in one actor."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import ray
 import torch
 from ray import ObjectRef
 
-from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.config.models import RolloutConfig
+from qurl_ray.errors import SyncError
+from qurl_ray.rollout.make import make_engine
+from qurl_ray.sync.receive import unpack
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 
-class RolloutWorker:
-    """Owns an engine; weights arrive as references to the senders' buffers, one copy per node."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a worker says of a version that it loaded and verified."""
 
-    def __init__(self, spec: PolicySpec, *, slots: int, kernel: str, threads: int) -> None:
+    kernels: list[str]
+    """In use now."""
+    probe: list[Completion]
+
+
+class RolloutWorker:
+    """Owns an engine; weights arrive as references to the senders' buckets, one copy per node."""
+
+    def __init__(self, spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._engine = TorchEngine(spec, slots=slots, kernel=kernel)
+        self._engine = make_engine(spec, config, kernel=kernel, threads=threads)
 
     def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that this worker's kernel can take."""
         return self._engine.weight_max_code(format_name)
 
-    def load(self, manifest: Manifest, parts: Sequence[ObjectRef]) -> list[str]:
-        """Load and verify a version. Returns the kernels now in use."""
-        buffers = {name: tensors for part in ray.get(list(parts)) for name, tensors in part.items()}
-        self._engine.load(manifest, buffers)
-        return self._engine.kernels()
+    def load(self, manifest: Manifest, buckets: Sequence[ObjectRef], probe: Sequence[Request]) -> Loaded:
+        """Load and verify a version, then draw the probe from it.
 
-    def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
-        return self._engine.generate(requests, version=version)
+        Raises:
+            SyncError: it is damaged, or a delta to a version that this engine does not hold.
+        """
+        base = manifest.base_version
+        if base is not None and self._engine.version != base:
+            raise SyncError(f"version {manifest.version} is a delta to {base}, the engine holds {self._engine.version}")
+        arrived = (ray.get(bucket) for bucket in buckets)  # one at a time
+        self._engine.load(manifest, unpack(arrived, manifest, self._engine.resident))
+        return Loaded(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
+
+    def generate(self, requests: Sequence[Request], version: int, deadline_s: float) -> list[Completion]:
+        return self._engine.generate(requests, version=version, deadline_s=deadline_s)
+
+    def cancel(self, uids: Collection[str]) -> None:
+        """End these requests at their next token, while `generate` runs in another thread of the actor."""
+        self._engine.cancel(uids)
+
+    def close(self) -> None:
+        self._engine.close()

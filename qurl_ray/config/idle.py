@@ -14,7 +14,8 @@ def idle_settings(config: RunConfig) -> list[str]:
 def _corrections(config: RunConfig) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.correction
     # With full-precision rollouts the sentence about that says it all.
-    if config.rollout.quantization == "none" and correction.type != "ignore":
+    full = config.rollout.quantization == "none" and config.rollout.kv_cache == "full"
+    if full and correction.type != "ignore":
         yield f"{correction.type} has almost nothing to correct with full-precision rollouts"
     elif correction.type == "acr" and algorithm.updates_per_rollout == 1:
         yield "ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1"

@@ -138,12 +138,29 @@ TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask, Field(di
 # --- rollout and quantization --------------------------------------------------------------------
 
 
+class VllmConfig(Section):
+    """Of the engines, with `rollout.engine=vllm`."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of activations and of weights that are not quantized; the 16-bit ones are for GPUs."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Processes (GPUs on CUDA) that share one engine's weights."""
+    kv_cache_gb: float | None = Field(None, gt=0)
+    """Memory for keys and values in each of them. If absent, a CPU takes what `slots` full contexts need, a GPU what
+    is free."""
+
+
 class RolloutConfig(Section):
     """The fleet that generates."""
 
     quantization: Format = "int8"
     """Format of the block linears during rollouts; `none` is full precision."""
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
+    """`torch` is embedded, and agrees with the learner bit for bit on a CPU; `vllm` is vLLM 0.32 with this package's
+    quantization."""
+    vllm: VllmConfig = VllmConfig()
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where engines compute. `cuda` needs `engine=vllm`, and gives each worker its `vllm.tensor_parallel` GPUs."""
     workers: int = Field(1, ge=1)
     prompts_per_step: int = Field(64, ge=1)
     samples_per_prompt: int = Field(8, ge=1)
@@ -157,6 +174,10 @@ class RolloutConfig(Section):
     """Generate exactly max_new_tokens, for benchmarks."""
     slots: int = Field(512, ge=1)
     """Sequences that a worker decodes at a time; further requests wait for a free slot."""
+    kv_cache: Literal["full", "fp8"] = "full"
+    """`fp8` holds keys and values as E4M3 codes, in a quarter of the memory, with a scale per layer and key head that
+    is measured anew for every version of the weights; whatever their format is, so in all evaluations of a run. On a
+    CPU it is an emulation, slower than `full`."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a worker; all cores divided by the workers if absent."""
     timeout_s: float = Field(600.0, gt=0)
@@ -177,6 +198,9 @@ class QuantizationConfig(Section):
     """Also keep the linears of so many layers at the bottom in full precision."""
     keep_last_layers: int = Field(0, ge=0)
     """And at the top."""
+    rounding: Literal["nearest", "stochastic", "error_feedback"] = "nearest"
+    """The last two are experiments that lost (docs/LOG.md): they change a third of all codes at every sync, so they
+    need `sync.delta=false`, and `sync.probe_tokens=0`, as nobody but the sender can make the same codes."""
     uaq_scale: float = Field(1.0, ge=1)
     """s of update-aware quantization: linears fed by a norm are divided by s, the norm's gain multiplied. 1 is off."""
     uaq_layers: Literal["qkv", "qkv+mlp"] = "qkv+mlp"
@@ -248,6 +272,19 @@ class SyncConfig(Section):
 
     timeout_s: float = Field(120.0, gt=0)
     """Deadline for every engine to load and verify one version."""
+    delta: bool = True
+    """Send only what changed since the version that the engines hold; all of it where they hold another."""
+    unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
+    """How embeddings, norms and other tensors outside the quantized set travel, and what engines then compute with:
+    `auto` is bfloat16 beside codes, and float32 in a version without codes."""
+    bucket_mb: int = Field(64, ge=1)
+    """Tensors travel in buckets of so many MiB, which bounds what a sync holds in memory besides the weights."""
+    probe_tokens: int = Field(8, ge=0)
+    """Tokens that every engine draws after each sync from a fixed prompt, whose log-probs must be those of the
+    learner's forward through the same codes; 0 leaves this check out."""
+    probe_tolerance: float = Field(0.2, gt=0)
+    """Largest mean difference of these log-probs, in nats. It is 0 with the torch engine on a CPU, and what another
+    engine's arithmetic makes of it elsewhere; wrong weights are far above."""
 
 
 class TrackingConfig(Section):
@@ -340,6 +377,15 @@ class RunConfig(Section):
             )
         if algorithm.overlong_buffer > rollout.max_new_tokens:
             raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
+        if rollout.device == "cuda" and rollout.engine == "torch":
+            raise ValueError("rollout.device=cuda needs rollout.engine=vllm: the torch engine computes on the CPU")
+        if rollout.engine == "vllm" and rollout.kv_cache != "full":
+            raise ValueError("rollout.kv_cache=fp8 is the torch engine's: the learner knows nothing of vLLM's")
+        if self.quantization.rounding != "nearest" and (self.sync.delta or self.sync.probe_tokens):
+            raise ValueError(
+                f"quantization.rounding={self.quantization.rounding} is an experiment that changes a third of all "
+                "codes at every sync, at random: set sync.delta=false and sync.probe_tokens=0 with it"
+            )
         if self.rollout.quantization == "none" and self.quantization.uaq_scale != 1.0:
             raise ValueError(
                 "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"

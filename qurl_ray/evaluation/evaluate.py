@@ -26,7 +26,7 @@ from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.publish import Publisher, assemble
+from qurl_ray.sync.local import load_into
 from qurl_ray.types import PolicySpec, Problem, SamplingParams
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
@@ -150,8 +150,7 @@ def _loaded(
     *,
     quantized: Set[str],
 ) -> TorchEngine:
-    part = Publisher(quantized).prepare(parameters, fmt)
-    engine.load(assemble(1, fmt, [part.records]), part.buffers)
+    load_into(engine, parameters, fmt, quantized=quantized)
     return engine
 
 

@@ -14,6 +14,8 @@ from qurl_ray.config.models import LearnerConfig
 class Backend(Protocol):
     """Gradients are summed over ranks, and over all passes since the last step. All ranks make the same calls."""
 
+    module: nn.Module
+    """What it was given."""
     lockstep: bool
     """Whether each pass is a collective, so that a rank without samples must make it too."""
 

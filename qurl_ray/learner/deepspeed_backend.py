@@ -44,7 +44,7 @@ class DeepSpeedBackend:
     lockstep = True  # ZeRO reduces gradients, and with stage 3 gathers parameters, in every pass
 
     def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
-        self._config, self._ranks = config, world()[1]
+        self._config, self._ranks, self.module = config, world()[1], module
         optimizer = adamw(module, config)
         # Stage 3 moves masters and moments of its own Adam only, which is compiled, for CUDA.
         self._moves_all = config.zero_stage < 3 or config.device == "cuda"

@@ -20,11 +20,12 @@ from qurl_ray.learner.backend import Backend, load_random_state, save_random_sta
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
+from qurl_ray.learner.probe import Codes, through_codes
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats, merge
-from qurl_ray.types import Trajectory
+from qurl_ray.types import Completion, Trajectory
 
 _SENTINEL = Trajectory(
     uid="",
@@ -178,6 +179,30 @@ class PolicyLearner:
 
     def _calibration_is_due(self) -> bool:
         return self._calibrate_every > 0 and self._steps % self._calibrate_every == 0
+
+    @torch.no_grad()
+    def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: Codes) -> list[np.ndarray]:
+        samples = [
+            Trajectory(
+                uid=c.uid,
+                prompt_ids=prompt_ids,
+                token_ids=c.token_ids,
+                logprobs=c.logprobs,
+                reward=0.0,
+                advantage=0.0,
+                version=c.version,
+            )
+            for c in completions
+        ]
+        one = self._make_pass(samples)
+        with through_codes(self._policy.module.policy, codes, self._pass_over):
+            found_BT = Scores(*self._policy(one.batch)).logprobs_BT
+        return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
+
+    def _pass_over(self, ids: Sequence[int]) -> None:
+        """A forward over one sequence, through the backend: a sharded module is whole only there."""
+        sample = replace(_SENTINEL, prompt_ids=np.array(ids, dtype=np.int32))
+        self._policy(self._make_pass([sample]).batch)
 
     # --- state ---------------------------------------------------------------------------------------------------
 

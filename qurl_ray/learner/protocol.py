@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from qurl_ray.learner.batching import MiniBatch
+from qurl_ray.learner.probe import Codes
+from qurl_ray.types import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,9 @@ class Learner(Protocol):
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         """One update per mini-batch. Proximal log-probs are those of the weights before the first."""
+
+    def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: Codes) -> list[np.ndarray]:
+        """Log-probs of each answer to one prompt through the codes that engines hold, float32 [answer length]."""
 
     def save(self, folder: Path) -> None:
         """Write what `load` needs to go on: parameters, optimizer, place in the schedule, random states."""

@@ -24,7 +24,7 @@ class TorchBackend:
     lockstep = False
 
     def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
-        self._module, self._config = module, config
+        self.module, self._config = module, config
         self._optimizer = adamw(module, config)
         self._rank, self._ranks = world()
         if self._ranks > 1:
@@ -32,14 +32,14 @@ class TorchBackend:
                 distributed.broadcast(parameter.data, src=0)
 
     def __call__(self, batch: Any) -> Any:
-        return self._module(batch)
+        return self.module(batch)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()
 
     def step(self, lr: float) -> float | None:
         self._add_over_ranks()
-        norm = float(clip_grad_norm_(self._module.parameters(), self._config.grad_clip))
+        norm = float(clip_grad_norm_(self.module.parameters(), self._config.grad_clip))
         finite = norm < float("inf")  # False for nan
         if finite:
             for group in self._optimizer.param_groups:
@@ -49,12 +49,12 @@ class TorchBackend:
         return norm if finite else None
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._module.named_parameters()
+        yield from self.module.named_parameters()
 
     def _add_over_ranks(self) -> None:
         if self._ranks == 1:
             return
-        parameters = list(self._module.parameters())
+        parameters = list(self.module.parameters())
         # A rank whose share was empty has no gradients; it adds zeros.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -98,7 +98,7 @@ class TorchBackend:
         self._move(self._config.device)
 
     def _move(self, device: str) -> None:
-        for parameter in self._module.parameters():
+        for parameter in self.module.parameters():
             parameter.data = parameter.data.to(device)
         for state in self._optimizer.state.values():
             for kind in _MOMENTS:

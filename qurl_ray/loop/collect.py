@@ -50,6 +50,9 @@ class Collected:
     shown: list[dict] = field(default_factory=list)
 
 
+_PROBES = 4  # answers: the same steps of the engine as one
+
+
 class Collector:
     """Draws prompts, has them answered by the fleet and judged by the verifiers."""
 
@@ -76,6 +79,14 @@ class Collector:
         """Go on from what `state` gave."""
         self._cursor.load_state(state["cursor"])
         self._survival = state["survival"]
+
+    def probe(self) -> list[Request]:
+        """What engines draw after every sync, to be compared with the learner: the first training prompt, from the
+        whole distribution."""
+        sync, rollout = self._config.sync, self._config.rollout
+        tokens = min(sync.probe_tokens, rollout.max_new_tokens)
+        sampling = SamplingParams(temperature=rollout.temperature, max_new_tokens=tokens, ignore_eos=True)
+        return self._requests([self._task.train[0]], _PROBES, "probe", sampling)
 
     async def judge_held_out(self, version: int) -> list[Verdict]:
         """Verdicts on the greedy answers to the held-out problems."""

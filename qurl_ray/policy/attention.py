@@ -80,6 +80,7 @@ def invariant_attention(
         ValueError: a mask or dropout was given.
     """
     _refuse(attention_mask, dropout)
+    key, value = _as_stored(module, key, value)
     attend = partial(_one_sequence, scaling=scaling, sliding_window=sliding_window)
     if packing is None:
         return attend(query, key, value, position_ids), None
@@ -133,14 +134,46 @@ def _scores_at_once(
     if groups * T == 1:
         rows = rows.expand(-1, 2, -1)
     scores = torch.bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2)) * scaling
-    hidden = torch.arange(S, device=query.device) > positions[:, :, None]
-    if sliding_window:
-        hidden |= torch.arange(S, device=query.device) <= positions[:, :, None] - sliding_window
+    hidden = hidden_keys(positions, S, sliding_window)
     scores = scores.view(B, KV, -1, T, S).masked_fill(hidden[:, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1).view(B * KV, -1, S)
     out = _weighted(weights, value.reshape(B * KV, S, d))
     out = out[:, : groups * T].reshape(B, H, T, d)
     return out.transpose(1, 2).contiguous()
+
+
+def hidden_keys(positions_BT: torch.Tensor, keys: int, sliding_window: int | None = None) -> torch.Tensor:
+    """bool [B, T, keys]: which keys each query must not see."""
+    places = torch.arange(keys, device=positions_BT.device)
+    hidden = places > positions_BT[:, :, None]
+    if sliding_window:
+        hidden |= places <= positions_BT[:, :, None] - sliding_window
+    return hidden
+
+
+def attend_last(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor, *, scaling: float
+) -> torch.Tensor:
+    """What invariant_attention computes for one query per sequence, to the bit, in place and without a gradient.
+
+    Args:
+        query: [B, heads, 1, d].
+        key, value: [B, key heads, S, d], S a multiple of KEY_MULTIPLE.
+        hidden: float32 [B, 1, 1, S], -inf at the keys not to be seen, 0 elsewhere: the same for all layers.
+
+    Returns:
+        [B, 1, heads, d].
+    """
+    B, H, _, d = query.shape
+    KV, S = key.shape[1:3]
+    groups = H // KV
+    rows = query.reshape(B * KV, groups, d)
+    if groups == 1:
+        rows = rows.expand(-1, 2, -1)
+    scores = torch.bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2)).mul_(scaling)
+    scores.view(B, KV, -1, S).add_(hidden)
+    out = _weighted(torch.softmax(scores, dim=-1), value.reshape(B * KV, S, d))
+    return out[:, :groups].reshape(B, 1, H, d)
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -184,6 +217,7 @@ def varlen_attention(
         ValueError: a mask or dropout was given, there are keys of a cache, or a sequence exceeds the sliding window.
     """
     _refuse(attention_mask, dropout)
+    key, value = _as_stored(module, key, value)
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"{VARLEN} takes whole sequences, got {query.shape[2]} queries and {key.shape[2]} keys")
     longest = max(packing.lengths) if packing else query.shape[2]
@@ -208,6 +242,12 @@ def varlen_attention(
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
     out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous()
+
+
+def _as_stored(module: nn.Module | None, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a cache would give back, if the module was told what that is: see learner.probe."""
+    as_stored = getattr(module, "as_stored", None)
+    return as_stored(key, value) if as_stored else (key, value)
 
 
 def _refuse(attention_mask: torch.Tensor | None, dropout: float) -> None:

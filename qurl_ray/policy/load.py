@@ -21,6 +21,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 # What a model does to logits behind its head: here, log-probs are those of the head's output.
 _BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
+HEAD = "lm_head.weight"
+
 logging.disable_progress_bar()  # one bar per load would cut the run's own table to pieces
 
 
@@ -45,6 +47,13 @@ def context_length(spec: PolicySpec) -> int:
     return spec.max_length or own
 
 
+def tied_head(model: PreTrainedModel) -> dict[str, str]:
+    """{name of the head's weight: name of the embedding that it is}; empty if it has a weight of its own."""
+    head = model.get_output_embeddings().weight
+    (own,) = (name for name, parameter in model.named_parameters() if parameter is head)
+    return {} if own == HEAD else {HEAD: own}
+
+
 def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end an answer: the tokenizer's end token and those of the model's generation settings."""
     own = _config(spec).eos_token_id
@@ -63,9 +72,9 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
     return model.eval()
 
 
-def empty_model(spec: PolicySpec) -> PreTrainedModel:
-    """The policy's architecture with arbitrary weights, in float32: an engine's, before its first sync."""
-    model = AutoModelForCausalLM.from_config(_config(spec), dtype=torch.float32, attn_implementation=NAME)
+def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The policy's architecture with arbitrary weights: an engine's, before its first sync."""
+    model = AutoModelForCausalLM.from_config(_config(spec), dtype=dtype, attn_implementation=NAME)
     return model.eval()
 
 
@@ -92,6 +101,8 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
         )
     if getattr(config, "attn_logit_softcapping", None):
         raise ConfigError(f"{spec.source}: attn_logit_softcapping is not supported by the shared attention")
+    if "longrope" in str(getattr(config, "rope_parameters", None)):
+        raise ConfigError(f"{spec.source}: longrope is not supported: its angles depend on the longest of a batch")
     for option in _BEHIND_HEAD:
         if getattr(config, option, None) not in (None, 1):
             raise ConfigError(f"{spec.source}: {option}={getattr(config, option)} is not supported: it changes logits")

@@ -1,6 +1,6 @@
 """What the rest of the package expects of an engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,27 +15,41 @@ class Engine(Protocol):
     """Generates with the weights it verified last.
 
     Example:
-        engine.load(manifest, buffers)
+        engine.load(manifest, [buffers])
         completions = engine.generate(requests, version=manifest.version)
     """
 
     version: int | None
     """Version of the verified weights; None is STALE: nothing may be generated."""
 
-    def load(self, manifest: Manifest, buffers: Buffers) -> None:
-        """Replace all weights, then compare what is resident with the manifest.
+    def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
+        """Replace all weights, bucket by bucket, then compare what is resident with the manifest.
 
         Raises:
             SyncError: something is missing, misshapen or damaged. The engine stays STALE.
         """
 
-    def generate(self, requests: Sequence[Request], *, version: int) -> list[Completion]:
-        """Completions in the order of the requests.
+    def resident(self, name: str) -> tuple[np.ndarray, ...]:
+        """What the engine holds of one tensor now, as it would stand in Buffers."""
+
+    def kernels(self) -> list[str]:
+        """What computes the linears: "fbgemm", "emulation of fp8", … or [] in full precision."""
+
+    def generate(
+        self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
+    ) -> list[Completion]:
+        """Completions in the order of the requests. What is not done after `deadline_s` ends there ("deadline").
 
         Raises:
             StaleWeights: the engine does not hold `version`.
             EngineError: a request does not fit the context.
         """
 
+    def cancel(self, uids: Collection[str]) -> None:
+        """End these requests at their next token ("cancelled"). From any thread; unknown ones are ignored."""
+
     def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that this engine's kernel for the format can take; 0 for "none"."""
+
+    def close(self) -> None:
+        """Give everything back; the engine is of no further use."""

@@ -2,10 +2,13 @@
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from qurl_ray.policy.logprobs import log_softmax
 from qurl_ray.quant.fingerprint import splitmix64
 from qurl_ray.types import SamplingParams
+
+_BLOCK = 128
 
 
 def uniforms(seeds: np.ndarray, token_index: np.ndarray) -> torch.Tensor:
@@ -20,18 +23,41 @@ def sample(
     """Tokens [B] by inversion of the cumulative distribution, and their log-probs [B].
 
     The log-prob is that of the distribution really drawn from: after temperature, top-k and top-p. Greedy draws
-    (temperature 0) are certain: 0.
+    (temperature 0) are certain: 0, or nan where the logits are not finite.
     """
     if params.temperature == 0:
-        return logits_BV.argmax(dim=-1), torch.zeros(len(logits_BV))
+        largest_B, tokens_B = logits_BV.float().max(dim=-1)
+        return tokens_B, torch.where(largest_B.isfinite(), 0.0, torch.nan)
     logprobs_BV = log_softmax(logits_BV, params.temperature)
     if params.top_k or params.top_p < 1:
         logprobs_BV = torch.log_softmax(_truncate(logprobs_BV, params.top_k, params.top_p), dim=-1)
-    cumulative_BV = logprobs_BV.double().exp_().cumsum(dim=-1)
-    # Scaled by the total, which rounding leaves near 1. right=True never lands on a token of probability 0.
-    points_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    tokens_B1 = torch.searchsorted(cumulative_BV, points_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
-    return tokens_B1[:, 0], logprobs_BV.gather(1, tokens_B1)[:, 0]
+    tokens_B = _invert(logprobs_BV.exp(), uniform_B.to(logits_BV.device))
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def _invert(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Tokens [B] at which the cumulative weights, over their total, pass the uniform numbers.
+
+    In two steps, as a running sum over the whole vocabulary is slow: first the block of tokens, then the token in it.
+    Weight 0 is never drawn: right=True passes over it, and so does a block of zeros.
+    """
+    B, V = weights_BV.shape
+    blocks_BNn = pad(weights_BV, (0, -V % _BLOCK)).view(B, -1, _BLOCK)
+    sums_BN = blocks_BNn.sum(dim=2).double().cumsum(dim=1)
+    points_B1 = _below(uniform_B[:, None] * sums_BN[:, -1:], sums_BN[:, -1:])
+    block_B1 = torch.searchsorted(sums_BN, points_B1, right=True).clamp_(max=sums_BN.shape[1] - 1)
+    before_B1 = pad(sums_BN, (1, 0)).gather(1, block_B1)
+    share_B1 = (points_B1 - before_B1) / (sums_BN.gather(1, block_B1) - before_B1)
+    # Of what the block adds up to token by token, which rounding leaves near its sum.
+    inside_Bn = blocks_BNn[torch.arange(B), block_B1[:, 0]].double().cumsum(dim=1)
+    points_B1 = _below(share_B1 * inside_Bn[:, -1:], inside_Bn[:, -1:])
+    token_B1 = torch.searchsorted(inside_Bn, points_B1, right=True)
+    return (block_B1 * _BLOCK + token_B1)[:, 0].clamp_(max=V - 1)  # out of range only where weights are nan
+
+
+def _below(points: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """The points, at most the number before the bound."""
+    return torch.minimum(points, bound.nextafter(torch.zeros_like(bound)))
 
 
 def _truncate(logprobs_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

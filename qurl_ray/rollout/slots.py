@@ -1,10 +1,12 @@
 """Static key-value slots. Running sequences always fill rows 0 … n-1: a decode step reads a view, never a copy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from qurl_ray.policy.attention import round_up
+from qurl_ray.policy.attention import KEY_MULTIPLE, hidden_keys, round_up
+from qurl_ray.policy.kv import KVScales, dequantize, quantize
 
 
 class SlotCache:
@@ -14,37 +16,55 @@ class SlotCache:
     by `prefill` or `decode`.
     """
 
-    def __init__(self, *, layers: int, slots: int, kv_heads: int, head_dim: int, length: int) -> None:
-        shape = (slots, kv_heads, round_up(length), head_dim)
+    def __init__(
+        self,
+        *,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape, kind = (slots, kv_heads, round_up(length), head_dim), {"dtype": dtype, "device": device}
         # Zeros, not empty memory: a padded key has probability 0, but 0 * nan would be nan.
-        self._keys = [torch.zeros(shape) for _ in range(layers)]
-        self._values = [torch.zeros(shape) for _ in range(layers)]
+        self._keys = [torch.zeros(shape, **kind) for _ in range(layers)]
+        self._values = [torch.zeros(shape, **kind) for _ in range(layers)]
         self.slots, self.length = slots, shape[2]
+        self._mask_like = torch.empty(0, device=device, dtype=dtype if dtype.is_floating_point else torch.float32)
+        self.hidden: torch.Tensor | None = None
+        """Of a decode step: [B, 1, 1, keys], -inf where a row's keys end; None while prompts are computed."""
 
     def prefill(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
         """The next forward holds whole prompts: prompt sources[i] goes to row rows[i]."""
-        self._rows, self._sources, self._positions = rows, sources, None
+        self._rows, self._sources, self.hidden = rows, sources, None
 
-    def decode(self, positions: torch.Tensor) -> None:
-        """The next forward holds one token for each of the first len(positions) rows, at these positions."""
-        self._rows = torch.arange(len(positions))
-        self._positions = positions
-        self._visible = round_up(int(positions.max()) + 1)
+    def decode(self, positions: torch.Tensor, multiple: int = KEY_MULTIPLE) -> None:
+        """The next forward holds one token for each of the first len(positions) rows, at these positions, and looks at
+        a `multiple` of keys."""
+        count, heads = len(positions), self._keys[0].shape[1]
+        self._count = count
+        self._visible = min(self.length, round_up(int(positions.max()) + 1, multiple))
+        rows = torch.arange(count)[:, None] * heads + torch.arange(heads)
+        self._places = (rows * self.length + positions[:, None]).flatten().to(self._keys[0].device)
+        hidden = hidden_keys(positions[:, None], self._visible)[:, None]
+        self.hidden = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(self._mask_like)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, key heads, T, d]; return the keys and values to attend to."""
+        """Store [B, key heads, T, d]; return the keys and values to attend to, as they were stored."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if self._positions is None:
+        if self.hidden is None:
             length = key.shape[2]
             keys[self._rows, :, :length] = key[self._sources]
             values[self._rows, :, :length] = value[self._sources]
             return key, value
-        keys[self._rows, :, self._positions] = key[:, :, 0]
-        values[self._rows, :, self._positions] = value[:, :, 0]
-        count = len(self._positions)
-        return keys[:count, :, : self._visible], values[:count, :, : self._visible]
+        width = key.shape[-1]
+        keys.view(-1, width).index_copy_(0, self._places, key.reshape(-1, width))
+        values.view(-1, width).index_copy_(0, self._places, value.reshape(-1, width))
+        return keys[: self._count, :, : self._visible], values[: self._count, :, : self._visible]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy rows, the first `length` positions of each: running rows into the holes that finished ones leave."""
@@ -54,3 +74,26 @@ class SlotCache:
     def get_seq_length(self, *_: object) -> int:
         """transformers asks; positions are always given explicitly, so the answer is not used."""
         return 0
+
+
+class Fp8SlotCache(SlotCache):
+    """Holds the bytes of E4M3 codes, a quarter of the memory. Each step dequantizes all keys and values that it sees:
+    on a CPU no kernel reads codes.
+
+    Args:
+        scales: by layer.
+    """
+
+    def __init__(self, scales: Mapping[int, KVScales], *, dtype: torch.dtype = torch.float32, **shape: Any) -> None:
+        super().__init__(**shape, dtype=torch.uint8)  # as float8_e4m3fn, rows could not be copied by index
+        self._scales, self._mask_like = scales, self._mask_like.to(dtype)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = self._scales[layer_idx]
+        codes = quantize(key, scales.key), quantize(value, scales.value)
+        keys, values = super().update(*(part.view(torch.uint8) for part in codes), layer_idx)
+        float8 = codes[0].dtype
+        found = dequantize(keys.view(float8), scales.key), dequantize(values.view(float8), scales.value)
+        return found[0].to(key.dtype), found[1].to(key.dtype)

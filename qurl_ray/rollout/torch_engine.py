@@ -4,25 +4,33 @@ Batch-invariant: a request's tokens and log-probs do not depend on what else is 
 on whether its prompt was prefilled for it alone (docs/concepts.md). A prompt shared by requests is computed once.
 """
 
+import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
 
-from qurl_ray.errors import EngineError, StaleWeights, SyncError
+from qurl_ray.errors import EngineError, StaleWeights
+from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
-from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
-from qurl_ray.quant.quantize import QTensor
+from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.batch import RunningBatch
+from qurl_ray.rollout.decoder import Decoder, knows
 from qurl_ray.rollout.engine import Buffers
-from qurl_ray.rollout.slots import SlotCache
-from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
+from qurl_ray.rollout.slots import Fp8SlotCache, SlotCache
+from qurl_ray.rollout.weights import EngineWeights
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory
+_ADMIT_SHARE = 8  # an eighth of the slots is free before new requests are admitted
+
+Waiting = deque[tuple[int, Request]]
+"""Requests without a slot, with their places in the call."""
 
 
 class TorchEngine:
@@ -31,15 +39,34 @@ class TorchEngine:
     Args:
         slots: sequences decoded at a time.
         kernel: "auto" uses the device's integer kernel where there is one, "emulation" the float32 reference.
+        kv_cache: "fp8" holds keys and values as policy.kv rounds them, with scales of the weights last loaded.
+        device: for all of it. CUDA was not measured.
+        dtype: of activations and of what is not quantized, which then has to be sent in no more bits.
     """
 
-    def __init__(self, spec: PolicySpec, *, slots: int, kernel: str = "auto") -> None:
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        slots: int,
+        kernel: str = "auto",
+        kv_cache: Literal["full", "fp8"] = "full",
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.version: int | None = None
-        self._model = empty_model(spec).requires_grad_(False)
+        with torch.device(device):
+            self._model = empty_model(spec, dtype).requires_grad_(False)
+        self._device = self._model.device
         self._context = context_length(spec)
         self._slots = slots
         self._emulate = kernel == "emulation"
+        self._weights = EngineWeights(self._model, emulate=self._emulate, fuse=knows(self._model))
+        self._decoder: Decoder | None = None
         self._cache: SlotCache | None = None
+        self._rounds_cache = kv_cache == "fp8"
+        self._kv_scales: Mapping[int, KVScales] | None = None
+        self._cancelled: set[str] = set()
 
     # --- weights -----------------------------------------------------------------------------------------------
 
@@ -47,57 +74,43 @@ class TorchEngine:
         if format_name == "none":
             return 0
         fmt = get_format(format_name)
-        return fmt.weight_max if self._emulate else weight_max_code(fmt, torch.device("cpu"))
+        return fmt.weight_max if self._emulate else weight_max_code(fmt, self._device)
 
-    @torch.no_grad()
-    def load(self, manifest: Manifest, buffers: Buffers) -> None:
+    def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
         self.version = None  # STALE until every tensor is verified
-        expected = _checkpoint_names(self._model)
-        sent = {record.name for record in manifest.tensors}
-        if sent != expected or set(buffers) != sent:
-            missing, extra = sorted(expected - (sent & set(buffers))), sorted((sent | set(buffers)) - expected)
-            raise SyncError(f"version {manifest.version} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
-        for record in manifest.tensors:
-            self._place(record, buffers[record.name], manifest.weight_max_code)
-        for record in manifest.tensors:
-            resident = fingerprint(*self._resident(record.name))
-            if resident != record.fingerprint:
-                raise SyncError(
-                    f"version {manifest.version}: {record.name} is {resident:016x} in the engine, "
-                    f"{record.fingerprint:016x} was sent"
-                )
+        self._weights.load(manifest, buckets)
+        self._decoder = Decoder(self._model) if knows(self._model) else None
+        if self._rounds_cache:
+            self._cache, self._kv_scales = None, self._measure_cache()
         self.version = manifest.version
 
-    def _place(self, record: TensorRecord, parts: tuple[np.ndarray, ...], max_code: int) -> None:
-        if parts[0].shape != record.shape:
-            raise SyncError(f"{record.name} has shape {parts[0].shape}, expected {record.shape}")
-        path, _, leaf = record.name.rpartition(".")
-        module = self._model.get_submodule(path)
-        if record.format == "none":
-            if isinstance(module, QuantizedLinear) and leaf == "weight":
-                module = _swap(self._model, path, _plain_linear(record.shape, module.bias))
-            getattr(module, leaf).copy_(torch.tensor(parts[0]))  # a copy: buffers from an object store are read-only
-            return
-        q = QTensor.from_numpy(*parts, get_format(record.format, max_code))
-        _swap(self._model, path, QuantizedLinear(q, module.bias, emulate=self._emulate))
+    @torch.inference_mode()
+    def _measure_cache(self) -> Mapping[int, KVScales]:
+        """Scales of the weights as they are now, by layer."""
+        ids = calibration_ids(self._model.config)
+        recorder = MaximaRecorder(ids)
+        self._forward(torch.tensor([ids], device=self._device), self._arange(len(ids))[None], recorder)
+        return recorder.scales()
 
-    def _resident(self, name: str) -> tuple[torch.Tensor, ...]:
-        path, _, leaf = name.rpartition(".")
-        module = self._model.get_submodule(path)
-        if isinstance(module, QuantizedLinear) and leaf == "weight":
-            q = module.resident()
-            return q.codes, q.scale
-        return (getattr(module, leaf),)
+    def resident(self, name: str) -> tuple[np.ndarray, ...]:
+        return self._weights.resident(name)
 
     def kernels(self) -> list[str]:
-        """What computes the linears now: "fbgemm", "emulation of int8", … or [] in full precision."""
-        quantized = [m for m in self._model.modules() if isinstance(m, QuantizedLinear)]
-        return sorted({m.kernel or f"emulation of {m.fmt.name}" for m in quantized})
+        emulated = ["emulation of fp8 keys and values"] if self._rounds_cache else []
+        return sorted([*self._weights.kernels(), *emulated])
+
+    def close(self) -> None:
+        self.version = self._cache = None
 
     # --- generation --------------------------------------------------------------------------------------------
 
+    def cancel(self, uids: Collection[str]) -> None:
+        self._cancelled |= set(uids)  # one assignment: safe from another thread
+
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], *, version: int) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
+    ) -> list[Completion]:
         if self.version != version:
             held = "unverified weights" if self.version is None else f"weights {self.version}"
             raise StaleWeights(f"engine holds {held}, caller wants {version}")
@@ -105,19 +118,40 @@ class TorchEngine:
             self._check(request)
         if not requests:
             return []
-        waiting = deque(enumerate(requests))
+        ends = time.monotonic() + deadline_s if deadline_s is not None else math.inf
+        self._cancelled = set()
+        # The longest first: what is left to the end, where slots stay empty, is short.
+        order = sorted(range(len(requests)), key=lambda i: -requests[i].sampling.max_new_tokens)
+        waiting = deque((index, requests[index]) for index in order)
         cache = self._slots_for(requests)
         batch = RunningBatch(requests, version)
         while waiting or batch.count:
-            admitted = [waiting.popleft() for _ in range(min(len(waiting), cache.slots - batch.count))]
-            for group in _prefill_groups(admitted):
+            if time.monotonic() > ends:
+                batch.end([*batch.running(), *(index for index, _ in waiting)], "deadline")
+                break
+            if self._cancelled:
+                waiting = self._drop_cancelled(cache, batch, requests, waiting)
+            for group in _prefill_groups(_admitted(waiting, running=batch.count, slots=cache.slots)):
                 self._prefill(cache, batch, group)
             self._decode(cache, batch)
-        return batch.completions()
+        completions = batch.completions()
+        if not all(np.isfinite(completion.logprobs).all() for completion in completions):
+            self._cache = None  # nan in a slot would outlive its owner: 0 · nan is nan
+        return completions
+
+    def _drop_cancelled(
+        self, cache: SlotCache, batch: RunningBatch, requests: Sequence[Request], waiting: Waiting
+    ) -> Waiting:
+        """End what was cancelled, running or waiting; what still waits."""
+        uids, self._cancelled = self._cancelled, set()
+        everywhere = [*batch.running(), *(index for index, _ in waiting)]
+        batch.end([index for index in everywhere if requests[index].uid in uids], "cancelled")
+        self._retire(cache, batch)
+        return deque(item for item in waiting if item[1].uid not in uids)
 
     def _check(self, request: Request) -> None:
         total = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if not len(request.prompt_ids) or total > self._context:
+        if not len(request.prompt_ids) or request.sampling.max_new_tokens < 1 or total > self._context:
             raise EngineError(
                 f"{request.uid}: {len(request.prompt_ids)} prompt + {request.sampling.max_new_tokens} new tokens "
                 f"do not fit the context of {self._context}"
@@ -130,13 +164,20 @@ class TorchEngine:
         if self._cache is None or self._cache.slots < slots or self._cache.length < length:
             config = self._model.config
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            self._cache = SlotCache(
-                layers=config.num_hidden_layers,
-                slots=slots,
-                kv_heads=config.num_key_value_heads,
-                head_dim=head_dim,
-                length=length,
-            )
+            self._cache = None  # before there are two
+            make = partial(Fp8SlotCache, self._kv_scales) if self._kv_scales else SlotCache
+            try:
+                self._cache = make(
+                    layers=config.num_hidden_layers,
+                    slots=slots,
+                    kv_heads=config.num_key_value_heads,
+                    head_dim=head_dim,
+                    length=length,
+                    dtype=self._model.dtype,
+                    device=self._device,
+                )
+            except RuntimeError as error:
+                raise EngineError(f"no memory for {slots} slots of {length} tokens, use fewer: {error}") from None
         return self._cache
 
     def _prefill(self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]]) -> None:
@@ -149,7 +190,7 @@ class TorchEngine:
             ids[row, : len(prompt)] = torch.from_numpy(prompt)
         sources = torch.tensor([place[r.prompt_ids.tobytes()] for _, r in group])
         cache.prefill(batch.admit(group), sources)
-        hidden = self._forward(ids, torch.arange(ids.shape[1])[None], cache)
+        hidden = self._forward(ids.to(self._device), self._arange(ids.shape[1])[None], cache)
         logits = self._model.get_output_embeddings()(hidden[torch.arange(len(prompts)), lengths - 1])
         batch.draw(logits[sources], first=batch.count - len(group))
         self._retire(cache, batch)
@@ -160,11 +201,17 @@ class TorchEngine:
             return
         positions = batch.positions()
         cache.decode(positions)
-        hidden = self._forward(batch.last_tokens()[:, None], positions[:, None], cache)
+        last = batch.last_tokens()[:, None].to(self._device)
+        hidden = self._forward(last, positions[:, None].to(self._device), cache)
         batch.draw(self._model.get_output_embeddings()(hidden[:, 0]))
         self._retire(cache, batch)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    def _arange(self, count: int) -> torch.Tensor:
+        return torch.arange(count, device=self._device)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache | MaximaRecorder) -> torch.Tensor:
+        if self._decoder:
+            return self._decoder(ids, positions, cache)
         return self._model.base_model(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state
@@ -173,6 +220,15 @@ class TorchEngine:
         sources, targets = batch.retire()
         if sources:
             cache.move(sources, targets, int(batch.positions().max()) + 1)
+
+
+def _admitted(waiting: Waiting, *, running: int, slots: int) -> list[tuple[int, Request]]:
+    """Take the next requests off the queue for the free slots: several at a time, since a prefill of one prompt takes
+    nearly as long as one of a few."""
+    free = slots - running
+    if running and free < min(len(waiting), -(-slots // _ADMIT_SHARE)):
+        return []
+    return [waiting.popleft() for _ in range(min(len(waiting), free))]
 
 
 def _prefill_groups(admitted: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
@@ -189,25 +245,3 @@ def _prefill_groups(admitted: list[tuple[int, Request]]) -> list[list[tuple[int,
         groups[-1].append(item)
         different, longest = grown, length
     return groups
-
-
-def _checkpoint_names(model: nn.Module) -> set[str]:
-    """Parameter names, whether or not a linear is quantized now; tied ones once."""
-    names = {name for name, _ in model.named_parameters()}
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            names |= {f"{path}.weight"} | ({f"{path}.bias"} if module.bias is not None else set())
-    return names
-
-
-def _swap(model: nn.Module, path: str, module: nn.Module) -> nn.Module:
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
-    return module
-
-
-def _plain_linear(shape: tuple[int, ...], bias: torch.Tensor | None) -> nn.Linear:
-    linear = nn.Linear(shape[1], shape[0], bias=bias is not None).requires_grad_(False)
-    if bias is not None:
-        linear.bias.copy_(bias)
-    return linear

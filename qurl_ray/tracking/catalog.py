@@ -139,6 +139,19 @@ _MISMATCH = (
 
 _COST = (
     Chart(
+        "Weight sync",
+        "What travelled, and how far the engines' log-probs of the probe are from the learner's through these codes.",
+        (
+            Panel(
+                (Series("bytes", "sync/bytes_over_bf16"),),
+                "bytes, of a full send in bfloat16",
+                percent=True,
+                zero=True,
+            ),
+            Panel((Series("probe", "sync/probe_gap", 2),), "mean gap of the probe, nats", zero=True),
+        ),
+    ),
+    Chart(
         "Time per phase",
         "Wall time of a step; with several ranks, that of the slowest.",
         (

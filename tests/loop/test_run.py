@@ -85,7 +85,9 @@ def test_a_run_leaves_everything_that_is_promised(tmp_path, cluster):
         changed = {key: share for key, share in line["values"].items() if key.startswith("sync/codes_changed")}
         assert len(changed) == 8  # all, and q, k, v, o, gate, up, down
         assert all(0 < share < 1 for share in changed.values())
-        assert 0.25 < line["values"]["sync/bytes_ratio"] < 0.5
+        assert 0 < line["values"]["sync/bytes_ratio"] < 0.25
+        assert (line["values"]["sync/delta"], line["values"]["sync/refits"]) == (1, 0)
+        assert line["values"]["sync/probe_gap_max"] == 0
     assert all(0.9 < line["values"]["mismatch/ess"] <= 1 for line in steps)
     assert [line["message"] for line in events(run_dir, "evaluation")] == [
         "before",
@@ -296,3 +298,15 @@ def _descendant(pid: int, name: str) -> int:
         if ancestor == pid and command.startswith(name):
             return candidate
     raise AssertionError(f"no {name} below {pid}")
+
+
+def test_vllm_generates_in_a_run_and_its_probe_agrees(tmp_path, cluster):
+    pytest.importorskip("vllm")
+    result = small_run(tmp_path, "rollout.engine=vllm", "rollout.slots=32", "steps=2")
+    steps = events(result.run_dir, "step")
+    assert len(steps) == 2
+    for line in steps:
+        assert (line["values"]["sync/delta"], line["values"]["sync/refits"]) == (1, 0)
+        assert line["values"]["sync/probe_gap"] < 2e-3  # vLLM's attention is another; fbgemm's codes are the same
+        assert line["values"]["mismatch/kl"] < 0.05
+    assert not events(result.run_dir, "warning")

@@ -53,21 +53,27 @@ def odd_model():
     return LlamaForCausalLM._from_config(config, attn_implementation=NAME).eval()
 
 
+def published(parameters, fmt, quantized):
+    """(records, payloads) of a sync of these parameters."""
+    buckets = list(Publisher(quantized).prepare(parameters, fmt, version=1))
+    return [r for b in buckets for r in b.records], [p for b in buckets for p in b.payloads]
+
+
 @pytest.mark.parametrize("fmt", EXPORTED, ids=names)
 def test_the_file_holds_the_codes_that_a_sync_sends_also_under_update_aware_scaling(model, tokenizer, tmp_path, fmt):
     fold(model, 1.5)
     save_quantized(model, tokenizer, tmp_path / "policy", fmt, KEEP)
     stored = load_file(tmp_path / "policy" / "model.safetensors")
     quantized = quantized_parameters(model, KEEP)
-    part = Publisher(quantized).prepare(model.named_parameters(), fmt)
-    assert set(stored) == set(part.buffers) | {f"{name}_scale" for name in quantized}
-    for name, sent in part.buffers.items():
+    sent = {payload.name: payload.parts for payload in published(model.named_parameters(), fmt, quantized)[1]}
+    assert set(stored) == set(sent) | {f"{name}_scale" for name in quantized}
+    for name, parts in sent.items():
         if name in quantized:
             assert stored[name].dtype == fmt.dtype
-            np.testing.assert_array_equal(stored[name].view(torch.uint8).numpy(), sent[0])
-            np.testing.assert_array_equal(stored[f"{name}_scale"].numpy(), sent[1])
+            np.testing.assert_array_equal(stored[name].view(torch.uint8).numpy(), parts[0])
+            np.testing.assert_array_equal(stored[f"{name}_scale"].numpy(), parts[1].view(np.float32))
         else:
-            np.testing.assert_array_equal(stored[name].numpy(), sent[0])
+            np.testing.assert_array_equal(stored[name].numpy(), parts[0].view(np.float32))
 
 
 @pytest.mark.parametrize("fmt", EXPORTED, ids=names)
@@ -80,9 +86,9 @@ def test_what_is_read_is_what_was_written(model, tokenizer, tmp_path, fmt):
     found = read_quantized(tmp_path / "policy")
     assert found.fmt == fmt
     quantized = quantized_parameters(model, KEEP)
-    sent = Publisher(quantized).prepare(model.named_parameters(), fmt)
-    again = Publisher(set()).prepare(found.parameters.items(), found.fmt)
-    assert {r.name: r for r in again.records} == {r.name: r for r in sent.records}  # fingerprints among the rest
+    sent, _ = published(model.named_parameters(), fmt, quantized)
+    again, _ = published(found.parameters.items(), found.fmt, set())
+    assert {r.name: r for r in again} == {r.name: r for r in sent}  # fingerprints among the rest
 
 
 @pytest.mark.parametrize("fmt", EXPORTED, ids=names)

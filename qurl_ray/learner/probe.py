@@ -1,0 +1,116 @@
+"""The learner's forward through the codes that the engines hold: what a probe of an engine is compared with.
+
+The codes are made once more, from the parameters where they lie: quantization is deterministic, and a sharded parameter
+exists only while its module computes. So this sees what no fingerprint of resident codes can: a kernel that multiplies
+wrongly, and an engine that attends to keys of the weights before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from qurl_ray.policy.kv import MaximaRecorder, calibration_ids, rounded
+from qurl_ray.quant.formats import Format
+from qurl_ray.quant.linear import reference_linear
+from qurl_ray.quant.quantize import quantize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """How a version was sent."""
+
+    fmt: Format | None
+    quantized: Set[str]
+    """Names of the parameters that travelled as codes, as the model names them."""
+    unquantized: Literal["float32", "bfloat16"]
+    """How the others travelled."""
+    kv_cache: Literal["full", "fp8"] = "full"
+    """How the engines hold keys and values."""
+
+
+@contextmanager
+def through_codes(model: PreTrainedModel, codes: Codes, pass_over: Callable[[Sequence[int]], object]) -> Iterator[None]:
+    """Inside, `model` computes as an engine with these codes does. No gradients, and no parameter is changed.
+
+    Args:
+        pass_over: makes the model compute one sequence of token ids, as its owner does. An fp8 cache is measured so.
+    """
+    with _through_weights(model, codes):
+        if codes.kv_cache == "full":
+            yield
+            return
+        ids = calibration_ids(model.config)
+        recorder = MaximaRecorder(ids)
+        with _attending(model, lambda layer: partial(recorder.update, layer_idx=layer)):
+            pass_over(ids)
+        scales = recorder.scales()
+        with _attending(model, lambda layer: partial(rounded, scales=scales[layer])):
+            yield
+
+
+@contextmanager
+def _attending(model: nn.Module, as_stored: Callable[[int], Callable]) -> Iterator[None]:
+    """Inside, attention of layer i sees keys and values through as_stored(i) (policy.attention)."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    for module in layers:  # whole blocks among them, which do not attend themselves
+        module.as_stored = as_stored(module.layer_idx)
+    try:
+        yield
+    finally:
+        for module in layers:
+            del module.as_stored
+
+
+@contextmanager
+def _through_weights(model: nn.Module, codes: Codes) -> Iterator[None]:
+    changed = []
+    for name, module in model.named_modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if codes.fmt and f"{name}.weight" in codes.quantized:
+            forward = _quantized(codes.fmt, getattr(torch, codes.unquantized))
+        elif codes.unquantized == "bfloat16":
+            forward = _rounded(module.forward)
+        else:
+            continue
+        changed.append((module, module.__dict__.get("forward")))
+        module.forward = MethodType(forward, module)  # on the object: its hooks still run around it
+    try:
+        yield
+    finally:
+        for module, before in changed:
+            del module.forward
+            if before is not None:  # a backend's own
+                module.forward = before
+
+
+def _quantized(fmt: Format, unquantized: torch.dtype) -> Callable:
+    def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        bias = None if linear.bias is None else linear.bias.to(unquantized).float()
+        with torch.autocast(x.device.type, enabled=False):
+            return reference_linear(x.float(), quantize(linear.weight, fmt), bias)
+
+    return forward
+
+
+def _rounded(original: Callable) -> Callable:
+    def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        if type(module) is nn.Embedding:  # a lookup: only what is looked up has to be rounded
+            return original(*args).to(torch.bfloat16).float()
+        kept = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
+        for name, data in kept.items():
+            getattr(module, name).data = data.to(torch.bfloat16).float()
+        try:
+            return original(*args)
+        finally:
+            for name, data in kept.items():
+                getattr(module, name).data = data
+
+    return forward

@@ -1,0 +1,144 @@
+"""Engines brought to a version, and found fit to generate from it: the coordinator's side of a sync.
+
+    ranks offer their buckets ─► engines load, verify fingerprints, draw the probe ─► rank 0 scores the probe
+                ▲                                                                          │
+                └──────── once more and in full, for engines in quarantine ◄── unfit ──────┤
+                                                                       fit ─► generation goes on
+
+An engine that fails either check generates nothing. It gets the same version once more, whole; if it fails again, it is
+left out, and if none is left the run ends.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ray import ObjectRef
+
+from qurl_ray.actors.fleet import Fleet
+from qurl_ray.errors import SyncError
+from qurl_ray.loop.meeting import Meeting
+from qurl_ray.quant.formats import get_format
+from qurl_ray.sync.publish import assemble, count_codes
+from qurl_ray.types import Completion, Manifest, Request, TensorRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One rank's part of a version, as it is announced."""
+
+    version: int
+    attempt: int
+    """0, or 1 for the engines in quarantine."""
+    rank: int
+    format: str
+    weight_max_code: int | None
+    records: tuple[TensorRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Between an engine's log-probs of its probe and the learner's, in nats."""
+
+    mean: float
+    largest: float
+
+
+def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits: int) -> dict[str, float]:
+    """Bytes and what they would have been, codes that changed, the probe. `resent` bytes are of refits in full."""
+    whole = sum(record.float32_bytes for record in manifest.tensors)
+    sent = sum(record.bytes for record in manifest.tensors) + resent
+    codes, changed = count_codes(manifest.tensors)
+    metrics = {
+        "sync/bytes": sent,
+        "sync/bytes_ratio": sent / whole,
+        "sync/bytes_over_bf16": 2 * sent / whole,
+        "sync/delta": float(manifest.base_version is not None),
+        "sync/refits": refits,
+        "sync/codes_changed": changed.total() / codes.total() if codes else 0.0,
+    }
+    if gaps:
+        metrics["sync/probe_gap"] = max(gap.mean for gap in gaps)
+        metrics["sync/probe_gap_max"] = max(gap.largest for gap in gaps)
+    return metrics | {f"sync/codes_changed_{kind}": changed[kind] / count for kind, count in sorted(codes.items())}
+
+
+class Refit:
+    """Owned by the coordinator; `fleet` is the one that generates, which loses engines that stay unfit.
+
+    Args:
+        probe: what every engine draws after loading; [] leaves that check out.
+        tolerance: of the probe's mean gap.
+        warn: what a quarantine is told to.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        ranks: int,
+        timeout_s: float,
+        probe: Sequence[Request],
+        tolerance: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._fleet, self._timeout_s, self._tolerance, self._warn = fleet, timeout_s, tolerance, warn
+        self._probe = list(probe)
+        self._meeting = Meeting(ranks)
+        self._manifest: Manifest | None = None
+        self._resent = self._refits = 0
+        self._loaded: list[int] = []
+        """Workers whose probes are with the learner."""
+        self._unfit: dict[int, str] = {}
+        """Workers in quarantine, and why."""
+        self.version = -1
+        """That all engines hold and that passed."""
+        self.kernels: list[str] = []
+        self.metrics: dict[str, float] = {}
+
+    async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
+        """Add one rank's part. Returns, once the engines have loaded the whole, what each that could drew as probe."""
+        key = ("offer", offer.version, offer.attempt)
+        return await self._meeting.attend(key, offer.rank, (offer, buckets), self._load)
+
+    async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
+        """Rank 0's gaps (one per engine that drew a probe) decide for all. True: offer the version again, in full."""
+        key = ("conclude", version, attempt)
+        return await self._meeting.attend(key, rank, gaps, lambda found: self._judge(version, attempt, found[0]))
+
+    async def _load(self, parts: list[tuple[Offer, list[ObjectRef]]]) -> list[list[Completion]]:
+        offer = parts[0][0]
+        fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
+        manifest = assemble(offer.version, fmt, [part.records for part, _ in parts])
+        refs = [ref for _, buckets in parts for ref in buckets]
+        if offer.attempt == 0:
+            self._manifest, self._resent, self._refits = manifest, 0, 0
+            workers = self._fleet.indices
+        else:
+            workers = list(self._unfit)
+            self._resent += sum(record.bytes for record in manifest.tensors)
+        found = await self._fleet.load(workers, manifest, refs, self._probe, self._timeout_s)
+        self._unfit = {worker: str(error) for worker, error in found.items() if isinstance(error, Exception)}
+        self._loaded = [worker for worker in found if worker not in self._unfit]
+        self.kernels = sorted({kernel for worker in self._loaded for kernel in found[worker].kernels})
+        return [found[worker].probe for worker in self._loaded]
+
+    async def _judge(self, version: int, attempt: int, gaps: list[Gap]) -> bool:
+        for worker, gap in zip(self._loaded, gaps, strict=bool(gaps)):
+            if not gap.mean <= self._tolerance:  # also nan
+                self._unfit[worker] = f"its log-probs of the probe are off by {gap.mean:.3g} nats on average"
+        if self._unfit and attempt == 0:
+            self._refits = len(self._unfit)
+            for worker, reason in self._unfit.items():
+                self._warn(f"rollout worker {worker} is in quarantine and gets weights {version} in full: {reason}")
+            return True
+        for worker, reason in self._unfit.items():
+            self._fleet.leave_out(worker)
+            self._warn(f"rollout worker {worker} is left out, it failed to take weights {version} twice: {reason}")
+        if not self._fleet.indices:
+            raise SyncError(f"no rollout worker could take weights {version}: {'; '.join(self._unfit.values())}")
+        self.version, self._unfit = version, {}
+        # A gap that made an engine unfit is in the warning; what is left is fit.
+        fit = [gap for gap in gaps if math.isfinite(gap.mean)]
+        self.metrics = sync_metrics(self._manifest, fit, resent=self._resent, refits=self._refits)
+        return False

@@ -1,0 +1,141 @@
+"""The forward of Llama-shaped models, operation by operation.
+
+transformers spreads it over some fifteen module calls a layer, which on a CPU take as long as a decode step's products.
+Here the same operations stand in one loop: in place where nothing else reads a result, activations quantized once for
+q, k and v and once for gate and up. Every bit stays what the learner's forward through transformers computes
+(tests/rollout/test_decoder.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+from transformers import PreTrainedModel
+
+from qurl_ray.policy.attention import attend_last, invariant_attention
+from qurl_ray.quant.linear import QuantizedLinear
+from qurl_ray.rollout.slots import SlotCache
+from qurl_ray.rollout.weights import RowsOf
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+_VECTORS = 32  # floats that torch's elementwise functions take at a time; what is left over differs in the last bit
+
+_KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def knows(model: PreTrainedModel) -> bool:
+    """Whether the forward here is the model's: others go through transformers."""
+    config = model.config
+    if getattr(config, "intermediate_size", 0) % _VECTORS:  # the last of a row would not be computed as a vector is
+        return False
+    plain = getattr(config, "hidden_act", None) == "silu" and not getattr(config, "use_sliding_window", False)
+    sliding = type(model).__name__ == "MistralForCausalLM" and config.sliding_window
+    return type(model).__name__ in _KNOWN and plain and not sliding
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = wide.pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: _Norm
+    qkv: Apply
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    out: Apply
+    mlp_norm: _Norm
+    gate_up: Apply
+    down: Apply
+
+
+class Decoder:
+    """Built anew after each load, as it holds the weights that it found."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        base, config = model.base_model, model.config
+        self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm)
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._layers = [_layer(layer) for layer in base.layers]
+
+    def __call__(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """Final states [B, T, hidden]; the cache takes keys and values, and knows if they are of whole prompts."""
+        x = self._embed(ids_BT)
+        cos, sin = (part[:, :, None] for part in self._rotary(x, positions_BT))  # [B or 1, T, 1, d]
+        half = self._head_dim // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        for index, layer in enumerate(self._layers):
+            x.add_(self._attention(index, layer, layer.attention_norm(x), cos, sin, positions_BT, cache))
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+            x.add_(layer.down(silu(gate).mul_(up)))
+        return self._norm(x)
+
+    def _attention(
+        self,
+        index: int,
+        layer: _Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions_BT: torch.Tensor,
+        cache: SlotCache,
+    ) -> torch.Tensor:
+        B, T, _ = x.shape
+        H, KV, d = self._heads, self._kv_heads, self._head_dim
+        projected = layer.qkv(x).view(B, T, H + 2 * KV, d)
+        turned, value = projected.split((H + KV, KV), dim=2)
+        if layer.q_norm:
+            turned = torch.cat((layer.q_norm(turned[:, :, :H]), layer.k_norm(turned[:, :, H:])), dim=2)
+        # x * cos + rotate_half(x) * sin: the sign of the half that comes from behind is in `sin`.
+        turned = (turned * cos).add_(turned.roll(d // 2, dims=-1).mul_(sin))
+        query, key = (part.transpose(1, 2) for part in turned.split((H, KV), dim=2))
+        keys, values = cache.update(key, value.transpose(1, 2), index)
+        if cache.hidden is not None:
+            out = attend_last(query, keys, values, cache.hidden, scaling=d**-0.5)
+        else:
+            out, _ = invariant_attention(None, query, keys, values, scaling=d**-0.5, position_ids=positions_BT)
+        return layer.out(out.reshape(B, T, H * d).contiguous())  # a view only if there is one head
+
+
+def _layer(layer: nn.Module) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        attention_norm=_norm(layer.input_layernorm),
+        qkv=_together(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        out=_apply(attention.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_together(mlp.gate_proj, mlp.up_proj),
+        down=_apply(mlp.down_proj),
+    )
+
+
+def _norm(module: nn.Module) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon)
+
+
+def _apply(module: nn.Module) -> Apply:
+    if isinstance(module, QuantizedLinear):
+        return module.forward
+    weight, bias = module.weight, module.bias
+    return lambda x: linear(x, weight, bias)
+
+
+def _together(*modules: nn.Module) -> Apply:
+    """Outputs next to each other; in one product where the linears are fused."""
+    if isinstance(modules[0], RowsOf) and all(m.whole is modules[0].whole for m in modules if isinstance(m, RowsOf)):
+        return modules[0].whole.forward
+    calls = [_apply(module) for module in modules]
+    return lambda x: torch.cat([call(x) for call in calls], dim=-1)

@@ -1,0 +1,31 @@
+"""The configured engine."""
+
+from qurl_ray.config.models import RolloutConfig
+from qurl_ray.rollout.engine import Engine
+from qurl_ray.types import PolicySpec
+
+
+def make_engine(spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int) -> Engine:
+    """An engine without weights.
+
+    Args:
+        kernel: `quantization.kernel`.
+        threads: CPU threads that it may use.
+    """
+    if config.engine == "vllm":
+        from qurl_ray.rollout.vllm_engine import VllmEngine
+
+        cache = config.vllm.kv_cache_gb
+        return VllmEngine(
+            spec,
+            slots=config.slots,
+            dtype=config.vllm.dtype,
+            tensor_parallel=config.vllm.tensor_parallel,
+            kv_cache_bytes=None if cache is None else int(cache * 2**30),
+            kernel=kernel,
+            threads=threads,
+            timeout_s=config.start_timeout_s,
+        )
+    from qurl_ray.rollout.torch_engine import TorchEngine
+
+    return TorchEngine(spec, slots=config.slots, kernel=kernel, kv_cache=config.kv_cache)

@@ -1,0 +1,260 @@
+"""The vLLM engine: continuous batching by vLLM 0.32, linears by quant/linear.py, weights verified where they lie.
+
+vLLM runs in processes of its own (rollout/vllm_server.py). Weights come into its workers through vllm_worker.py, into
+the layers of vllm_plugin.py, and what they hold is read back from there.
+
+Unlike the torch engine it is not batch-invariant: vLLM's attention depends on what else is in the batch, so log-probs
+differ from the learner's in the last bits, and by more where such a bit flips the code of an activation. Nothing here
+was measured on a GPU; what is for GPUs alone (sleep mode, tensor parallelism on them) is wired as vLLM documents it.
+"""
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
+from qurl_ray.policy.load import context_length, empty_model
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.linear import weight_max_code
+from qurl_ray.rollout.engine import Buffers
+from qurl_ray.rollout.vllm_server import VllmServer
+from qurl_ray.rollout.vllm_shards import Piece, assemble
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class VllmEngine:
+    """See rollout.engine.Engine. One to a process, whose environment it changes.
+
+    Args:
+        slots: sequences decoded at a time.
+        dtype: of activations and of what is not quantized; float32 tensors are rounded to it as they are placed.
+        tensor_parallel: workers (GPUs on CUDA) that share the policy.
+        kv_cache_bytes: memory for keys and values in each worker. None is what `slots` full contexts need on a CPU,
+            and on a GPU what vLLM finds free.
+        kernel: "auto" or "emulation", as in the torch engine.
+        threads: of each worker on a CPU; None is vLLM's choice.
+        sleep_mode: make `sleep` possible, on CUDA.
+        timeout_s: that the start, or any other call to vLLM but `generate`, may take.
+
+    Example:
+        engine = VllmEngine(PolicySpec(source="Qwen/Qwen3-0.6B"), slots=64)
+        engine.load(manifest, buckets)
+        completions = engine.generate(requests, version=manifest.version, deadline_s=600)
+        engine.close()
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        slots: int,
+        dtype: str = "float32",
+        tensor_parallel: int = 1,
+        kv_cache_bytes: int | None = None,
+        kernel: str = "auto",
+        threads: int | None = None,
+        sleep_mode: bool = False,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.version: int | None = None
+        if dtype not in _DTYPES:
+            raise EngineError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+        self._dtype, self._ranks, self._emulate = _DTYPES[dtype], tensor_parallel, kernel == "emulation"
+        self._context = context_length(spec)
+        with torch.device("meta"):
+            self._shapes = {name: tuple(p.shape) for name, p in empty_model(spec).named_parameters()}  # tied ones once
+        self._records: dict[str, TensorRecord] = {}
+        self._sleep_mode, self._asleep = sleep_mode, False
+        settings = {
+            "model": spec.source,
+            "dtype": dtype,
+            "tensor_parallel_size": tensor_parallel,
+            "max_num_seqs": slots,
+            "max_model_len": self._context,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_sleep_mode": sleep_mode,
+            "quantization": "qurl",
+            "hf_overrides": {"quantization_config": {"quant_method": "qurl", "kernel": kernel}},
+            "load_format": "dummy",  # the first load brings the weights
+            "logprobs_mode": "processed_logprobs",
+            "enforce_eager": True,  # linears change in place, which a compiled graph would not see
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # no sampling defaults from the model's folder
+            "worker_extension_cls": "qurl_ray.rollout.vllm_worker.WorkerExtension",
+            "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
+            "disable_log_stats": True,
+        }
+        self._server = VllmServer(settings, threads=threads, timeout_s=timeout_s)
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def weight_max_code(self, format_name: str) -> int:
+        if format_name == "none":
+            return 0
+        fmt = get_format(format_name)
+        return fmt.weight_max if self._emulate else weight_max_code(fmt, self._server.device)
+
+    def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
+        """Replace all weights, bucket by bucket, then compare what is resident with the manifest.
+
+        Requests that still run are aborted, and come back as cancelled.
+
+        Raises:
+            SyncError: something is missing, misshapen or damaged. The engine stays STALE.
+            QuantizationError: what came as codes cannot be held so.
+        """
+        self.version = None  # STALE until every tensor is verified
+        self._check_awake()
+        what = f"version {manifest.version}"
+        self._records = {record.name: record for record in manifest.tensors}
+        if tied := [record.name for record in manifest.tensors if record.tied]:
+            raise QuantizationError(f"{tied[0]} cannot be quantized in vLLM, being tied: add it to quantization.keep")
+        self._check_names(set(self._records), what)
+        self._server.control("pause_generation", mode="abort", clear_cache=True)
+        try:
+            expected = self._place(manifest, buckets)
+            for name, resident in self._resident_fingerprints():
+                if resident != expected[name]:
+                    raise SyncError(f"{what}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent")
+            if not self._server.control("reset_prefix_cache"):
+                raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
+        finally:
+            self._server.control("resume_generation")
+        self.version = manifest.version
+
+    def _check_names(self, names: set[str], what: str) -> None:
+        if names != set(self._shapes):
+            missing, extra = sorted(set(self._shapes) - names), sorted(names - set(self._shapes))
+            raise SyncError(f"{what} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
+
+    def _place(self, manifest: Manifest, buckets: Iterable[Buffers]) -> dict[str, int]:
+        """Hand all tensors to the workers; by name, the fingerprint that each must have there."""
+        what = f"version {manifest.version}"
+        expected: dict[str, int] = {}
+        self._server.workers("begin")
+        for name, parts in itertools.chain.from_iterable(bucket.items() for bucket in buckets):
+            if name not in self._records or name in expected:
+                raise SyncError(f"{what}: {name} came {'twice' if name in expected else 'unexpected'}")
+            record = self._records[name]
+            self._check_shapes(record, parts)
+            expected[name] = self._expected(record, parts)
+            wire = [(part.dtype.str, part.shape, part.tobytes()) for part in parts]
+            self._server.workers("place", name, wire, record.format, manifest.weight_max_code)
+        self._check_names(set(expected), what)
+        if unplaced := self._server.workers("unplaced")[0]:
+            raise SyncError(f"{what} leaves parameters of vLLM's model without values: {unplaced[:3]}")
+        return expected
+
+    def _check_shapes(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> None:
+        shape = self._shapes[record.name]
+        wanted = [(shape, np.dtype(np.float32))]
+        if record.format != "none":
+            fmt = get_format(record.format)
+            scales = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1])))
+            wanted = [(shape, np.dtype(np.uint8)), (scales, np.dtype(np.float32))]
+        if [(part.shape, part.dtype) for part in parts] != wanted or record.shape != shape:
+            found = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
+            raise SyncError(f"{record.name} has shape {found}, expected {wanted[0][0]} in {record.format}")
+
+    def _expected(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> int:
+        """The record's fingerprint; that of the rounded values if the engine holds less than float32."""
+        if record.format != "none" or self._dtype == torch.float32:
+            return record.fingerprint
+        values = torch.tensor(parts[0])
+        if (sent := fingerprint(values)) != record.fingerprint:
+            raise SyncError(f"{record.name} arrived as {sent:016x}, {record.fingerprint:016x} was sent")
+        return fingerprint(values.to(self._dtype).float())
+
+    def _resident_fingerprints(self) -> Iterator[tuple[str, int]]:
+        names = list(self._shapes)
+        if self._ranks == 1:
+            yield from zip(names, self._server.workers("fingerprints", names)[0], strict=True)
+        else:
+            for name in names:  # through this process: shards of columns have no fingerprints that would add up
+                yield name, fingerprint(*map(torch.from_numpy, self.resident(name)))
+
+    def resident(self, name: str) -> tuple[np.ndarray, ...]:
+        """A tensor as the workers hold it, read back from the kernels' own memory, in the form of a buffer."""
+        found = []
+        for pieces in self._server.workers("resident", name):
+            for start, stop, columns, wire in pieces:
+                arrays = tuple(np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in wire)
+                piece = Piece(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
+                found.append((piece, arrays))
+        quantized = len(found[0][1]) == 2
+        return assemble(name, self._shapes[name], get_format(self._records[name].format) if quantized else None, found)
+
+    def kernels(self) -> list[str]:
+        """What computes the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
+        return sorted({name for names in self._server.workers("kernels") for name in names})
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
+    ) -> list[Completion]:
+        """Completions in the order of the requests. Log-probs of greedy draws are 0, as in the torch engine.
+
+        Args:
+            deadline_s: seconds from now; what is not finished then is aborted, and comes back as far as it got.
+
+        Raises:
+            StaleWeights: the engine does not hold `version`.
+            EngineError: a request does not fit the context, or vLLM failed.
+        """
+        if self.version != version:
+            held = "unverified weights" if self.version is None else f"weights {self.version}"
+            raise StaleWeights(f"engine holds {held}, caller wants {version}")
+        self._check_awake()
+        for request in requests:
+            self._check(request)
+        return self._server.generate(requests, version, deadline_s) if requests else []
+
+    def _check(self, request: Request) -> None:
+        total = len(request.prompt_ids) + request.sampling.max_new_tokens
+        if not len(request.prompt_ids) or total > self._context:
+            raise EngineError(
+                f"{request.uid}: {len(request.prompt_ids)} prompt + {request.sampling.max_new_tokens} new tokens "
+                f"do not fit the context of {self._context}"
+            )
+
+    def cancel(self, uids: Collection[str]) -> None:
+        """End these requests, from any thread; they come back with what they have. Unknown ones are ignored."""
+        self._server.cancel(set(uids))
+
+    # --- sleep, end ------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the GPU's memory away: 1 moves the weights to the host, 2 drops them and leaves the engine STALE.
+
+        Not measured on a GPU.
+
+        Raises:
+            EngineError: the engine was made without sleep_mode.
+        """
+        if not self._sleep_mode:
+            raise EngineError("the engine was made without sleep_mode, which vLLM offers on CUDA alone")
+        if level > 1:
+            self.version = None
+        self._server.control("sleep", level)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`; after level 2 the next load brings the weights."""
+        if self._asleep:
+            self._server.control("wake_up")
+            self._asleep = False
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise EngineError("the engine is asleep: wake it first")
+
+    def close(self) -> None:
+        """End vLLM's processes. Can be called again."""
+        self.version = None
+        self._server.close()

@@ -1,0 +1,231 @@
+"""The quantization "qurl" for vLLM: linears that hold floats or codes, and change from one to the other in place.
+
+Registered where this module is imported, and by vLLM itself through the entry point `vllm.general_plugins`. A float
+checkpoint is quantized tensor by tensor with quant.quantize, before or after fusing and sharding as bits require; codes
+come through rollout/vllm_worker.py. Both end in the same QuantizedLinear, so the result is the same bit for bit.
+
+vLLM's own float path packs weights on CPUs, after which they can be neither replaced nor read back. Hence linears,
+embedding and head multiply with the parameter itself.
+
+Example, without the engine:
+    LLM(folder, quantization="qurl", dtype="float32", enforce_eager=True,
+        hf_overrides={"quantization_config": {"quant_method": "qurl", "format": "int8", "keep": ["lm_head\\\\."]}})
+
+With tensor parallelism, the input of a row-parallel linear is spread over the ranks. They agree on each row's largest
+value, so activations get the codes that they get without; only sums are rounded otherwise. Not measured on a GPU.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.formats import Format, get_format
+from qurl_ray.quant.linear import QuantizedLinear
+from qurl_ray.quant.quantize import QTensor, quantize, row_maximum
+from qurl_ray.rollout.vllm_shards import Piece, cut, fuse
+
+NAME = "qurl"
+_WIDER = 16  # columns that carry the input's largest value: as many as keep a width that kernels take
+
+
+def register() -> None:
+    """The entry point: importing this module has registered the plugin."""
+
+
+@register_weight_loader_v2_supported_method
+class QurlLinearMethod(UnquantizedLinearMethod):
+    """One layer's weight: `layer.weight` in full precision, or the QuantizedLinears in `held`.
+
+    These are not submodules: vLLM's reload would take their buffers for its own.
+    """
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, fmt: Format | None, *, tensors: int, emulate: bool) -> None:
+        super().__init__()
+        self.fmt = fmt
+        """What the layer holds, and what a float checkpoint becomes."""
+        self.held: tuple[QuantizedLinear, ...] = ()
+        self._widened = False
+        self._tensors = tensors  # that the layer is fused from; 1 if the checkpoint has it fused
+        self._emulate = emulate
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.cpu_linear = nn.functional.linear  # what the base class calls on CPUs, here without packing
+        if self.fmt is None:
+            self.held = ()
+            return
+        sizes = layer.output_partition_sizes if self._tensors > 1 else [len(layer.weight)]
+        self.hold(layer, [self._quantized(layer, part, self.fmt) for part in layer.weight.detach().split(sizes)])
+
+    def hold(self, layer: nn.Module, parts: Sequence[torch.Tensor | QTensor]) -> None:
+        """Replace the weight by these parts of its rows, in their order.
+
+        Raises:
+            QuantizationError: not all parts are of one format.
+        """
+        formats = {part.fmt if isinstance(part, QTensor) else None for part in parts}
+        if len(formats) > 1:
+            names = sorted(fmt.name if fmt else "none" for fmt in formats)
+            raise QuantizationError(f"{layer.prefix} is one linear in vLLM and cannot be {' and '.join(names)} at once")
+        self.fmt = formats.pop()
+        device = layer.weight.device
+        if self.fmt is None:
+            layer.weight.data = torch.cat(list(parts)).to(device, layer.params_dtype)
+            self.held = ()
+            return
+        layer.weight.data = torch.empty(0, dtype=layer.params_dtype, device=device)
+        self._widened = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and _ranges_span_rows(self.fmt)
+        found = [q if not self._widened else _widened(q) for q in fuse(parts)]
+        self.held = tuple(
+            QuantizedLinear(
+                QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=q.fmt), None, emulate=self._emulate
+            )
+            for q in found
+        )
+
+    def resident(self) -> list[QTensor]:
+        """Codes and scales in the order of the layer's rows, from the kernels' own memory."""
+        found = [linear.resident() for linear in self.held]
+        if not self._widened:
+            return found
+        return [QTensor(codes=q.codes[:, :-_WIDER].contiguous(), scale=q.scale, fmt=q.fmt) for q in found]
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.held:
+            return super().apply(layer, x, bias)
+        if self._widened:
+            largest = row_maximum(x)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, get_tp_group().device_group)
+            x = torch.cat([x, largest.expand(*x.shape[:-1], _WIDER)], dim=-1)
+        found = [linear(x) for linear in self.held]
+        y = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def _quantized(layer: nn.Module, part: torch.Tensor, fmt: Format) -> QTensor:
+        """Codes of a rank's part of a checkpoint tensor: those that the whole tensor would get there."""
+        if layer.tp_size == 1:
+            return quantize(part, fmt)
+        if isinstance(layer, RowParallelLinear):  # a row's scale depends on the columns of all ranks
+            width = part.shape[1]
+            # torch's collective: vLLM's own all-gather did not return on a CPU.
+            shares = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(layer.tp_size)]
+            torch.distributed.all_gather(shares, part.contiguous(), get_tp_group().device_group)
+            whole = quantize(torch.cat(shares, dim=1), fmt)
+            columns = (layer.tp_rank * width, (layer.tp_rank + 1) * width)
+            return cut(whole, Piece(start=0, stop=len(part), at=0, columns=columns))
+        if isinstance(layer, ColumnParallelLinear) and len(part) % fmt.rows:
+            raise QuantizationError(
+                f"{layer.prefix}: {len(part)} rows on each of {layer.tp_size} ranks cut through {fmt.name}'s blocks of "
+                f"{fmt.rows} rows: lower tensor_parallel, or take a format with smaller blocks"
+            )
+        return quantize(part, fmt)
+
+
+def _ranges_span_rows(fmt: Format) -> bool:
+    """If an activation's scale depends on its whole row, of which a rank has only a part."""
+    return fmt.activation_max is not None and fmt.activation_group is None
+
+
+def _widened(q: QTensor) -> QTensor:
+    """With columns of zeros: what meets them enters the range of the activations and not the sum."""
+    codes = nn.functional.pad(q.codes.view(torch.uint8), (0, _WIDER)).view(q.codes.dtype)
+    return QTensor(codes=codes, scale=q.scale, fmt=q.fmt)
+
+
+class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Embedding and head in full precision, never packed; the head may be tied to the embedding."""
+
+    supports_pre_processed_weights = False
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+
+@register_quantization_config(NAME)
+class QurlConfig(QuantizationConfig):
+    """Settings of the plugin, under `quantization_config` of a model's config.
+
+    Args:
+        format: what the linears of a float checkpoint become; "none" leaves them, until codes are loaded.
+        keep: patterns of what stays in full precision, as in quant/select.py, over the checkpoint's names.
+        weight_max_code: bound of weight codes, 63 where the kernel would saturate.
+        kernel: "auto" or "emulation", as in the torch engine.
+    """
+
+    def __init__(
+        self, format: str = "none", keep: Sequence[str] = (), weight_max_code: int | None = None, kernel: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.fmt = None if format == "none" else get_format(format, weight_max_code)
+        self.keep = tuple(keep)
+        self.emulate = kernel == "emulation"
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "QurlConfig":
+        return cls(**{key: value for key, value in config.items() if key != "quant_method"})
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, LinearBase):
+            return QurlLinearMethod(self.format_of(prefix), tensors=len(self._names(prefix)), emulate=self.emulate)
+        if isinstance(layer, VocabParallelEmbedding):
+            tied = get_current_vllm_config().model_config.hf_text_config.tie_word_embeddings
+            if isinstance(layer, ParallelLMHead) and not tied and self.format_of(prefix):
+                raise QuantizationError(f"{prefix} cannot be quantized in vLLM: add it to quantization.keep")
+            return QurlEmbeddingMethod()
+        return None
+
+    def format_of(self, prefix: str) -> Format | None:
+        """What a float checkpoint's tensors become in this layer of vLLM's; None if they are kept.
+
+        Raises:
+            QuantizationError: some of them are kept and some are not.
+        """
+        names = self._names(prefix)
+        kept = {name for name in names if any(re.search(pattern, name) for pattern in self.keep)}
+        if kept and len(kept) < len(names):
+            raise QuantizationError(
+                f"quantization.keep leaves {sorted(kept)} in full precision but not {sorted({*names} - kept)}, which "
+                f"are one linear in vLLM ({prefix}): keep all of them or none"
+            )
+        return None if kept else self.fmt
+
+    def _names(self, prefix: str) -> list[str]:
+        """The checkpoint's names of what is fused in a layer."""
+        path, _, leaf = prefix.rpartition(".")
+        return [f"{path}.{name}.weight".lstrip(".") for name in self.packed_modules_mapping.get(leaf, [leaf])]

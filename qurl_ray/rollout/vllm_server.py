@@ -1,0 +1,233 @@
+"""vLLM's AsyncLLM on an event loop in a thread, for callers that are not asynchronous themselves.
+
+vllm is imported with the first of these, after the environment variables that it reads; the environment of the process
+is vLLM's from then on.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import os
+import threading
+from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from qurl_ray import errors
+from qurl_ray.errors import DeadlineExceeded, EngineError
+from qurl_ray.types import Completion, Finish, Request
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_SHUTDOWN_S = 10.0  # until processes that do not end by themselves are killed
+_ABORT_S = 30.0  # that vLLM may take to hand back aborted requests
+_ABORT_AGAIN_S = 0.02
+
+
+class VllmServer:
+    """One AsyncLLM and its processes.
+
+    Args:
+        settings: of vLLM's AsyncEngineArgs.
+        threads: of each worker on a CPU; None is vLLM's choice.
+        timeout_s: that the start, or any other call but `generate`, may take.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *, threads: int | None, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._counter = itertools.count()
+        self._running: dict[str, str] = {}  # uid by vLLM's id, of what has not ended; touched on the loop only
+        self._llm: AsyncLLM | None = None
+        _set_environment(threads, settings["tensor_parallel_size"])
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        others = multiprocessing.active_children()
+        try:
+            self._call(self._start(settings), "vLLM to start", timeout_s)
+        except BaseException:
+            self.close()
+            for child in multiprocessing.active_children():  # of a start that still goes on in the thread
+                if child not in others:
+                    child.kill()
+            raise
+
+    async def _start(self, settings: Mapping[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        import qurl_ray.rollout.vllm_plugin  # noqa: F401, registers the plugin even where the package is not installed
+
+        self.device = torch.device(current_platform.device_type)
+        if settings["enable_sleep_mode"] and self.device.type == "cpu":
+            raise EngineError("vLLM cannot sleep on a CPU: leave sleep_mode off, or run the engine on a CUDA device")
+        config = AsyncEngineArgs(**settings).create_engine_config()
+        if self.device.type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
+            config.cache_config.kv_cache_memory_bytes = _kv_bytes(config)
+        self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        await self._llm.collective_rpc("qurl_follow", args=(os.getpid(),))
+
+    # --- calls -----------------------------------------------------------------------------------------------------
+
+    def control(self, method: str, *args: object, **kwargs: object) -> Any:
+        """The result of one of AsyncLLM's own methods.
+
+        Raises:
+            EngineError: vLLM failed, or is closed.
+            DeadlineExceeded: it took longer than timeout_s.
+        """
+        if self._llm is None:
+            raise EngineError("the engine is closed")
+        return self._call(getattr(self._llm, method)(*args, **kwargs), f"vLLM to {method}", self._timeout_s)
+
+    def workers(self, method: str, *args: object) -> list[Any]:
+        """What a method of vllm_worker.ResidentPolicy returns in every worker, or raise the first one's error."""
+        replies = self.control("collective_rpc", "qurl", args=(method, *args))
+        for kind, value in replies:
+            if kind != "ok":
+                raise getattr(errors, kind)(value)
+        return [value for _, value in replies]
+
+    def _call(self, work: Coroutine, what: str, timeout_s: float | None) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            future.cancel()
+            raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from None
+        except errors.QurlError:
+            raise
+        except Exception as error:  # vLLM's own kinds are many, and none of a caller's business
+            raise EngineError(f"vLLM failed while it was asked for {what}: {type(error).__name__}: {error}") from error
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], version: int, deadline_s: float | None) -> list[Completion]:
+        """Completions in the order of the requests; what is not finished after `deadline_s` as far as it got.
+
+        Raises:
+            EngineError: vLLM failed, or is closed.
+        """
+        if self._llm is None:
+            raise EngineError("the engine is closed")
+        wait = None if deadline_s is None else deadline_s + _ABORT_S
+        return self._call(self._generate(requests, version, deadline_s), "answers", wait)
+
+    async def _generate(self, requests: Sequence[Request], version: int, deadline_s: float | None) -> list[Completion]:
+        ids = [f"{request.uid}#{next(self._counter)}" for request in requests]
+        self._running |= {own: request.uid for own, request in zip(ids, requests, strict=True)}
+        tasks = {own: asyncio.ensure_future(self._one(r, own)) for own, r in zip(ids, requests, strict=True)}
+        try:
+            await asyncio.wait(tasks.values(), timeout=deadline_s)
+            late = {own for own, task in tasks.items() if not task.done()}
+            await self._abort(late)
+            outputs = await asyncio.gather(*tasks.values())
+        finally:
+            for own, task in tasks.items():
+                task.cancel()
+                self._running.pop(own, None)
+        return [
+            _completion(request, output, version, "deadline" if own in late else "cancelled")
+            for own, request, output in zip(ids, requests, outputs, strict=True)
+        ]
+
+    async def _one(self, request: Request, own: str) -> Any:
+        """vLLM's last word on a request: all of its tokens, whether it ended or was aborted."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        asked = request.sampling
+        params = SamplingParams(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            max_tokens=asked.max_new_tokens,
+            stop_token_ids=[] if asked.ignore_eos else list(asked.stop_ids),
+            ignore_eos=True,  # only stop_ids end an answer, not what vLLM finds in the model's folder
+            seed=request.seed & (2**63 - 1),  # vLLM's seeds are signed
+            logprobs=0,  # of the drawn token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            answers = self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own)
+            return [answer.outputs[0] async for answer in answers][-1]
+        finally:
+            self._running.pop(own, None)
+
+    def cancel(self, uids: Set[str]) -> None:
+        """End these requests, from any thread; they come back with what they have. Unknown ones are ignored."""
+        if self._llm is not None:
+            asyncio.run_coroutine_threadsafe(self._cancel(uids), self._loop)
+
+    async def _cancel(self, uids: Set[str]) -> None:
+        await self._abort([own for own, uid in self._running.items() if uid in uids])
+
+    async def _abort(self, ids: Iterable[str]) -> None:
+        """Again and again, as vLLM ignores those that it has not admitted yet."""
+        while left := [own for own in ids if own in self._running]:
+            await self._llm.abort(left)
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    def close(self) -> None:
+        """End vLLM's processes and the thread; whoever waits for answers gets what there is, or an error."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown(timeout=_SHUTDOWN_S)
+            with contextlib.suppress(FutureTimeout):
+                asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(_SHUTDOWN_S)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_SHUTDOWN_S)
+
+
+async def _cancel_others() -> None:
+    """Cancel all that runs on the loop, and let it notice."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _completion(request: Request, output: Any, version: int, aborted: Finish) -> Completion:
+    """Ours from vLLM's."""
+    tokens = output.token_ids
+    drawn = [step[token].logprob for step, token in zip(output.logprobs or (), tokens, strict=True)]
+    # Of a greedy draw vLLM gives the log-prob at temperature 1; it is certain.
+    return Completion(
+        uid=request.uid,
+        token_ids=np.array(tokens, dtype=np.int32),
+        logprobs=np.array(drawn, dtype=np.float32) * np.float32(request.sampling.temperature > 0),
+        version=version,
+        finish=aborted if output.finish_reason == "abort" else output.finish_reason,
+    )
+
+
+def _set_environment(threads: int | None, ranks: int) -> None:
+    """What vLLM reads when it is imported, or hands to its processes."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would copy the caller's threads' locks
+    if not torch.cuda.is_available():
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other processes run on the same cores
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # no compiler, and no cache that other processes read
+        if ranks == 1:
+            # A lone worker then lives in vLLM's core process. Else a process is put between, to bind threads to cores.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def _kv_bytes(config: Any) -> int:
+    """Keys and values of max_num_seqs full contexts, in whole blocks, and a block to spare."""
+    block = config.cache_config.block_size
+    blocks = config.scheduler_config.max_num_seqs * -(-config.model_config.max_model_len // block) + 1
+    heads = config.model_config.get_num_kv_heads(config.parallel_config)
+    layers = config.model_config.get_num_layers(config.parallel_config)
+    token = 2 * layers * heads * config.model_config.get_head_size() * config.model_config.dtype.itemsize
+    return blocks * block * token

@@ -1,0 +1,223 @@
+"""Inside a vLLM worker: checkpoint tensors into its layers, and back out of them.
+
+vLLM mixes `WorkerExtension` into its worker class; the engine calls it through `collective_rpc`. What travels is plain
+(lists, strings, bytes), as vLLM's own messages do not carry arrays or our errors.
+"""
+
+import os
+import select
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from qurl_ray.errors import QurlError, SyncError
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.quantize import QTensor
+from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
+from qurl_ray.rollout.vllm_shards import Piece, Section, cut, pieces, read
+
+Wire = list[tuple[str, tuple[int, ...], bytes]]
+"""Arrays as they travel: (numpy dtype, shape, bytes)."""
+
+
+class WorkerExtension:
+    """What vLLM's worker class gets besides its own."""
+
+    def qurl(self, method: str, *args: object) -> tuple[str, object]:
+        """("ok", result) of a method of ResidentPolicy, or (name of the error, message)."""
+        if not hasattr(self, "qurl_policy"):
+            self.qurl_policy = ResidentPolicy(self.model_runner.get_model(), self._qurl_memory())
+        try:
+            return "ok", getattr(self.qurl_policy, method)(*args)
+        except QurlError as error:
+            return type(error).__name__, str(error)
+
+    def qurl_follow(self, pid: int) -> None:
+        """End this process when that one ends, however it ends: vLLM's processes outlive a killed owner. On Linux."""
+        if not hasattr(os, "pidfd_open"):
+            return
+        ended = select.poll()
+        ended.register(os.pidfd_open(pid), select.POLLIN)
+        threading.Thread(target=lambda: (ended.poll(), os._exit(1)), name="follow", daemon=True).start()
+
+    def _qurl_memory(self) -> object:
+        """Where weights must lie for vLLM's sleep to move them. Not measured on a GPU."""
+        if not self.model_config.enable_sleep_mode:
+            return None
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A checkpoint tensor's home in this worker."""
+
+    parameter: str
+    """vLLM's name of it."""
+    module: nn.Module
+    leaf: str
+    pieces: tuple[Piece, ...]
+    rows: int
+    """That the parameter has here, of all tensors together, without padding."""
+
+    @property
+    def method(self) -> QurlLinearMethod | None:
+        """Of a linear's weight."""
+        method = getattr(self.module, "quant_method", None)
+        return method if self.leaf == "weight" and isinstance(method, QurlLinearMethod) else None
+
+
+@dataclass
+class ResidentPolicy:
+    """The policy's tensors, by their checkpoint names."""
+
+    model: nn.Module
+    memory: object = None
+    """The allocator of sleep mode."""
+    _waiting: dict[str, list[tuple[int, torch.Tensor | QTensor]]] = field(default_factory=dict)
+    _placed: dict[str, int] = field(default_factory=dict)
+    _last_held: tuple[object, list[QTensor]] = (None, [])
+
+    def begin(self) -> None:
+        """Forget what was placed before."""
+        self._waiting, self._placed = {}, {}
+
+    @torch.no_grad()
+    def place(self, name: str, parts: Wire, format_name: str, weight_max_code: int) -> None:
+        """Put one tensor where it belongs; a fused layer changes when the last of its tensors is there."""
+        place = self._find(name)
+        arrays = [_decoded(part) for part in parts]
+        if format_name == "none":
+            value = torch.from_numpy(arrays[0])
+        elif place.method is None:
+            raise SyncError(
+                f"{name} came as {format_name} codes, but vLLM holds it in full precision: add it to quantization.keep"
+            )
+        else:
+            value = QTensor.from_numpy(*arrays, get_format(format_name, weight_max_code))
+        own = [(piece.at, cut(value, piece)) for piece in place.pieces]
+        done = self._placed[place.parameter] = self._placed.get(place.parameter, 0) + sum(p.rows for p in place.pieces)
+        with self._weights_memory():
+            if place.method is None:
+                target = getattr(place.module, place.leaf).data
+                for at, part in own:
+                    target[at : at + len(part)].copy_(part)
+                return
+            waiting = self._waiting.setdefault(place.parameter, [])
+            waiting += own
+            if done == place.rows:
+                self._last_held = (None, [])
+                place.method.hold(place.module, [part for _, part in sorted(waiting, key=lambda item: item[0])])
+                del self._waiting[place.parameter]
+
+    def unplaced(self) -> list[str]:
+        """vLLM's parameters that have not got all their rows since `begin`."""
+        return [
+            name
+            for name, parameter in self.model.named_parameters()
+            if self._placed.get(name, 0) != _rows(self.model.get_submodule(name.rpartition(".")[0]), parameter)
+        ]
+
+    def fingerprints(self, names: Sequence[str]) -> list[int]:
+        """Of whole tensors as they are resident, for workers that hold whole tensors."""
+        found, self._last_held = [], (None, [])
+        for name in names:
+            place = self._find(name)
+            (piece,) = place.pieces
+            found.append(fingerprint(*self._read(place, piece)))
+        return found
+
+    def resident(self, name: str) -> list[tuple[int, int, tuple[int, int] | None, Wire]]:
+        """This rank's pieces of a tensor: rows, columns, codes as bytes and scales, or float32 values."""
+        place = self._find(name)
+        found, self._last_held = [], (None, [])
+        for piece in place.pieces:
+            tensors = self._read(place, piece)
+            arrays = [(t.view(torch.uint8) if t.itemsize == 1 else t).cpu().numpy() for t in tensors]
+            found.append((piece.start, piece.stop, piece.columns, [encoded(array) for array in arrays]))
+        return found
+
+    def kernels(self) -> list[str]:
+        """What computes the quantized linears."""
+        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
+        linears = [q for method in methods if isinstance(method, QurlLinearMethod) for q in method.held]
+        return sorted({linear.kernel or f"emulation of {linear.fmt.name}" for linear in linears})
+
+    def _read(self, place: Place, piece: Piece) -> tuple[torch.Tensor, ...]:
+        if place.method and place.method.held:
+            if self._last_held[0] is not place.method.held:  # q, k and v are read from one unpacked weight
+                self._last_held = (place.method.held, place.method.resident())
+            return read(self._last_held[1], piece)
+        return (getattr(place.module, place.leaf).data[piece.at : piece.at + piece.rows].float(),)
+
+    def _find(self, name: str) -> Place:
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        marked = list(mapper.apply([(name, torch.empty(0))])) if mapper else [(name, torch.empty(0))]
+        kind = type(self.model).__name__
+        if len(marked) != 1:
+            raise SyncError(f"vLLM's {kind} has {len(marked)} places for {name} instead of one")
+        parameter, marker = marked[0]
+        path, _, leaf = parameter.rpartition(".")
+        try:
+            module = self.model.get_submodule(path)
+            value = module.get_parameter(leaf)
+        except AttributeError:
+            raise SyncError(f"vLLM's {kind} has no place for {name}: {parameter} does not exist") from None
+        shard = getattr(marker, "shard_id", None)
+        index = {"q": 0, "k": 1, "v": 2}.get(shard, shard)
+        sections = _sections(module, value)
+        columns = None
+        if isinstance(module, RowParallelLinear) and leaf == "weight" and module.tp_size > 1:
+            width = module.input_size_per_partition
+            columns = (module.tp_rank * width, (module.tp_rank + 1) * width)
+        return Place(
+            parameter=parameter,
+            module=module,
+            leaf=leaf,
+            pieces=tuple(pieces(sections, index, columns)),
+            rows=_rows(module, value),
+        )
+
+    def _weights_memory(self) -> AbstractContextManager:
+        return self.memory.use_memory_pool(tag="weights") if self.memory else nullcontext()
+
+
+def encoded(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+    """An array as vLLM's messages can carry it."""
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _decoded(part: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+    dtype, shape, data = part
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray: torch wants to be able to write
+
+
+def _sections(module: nn.Module, parameter: torch.Tensor) -> list[Section]:
+    """How the rows of a module's parameter are made up on this rank."""
+    rows = _rows(module, parameter)
+    if isinstance(module, VocabParallelEmbedding):
+        first = module.shard_indices.org_vocab_start_index
+        return [Section(rows=rows, first=first, total=module.org_vocab_size)]
+    if not isinstance(module, ColumnParallelLinear):
+        return [Section.share(rows)]
+    sizes, rank, ranks = module.output_partition_sizes, module.tp_rank, module.tp_size
+    if isinstance(module, QKVParallelLinear):
+        copies = (1, module.num_kv_head_replicas, module.num_kv_head_replicas)
+        return [Section.share(n, rank // c, ranks // c) for n, c in zip(sizes, copies, strict=True)]
+    return [Section.share(n, rank, ranks) for n in sizes]
+
+
+def _rows(module: nn.Module, parameter: torch.Tensor) -> int:
+    """Rows of a parameter on this rank, without padding, whether it holds floats or codes now."""
+    if isinstance(module, VocabParallelEmbedding):
+        return module.num_org_embeddings_per_partition
+    return sum(module.output_partition_sizes) if isinstance(module, LinearBase) else len(parameter)

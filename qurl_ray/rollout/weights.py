@@ -1,0 +1,232 @@
+"""The weights of the torch engine: filled by a sync, verified where they lie, given back as they travel.
+
+Linears that read the same input (q, k, v; gate, up) are one product where the kernel is exact in integers, so that no
+bit depends on it. Their names, shapes and fingerprints stay those of the checkpoint: each is rows of the fused one.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from qurl_ray.errors import SyncError
+from qurl_ray.policy.load import HEAD
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.kernels import kernel_for
+from qurl_ray.quant.linear import QuantizedLinear
+from qurl_ray.quant.quantize import QTensor, concatenate, rows
+from qurl_ray.rollout.engine import Buffers
+from qurl_ray.types import Manifest, TensorRecord
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class RowsOf(nn.Module):
+    """Rows start … stop of a fused linear, in the place of the linear that they belong to."""
+
+    def __init__(self, whole: QuantizedLinear, start: int, stop: int) -> None:
+        super().__init__()
+        self.whole, self._rows = whole, slice(start, stop)
+        # A view: what is loaded here is what the fused linear adds.
+        self.register_buffer("bias", whole.bias[self._rows] if whole.bias is not None else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(x)[..., self._rows]
+
+    def of(self, q: QTensor) -> QTensor:
+        """These rows of what the fused linear holds."""
+        return rows(q, self._rows.start, self._rows.stop)
+
+
+class EngineWeights:
+    """Holds them in the modules of `model`, which it changes with the format.
+
+    Args:
+        emulate: compute the float32 reference even where there is a kernel.
+        fuse: linears that read the same input become one, for a forward that asks for them together. Any other
+            forward would compute all of it for each of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, emulate: bool, fuse: bool) -> None:
+        self._model, self._emulate, self._fused, self._device = model, emulate, fuse, model.device
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}  # tied ones once
+        self._expected = self._shapes.keys()
+        embedding = model.get_input_embeddings().weight
+        tied = model.get_output_embeddings().weight is embedding
+        self._optional = {HEAD: tuple(embedding.shape)} if tied else {}  # sent besides if it is quantized
+        self._waiting: dict[str, QTensor] = {}
+        """By path: codes that are not in a linear yet."""
+        self._unpacked: dict[str, tuple[torch.Tensor, ...]] | None = None
+        """What `resident` looked up last, while a load goes on."""
+
+    # --- load ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
+        """Place bucket after bucket, then compare what is resident with the manifest.
+
+        Raises:
+            SyncError: something is missing, unknown, misshapen or damaged. What is resident then is of no use.
+        """
+        records = {record.name: record for record in manifest.tensors}
+        if not self._expected <= set(records) <= self._expected | set(self._optional):
+            raise _incomplete(manifest, self._expected, set(records))
+        for name, shape in (self._shapes | self._optional).items():
+            if name in records and records[name].shape != shape:
+                raise SyncError(f"{name} has shape {records[name].shape}, expected {shape}")
+        self._waiting, self._unpacked = {}, None
+        placed: set[str] = set()
+        # Packing, unpacking and sums are single-threaded, and leave Python's lock to others.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for bucket in buckets:
+                for name, parts in bucket.items():
+                    if name not in records or name in placed:
+                        raise _incomplete(manifest, set(records), {*placed, name})
+                    self._place(records[name], parts, manifest.weight_max_code)
+                    placed.add(name)
+                self._install(pool, whole_groups_only=True)
+            if placed != set(records):
+                raise _incomplete(manifest, set(records), placed)
+            self._install(pool, whole_groups_only=False)
+            if set(self._optional) - set(records):
+                self._tie_head()
+            self._verify(manifest, pool)
+        self._unpacked = None
+
+    def _verify(self, manifest: Manifest, pool: ThreadPoolExecutor) -> None:
+        by_module: dict[int, list[TensorRecord]] = {}
+        for record in manifest.tensors:
+            module = self._model.get_submodule(record.name.rpartition(".")[0])
+            by_module.setdefault(id(getattr(module, "whole", module)), []).append(record)
+        for wrong in pool.map(self._wrong, by_module.values()):
+            for record, found in wrong:
+                raise SyncError(
+                    f"version {manifest.version}: {record.name} is {found:016x} in the engine, "
+                    f"{record.fingerprint:016x} was sent"
+                )
+
+    def _wrong(self, records: Sequence[TensorRecord]) -> list[tuple[TensorRecord, int]]:
+        """Of these tensors of one module, those whose fingerprint is another, with that."""
+        held = dict(self._residents([record.name for record in records]))
+        found = [(record, fingerprint(*held[record.name])) for record in records]
+        return [(record, value) for record, value in found if value != record.fingerprint]
+
+    def _place(self, record: TensorRecord, parts: tuple[np.ndarray, ...], max_code: int) -> None:
+        if parts[0].shape != record.shape:
+            raise SyncError(f"{record.name} has shape {parts[0].shape}, expected {record.shape}")
+        path, _, leaf = record.name.rpartition(".")
+        module = self._model.get_submodule(path)
+        if record.format == "none":
+            if leaf == "weight" and isinstance(module, QuantizedLinear | RowsOf):
+                module = self._swap(path, self._plain_linear(record.shape, module.bias))
+            getattr(module, leaf).copy_(torch.tensor(parts[0]))  # a copy: buffers from an object store are read-only
+            return
+        q = QTensor.from_numpy(*parts, get_format(record.format, max_code))
+        self._waiting[path] = QTensor(codes=q.codes.to(self._device), scale=q.scale.to(self._device), fmt=q.fmt)
+
+    def _install(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
+        """Put what waits in its place, fused where the whole group is here."""
+        groups = []
+        for path in list(self._waiting):
+            group = self._group(path, self._waiting[path])
+            complete = all(member in self._waiting for member in group)
+            if group[0] == path and complete:
+                groups.append(group)
+            elif not (complete or whole_groups_only):  # the others of its group are not quantized
+                groups.append([path])
+        parts = [[self._waiting.pop(path) for path in group] for group in groups]
+        rows = [[len(q.codes) for q in qs] for qs in parts]
+        for group, sizes, whole in zip(groups, rows, pool.map(self._linear, groups, parts), strict=True):
+            if len(group) == 1:
+                self._swap(group[0], whole)
+                continue
+            borders = pairwise([0, *accumulate(sizes)])
+            for path, (start, stop) in zip(group, borders, strict=True):
+                self._swap(path, RowsOf(whole, start, stop))
+
+    def _group(self, path: str, q: QTensor) -> list[str]:
+        """Paths of the linears that are fused with this one, itself included."""
+        parent, _, leaf = path.rpartition(".")
+        names = next((names for names in _FUSED if leaf in names), None)
+        if not names or not self._fused or self._emulate or not kernel_for(q.fmt, q.codes.device, tuple(q.shape)):
+            return [path]
+        return [f"{parent}.{name}" for name in names]
+
+    def _linear(self, paths: Sequence[str], parts: Sequence[QTensor]) -> QuantizedLinear:
+        """One that computes them all, with the biases that are there now."""
+        biases = [self._model.get_submodule(path).bias for path in paths]
+        if len(parts) == 1:
+            return QuantizedLinear(parts[0], biases[0], emulate=self._emulate)
+        bias = None
+        if any(bias is not None for bias in biases):
+            pairs = zip(biases, parts, strict=True)
+            bias = torch.cat([b if b is not None else q.scale.new_zeros(len(q.codes)) for b, q in pairs])
+        return QuantizedLinear(concatenate(parts), bias)
+
+    def _tie_head(self) -> None:
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        if getattr(head, "weight", None) is not embedding.weight:
+            head = self._swap("lm_head", self._plain_linear(tuple(embedding.weight.shape), None))
+            head.weight = embedding.weight
+
+    def _plain_linear(self, shape: tuple[int, ...], bias: torch.Tensor | None) -> nn.Linear:
+        kind = {"device": self._device, "dtype": self._model.dtype}
+        linear = nn.Linear(shape[1], shape[0], bias=bias is not None, **kind).requires_grad_(False)
+        if bias is not None:
+            linear.bias.copy_(bias)
+        return linear
+
+    def _swap(self, path: str, module: nn.Module) -> nn.Module:
+        parent, _, leaf = path.rpartition(".")
+        setattr(self._model.get_submodule(parent), leaf, module)
+        return module
+
+    # --- what is resident ----------------------------------------------------------------------------------------
+
+    def resident(self, name: str) -> tuple[np.ndarray, ...]:
+        """One tensor as it would travel: (codes as bytes, scale), or (float32 values,)."""
+        if not self._unpacked or name not in self._unpacked:
+            # With those that it is fused with, as they are probably asked for next.
+            self._unpacked = dict(self._residents(self._fused_with(name)))
+        found = self._unpacked[name]
+        if len(found) == 1:
+            return (found[0].detach().cpu().numpy(),)
+        return found[0].cpu().contiguous().view(torch.uint8).numpy(), found[1].cpu().contiguous().numpy()
+
+    def _fused_with(self, name: str) -> list[str]:
+        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+        group = next((group for group in _FUSED if leaf in group), ())
+        if not group or not name.endswith(".weight"):
+            return [name]
+        owner = self._model.get_submodule(parent)  # some have up_proj and no gate_proj
+        return [f"{parent}.{member}.weight" for member in group if hasattr(owner, member)]
+
+    def _residents(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
+        """(name, its tensors); what is fused is unpacked once."""
+        wholes: dict[QuantizedLinear, QTensor] = {}
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            module = self._model.get_submodule(path)
+            if leaf != "weight" or not isinstance(module, QuantizedLinear | RowsOf):
+                yield name, (getattr(module, leaf).float(),)  # what it is computed with, exactly, in fewer bits
+                continue
+            whole = getattr(module, "whole", module)
+            if whole not in wholes:
+                wholes[whole] = whole.resident()
+            q = module.of(wholes[whole]) if isinstance(module, RowsOf) else wholes[whole]
+            yield name, (q.codes, q.scale)
+
+    def kernels(self) -> list[str]:
+        """What computes the linears now: "fbgemm", "emulation of int8", … or [] in full precision."""
+        quantized = [m for m in self._model.modules() if isinstance(m, QuantizedLinear)]
+        return sorted({m.kernel or f"emulation of {m.fmt.name}" for m in quantized})
+
+
+def _incomplete(manifest: Manifest, expected: set[str], found: set[str]) -> SyncError:
+    missing, extra = sorted(expected - found), sorted(found - expected)
+    return SyncError(f"version {manifest.version} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")

@@ -1,0 +1,293 @@
+"""A sync from end to end without Ray: real sender, learner, workers and engines, and every kind of damage between them.
+
+Damage is done to what one of two workers receives. It must end up with the right weights all the same, or be left out;
+and it must never generate before.
+"""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from qurl_ray.actors.rollout_worker import RolloutWorker
+from qurl_ray.config import load_config
+from qurl_ray.errors import QurlError, StaleWeights, SyncError
+from qurl_ray.learner.learner import make_learner
+from qurl_ray.loop import sender as sender_module
+from qurl_ray.loop.meeting import Meeting
+from qurl_ray.loop.objectives import objective_settings
+from qurl_ray.loop.refit import Refit
+from qurl_ray.loop.sender import Sender
+from qurl_ray.policy.load import load_model, tied_head
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.sync.delta import Delta
+from qurl_ray.sync.publish import Publisher
+from tests.conftest import requests_for
+
+
+class LocalFleet:
+    """What Refit needs of actors.fleet.Fleet, in this process. `damage` is done to what worker 1 receives first."""
+
+    def __init__(self, workers) -> None:
+        self.workers, self.out, self.damage = workers, set(), None
+        self.loads: list[int] = []
+
+    @property
+    def indices(self):
+        return [index for index in range(len(self.workers)) if index not in self.out]
+
+    def leave_out(self, index):
+        self.out.add(index)
+
+    async def load(self, indices, manifest, buckets, probe, timeout_s):
+        found = {}
+        for index in indices:
+            self.loads.append(index)
+            sent = buckets
+            if index == 1 and self.damage:
+                damage, always = self.damage
+                sent = damage([list(bucket) for bucket in buckets], self.workers[index])
+                self.damage = (damage, True) if always else None
+            try:
+                found[index] = self.workers[index].load(manifest, sent, probe)
+            except QurlError as error:
+                found[index] = error
+        return found
+
+
+class Rig:
+    """A learner, a sender, two workers, and what is said."""
+
+    def __init__(self, spec, tokenizer, *overrides) -> None:
+        self.config = load_config(None, ["quantization.uaq_scale=1", "rollout.slots=8", *overrides])
+        self.model = load_model(spec)
+        settings = objective_settings(self.config)
+        learner = make_learner(self.model, self.config.learner, settings, temperature=1.0, total_updates=1)
+        worker = lambda: RolloutWorker(spec, self.config.rollout, kernel="auto", threads=2)  # noqa: E731
+        self.fleet = LocalFleet([worker(), worker()])
+        self.warnings: list[str] = []
+        probe = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True)
+        self.refit = Refit(self.fleet, ranks=1, timeout_s=9, probe=probe, tolerance=0.2, warn=self.warnings.append)
+        loop = asyncio.new_event_loop()
+        remote = lambda f: SimpleNamespace(remote=lambda *a: loop.run_until_complete(f(*a)))  # noqa: E731
+
+        async def largest_code(name):
+            return 0 if name == "none" else get_format(name).weight_max
+
+        coordinator = SimpleNamespace(
+            offer=remote(self.refit.offer), conclude=remote(self.refit.conclude), weight_max_code=remote(largest_code)
+        )
+        names = quantized_parameters(self.model, self.config.quantization.keep)
+        publisher = Publisher(names, bucket_bytes=50_000, tied=tied_head(self.model))
+        self.sender = Sender(self.config, learner, publisher, coordinator, probe[0].prompt_ids)
+        self.requests = requests_for(tokenizer, 3, 2)
+
+    def move(self, by: float = 1e-4) -> None:
+        with torch.no_grad():
+            for index, parameter in enumerate(self.model.parameters()):
+                parameter += by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+
+    def answers(self, worker: int):
+        version = self.refit.version
+        return [c.logprobs.tolist() for c in self.fleet.workers[worker].generate(self.requests, version, 60)]
+
+
+@pytest.fixture
+def rig(tiny_spec, tokenizer, monkeypatch):
+    monkeypatch.setattr("qurl_ray.actors.rollout_worker.ray.get", lambda bucket: bucket)
+    monkeypatch.setattr(sender_module.ray, "put", lambda payloads: list(payloads))
+    monkeypatch.setattr(sender_module, "wait", lambda result, *_: result)
+    return lambda *overrides: Rig(tiny_spec, tokenizer, *overrides)
+
+
+@pytest.mark.parametrize("format_name", ["none", "int8", "fp8", "fp8_block"])
+def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, format_name):
+    rig = rig()
+    rig.sender.send(format_name)
+    assert rig.refit.metrics["sync/delta"] == 0
+    whole = rig.refit.metrics["sync/bytes"]
+    rig.move()
+    rig.sender.send(format_name)
+    metrics = rig.refit.metrics
+    assert rig.refit.version == 2
+    assert metrics["sync/probe_gap"] == metrics["sync/probe_gap_max"] == 0
+    assert metrics["sync/refits"] == 0
+    assert not rig.warnings
+    if format_name != "none":  # a float32 value that moves changes most of its bits
+        assert metrics["sync/delta"] == 1
+        assert metrics["sync/bytes"] < whole / 2
+    assert rig.answers(0) == rig.answers(1)
+
+
+def test_the_probe_knows_of_everything_that_engines_compute_with(rig):
+    rig = rig('quantization.keep=["embed_tokens"]')  # an INT8 head, tied to an embedding in bfloat16
+    rig.move(0.3)
+    rig.sender.send("int8")
+    assert rig.refit.metrics["sync/probe_gap_max"] == 0
+    head = rig.fleet.workers[0]._engine.resident("lm_head.weight")
+    assert [part.dtype for part in head] == [np.uint8, np.float32]
+    rig.sender.send("none")
+    assert rig.refit.metrics["sync/probe_gap_max"] == 0
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])
+def test_the_probe_knows_of_rounded_keys_and_values(rig, format_name, packing):
+    rig = rig("rollout.kv_cache=fp8", f"learner.packing={packing}")
+    for _ in range(2):  # the scales of the second version are not those of the first
+        rig.sender.send(format_name)
+        assert rig.refit.metrics["sync/probe_gap_max"] == 0
+        assert "emulation of fp8 keys and values" in rig.refit.kernels
+        rig.move(0.3)
+    assert not rig.warnings
+
+
+# --- damage --------------------------------------------------------------------------------------------------------
+
+
+def each(change):
+    """Damage that replaces the first payload (in any bucket) for which `change` returns something."""
+
+    def damage(buckets, worker):
+        for bucket in buckets:
+            for place, payload in enumerate(bucket):
+                changed = change(payload)
+                if changed is not None:
+                    bucket[place] = changed
+                    return buckets
+        raise AssertionError("nothing to damage")
+
+    return damage
+
+
+def flip(payload):
+    part = payload.parts[0]
+    if isinstance(part, Delta):
+        data = bytearray(part.data)
+        data[len(data) // 2] ^= 4
+        return replace(payload, parts=(replace(part, data=bytes(data)), *payload.parts[1:]))
+    damaged = part.copy()
+    damaged.reshape(-1)[7] ^= 1
+    return replace(payload, parts=(damaged, *payload.parts[1:]))
+
+
+def truncate(payload):
+    part = payload.parts[0]
+    if isinstance(part, Delta):
+        return replace(payload, parts=(replace(part, data=part.data[:-9]), *payload.parts[1:]))
+    return replace(payload, parts=(part[:-1], *payload.parts[1:]))
+
+
+def drop_bucket(buckets, worker):
+    return buckets[:-1]
+
+
+def swap_layers(buckets, worker):
+    found = {
+        p.name: (bucket, i) for bucket in buckets for i, p in enumerate(bucket) if p.name.endswith("up_proj.weight")
+    }
+    (one, (a, i)), (other, (b, j)) = list(found.items())[:2]
+    a[i], b[j] = replace(b[j], name=one), replace(a[i], name=other)
+    return buckets
+
+
+def foreign_base(buckets, worker):
+    """The engine holds other weights than it believes: the delta is added to the wrong codes."""
+    module = next(m for m in worker._engine._model.modules() if hasattr(m, "weight") and m.weight.ndim == 1)
+    module.weight.data.add_(0.5)
+    return buckets
+
+
+def stale_version(buckets, worker):
+    """The engine missed a version. (What is refused here is seen before anything is decoded.)"""
+    worker._engine.version = 0
+    return [[replace(p, base_version=0) if p.base_version is not None else p for p in b] for b in buckets]
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["whole", "delta"])
+@pytest.mark.parametrize("damage", [each(flip), each(truncate), drop_bucket, swap_layers], ids=lambda d: d.__name__)
+def test_damage_is_healed_by_a_refit_in_full_and_said(rig, damage, second):
+    rig = rig()
+    if second:
+        rig.sender.send("int8")
+        rig.move()
+    rig.fleet.damage = damage, False
+    rig.fleet.loads.clear()
+    rig.sender.send("int8")
+    assert rig.fleet.loads == [0, 1, 1]  # the other one is not bothered
+    assert rig.refit.metrics["sync/refits"] == 1
+    (warning,) = rig.warnings
+    assert f"rollout worker 1 is in quarantine and gets weights {rig.refit.version} in full" in warning
+    assert rig.refit.metrics["sync/probe_gap_max"] == 0
+    assert rig.answers(0) == rig.answers(1)
+
+
+@pytest.mark.parametrize("damage", [foreign_base, stale_version])
+def test_a_delta_to_other_weights_is_refused_and_healed(rig, damage):
+    rig = rig()
+    rig.sender.send("int8")
+    rig.move()
+    rig.fleet.damage = damage, False
+    rig.sender.send("int8")
+    assert len(rig.warnings) == 1
+    assert rig.answers(0) == rig.answers(1)
+    rig.move()
+    rig.sender.send("int8")  # and deltas go on from there
+    assert rig.refit.metrics["sync/delta"] == 1
+    assert len(rig.warnings) == 1
+
+
+@pytest.mark.parametrize("broken", [lambda logits: logits * 3, lambda logits: logits * float("nan")])
+def test_the_probe_finds_what_fingerprints_cannot(rig, monkeypatch, broken):
+    rig = rig()
+    rig.sender.send("int8")
+    engine = rig.fleet.workers[1]._engine
+    original = engine._model.lm_head.forward
+    engine._model.lm_head.forward = lambda x: broken(original(x))
+    rig.move()
+    rig.sender.send("int8")
+    assert "in quarantine" in rig.warnings[0]
+    assert "log-probs of the probe are off by" in rig.warnings[0]
+    assert "rollout worker 1 is left out" in rig.warnings[1]
+    assert rig.fleet.indices == [0]
+    rig.move()
+    rig.sender.send("int8")
+    assert len(rig.warnings) == 2
+
+
+def test_without_a_fit_engine_the_run_ends_and_none_generates(rig):
+    rig = rig()
+    rig.sender.send("int8")
+    rig.fleet.leave_out(0)
+    rig.fleet.damage = each(flip), True
+    rig.move()
+    with pytest.raises(SyncError, match="no rollout worker could take weights 2"):
+        rig.sender.send("int8")
+    for version in (1, 2):
+        with pytest.raises(StaleWeights):
+            rig.fleet.workers[1].generate(rig.requests, version, 60)
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_hear_of_one_outcome_in_their_order_and_of_its_error():
+    async def both(action):
+        meeting = Meeting(2)
+        calls = [meeting.attend("key", rank, f"from {rank}", action) for rank in (1, 0)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert not meeting._tables
+        return found
+
+    async def join(brought):
+        return " and ".join(brought)
+
+    async def fail(brought):
+        raise SyncError("no")
+
+    assert asyncio.run(both(join)) == ["from 0 and from 1"] * 2
+    assert [str(error) for error in asyncio.run(both(fail))] == ["no", "no"]

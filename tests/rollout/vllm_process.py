@@ -1,0 +1,154 @@
+"""A VllmEngine in a process of its own, as in an actor: vllm patches torch, and would change it under other tests."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+START_S = 200
+
+
+class EngineProcess:
+    """Calls of a VllmEngine, with a deadline each.
+
+    Example:
+        with EngineProcess(spec, slots=8) as engine:
+            engine.call("load", manifest, buckets)
+            ticket = engine.start("generate", requests, version=1)
+            completions = engine.result(ticket)
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, args, kwargs))
+        self._process.start()
+        theirs.close()
+        self._tickets = itertools.count(1)
+        self._replies: dict[int, tuple[bool, Any]] = {}
+        self._known: list[psutil.Process] = []
+        try:
+            self.result(0, START_S)
+        except BaseException:
+            self.end()
+            raise
+
+    def start(self, method: str, *args: object, **kwargs: object) -> int:
+        """Begin a call, in a thread of its own over there."""
+        ticket = next(self._tickets)
+        self._pipe.send((ticket, method, args, kwargs))
+        return ticket
+
+    def result(self, ticket: int, timeout_s: float = 60) -> Any:
+        """The result of a call, or raise its error."""
+        until = time.monotonic() + timeout_s
+        while ticket not in self._replies:
+            if not self._pipe.poll(max(0.0, until - time.monotonic())):
+                raise TimeoutError(f"no answer of the engine's process in {timeout_s} s")
+            number, good, value = self._pipe.recv()
+            self._replies[number] = good, value
+        good, value = self._replies.pop(ticket)
+        if not good:
+            raise value
+        return value
+
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:
+        return self.result(self.start(method, *args, **kwargs))
+
+    def processes(self) -> list[psutil.Process]:
+        """The engine's process and all that it started."""
+        self._known = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
+        return self._known
+
+    def end(self) -> None:
+        """Kill what is left."""
+        if self._process.is_alive():
+            self.processes()
+            self._process.kill()
+        self._process.join(10)
+        for process in self._known:
+            if process.is_running():
+                process.kill()
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._process.is_alive():
+                self.processes()
+                self.call("close")
+        finally:
+            self.end()
+
+
+def _serve(pipe: Connection, args: tuple, kwargs: dict) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    lock = threading.Lock()
+
+    def reply(ticket: int, work: Any) -> None:
+        try:
+            good, value = True, work()
+        except Exception as error:
+            good, value = False, error
+        with lock:
+            pipe.send((ticket, good, value))
+
+    engine = None
+
+    def make() -> None:
+        nonlocal engine
+        from qurl_ray.rollout.vllm_engine import VllmEngine
+
+        engine = VllmEngine(*args, **kwargs)
+
+    reply(0, make)
+    while engine is not None:
+        ticket, method, args, kwargs = pipe.recv()
+
+        def work(method: str = method, args: tuple = args, kwargs: dict = kwargs) -> Any:
+            if method in _INSIDE:
+                return _INSIDE[method](engine, *args)
+            found = getattr(engine, method)
+            return found(*args, **kwargs) if callable(found) else found
+
+        threading.Thread(target=reply, args=(ticket, work), daemon=True).start()
+
+
+def cached_tokens(engine: Any, prompt: list[int]) -> int:
+    """How many tokens of a prompt vLLM finds in its prefix cache: it says so itself."""
+    from vllm.sampling_params import SamplingParams
+
+    server = engine._server
+
+    async def ask() -> int:
+        answers = server._llm.generate(
+            {"prompt_token_ids": prompt}, SamplingParams(max_tokens=1, detokenize=False), "x"
+        )
+        return [answer.num_cached_tokens async for answer in answers][-1]
+
+    return server._call(ask(), "vLLM's prefix cache", 30)
+
+
+def format_of(_: Any, settings: dict, module: str) -> str | None:
+    """What the plugin makes of a linear, from its settings."""
+    from qurl_ray.rollout.vllm_plugin import QurlConfig
+
+    config = QurlConfig.from_config({"quant_method": "qurl", **settings})
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    fmt = config.format_of(module)
+    return fmt.name if fmt else None
+
+
+def die(_: Any) -> None:
+    """As an actor dies that is killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_INSIDE = {"cached_tokens": cached_tokens, "format_of": format_of, "die": die}
