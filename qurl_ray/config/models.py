@@ -141,8 +141,6 @@ TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask, Field(di
 class VllmConfig(Section):
     """Of the engines, with `rollout.engine=vllm`."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of activations and of weights that are not quantized; the 16-bit ones are for GPUs."""
     tensor_parallel: int = Field(1, ge=1)
     """Processes (GPUs on CUDA) that share one engine's weights."""
     kv_cache_gb: float | None = Field(None, gt=0)
@@ -160,7 +158,10 @@ class RolloutConfig(Section):
     quantization."""
     vllm: VllmConfig = VllmConfig()
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where engines compute. `cuda` needs `engine=vllm`, and gives each worker its `vllm.tensor_parallel` GPUs."""
+    """Where engines compute. `cuda` gives each worker a GPU of its own, or `vllm.tensor_parallel` of them. Not measured
+    yet."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations, and of weights that are not quantized. bfloat16 is for GPUs."""
     workers: int = Field(1, ge=1)
     prompts_per_step: int = Field(64, ge=1)
     samples_per_prompt: int = Field(8, ge=1)
@@ -276,7 +277,7 @@ class SyncConfig(Section):
     """Send only what changed since the version that the engines hold; all of it where they hold another."""
     unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
     """How embeddings, norms and other tensors outside the quantized set travel, and what engines then compute with:
-    `auto` is bfloat16 beside codes, and float32 in a version without codes."""
+    `auto` is bfloat16 beside codes and for engines in bfloat16, else float32."""
     bucket_mb: int = Field(64, ge=1)
     """Tensors travel in buckets of so many MiB, which bounds what a sync holds in memory besides the weights."""
     probe_tokens: int = Field(8, ge=0)
@@ -377,8 +378,8 @@ class RunConfig(Section):
             )
         if algorithm.overlong_buffer > rollout.max_new_tokens:
             raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
-        if rollout.device == "cuda" and rollout.engine == "torch":
-            raise ValueError("rollout.device=cuda needs rollout.engine=vllm: the torch engine computes on the CPU")
+        if rollout.dtype == "bfloat16" and self.sync.unquantized == "float32":
+            raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
         if rollout.engine == "vllm" and rollout.kv_cache != "full":
             raise ValueError("rollout.kv_cache=fp8 is the torch engine's: the learner knows nothing of vLLM's")
         if self.quantization.rounding != "nearest" and (self.sync.delta or self.sync.probe_tokens):

@@ -47,7 +47,7 @@ class Sender:
             fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
         unquantized = self._config.sync.unquantized
         if unquantized == "auto":
-            unquantized = "bfloat16" if fmt else "float32"
+            unquantized = "bfloat16" if fmt or self._config.rollout.dtype == "bfloat16" else "float32"
         base = self._version if self._config.sync.delta and self.sent == format_name else None
         self._version += 1
         buckets = self._publisher.prepare(

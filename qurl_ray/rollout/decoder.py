@@ -42,7 +42,7 @@ class _Norm:
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
+        wide = x if x.dtype == torch.float32 else x.float()
         scale = wide.pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self.weight)
 

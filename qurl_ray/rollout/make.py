@@ -1,5 +1,7 @@
 """The configured engine."""
 
+import torch
+
 from qurl_ray.config.models import RolloutConfig
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import PolicySpec
@@ -19,7 +21,7 @@ def make_engine(spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads
         return VllmEngine(
             spec,
             slots=config.slots,
-            dtype=config.vllm.dtype,
+            dtype=config.dtype,
             tensor_parallel=config.vllm.tensor_parallel,
             kv_cache_bytes=None if cache is None else int(cache * 2**30),
             kernel=kernel,
@@ -28,4 +30,11 @@ def make_engine(spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads
         )
     from qurl_ray.rollout.torch_engine import TorchEngine
 
-    return TorchEngine(spec, slots=config.slots, kernel=kernel, kv_cache=config.kv_cache)
+    return TorchEngine(
+        spec,
+        slots=config.slots,
+        kernel=kernel,
+        kv_cache=config.kv_cache,
+        device=config.device,
+        dtype=getattr(torch, config.dtype),
+    )

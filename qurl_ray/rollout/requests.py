@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from qurl_ray.errors import EngineError
+from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
 
@@ -36,6 +36,22 @@ def make_requests(
         for place, (problem, prompt) in enumerate(zip(problems, map(encode, problems), strict=True))
         for sample in range(samples)
     ]
+
+
+def check_requests(requests: Sequence[Request], *, held: int | None, version: int, context: int) -> None:
+    """Whether an engine that holds weights `held` (None: unverified ones) may answer these.
+
+    Raises:
+        StaleWeights: it does not hold `version`.
+        EngineError: prompt and answer of a request do not fit `context` tokens.
+    """
+    if held != version:
+        found = "unverified weights" if held is None else f"weights {held}"
+        raise StaleWeights(f"engine holds {found}, caller wants {version}")
+    for request in requests:
+        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        if not prompt or new < 1 or prompt + new > context:
+            raise EngineError(f"{request.uid}: {prompt} prompt + {new} new tokens do not fit the context of {context}")
 
 
 def check_logprobs(completions: Sequence[Completion]) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from qurl_ray.errors import EngineError, StaleWeights
+from qurl_ray.errors import EngineError
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.quant.formats import get_format
@@ -22,6 +22,7 @@ from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.batch import RunningBatch
 from qurl_ray.rollout.decoder import Decoder, knows
 from qurl_ray.rollout.engine import Buffers
+from qurl_ray.rollout.requests import check_requests
 from qurl_ray.rollout.slots import Fp8SlotCache, SlotCache
 from qurl_ray.rollout.weights import EngineWeights
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
@@ -111,11 +112,7 @@ class TorchEngine:
     def generate(
         self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
     ) -> list[Completion]:
-        if self.version != version:
-            held = "unverified weights" if self.version is None else f"weights {self.version}"
-            raise StaleWeights(f"engine holds {held}, caller wants {version}")
-        for request in requests:
-            self._check(request)
+        check_requests(requests, held=self.version, version=version, context=self._context)
         if not requests:
             return []
         ends = time.monotonic() + deadline_s if deadline_s is not None else math.inf
@@ -148,14 +145,6 @@ class TorchEngine:
         batch.end([index for index in everywhere if requests[index].uid in uids], "cancelled")
         self._retire(cache, batch)
         return deque(item for item in waiting if item[1].uid not in uids)
-
-    def _check(self, request: Request) -> None:
-        total = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if not len(request.prompt_ids) or request.sampling.max_new_tokens < 1 or total > self._context:
-            raise EngineError(
-                f"{request.uid}: {len(request.prompt_ids)} prompt + {request.sampling.max_new_tokens} new tokens "
-                f"do not fit the context of {self._context}"
-            )
 
     def _slots_for(self, requests: Sequence[Request]) -> SlotCache:
         """A cache large enough for these requests; the last one if it is."""

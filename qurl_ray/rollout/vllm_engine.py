@@ -14,12 +14,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
+from qurl_ray.errors import EngineError, QuantizationError, SyncError
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.engine import Buffers
+from qurl_ray.rollout.requests import check_requests
 from qurl_ray.rollout.vllm_server import VllmServer
 from qurl_ray.rollout.vllm_shards import Piece, assemble
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
@@ -207,21 +208,9 @@ class VllmEngine:
             StaleWeights: the engine does not hold `version`.
             EngineError: a request does not fit the context, or vLLM failed.
         """
-        if self.version != version:
-            held = "unverified weights" if self.version is None else f"weights {self.version}"
-            raise StaleWeights(f"engine holds {held}, caller wants {version}")
+        check_requests(requests, held=self.version, version=version, context=self._context)
         self._check_awake()
-        for request in requests:
-            self._check(request)
         return self._server.generate(requests, version, deadline_s) if requests else []
-
-    def _check(self, request: Request) -> None:
-        total = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if not len(request.prompt_ids) or total > self._context:
-            raise EngineError(
-                f"{request.uid}: {len(request.prompt_ids)} prompt + {request.sampling.max_new_tokens} new tokens "
-                f"do not fit the context of {self._context}"
-            )
 
     def cancel(self, uids: Collection[str]) -> None:
         """End these requests, from any thread; they come back with what they have. Unknown ones are ignored."""

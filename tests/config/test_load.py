@@ -240,6 +240,27 @@ def test_uaq_with_full_precision_rollouts_is_refused(load):
     assert "quantization.uaq_scale must be 1 when rollout.quantization is none" in message
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "error_feedback"])
+@pytest.mark.parametrize("missing", ["delta", "probe_tokens"])
+def test_experimental_rounding_is_refused_with_a_delta_sync_or_a_probe(load, rounding, missing):
+    without = {"delta": "delta: false", "probe_tokens": "probe_tokens: 0"}
+    load(f"quantization: {{rounding: {rounding}}}\nsync: {{{', '.join(without.values())}}}")
+    del without[missing]
+    message = complaint(load, f"quantization: {{rounding: {rounding}}}\nsync: {{{', '.join(without.values())}}}")
+    assert "set sync.delta=false and sync.probe_tokens=0 with it" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("rollout: {engine: vllm, kv_cache: fp8}", "rollout.kv_cache=fp8 is the torch engine's"),
+        ("rollout: {dtype: bfloat16}\nsync: {unquantized: float32}", "rollout.dtype=bfloat16 cannot hold"),
+    ],
+)
+def test_engines_that_could_not_do_it_are_refused(load, text, reason):
+    assert reason in complaint(load, text)
+
+
 def test_a_penalty_longer_than_the_answer_is_refused(load):
     message = complaint(load, "rollout: {max_new_tokens: 4}\nalgorithm: {overlong_buffer: 5}")
     assert "algorithm.overlong_buffer exceeds rollout.max_new_tokens" in message

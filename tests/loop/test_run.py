@@ -165,6 +165,13 @@ def test_a_fleet_that_cannot_be_placed_says_what_is_missing(tmp_path, cluster):
         small_run(tmp_path, "rollout.workers=9", "rollout.start_timeout_s=3")
 
 
+def test_rollouts_that_take_too_long_end_the_run_and_say_how_far_they_came(tmp_path, cluster):
+    with pytest.raises(
+        DeadlineExceeded, match=r"waited 0.01 s for rollouts of 40 requests .*: \d+ are unfinished, after up"
+    ):
+        small_run(tmp_path, "rollout.timeout_s=0.01")
+
+
 def test_ranks_that_cannot_be_placed_end_the_run_and_not_in_a_hang(tmp_path, cluster):
     with pytest.raises(DeadlineExceeded, match=r"9 learner rank\(s\).*were not placed within 4 s"):
         small_run(tmp_path, "learner.workers=9", "learner.timeout_s=4")
