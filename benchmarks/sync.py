@@ -23,7 +23,7 @@ from loop import machine
 from matplotlib import pyplot as plt
 from transformers import PreTrainedModel
 
-from qurl_ray.config.models import LearnerConfig, QuantizationConfig
+from qurl_ray.config.models import LearnerConfig, QuantizationConfig, SyncConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.probe import Codes
@@ -85,11 +85,11 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
     config = LearnerConfig(lr=LR, tokens_per_micro_batch=tokens)
     learner = make_learner(model, config, settings, temperature=1.0, total_updates=100)
     engine = TorchEngine(spec, slots=SLOTS)
-    probe = engines.requests(model.config.vocab_size, [8] * 4, 32)
+    probe = engines.requests(model.config.vocab_size, [4] * 2, 40)  # as loop.collect asks by default
     probe = [type(r)(uid=r.uid, prompt_ids=probe[0].prompt_ids, seed=r.seed, sampling=r.sampling) for r in probe]
     return Sync(
         learner=learner,
-        publisher=Publisher(quantized_parameters(model, KEEP)),
+        publisher=Publisher(quantized_parameters(model, KEEP), bucket_bytes=SyncConfig().bucket_mb << 20),
         engine=engine,
         fmt=get_format("int8", engine.weight_max_code("int8")),
         probe=probe,

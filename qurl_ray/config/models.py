@@ -278,9 +278,9 @@ class SyncConfig(Section):
     unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
     """How embeddings, norms and other tensors outside the quantized set travel, and what engines then compute with:
     `auto` is bfloat16 beside codes and for engines in bfloat16, else float32."""
-    bucket_mb: int = Field(64, ge=1)
+    bucket_mb: int = Field(32, ge=1)
     """Tensors travel in buckets of so many MiB, which bounds what a sync holds in memory besides the weights."""
-    probe_tokens: int = Field(8, ge=0)
+    probe_tokens: int = Field(4, ge=0)
     """Tokens that every engine draws after each sync from a fixed prompt, whose log-probs must be those of the
     learner's forward through the same codes; 0 leaves this check out."""
     probe_tolerance: float = Field(0.2, gt=0)

@@ -5,7 +5,7 @@ bit depends on it. Their names, shapes and fingerprints stay those of the checkp
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -61,6 +61,8 @@ class EngineWeights:
         self._optional = {HEAD: tuple(embedding.shape)} if tied else {}  # sent besides if it is quantized
         self._waiting: dict[str, QTensor] = {}
         """By path: codes that are not in a linear yet."""
+        self._packing: list[tuple[list[str], list[int], Future[QuantizedLinear]]] = []
+        """Paths, their rows, and the linear of them all."""
         self._unpacked: dict[str, tuple[torch.Tensor, ...]] | None = None
         """What `resident` looked up last, while a load goes on."""
 
@@ -79,7 +81,7 @@ class EngineWeights:
         for name, shape in (self._shapes | self._optional).items():
             if name in records and records[name].shape != shape:
                 raise SyncError(f"{name} has shape {records[name].shape}, expected {shape}")
-        self._waiting, self._unpacked = {}, None
+        self._waiting, self._packing, self._unpacked = {}, [], None
         placed: set[str] = set()
         # Packing, unpacking and sums are single-threaded, and leave Python's lock to others.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -89,10 +91,12 @@ class EngineWeights:
                         raise _incomplete(manifest, set(records), {*placed, name})
                     self._place(records[name], parts, manifest.weight_max_code)
                     placed.add(name)
-                self._install(pool, whole_groups_only=True)
+                self._settle()  # what was packed while this bucket was decoded
+                self._pack(pool, whole_groups_only=True)
             if placed != set(records):
                 raise _incomplete(manifest, set(records), placed)
-            self._install(pool, whole_groups_only=False)
+            self._pack(pool, whole_groups_only=False)
+            self._settle()
             if set(self._optional) - set(records):
                 self._tie_head()
             self._verify(manifest, pool)
@@ -129,8 +133,8 @@ class EngineWeights:
         q = QTensor.from_numpy(*parts, get_format(record.format, max_code))
         self._waiting[path] = QTensor(codes=q.codes.to(self._device), scale=q.scale.to(self._device), fmt=q.fmt)
 
-    def _install(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
-        """Put what waits in its place, fused where the whole group is here."""
+    def _pack(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
+        """Begin to make linears of what waits, fused where the whole group is here."""
         groups = []
         for path in list(self._waiting):
             group = self._group(path, self._waiting[path])
@@ -139,15 +143,23 @@ class EngineWeights:
                 groups.append(group)
             elif not (complete or whole_groups_only):  # the others of its group are not quantized
                 groups.append([path])
-        parts = [[self._waiting.pop(path) for path in group] for group in groups]
-        rows = [[len(q.codes) for q in qs] for qs in parts]
-        for group, sizes, whole in zip(groups, rows, pool.map(self._linear, groups, parts), strict=True):
+        for group in groups:
+            parts = [self._waiting.pop(path) for path in group]
+            sizes = [len(q.codes) for q in parts]
+            self._packing.append((group, sizes, pool.submit(self._linear, parts)))
+
+    def _settle(self) -> None:
+        """Put what was packed into its place."""
+        for group, sizes, packing in self._packing:
+            whole = packing.result()
+            whole.bias = self._biases(group, sizes)
             if len(group) == 1:
                 self._swap(group[0], whole)
                 continue
             borders = pairwise([0, *accumulate(sizes)])
             for path, (start, stop) in zip(group, borders, strict=True):
                 self._swap(path, RowsOf(whole, start, stop))
+        self._packing.clear()
 
     def _group(self, path: str, q: QTensor) -> list[str]:
         """Paths of the linears that are fused with this one, itself included."""
@@ -157,16 +169,17 @@ class EngineWeights:
             return [path]
         return [f"{parent}.{name}" for name in names]
 
-    def _linear(self, paths: Sequence[str], parts: Sequence[QTensor]) -> QuantizedLinear:
-        """One that computes them all, with the biases that are there now."""
+    def _linear(self, parts: Sequence[QTensor]) -> QuantizedLinear:
+        """One that computes them all, without a bias: those may still arrive."""
+        return QuantizedLinear(concatenate(parts), None, emulate=self._emulate)
+
+    def _biases(self, paths: Sequence[str], sizes: Sequence[int]) -> torch.Tensor | None:
+        """Of these linears, as they are now; zeros where one of several has none."""
         biases = [self._model.get_submodule(path).bias for path in paths]
-        if len(parts) == 1:
-            return QuantizedLinear(parts[0], biases[0], emulate=self._emulate)
-        bias = None
-        if any(bias is not None for bias in biases):
-            pairs = zip(biases, parts, strict=True)
-            bias = torch.cat([b if b is not None else q.scale.new_zeros(len(q.codes)) for b, q in pairs])
-        return QuantizedLinear(concatenate(parts), bias)
+        if all(bias is None for bias in biases):
+            return None
+        like = next(bias for bias in biases if bias is not None)
+        return torch.cat([like.new_zeros(n) if b is None else b for b, n in zip(biases, sizes, strict=True)])
 
     def _tie_head(self) -> None:
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()

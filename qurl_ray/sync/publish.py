@@ -23,6 +23,7 @@ from qurl_ray.types import Manifest, TensorRecord
 
 Unquantized = Literal["float32", "bfloat16"]
 """How tensors outside the quantized set travel; engines hold them as float32 either way."""
+_ITEM_BYTES = {"codes": 1, "bfloat16": 2, "float32": 4}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -53,7 +54,7 @@ class Publisher:
     rank: int = 0
     ranks: int = 1
     bucket_bytes: int = 1 << 26
-    """Largest bucket; a tensor that is larger is one of its own."""
+    """Largest bucket, its deltas decoded, scales aside; a tensor that is larger is one of its own."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """{"lm_head.weight": "model.embed_tokens.weight"}: names, if in `quantized`, that are sent as codes of a parameter
     beside it, by the rank of that parameter."""
@@ -208,14 +209,15 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _buckets(messages: Iterable[tuple[TensorRecord, Payload]], limit: int) -> Iterator[Bucket]:
-    """Messages in their order, as many to a bucket as `limit` bytes take."""
+    """Messages in their order, as many to a bucket as take `limit` bytes once they are decoded."""
     held, size = [], 0
     for record, payload in messages:
-        if held and size + record.bytes > limit:
+        decoded = math.prod(record.shape) * _ITEM_BYTES[payload.encoding]
+        if held and size + decoded > limit:
             yield _bucket(held)
             held, size = [], 0
         held.append((record, payload))
-        size += record.bytes
+        size += decoded
     if held:
         yield _bucket(held)
 
