@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from qurl_ray.policy.attention import KEY_MULTIPLE, hidden_keys, round_up
+from qurl_ray.policy.attention import hidden_keys, round_up
 from qurl_ray.policy.kv import KVScales, dequantize, quantize
 
 
@@ -40,12 +40,11 @@ class SlotCache:
         """The next forward holds whole prompts: prompt sources[i] goes to row rows[i]."""
         self._rows, self._sources, self.hidden = rows, sources, None
 
-    def decode(self, positions: torch.Tensor, multiple: int = KEY_MULTIPLE) -> None:
-        """The next forward holds one token for each of the first len(positions) rows, at these positions, and looks at
-        a `multiple` of keys."""
+    def decode(self, positions: torch.Tensor) -> None:
+        """The next forward holds one token for each of the first len(positions) rows, at these positions."""
         count, heads = len(positions), self._keys[0].shape[1]
         self._count = count
-        self._visible = min(self.length, round_up(int(positions.max()) + 1, multiple))
+        self._visible = round_up(int(positions.max()) + 1)
         rows = torch.arange(count)[:, None] * heads + torch.arange(heads)
         self._places = (rows * self.length + positions[:, None]).flatten().to(self._keys[0].device)
         hidden = hidden_keys(positions[:, None], self._visible)[:, None]
