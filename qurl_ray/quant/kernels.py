@@ -6,6 +6,7 @@ another way than its format asks for.
 
 | kernel | device | formats | widths |
 |---|---|---|---|
+| onednn | x86 CPU with AMX | int8 | any |
 | fbgemm | x86 CPU | int8 | any |
 | int_mm | CUDA | int8 | multiples of 8 |
 | scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
@@ -18,6 +19,7 @@ emulation. Nor is there one for FP8 on CPUs, where `scaled_mm` exists and is slo
 (docs/LOG.md).
 """
 
+import os
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from torch.nn.functional import ScalingType, pad
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.quantize import QTensor, quantize_rows, row_maximum
+from qurl_ray.quant.quantize import QTensor, quantize_rows, quantize_rows_int8, row_maximum
 
 
 class Kernel(ABC):
@@ -87,6 +89,53 @@ class Kernel(ABC):
 class _Prepacked:
     weight: torch.ScriptObject
     fmt: Format
+
+
+class OneDnn(Kernel):
+    """INT8 on x86 CPUs with AMX: sums in int32, so that a row's result cannot depend on the batch.
+
+    Without AMX oneDNN computes this product by a plain loop, a thousand times as long.
+    """
+
+    name = "onednn"
+    device_type = "cpu"
+
+    def takes(self, fmt: Format) -> bool:
+        return _int8_by_row(fmt)
+
+    def lacks(self, device: torch.device) -> str | None:
+        allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+        if allowed not in ("ALL", "DEFAULT") and "AMX" not in allowed:
+            return f"AMX, which ONEDNN_MAX_CPU_ISA={allowed} leaves out"
+        built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
+        return None if built and torch.cpu._is_amx_tile_supported() else "an x86 CPU with AMX and a torch with oneDNN"
+
+    def pack(self, q: QTensor) -> QTensor:
+        codes = torch.ops.onednn.qlinear_prepack(q.codes.contiguous(), None)  # [K, N], in oneDNN's own order
+        return QTensor(codes=codes, scale=q.scale.contiguous(), fmt=q.fmt)
+
+    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
+        none = torch.zeros(len(packed.scale), dtype=torch.int64)  # the zero points
+        y = torch.ops.onednn.qlinear_pointwise(
+            codes_MK,
+            1 / packed.fmt.activation_max,
+            0,
+            packed.codes,
+            packed.scale[:, 0],
+            none,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        ).mul_(amax_M1)
+        return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], -1)
+
+    def unpack(self, packed: QTensor) -> QTensor:
+        return QTensor(codes=packed.codes.to_dense().t(), scale=packed.scale, fmt=packed.fmt)
 
 
 class Fbgemm(Kernel):
@@ -293,7 +342,7 @@ def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torc
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (Fbgemm(), IntMm(), ScaledMm(), ScaledMmBlock())}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (OneDnn(), Fbgemm(), IntMm(), ScaledMm(), ScaledMmBlock())}
 """By name. The first that supports a weight multiplies it."""
 
 

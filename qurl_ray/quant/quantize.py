@@ -41,6 +41,8 @@ class QTensor:
         return cls(codes=torch.tensor(codes).view(fmt.dtype), scale=torch.tensor(scale), fmt=fmt)
 
 
+_MIDDLE = torch.tensor(128.0)
+_ONE_APART = 1.5 * 2.0**23
 _LEAST = torch.finfo(torch.float32).tiny
 
 
@@ -151,10 +153,19 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     # Integers are rounded with the offset that unsigned kernels add (fused, 128 + x * activation_max): near a tie the
     # sum decides, and emulation and kernel then agree on every code. The offset is even, so ties still go to even.
     # Values of a float type lie closer near zero, where an offset would swallow them.
-    middle = 0.0 if fmt.dtype.is_floating_point else 128.0
+    middle = 0.0 if fmt.dtype.is_floating_point else _MIDDLE.item()
     shifted = torch.add(torch.full_like(amax_MG1, middle), x_MGg / amax_MG1, alpha=fmt.activation_max)
     codes = nearest(shifted, fmt).sub_(middle).flatten(-2)[..., :columns]
     return codes, amax_MG1[..., 0]
+
+
+def quantize_rows_int8(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_rows` of float32 for integer codes and one group per token, in half as many passes over x: (int8 [M, K],
+    maxima [M, 1])."""
+    amax_M1 = row_maximum(x_MK)
+    shifted = torch.add(_MIDDLE, x_MK / amax_M1, alpha=fmt.activation_max)
+    # Where floats are one apart, adding rounds to nearest, ties to even, and the low byte is the code.
+    return shifted.add_(_ONE_APART - _MIDDLE).view(torch.int32).to(torch.int8), amax_M1
 
 
 def dequantize_rows(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) -> torch.Tensor:

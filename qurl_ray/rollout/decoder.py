@@ -55,7 +55,7 @@ class _Layer:
     k_norm: _Norm | None
     out: Apply
     mlp_norm: _Norm
-    gate_up: Apply
+    gate_up: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     down: Apply
 
 
@@ -77,7 +77,7 @@ class Decoder:
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         for index, layer in enumerate(self._layers):
             x.add_(self._attention(index, layer, layer.attention_norm(x), cos, sin, positions_BT, cache))
-            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+            gate, up = layer.gate_up(layer.mlp_norm(x))
             x.add_(layer.down(silu(gate).mul_(up)))
         return self._norm(x)
 
@@ -112,12 +112,12 @@ def _layer(layer: nn.Module) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
-        qkv=_together(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_next_to_each_other(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         out=_apply(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_together(mlp.gate_proj, mlp.up_proj),
+        gate_up=_pair(mlp.gate_proj, mlp.up_proj),
         down=_apply(mlp.down_proj),
     )
 
@@ -133,9 +133,18 @@ def _apply(module: nn.Module) -> Apply:
     return lambda x: linear(x, weight, bias)
 
 
-def _together(*modules: nn.Module) -> Apply:
-    """Outputs next to each other; in one product where the linears are fused."""
-    if isinstance(modules[0], RowsOf) and all(m.whole is modules[0].whole for m in modules if isinstance(m, RowsOf)):
+def _next_to_each_other(*modules: nn.Module) -> Apply:
+    """Outputs in one tensor; in one product where the linears are fused."""
+    if isinstance(modules[0], RowsOf):
         return modules[0].whole.forward
     calls = [_apply(module) for module in modules]
     return lambda x: torch.cat([call(x) for call in calls], dim=-1)
+
+
+def _pair(first: nn.Module, second: nn.Module) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Both outputs; views of one product's where the linears are fused."""
+    if isinstance(first, RowsOf):
+        whole = first.whole
+        return lambda x: whole(x).chunk(2, dim=-1)
+    calls = _apply(first), _apply(second)
+    return lambda x: (calls[0](x), calls[1](x))

@@ -5,15 +5,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.kernels import KERNELS, kernel_for, named_kernel, why_emulated
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
-from qurl_ray.quant.quantize import QTensor, quantize
+from qurl_ray.quant.quantize import QTensor, quantize, quantize_rows, quantize_rows_int8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON_X86 = "fbgemm" in torch.backends.quantized.supported_engines
+HAS_AMX = KERNELS["onednn"].lacks(CPU) is None
 
 
 def weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -86,7 +89,10 @@ def test_without_a_gpu_there_is_no_kernel_for_one(monkeypatch):
 def test_other_processors_emulate_and_say_so(monkeypatch):
     monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["qnnpack"]))
     q = quantize(weight(8, 16), FORMATS["int8"])
-    assert why_emulated(q.fmt, CPU) == "fbgemm needs an x86 CPU and a torch built with it"
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert why_emulated(q.fmt, CPU) == (
+        "onednn needs an x86 CPU with AMX and a torch with oneDNN; fbgemm needs an x86 CPU and a torch built with it"
+    )
     assert QuantizedLinear(q, None).kernel is None
     assert weight_max_code(q.fmt, CPU) == 127
     with pytest.raises(QuantizationError, match="asked for cannot be used: fbgemm needs an x86 CPU"):
@@ -96,6 +102,7 @@ def test_other_processors_emulate_and_say_so(monkeypatch):
 @pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
 @pytest.mark.parametrize(("vnni", "top"), [(True, 127), (False, 63)])
 def test_weights_lose_a_bit_where_sums_of_16_bits_would_overflow(monkeypatch, vnni, top):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     assert weight_max_code(FORMATS["int8"], CPU) == top
     assert weight_max_code(get_format("int8", 31), CPU) == 31
@@ -105,7 +112,7 @@ def test_weights_lose_a_bit_where_sums_of_16_bits_would_overflow(monkeypatch, vn
 
 def test_kernels_that_cannot_be_used_are_refused_by_name():
     q = quantize(weight(8, 16), FORMATS["int8"])
-    with pytest.raises(QuantizationError, match="unknown kernel 'marlin'; known: fbgemm, int_mm"):
+    with pytest.raises(QuantizationError, match="unknown kernel 'marlin'; known: onednn, fbgemm, int_mm"):
         QuantizedLinear(q, None, kernel="marlin")
     with pytest.raises(QuantizationError, match="int_mm needs a device of type cuda, not cpu"):
         QuantizedLinear(q, None, kernel="int_mm")
@@ -117,7 +124,19 @@ def test_kernels_that_cannot_be_used_are_refused_by_name():
 @pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
 def test_a_kernel_can_be_asked_for():
     q = quantize(weight(8, 16), FORMATS["int8"])
-    assert QuantizedLinear(q, None, kernel="fbgemm").kernel == QuantizedLinear(q, None).kernel == "fbgemm"
+    assert QuantizedLinear(q, None, kernel="fbgemm").kernel == "fbgemm"
+    assert QuantizedLinear(q, None).kernel == ("onednn" if HAS_AMX else "fbgemm")
+
+
+def test_a_processor_kept_from_its_amx_uses_the_next_kernel(monkeypatch):
+    """Without it the product is right, and a thousand times as slow."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    for allowed, name in (("AVX512_CORE_VNNI", "fbgemm"), ("avx512_core_amx", "onednn"), ("DEFAULT", "onednn")):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", allowed)
+        assert kernel_for(FORMATS["int8"], CPU).name == name
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    with pytest.raises(QuantizationError, match="onednn needs AMX, which ONEDNN_MAX_CPU_ISA=AVX2 leaves out"):
+        named_kernel("onednn", FORMATS["int8"], CPU)
 
 
 # --- what they compute ----------------------------------------------------------------------------------------------
@@ -139,10 +158,11 @@ def int8_by_integers(x: np.ndarray, q: QTensor, bias: np.ndarray) -> np.ndarray:
     return codes @ q.codes.long().numpy().T * q.scale[:, 0].double().numpy() * top.astype(np.float64) / 127 + bias
 
 
+@pytest.mark.parametrize("name", ["int_mm", "onednn"])  # the latter, without AMX, is slow and right
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("columns", [64, 1024, 4096])
-def test_int_mm_sums_integers(rows, columns):
-    kernel, q = KERNELS["int_mm"], quantize(weight(24, columns), FORMATS["int8"])
+def test_integers_are_summed_exactly(name, rows, columns):
+    kernel, q = KERNELS[name], quantize(weight(24, columns), FORMATS["int8"])
     x, bias = inputs(rows, columns), weight(1, 24)[0]
     found = kernel.forward(x, kernel.pack(q), bias)
     expected = int8_by_integers(x.numpy(), q, bias.numpy())
@@ -163,6 +183,51 @@ def test_scaled_mm_computes_the_definition(shape, dtype):
     assert found.shape == expected.shape
     precision = 1e-5 if dtype == torch.float32 else 2**-7  # two roundings to bfloat16: of the product, of the sum
     torch.testing.assert_close(found.float(), expected, rtol=precision, atol=precision * float(expected.abs().max()))
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 300),
+    outputs=st.integers(1, 70),
+    top=st.sampled_from([127, 63]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_kernels_of_this_processor_agree_on_every_bit(rows, columns, outputs, top, seed):
+    """At ±63, which fbgemm multiplies everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    q = quantize(torch.randn(outputs, columns, generator=generator), get_format("int8", top))
+    x = torch.randn(rows, columns, generator=generator)
+    x[0] = 0
+    expected = reference_linear(x, q, None)
+    for kernel in KERNELS.values():
+        if kernel.supports(q.fmt, CPU) and kernel.weight_max(q.fmt) >= top:
+            packed = kernel.pack(q)
+            found = kernel.unpack(packed)
+            assert torch.equal(kernel.forward(x, packed, None), expected), kernel.name
+            assert torch.equal(found.codes, q.codes)
+            assert torch.equal(found.scale, q.scale)
+
+
+@given(values=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=300), seed=st.integers(0, 1000))
+def test_int8_rows_are_rounded_as_rows_of_any_format(values, seed):
+    x = torch.tensor([values, values[::-1]])
+    x[1] *= torch.randint(-127, 128, x[1].shape, generator=torch.Generator().manual_seed(seed)) / 127  # near ties
+    codes, amax = quantize_rows_int8(x, FORMATS["int8"])
+    expected = quantize_rows(x, FORMATS["int8"])
+    assert torch.equal(codes.float(), expected[0])
+    assert torch.equal(amax, expected[1])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_no_kernel_makes_numbers_of_what_is_not_one(bad):
+    q, x = quantize(weight(24, 64), FORMATS["int8"]), inputs(3, 64)
+    x[1, 5] = bad
+    for kernel in KERNELS.values():
+        if kernel.supports(q.fmt, CPU):
+            found = kernel.forward(x, kernel.pack(q), None)
+            assert not torch.isfinite(found[1]).any(), kernel.name
+            assert torch.isfinite(found[[0, 2]]).all()
 
 
 def block_product(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype) -> torch.Tensor:
