@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from qurl_ray.quant.quantize import floats
+
 E4M3_MAX = 448.0
 MARGIN = 2.0  # over what the fixed sequence showed, for sequences that it did not
 CALIBRATION_TOKENS = 64
@@ -45,7 +47,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 [B, key heads, T, d], exact unless subnormal."""
-    return codes.float().mul_(scale[:, None, None])
+    return floats(codes).mul_(scale[:, None, None])
 
 
 def rounded(key: torch.Tensor, value: torch.Tensor, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:

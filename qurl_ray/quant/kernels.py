@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.functional import ScalingType, pad
@@ -91,6 +92,17 @@ class _Prepacked:
     fmt: Format
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ordered:
+    codes: torch.Tensor
+    """[K, N], in oneDNN's own order."""
+    scale: torch.Tensor
+    """[N]"""
+    zeros: torch.Tensor
+    """int64 [N]: the zero points, as symmetric codes have them."""
+    fmt: Format
+
+
 class OneDnn(Kernel):
     """INT8 on x86 CPUs with AMX: sums in int32, so that a row's result cannot depend on the batch.
 
@@ -110,20 +122,20 @@ class OneDnn(Kernel):
         built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
         return None if built and torch.cpu._is_amx_tile_supported() else "an x86 CPU with AMX and a torch with oneDNN"
 
-    def pack(self, q: QTensor) -> QTensor:
-        codes = torch.ops.onednn.qlinear_prepack(q.codes.contiguous(), None)  # [K, N], in oneDNN's own order
-        return QTensor(codes=codes, scale=q.scale.contiguous(), fmt=q.fmt)
+    def pack(self, q: QTensor) -> _Ordered:
+        codes = torch.ops.onednn.qlinear_prepack(q.codes.contiguous(), None)
+        zeros = torch.zeros(len(q.scale), dtype=torch.int64)
+        return _Ordered(codes=codes, scale=q.scale[:, 0].contiguous(), zeros=zeros, fmt=q.fmt)
 
-    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, packed: _Ordered, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
-        none = torch.zeros(len(packed.scale), dtype=torch.int64)  # the zero points
         y = torch.ops.onednn.qlinear_pointwise(
             codes_MK,
             1 / packed.fmt.activation_max,
             0,
             packed.codes,
-            packed.scale[:, 0],
-            none,
+            packed.scale,
+            packed.zeros,
             None,
             1.0,
             0,
@@ -134,8 +146,10 @@ class OneDnn(Kernel):
         ).mul_(amax_M1)
         return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], -1)
 
-    def unpack(self, packed: QTensor) -> QTensor:
-        return QTensor(codes=packed.codes.to_dense().t(), scale=packed.scale, fmt=packed.fmt)
+    def unpack(self, packed: _Ordered) -> QTensor:
+        codes_KN = packed.codes.to_dense().numpy()  # which transposes faster than torch does
+        codes = torch.from_numpy(np.ascontiguousarray(codes_KN.T))
+        return QTensor(codes=codes, scale=packed.scale[:, None], fmt=packed.fmt)
 
 
 class Fbgemm(Kernel):
@@ -342,7 +356,8 @@ def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torc
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (OneDnn(), Fbgemm(), IntMm(), ScaledMm(), ScaledMmBlock())}
+_ALL = (OneDnn(), Fbgemm(), IntMm(), ScaledMm(), ScaledMmBlock())
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """By name. The first that supports a weight multiplies it."""
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.kernels import kernel_for, named_kernel
-from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize_rows
 
 
 def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -28,7 +28,7 @@ def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> 
     if q.fmt.activation_group:
         return nn.functional.linear(dequantize_rows(codes, amax, q.fmt), dequantize(q), bias).to(dtype)
     # One factor after the other, in the order of the integer kernels, so that both round alike.
-    y = nn.functional.linear(codes, q.codes.float()) * (q.scale[:, 0] * (1 / q.fmt.activation_max)) * amax
+    y = nn.functional.linear(codes, floats(q.codes)) * (q.scale[:, 0] * (1 / q.fmt.activation_max)) * amax
     return (y if bias is None else y + bias).to(dtype)
 
 
@@ -74,7 +74,7 @@ class QuantizedLinear(nn.Module):
             self._packed = self._kernel.pack(q)
         else:
             # Emulation multiplies floats: the codes are kept as such, exactly, and not converted at every call.
-            self.register_buffer("_codes", q.codes.float())
+            self.register_buffer("_codes", floats(q.codes))
             self.register_buffer("scale", q.scale)
 
     @property

@@ -128,7 +128,9 @@ class EngineWeights:
         if record.format == "none":
             if leaf == "weight" and isinstance(module, QuantizedLinear | RowsOf):
                 module = self._swap(path, self._plain_linear(record.shape, module.bias))
-            getattr(module, leaf).copy_(torch.tensor(parts[0]))  # a copy: buffers from an object store are read-only
+            # torch warns of buffers from an object store, which are read-only, unless it copies them.
+            values = torch.from_numpy(parts[0]) if parts[0].flags.writeable else torch.tensor(parts[0])
+            getattr(module, leaf).copy_(values)
             return
         q = QTensor.from_numpy(*parts, get_format(record.format, max_code))
         self._waiting[path] = QTensor(codes=q.codes.to(self._device), scale=q.scale.to(self._device), fmt=q.fmt)

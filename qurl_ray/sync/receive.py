@@ -3,6 +3,7 @@
 Deltas are added to what the engine holds now, asked of the engine itself: the receiver keeps no copy.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -82,9 +83,10 @@ def _narrowed(array: np.ndarray, width: int) -> np.ndarray:
     bits = np.ascontiguousarray(array).reshape(array.shape).view(np.uint32)
     if width == 4:
         return bits
-    if np.any(bits & 0xFFFF):
+    if np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
         raise SyncError("a delta in bfloat16 cannot be added to values that bfloat16 does not hold")
-    return (bits >> 16).astype(np.uint16)
+    halves = bits.reshape(-1).view(np.uint16).reshape(*bits.shape, 2)  # of no dimension, too
+    return np.ascontiguousarray(halves[..., int(sys.byteorder == "little")]).reshape(bits.shape)
 
 
 def _widened(bits: np.ndarray) -> np.ndarray:
