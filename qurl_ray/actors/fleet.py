@@ -18,6 +18,8 @@ from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 _MARGIN_S = 30.0  # engines notice their deadline between two tokens
 _CLOSE_S = 20.0
+IPC_SHARE = 0.5
+"""Of a GPU, for the learner and for the engine each, when one hands its memory to the other."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,20 +44,37 @@ class Fleet:
         self,
         indices: Sequence[int],
         manifest: Manifest,
-        buckets: Sequence[ObjectRef],
+        buckets: Sequence[ObjectRef] | None,
         probe: Sequence[Request],
         timeout_s: float,
     ) -> dict[int, Loaded | QurlError]:
-        """These workers load, verify and draw the probe; what each says, be it that it refuses the weights.
+        """These workers load, verify and draw the probe; what each says, be it that it refuses the weights. Without
+        buckets they have loaded, through vLLM's own transfer.
 
         Raises:
             DeadlineExceeded: a worker was not done in time.
             EngineError: a worker died.
         """
-        calls = [self.workers[index].load.remote(manifest, list(buckets), list(probe)) for index in indices]
+        calls = [self.workers[index].load.remote(manifest, buckets, list(probe)) for index in indices]
         what = f"workers to load and verify weights {manifest.version}"
         found = await _all([_or_refusal(call) for call in calls], timeout_s, what)
         return dict(zip(indices, found, strict=True))
+
+    async def expect(self, manifest: Manifest, scales: Sequence[ObjectRef], timeout_s: float) -> None:
+        """Make all workers ready for a version through vLLM's own transfer, also those that are left out: they are part
+        of its collectives."""
+        calls = [worker.expect.remote(manifest, scales) for worker in self.workers]
+        await _all(calls, timeout_s, f"workers to expect weights {manifest.version}")
+
+    async def transfer(self, method: str, arguments: dict, timeout_s: float) -> None:
+        """A step of that, by all."""
+        each = [arguments] * len(self.workers)
+        if "rank_offset" in (info := arguments.get("init_info", {})):
+            # vLLM numbers the workers of one engine: the engines get places one after the other, behind the sender.
+            size = (info["world_size"] - 1) // len(self.workers)
+            each = [{"init_info": info | {"rank_offset": 1 + i * size}} for i in range(len(self.workers))]
+        calls = [worker.transfer.remote(method, own) for worker, own in zip(self.workers, each, strict=True)]
+        await _all(calls, timeout_s, f"vLLM to {method}")
 
     async def generate(self, requests: Sequence[Request], version: int, timeout_s: float) -> list[Completion]:
         """Completions in the order of the requests. Neighbours go to one worker, so groups share their prefill.
@@ -96,14 +115,16 @@ class Fleet:
         remove_placement_group(self.placement)
 
 
-def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads: int) -> Fleet:
+def start_fleet(
+    config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads: int, transport: str = "object_store"
+) -> Fleet:
     """Place and start the workers.
 
     Raises:
         DeadlineExceeded: the cluster cannot hold them; the message says what is missing.
     """
     shared = config.vllm.tensor_parallel if config.engine == "vllm" else 1
-    gpus = shared if config.device == "cuda" else 0
+    gpus = 0 if config.device == "cpu" else IPC_SHARE if transport == "ipc" else shared
     bundle = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
     group = placement_group([bundle] * config.workers, strategy="PACK")
     if not group.wait(config.start_timeout_s):
@@ -120,7 +141,7 @@ def start_fleet(config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads
             max_restarts=0,
             max_concurrency=2,  # one to generate, one to cancel
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote(spec, config, kernel=kernel, threads=threads)
+        ).remote(spec, config, kernel=kernel, threads=threads, transport=transport)
         for index in range(config.workers)
     )
     return Fleet(workers=workers, placement=group)

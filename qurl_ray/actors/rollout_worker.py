@@ -26,26 +26,42 @@ class Loaded:
 class RolloutWorker:
     """Owns an engine; weights arrive as references to the senders' buckets, one copy per node."""
 
-    def __init__(self, spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int) -> None:
+    def __init__(
+        self, spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int, transport: str = "object_store"
+    ) -> None:
         torch.set_num_threads(threads)
-        self._engine = make_engine(spec, config, kernel=kernel, threads=threads)
+        self._engine = make_engine(spec, config, kernel=kernel, threads=threads, transport=transport)
 
     def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that this worker's kernel can take."""
         return self._engine.weight_max_code(format_name)
 
-    def load(self, manifest: Manifest, buckets: Sequence[ObjectRef], probe: Sequence[Request]) -> Loaded:
-        """Load and verify a version, then draw the probe from it.
+    def expect(self, manifest: Manifest, scales: Sequence[ObjectRef]) -> None:
+        """Make a vLLM engine ready for a version through its own transfer; `load` without buckets verifies it."""
+        self._engine.expect(manifest, {name: array for ref in scales for name, array in ray.get(ref).items()})
+
+    def transfer(self, method: str, arguments: dict) -> None:
+        """A step of that."""
+        self._engine.transfer(method, arguments)
+
+    def load(self, manifest: Manifest, buckets: Sequence[ObjectRef] | None, probe: Sequence[Request]) -> Loaded:
+        """Load and verify a version, or verify what was transferred, then draw the probe from it.
 
         Raises:
             SyncError: it is damaged, or a delta to a version that this engine does not hold.
         """
+        if buckets is None:
+            self._engine.accept(manifest)
+        else:
+            self._load(manifest, buckets)
+        return Loaded(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
+
+    def _load(self, manifest: Manifest, buckets: Sequence[ObjectRef]) -> None:
         base = manifest.base_version
         if base is not None and self._engine.version != base:
             raise SyncError(f"version {manifest.version} is a delta to {base}, the engine holds {self._engine.version}")
         arrived = (ray.get(bucket) for bucket in buckets)  # one at a time
         self._engine.load(manifest, unpack(arrived, manifest, self._engine.resident))
-        return Loaded(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
 
     def generate(self, requests: Sequence[Request], version: int, deadline_s: float) -> list[Completion]:
         return self._engine.generate(requests, version=version, deadline_s=deadline_s)

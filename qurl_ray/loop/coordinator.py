@@ -88,6 +88,14 @@ class Coordinator:
         """Add one rank's part of a version; see loop.refit.Refit."""
         return await self._refit.offer(offer, buckets)
 
+    async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
+        """Announce one rank's part of a version that vLLM's own transfer brings; see loop.refit.Refit."""
+        await self._refit.expect(offer, scales)
+
+    async def transfer(self, method: str, arguments: dict) -> None:
+        """A step of that, for all engines."""
+        await self._fleet.transfer(method, arguments, self._config.sync.timeout_s)
+
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
         """Tell how far the engines' probes are off. True: offer the version once more, in full."""
         again = await self._refit.conclude(version, attempt, rank, gaps)

@@ -34,6 +34,8 @@ class Offer:
     format: str
     weight_max_code: int | None
     records: tuple[TensorRecord, ...]
+    transferred: bool = False
+    """The engines have it from vLLM's own transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,12 @@ class Refit:
         self.kernels: list[str] = []
         self.metrics: dict[str, float] = {}
 
+    async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
+        """Announce one rank's part of a version that vLLM's own transfer brings, with the scales of its codes. Returns
+        when the engines are ready for it; an offer without buckets has them verify it."""
+        key = ("expect", offer.version)
+        await self._meeting.attend(key, offer.rank, (offer, scales), self._expect)
+
     async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
         """Add one rank's part. Returns, once the engines have loaded the whole, what each that could drew as probe."""
         key = ("offer", offer.version, offer.attempt)
@@ -106,11 +114,13 @@ class Refit:
         key = ("conclude", version, attempt)
         return await self._meeting.attend(key, rank, gaps, lambda found: self._judge(version, attempt, found[0]))
 
+    async def _expect(self, parts: list[tuple[Offer, list[ObjectRef]]]) -> None:
+        refs = [ref for _, scales in parts for ref in scales]
+        await self._fleet.expect(_manifest(parts), refs, self._timeout_s)
+
     async def _load(self, parts: list[tuple[Offer, list[ObjectRef]]]) -> list[list[Completion]]:
-        offer = parts[0][0]
-        fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
-        manifest = assemble(offer.version, fmt, [part.records for part, _ in parts])
-        refs = [ref for _, buckets in parts for ref in buckets]
+        offer, manifest = parts[0][0], _manifest(parts)
+        refs = None if offer.transferred else [ref for _, buckets in parts for ref in buckets]
         if offer.attempt == 0:
             self._manifest, self._resent, self._refits = manifest, 0, 0
             workers = self._fleet.indices
@@ -142,3 +152,10 @@ class Refit:
         fit = [gap for gap in gaps if math.isfinite(gap.mean)]
         self.metrics = sync_metrics(self._manifest, fit, resent=self._resent, refits=self._refits)
         return False
+
+
+def _manifest(parts: Sequence[tuple[Offer, list[ObjectRef]]]) -> Manifest:
+    """Of a version, from what its ranks offer."""
+    offer = parts[0][0]
+    fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
+    return assemble(offer.version, fmt, [part.records for part, _ in parts])

@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from qurl_ray.actors.fleet import Fleet, counts, start_fleet
+from qurl_ray.actors.fleet import IPC_SHARE, Fleet, counts, start_fleet
 from qurl_ray.actors.verifier import spawn_verifiers
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
@@ -129,6 +129,7 @@ def _train(
         prepared.spec,
         kernel=config.quantization.kernel,
         threads=config.rollout.threads or max(1, (os.cpu_count() or 1) // config.rollout.workers),
+        transport=config.sync.transport,
     )
     verifiers = spawn_verifiers(config.task.verifiers, prepared.task.reward, config.task.reward_timeout_s)
     coordinator: ActorHandle | None = None
@@ -176,7 +177,8 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
 
 def rank_resources(config: RunConfig) -> dict[str, float]:
     """What a learner rank asks Ray for."""
-    return {"CPU": 1, "GPU": 1} if config.learner.device == "cuda" else {"CPU": 1}
+    gpu = IPC_SHARE if config.sync.transport == "ipc" else 1
+    return {"CPU": 1, "GPU": gpu} if config.learner.device == "cuda" else {"CPU": 1}
 
 
 class _Fit(threading.Thread):

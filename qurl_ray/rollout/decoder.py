@@ -36,15 +36,65 @@ def knows(model: PreTrainedModel) -> bool:
     return type(model).__name__ in _KNOWN and plain and not sliding
 
 
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight, over the last axis, in float32."""
+    wide = x if x.dtype == torch.float32 else x.float()
+    scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x * cos + rotate_half(x) * sin: the sign of the half that comes from behind is in `sin`."""
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, dims=-1).mul_(sin))
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return silu(gate).mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """What is computed between the products. Functions of tensors that they leave as they are, weights among them."""
+
+    normalize: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = normalize
+    turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = turn
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = gated
+
+
+def compiled(compile: Callable[..., Callable[..., torch.Tensor]]) -> Elementwise:
+    """Compiled once for all numbers of sequences and tokens but 1, and for all weights; by torch.compile, say.
+
+    To be made once for all loads. What is compiled may round otherwise: no bit is promised. Python compares the inputs
+    of each call with what was compiled, which takes time, too, unless the call is captured (rollout/graphs.py).
+    """
+    import torch._dynamo  # a second, which only those who compile wait for
+
+    fast = Elementwise(*(compile(function, dynamic=False) for function in (normalize, turn, gated)))
+
+    def rows(x_BT: torch.Tensor) -> torch.Tensor:
+        """[B * T, …], a view: one axis that may be 1 instead of two."""
+        return _any_number(x_BT.flatten(0, 1), 0)
+
+    return Elementwise(
+        normalize=lambda x, weight, eps: fast.normalize(rows(x), weight, eps).view(x.shape),
+        turn=lambda x, cos, sin: fast.turn(*(_any_number(part, 0, 1) for part in (x, cos, sin))),
+        gated=lambda gate, up: fast.gated(rows(gate), rows(up)).view(gate.shape),
+    )
+
+
+def _any_number(x: torch.Tensor, *axes: int) -> torch.Tensor:
+    torch._dynamo.maybe_mark_dynamic(x, axes)
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class _Norm:
     weight: torch.Tensor
     eps: float
+    normalize: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x if x.dtype == torch.float32 else x.float()
-        scale = wide.pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        return self.normalize(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +112,13 @@ class _Layer:
 class Decoder:
     """Built anew after each load, as it holds the weights that it found."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, ops: Elementwise = Elementwise()) -> None:
         base, config = model.base_model, model.config
-        self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm)
+        self._gated, self._turn = ops.gated, ops.turn
+        self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm, ops)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._layers = [_layer(layer) for layer in base.layers]
+        self._layers = [_layer(layer, ops) for layer in base.layers]
 
     def __call__(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Final states [B, T, hidden]; the cache takes keys and values, and knows if they are of whole prompts."""
@@ -78,7 +129,7 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             x.add_(self._attention(index, layer, layer.attention_norm(x), cos, sin, positions_BT, cache))
             gate, up = layer.gate_up(layer.mlp_norm(x))
-            x.add_(layer.down(silu(gate).mul_(up)))
+            x.add_(layer.down(self._gated(gate, up)))
         return self._norm(x)
 
     def _attention(
@@ -97,8 +148,7 @@ class Decoder:
         turned, value = projected.split((H + KV, KV), dim=2)
         if layer.q_norm:
             turned = torch.cat((layer.q_norm(turned[:, :, :H]), layer.k_norm(turned[:, :, H:])), dim=2)
-        # x * cos + rotate_half(x) * sin: the sign of the half that comes from behind is in `sin`.
-        turned = (turned * cos).add_(turned.roll(d // 2, dims=-1).mul_(sin))
+        turned = self._turn(turned, cos, sin)
         query, key = (part.transpose(1, 2) for part in turned.split((H, KV), dim=2))
         keys, values = cache.update(key, value.transpose(1, 2), index)
         if cache.hidden is not None:
@@ -108,22 +158,22 @@ class Decoder:
         return layer.out(out.reshape(B, T, H * d).contiguous())  # a view only if there is one head
 
 
-def _layer(layer: nn.Module) -> _Layer:
+def _layer(layer: nn.Module, ops: Elementwise) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
-        attention_norm=_norm(layer.input_layernorm),
+        attention_norm=_norm(layer.input_layernorm, ops),
         qkv=_next_to_each_other(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
-        k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        q_norm=_norm(attention.q_norm, ops) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm, ops) if hasattr(attention, "k_norm") else None,
         out=_apply(attention.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm),
+        mlp_norm=_norm(layer.post_attention_layernorm, ops),
         gate_up=_pair(mlp.gate_proj, mlp.up_proj),
         down=_apply(mlp.down_proj),
     )
 
 
-def _norm(module: nn.Module) -> _Norm:
-    return _Norm(module.weight, module.variance_epsilon)
+def _norm(module: nn.Module, ops: Elementwise) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon, ops.normalize)
 
 
 def _apply(module: nn.Module) -> Apply:

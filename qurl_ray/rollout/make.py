@@ -7,12 +7,15 @@ from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import PolicySpec
 
 
-def make_engine(spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int) -> Engine:
+def make_engine(
+    spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int, transport: str = "object_store"
+) -> Engine:
     """An engine without weights.
 
     Args:
         kernel: `quantization.kernel`.
         threads: CPU threads that it may use.
+        transport: `sync.transport`.
     """
     if config.engine == "vllm":
         from qurl_ray.rollout.vllm_engine import VllmEngine
@@ -26,8 +29,10 @@ def make_engine(spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads
             kv_cache_bytes=None if cache is None else int(cache * 2**30),
             kernel=kernel,
             threads=threads,
+            transport=transport,
             timeout_s=config.start_timeout_s,
         )
+    from qurl_ray.rollout.graphs import CudaCapture
     from qurl_ray.rollout.torch_engine import TorchEngine
 
     return TorchEngine(
@@ -37,4 +42,6 @@ def make_engine(spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads
         kv_cache=config.kv_cache,
         device=config.device,
         dtype=getattr(torch, config.dtype),
+        capture=CudaCapture if config.cuda_graphs else None,
+        compile=torch.compile if config.compile else None,
     )

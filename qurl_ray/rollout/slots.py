@@ -31,7 +31,7 @@ class SlotCache:
         # Zeros, not empty memory: a padded key has probability 0, but 0 * nan would be nan.
         self._keys = [torch.zeros(shape, **kind) for _ in range(layers)]
         self._values = [torch.zeros(shape, **kind) for _ in range(layers)]
-        self.slots, self.length = slots, shape[2]
+        self.slots, self.length, self.device = slots, shape[2], self._keys[0].device
         self._mask_like = torch.empty(0, device=device, dtype=dtype if dtype.is_floating_point else torch.float32)
         self.hidden: torch.Tensor | None = None
         """Of a decode step: [B, 1, 1, keys], -inf where a row's keys end; None while prompts are computed."""
@@ -40,15 +40,20 @@ class SlotCache:
         """The next forward holds whole prompts: prompt sources[i] goes to row rows[i]."""
         self._rows, self._sources, self.hidden = rows, sources, None
 
-    def decode(self, positions: torch.Tensor) -> None:
-        """The next forward holds one token for each of the first len(positions) rows, at these positions."""
-        count, heads = len(positions), self._keys[0].shape[1]
+    def decode(self, positions: torch.Tensor, visible: int | None = None) -> None:
+        """The next forward holds one token for each of the first len(positions) rows, at these positions.
+
+        Args:
+            visible: keys to attend to, a multiple of 16; those up to the last position if absent. If given, and with
+                positions on the cache's device, nothing is read back from there.
+        """
+        count, heads, where = len(positions), self._keys[0].shape[1], positions.device
         self._count = count
-        self._visible = round_up(int(positions.max()) + 1)
-        rows = torch.arange(count)[:, None] * heads + torch.arange(heads)
-        self._places = (rows * self.length + positions[:, None]).flatten().to(self._keys[0].device)
+        self._visible = visible or round_up(int(positions.max()) + 1)
+        rows = torch.arange(count, device=where)[:, None] * heads + torch.arange(heads, device=where)
+        self._places = (rows * self.length + positions[:, None]).flatten().to(self.device)
         hidden = hidden_keys(positions[:, None], self._visible)[:, None]
-        self.hidden = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).to(self._mask_like)
+        self.hidden = torch.zeros(hidden.shape, device=where).masked_fill_(hidden, -torch.inf).to(self._mask_like)
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object

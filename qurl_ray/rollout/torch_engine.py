@@ -7,7 +7,7 @@ on whether its prompt was prefilled for it alone (docs/concepts.md). A prompt sh
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -20,8 +20,9 @@ from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.batch import RunningBatch
-from qurl_ray.rollout.decoder import Decoder, knows
+from qurl_ray.rollout.decoder import Decoder, Elementwise, compiled, knows
 from qurl_ray.rollout.engine import Buffers
+from qurl_ray.rollout.graphs import Capture, DecodeGraphs, why_not
 from qurl_ray.rollout.requests import check_requests
 from qurl_ray.rollout.slots import Fp8SlotCache, SlotCache
 from qurl_ray.rollout.weights import EngineWeights
@@ -43,6 +44,11 @@ class TorchEngine:
         kv_cache: "fp8" holds keys and values as policy.kv rounds them, with scales of the weights last loaded.
         device: for all of it. CUDA was not measured.
         dtype: of activations and of what is not quantized, which then has to be sent in no more bits.
+        capture: makes what decode steps are captured by, for weights and a cache that stay (rollout.graphs).
+        compile: torch.compile or the like, for what is computed between the products (rollout.decoder).
+
+    Raises:
+        EngineError: the model's decode steps can be neither captured nor compiled, as was asked.
     """
 
     def __init__(
@@ -54,6 +60,8 @@ class TorchEngine:
         kv_cache: Literal["full", "fp8"] = "full",
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        capture: Callable[[], Capture] | None = None,
+        compile: Callable[..., Callable[..., torch.Tensor]] | None = None,
     ) -> None:
         self.version: int | None = None
         with torch.device(device):
@@ -63,8 +71,14 @@ class TorchEngine:
         self._slots = slots
         self._emulate = kernel == "emulation"
         self._weights = EngineWeights(self._model, emulate=self._emulate, fuse=knows(self._model))
+        if reason := why_not(self._model, captured=bool(capture), compiled=bool(compile)):
+            raise EngineError(reason)
+        self._elementwise = compiled(compile) if compile else Elementwise()
         self._decoder: Decoder | None = None
         self._cache: SlotCache | None = None
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
+        """Of this decoder and this cache: gone with either."""
         self._rounds_cache = kv_cache == "fp8"
         self._kv_scales: Mapping[int, KVScales] | None = None
         self._cancelled: set[str] = set()
@@ -78,9 +92,9 @@ class TorchEngine:
         return fmt.weight_max if self._emulate else weight_max_code(fmt, self._device)
 
     def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
-        self.version = None  # STALE until every tensor is verified
+        self.version = self._graphs = None  # STALE until every tensor is verified
         self._weights.load(manifest, buckets)
-        self._decoder = Decoder(self._model) if knows(self._model) else None
+        self._decoder = Decoder(self._model, self._elementwise) if knows(self._model) else None
         if self._rounds_cache:
             self._cache, self._kv_scales = None, self._measure_cache()
         self.version = manifest.version
@@ -101,7 +115,7 @@ class TorchEngine:
         return sorted([*self._weights.kernels(), *emulated])
 
     def close(self) -> None:
-        self.version = self._cache = None
+        self.version = self._cache = self._graphs = None
 
     # --- generation --------------------------------------------------------------------------------------------
 
@@ -133,7 +147,7 @@ class TorchEngine:
             self._decode(cache, batch)
         completions = batch.completions()
         if not all(np.isfinite(completion.logprobs).all() for completion in completions):
-            self._cache = None  # nan in a slot would outlive its owner: 0 · nan is nan
+            self._cache = self._graphs = None  # nan in a slot would outlive its owner: 0 · nan is nan
         return completions
 
     def _drop_cancelled(
@@ -153,7 +167,7 @@ class TorchEngine:
         if self._cache is None or self._cache.slots < slots or self._cache.length < length:
             config = self._model.config
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            self._cache = None  # before there are two
+            self._cache = self._graphs = None  # before there are two
             make = partial(Fp8SlotCache, self._kv_scales) if self._kv_scales else SlotCache
             try:
                 self._cache = make(
@@ -167,6 +181,8 @@ class TorchEngine:
                 )
             except RuntimeError as error:
                 raise EngineError(f"no memory for {slots} slots of {length} tokens, use fewer: {error}") from None
+        if self._capture and not self._graphs:
+            self._graphs = DecodeGraphs(self._decoder, self._cache, self._capture())
         return self._cache
 
     def _prefill(self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]]) -> None:
@@ -188,10 +204,12 @@ class TorchEngine:
         """One more token for every running row."""
         if not batch.count:
             return
-        positions = batch.positions()
-        cache.decode(positions)
-        last = batch.last_tokens()[:, None].to(self._device)
-        hidden = self._forward(last, positions[:, None].to(self._device), cache)
+        last, positions = batch.last_tokens(), batch.positions()
+        if self._graphs:
+            hidden = self._graphs(last, positions)
+        else:
+            cache.decode(positions)
+            hidden = self._forward(last[:, None].to(self._device), positions[:, None].to(self._device), cache)
         batch.draw(self._model.get_output_embeddings()(hidden[:, 0]))
         self._retire(cache, batch)
 

@@ -9,7 +9,7 @@ was measured on a GPU; what is for GPUs alone (sleep mode, tensor parallelism on
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class VllmEngine:
         kernel: "auto" or "emulation", as in the torch engine.
         threads: of each worker on a CPU; None is vLLM's choice.
         sleep_mode: make `sleep` possible, on CUDA.
+        transport: "nccl", "sparse_nccl" or "ipc" for vLLM's own weight transfer beside `load`.
         timeout_s: that the start, or any other call to vLLM but `generate`, may take.
 
     Example:
@@ -60,6 +61,7 @@ class VllmEngine:
         kernel: str = "auto",
         threads: int | None = None,
         sleep_mode: bool = False,
+        transport: str = "object_store",
         timeout_s: float = 600.0,
     ) -> None:
         self.version: int | None = None
@@ -71,6 +73,7 @@ class VllmEngine:
             self._shapes = {name: tuple(p.shape) for name, p in empty_model(spec).named_parameters()}  # tied ones once
         self._records: dict[str, TensorRecord] = {}
         self._sleep_mode, self._asleep = sleep_mode, False
+        self._patches = transport == "sparse_nccl"
         settings = {
             "model": spec.source,
             "dtype": dtype,
@@ -90,6 +93,8 @@ class VllmEngine:
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
             "disable_log_stats": True,
         }
+        if transport != "object_store":
+            settings["weight_transfer_config"] = {"backend": transport}
         self._server = VllmServer(settings, threads=threads, timeout_s=timeout_s)
 
     # --- weights ---------------------------------------------------------------------------------------------------
@@ -109,7 +114,51 @@ class VllmEngine:
             SyncError: something is missing, misshapen or damaged. The engine stays STALE.
             QuantizationError: what came as codes cannot be held so.
         """
-        self.version = None  # STALE until every tensor is verified
+        self._announce(manifest)
+        try:
+            self._verify(manifest, self._place(manifest, buckets))
+        finally:
+            self._server.control("resume_generation")
+        self.version = manifest.version
+
+    def expect(self, manifest: Manifest, scales: Mapping[str, np.ndarray]) -> None:
+        """Make ready for a version through vLLM's own weight transfer, of which `transfer` are the steps, as its sender
+        asks for them; `accept` ends it. The engine holds a version in the same format.
+
+        Args:
+            scales: float32, of every tensor whose codes come.
+
+        Raises:
+            SyncError: the manifest is incomplete, or the engine holds what is to come in another format.
+        """
+        self._announce(manifest)
+        wires = [(name, self._shapes[name], (s.dtype.str, s.shape, s.tobytes())) for name, s in scales.items()]
+        self._server.workers("expect", wires, (manifest.precision, manifest.weight_max_code), self._patches)
+
+    def transfer(self, method: str, arguments: Mapping[str, object]) -> None:
+        """One of the weight transfer methods of vLLM's workers.
+
+        Raises:
+            EngineError: it failed.
+        """
+        self._server.control("collective_rpc", method, kwargs=dict(arguments))
+
+    def accept(self, manifest: Manifest) -> None:
+        """Compare what was transferred since `expect` with the manifest.
+
+        Raises:
+            SyncError: something is missing or damaged. The engine stays STALE.
+        """
+        try:
+            self._server.workers("arrived")
+            self._verify(manifest, {record.name: record.fingerprint for record in manifest.tensors})
+        finally:
+            self._server.control("resume_generation")
+        self.version = manifest.version
+
+    def _announce(self, manifest: Manifest) -> None:
+        """Become STALE, check what the manifest says, abort what runs."""
+        self.version = None  # until every tensor is verified
         self._check_awake()
         what = f"version {manifest.version}"
         self._records = {record.name: record for record in manifest.tensors}
@@ -117,16 +166,14 @@ class VllmEngine:
             raise QuantizationError(f"{tied[0]} cannot be quantized in vLLM, being tied: add it to quantization.keep")
         self._check_names(set(self._records), what)
         self._server.control("pause_generation", mode="abort", clear_cache=True)
-        try:
-            expected = self._place(manifest, buckets)
-            for name, resident in self._resident_fingerprints():
-                if resident != expected[name]:
-                    raise SyncError(f"{what}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent")
-            if not self._server.control("reset_prefix_cache"):
-                raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
-        finally:
-            self._server.control("resume_generation")
-        self.version = manifest.version
+
+    def _verify(self, manifest: Manifest, expected: Mapping[str, int]) -> None:
+        what = f"version {manifest.version}"
+        for name, resident in self._resident_fingerprints():
+            if resident != expected[name]:
+                raise SyncError(f"{what}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent")
+        if not self._server.control("reset_prefix_cache"):
+            raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
 
     def _check_names(self, names: set[str], what: str) -> None:
         if names != set(self._shapes):

@@ -66,6 +66,8 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         self.fmt = fmt
         """What the layer holds, and what a float checkpoint becomes."""
         self.held: tuple[QuantizedLinear, ...] = ()
+        self.expected: list[tuple[int, QTensor]] = []
+        """(first row, scales with codes on `meta`) of codes that vLLM's own transfer brings as floats."""
         self._widened = False
         self._tensors = tensors  # that the layer is fused from; 1 if the checkpoint has it fused
         self._emulate = emulate
@@ -74,6 +76,9 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         layer.cpu_linear = nn.functional.linear  # what the base class calls on CPUs, here without packing
         if self.fmt is None:
             self.held = ()
+            return
+        if self.expected:
+            self.hold_floats(layer)
             return
         sizes = layer.output_partition_sizes if self._tensors > 1 else [len(layer.weight)]
         self.hold(layer, [self._quantized(layer, part, self.fmt) for part in layer.weight.detach().split(sizes)])
@@ -88,7 +93,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         if len(formats) > 1:
             names = sorted(fmt.name if fmt else "none" for fmt in formats)
             raise QuantizationError(f"{layer.prefix} is one linear in vLLM and cannot be {' and '.join(names)} at once")
-        self.fmt = formats.pop()
+        self.fmt, self.expected = formats.pop(), []
         device = layer.weight.device
         if self.fmt is None:
             layer.weight.data = torch.cat(list(parts)).to(device, layer.params_dtype)
@@ -103,6 +108,19 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             )
             for q in found
         )
+
+    def hold_floats(self, layer: nn.Module) -> None:
+        """Replace the weight by the codes that are in it as floats, with the scales that were announced."""
+        parts = [q for _, q in sorted(self.expected, key=lambda item: item[0])]
+        floats = layer.weight.detach().split([len(q.codes) for q in parts])
+        pairs = zip(floats, parts, strict=True)
+        self.hold(
+            layer, [QTensor(codes=part.to(q.fmt.dtype), scale=q.scale.to(part.device), fmt=q.fmt) for part, q in pairs]
+        )
+
+    def show_floats(self, layer: nn.Module) -> None:
+        """The codes as floats in the weight, for vLLM to patch, until `hold_floats`."""
+        layer.weight.data = torch.cat([q.codes.to(layer.params_dtype) for q in self.resident()])
 
     def resident(self) -> list[QTensor]:
         """Codes and scales in the order of the layer's rows, from the kernels' own memory."""

@@ -44,6 +44,8 @@ class VllmServer:
         self._running: dict[str, str] = {}  # uid by vLLM's id, of what has not ended; touched on the loop only
         self._llm: AsyncLLM | None = None
         _set_environment(threads, settings["tensor_parallel_size"])
+        if settings.get("weight_transfer_config") == {"backend": "ipc"}:
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory are pickled, within this machine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()

@@ -7,7 +7,7 @@ vLLM mixes `WorkerExtension` into its worker class; the engine calls it through 
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -24,8 +24,9 @@ from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
 from qurl_ray.rollout.vllm_shards import Piece, Section, cut, pieces, read
 
-Wire = list[tuple[str, tuple[int, ...], bytes]]
-"""Arrays as they travel: (numpy dtype, shape, bytes)."""
+Part = tuple[str, tuple[int, ...], bytes]
+"""An array as it travels: (numpy dtype, shape, bytes)."""
+Wire = list[Part]
 
 
 class WorkerExtension:
@@ -119,6 +120,37 @@ class ResidentPolicy:
                 place.method.hold(place.module, [part for _, part in sorted(waiting, key=lambda item: item[0])])
                 del self._waiting[place.parameter]
 
+    @torch.no_grad()
+    def expect(self, scales: Sequence[tuple[str, tuple[int, ...], Part]], fmt: tuple[str, int], patches: bool) -> None:
+        """Make ready for vLLM's own transfer.
+
+        Args:
+            scales: (name, its shape, scales) of every tensor that comes as codes.
+            fmt: their format and largest code.
+            patches: codes are patched where they are, not replaced.
+        """
+        for _, method in self._linears():
+            method.expected = []
+        for name, shape, wire in scales:
+            place, form = self._find(name), get_format(*fmt)
+            if place.method is None or place.method.fmt is None:
+                raise SyncError(f"{name} is to come as {form.name} codes, but vLLM holds it in full precision")
+            codes = torch.empty(shape, dtype=form.dtype, device="meta")
+            whole = QTensor(codes=codes, scale=torch.from_numpy(_decoded(wire)), fmt=form)
+            place.method.expected += [(piece.at, cut(whole, piece)) for piece in place.pieces]
+        if patches:
+            for module, method in self._linears():
+                if method.expected:
+                    method.show_floats(module)
+
+    @torch.no_grad()
+    def arrived(self) -> None:
+        """Floats that were patched become codes again."""
+        self._last_held = (None, [])
+        for module, method in self._linears():
+            if method.expected and module.weight.numel():
+                method.hold_floats(module)
+
     def unplaced(self) -> list[str]:
         """vLLM's parameters that have not got all their rows since `begin`."""
         return [
@@ -148,9 +180,13 @@ class ResidentPolicy:
 
     def kernels(self) -> list[str]:
         """What computes the quantized linears."""
-        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
-        linears = [q for method in methods if isinstance(method, QurlLinearMethod) for q in method.held]
+        linears = [q for _, method in self._linears() for q in method.held]
         return sorted({linear.kernel or f"emulation of {linear.fmt.name}" for linear in linears})
+
+    def _linears(self) -> Iterator[tuple[nn.Module, QurlLinearMethod]]:
+        for module in self.model.modules():
+            if isinstance(method := getattr(module, "quant_method", None), QurlLinearMethod):
+                yield module, method
 
     def _read(self, place: Place, piece: Piece) -> tuple[torch.Tensor, ...]:
         if place.method and place.method.held:

@@ -1,0 +1,113 @@
+"""Decode steps as CUDA graphs: one call starts all kernels of a step. Not measured on a GPU.
+
+A graph repeats kernels on fixed addresses, and none of the Python code around them. So a step is expressed over memory
+that stays (last tokens, positions, the cache), for a fixed number of rows and of visible keys, both rounded up so that
+there are few of them. More keys change no bit (policy/attention.py). More rows than are running compute token 0 at
+position 0 of a free row: all they write is the first key of a row that the next prompt there overwrites.
+
+Graphs are lost when the weights or the cache are replaced. Each sync replaces every linear, so after it each pair of
+rows and keys is captured anew at its first use, which takes about as long as two steps without graphs: one that warms
+up, and the capture, in which Python runs and no kernel does. A call that goes through seven sizes of keys with all
+slots running, and then empties 512 of them, pays that some thirteen times: nothing for answers of thousands of tokens,
+too much for answers of ten.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from qurl_ray.errors import EngineError
+from qurl_ray.rollout.decoder import Decoder, knows
+from qurl_ray.rollout.slots import SlotCache
+
+FEWEST_KEYS = 64
+FEWEST_ROWS = 8
+
+Step = Callable[[], torch.Tensor]
+Capture = Callable[[Step], Step]
+"""Runs a step once, and returns what repeats it on the same memory; each time the same tensor."""
+
+
+class DecodeGraphs:
+    """The decode steps of one decoder over one cache, captured at their first use."""
+
+    def __init__(self, decoder: Decoder, cache: SlotCache, capture: Capture) -> None:
+        self._decoder, self._cache, self._capture = decoder, cache, capture
+        self._inputs = torch.zeros(2, cache.slots, dtype=torch.int64, device=cache.device)
+        """The last tokens, and their positions."""
+        self._repeats: dict[tuple[int, int], Step] = {}
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Final states [count, 1, hidden] of the running rows, until the next call.
+
+        Raises:
+            EngineError: the step cannot be captured.
+        """
+        count = len(tokens)
+        rows = min(_power_of_two(count, FEWEST_ROWS), self._cache.slots)
+        keys = min(_power_of_two(int(positions.max()) + 1, FEWEST_KEYS), self._cache.length)
+        inputs = torch.zeros(2, rows, dtype=torch.int64)
+        inputs[0, :count], inputs[1, :count] = tokens, positions
+        self._inputs[:, :rows] = inputs.to(self._inputs.device)
+        if (rows, keys) not in self._repeats:
+            try:
+                self._repeats[rows, keys] = self._capture(partial(self._step, rows, keys))
+            except RuntimeError as error:
+                raise EngineError(
+                    f"a decode step of {rows} rows and {keys} keys could not be captured; use fewer slots or "
+                    f"rollout.cuda_graphs=false: {error}"
+                ) from error
+        return self._repeats[rows, keys]()[:count]
+
+    def _step(self, rows: int, keys: int) -> torch.Tensor:
+        tokens, positions = self._inputs[:, :rows]
+        self._cache.decode(positions, keys)
+        return self._decoder(tokens[:, None], positions[:, None], self._cache)
+
+
+class CudaCapture:
+    """A Capture. Graphs of one of these share memory for what a step computes in between: none needs it for longer."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()  # libraries take their workspaces and kernels are compiled, neither of which can be captured
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            states = step()
+
+        def repeat() -> torch.Tensor:
+            graph.replay()
+            return states
+
+        return repeat
+
+
+def why_not(model: PreTrainedModel, *, captured: bool, compiled: bool) -> str | None:
+    """Why this model's decode steps cannot be captured or compiled, if that is asked; None if they can."""
+    if not (captured or compiled):
+        return None
+    if not knows(model):
+        return (
+            "rollout.cuda_graphs and rollout.compile need the forward of rollout/decoder.py, which is not that of "
+            f"{type(model).__name__} as configured here: turn them off"
+        )
+    kind = (model.config.rope_parameters or {}).get("rope_type", "default")
+    if captured and ("dynamic" in kind or kind == "longrope"):
+        return (
+            f"rollout.cuda_graphs: with rotary embeddings of type {kind}, {type(model).__name__} looks at positions to "
+            "choose its frequencies, which a graph cannot do: turn it off"
+        )
+    return None
+
+
+def _power_of_two(count: int, least: int) -> int:
+    """The smallest one that is not below either."""
+    return max(least, 1 << (count - 1).bit_length())

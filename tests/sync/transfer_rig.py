@@ -1,0 +1,217 @@
+"""A sync through vLLM's own weight transfer from end to end: real senders, learner, fleet and vLLM engines, without Ray
+and with tests/sync/cpu_collectives.py for CUDA. In a process of its own, as vllm patches torch: `in_a_process`."""
+
+import asyncio
+import multiprocessing
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from ray.exceptions import RayTaskError
+
+from qurl_ray.actors import rollout_worker
+from qurl_ray.actors.fleet import Fleet
+from qurl_ray.config import load_config
+from qurl_ray.errors import QurlError
+from qurl_ray.learner.learner import make_learner
+from qurl_ray.loop import sender as sender_module
+from qurl_ray.loop.objectives import objective_settings
+from qurl_ray.loop.refit import Refit
+from qurl_ray.loop.sender import Sender
+from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.sync.publish import Publisher
+from tests.conftest import requests_for
+from tests.rollout.vllm_process import EngineProcess
+from tests.sync import cpu_collectives
+
+
+def in_a_process(scenario: Callable[..., None], *args: object, timeout_s: float = 280) -> None:
+    """Run it in a process of its own; its error is the caller's."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs, scenario, args))
+    process.start()
+    try:
+        assert pipe.poll(timeout_s), f"no end of {scenario.__name__} in {timeout_s} s"
+        error = pipe.recv()
+        assert error is None, error
+    finally:
+        process.join(20)
+        process.kill()
+
+
+def _run(pipe: Any, scenario: Callable[..., None], args: tuple) -> None:
+    torch.set_num_threads(1)
+    try:
+        scenario(*args)
+        pipe.send(None)
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+class RemoteEngine:
+    """An engine of another process, as a rollout worker sees its own."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+
+    @property
+    def version(self) -> int | None:
+        return self._process.call("version")
+
+    def __getattr__(self, method: str) -> Callable:
+        if method == "load":  # an iterator would not get there
+            return lambda manifest, buckets: self._process.call("load", manifest, list(buckets))
+        return lambda *args, **kwargs: self._process.call(method, *args, **kwargs)
+
+
+def handle(worker: object) -> Any:
+    """As Ray's, of an actor: `handle.method.remote(...)` is awaitable."""
+
+    def remote(name: str) -> Callable:
+        def call(*args: object) -> object:
+            try:
+                return getattr(worker, name)(*args)
+            except QurlError as error:
+                raise RayTaskError(name, "", error) from None
+
+        return lambda *args: asyncio.get_running_loop().run_in_executor(None, call, *args)
+
+    names = ("load", "expect", "transfer", "generate", "weight_max_code")
+    return SimpleNamespace(**{name: SimpleNamespace(remote=remote(name)) for name in names})
+
+
+class Rig:
+    """Learner ranks (threads, each with the same parameters), their senders, engines, and what is said."""
+
+    def __init__(
+        self,
+        spec: Any,
+        folder: Path,
+        transport: str,
+        *,
+        ranks: int = 1,
+        engines: int = 1,
+        tensor_parallel: int = 1,
+        dtype: str = "float32",
+        probe: bool = True,
+    ) -> None:
+        cpu_collectives.installed(folder)
+        self.folder, self.ends, self.warnings = folder, ExitStack(), []
+        self.config = _unchecked(transport, engines, tensor_parallel, dtype)
+        rollout_worker.ray.get = lambda ref: ref
+        sender_module.ray.put = lambda value: value
+        sender_module.wait = lambda call, *_: call.result(90)
+        self.engines = []
+        for _ in range(engines):
+            process = EngineProcess(
+                spec,
+                slots=8,
+                dtype=dtype,
+                threads=1,
+                timeout_s=60,
+                transport=transport,
+                tensor_parallel=tensor_parallel,
+            )
+            self.engines.append(RemoteEngine(self.ends.enter_context(process)))
+        waiting = iter(self.engines)
+        rollout_worker.make_engine = lambda *_, **__: next(waiting)
+        workers = [rollout_worker.RolloutWorker(spec, None, kernel="auto", threads=1) for _ in self.engines]
+        self.fleet = Fleet(workers=tuple(map(handle, workers)), placement=None)
+        tokenizer = load_tokenizer(spec)
+        drawn = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True) if probe else []
+        self.requests = requests_for(tokenizer, 3, 2)
+        self.refit = Refit(self.fleet, ranks=ranks, timeout_s=60, probe=drawn, tolerance=0.2, warn=self.warnings.append)
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        remote = lambda f: SimpleNamespace(remote=lambda *a: asyncio.run_coroutine_threadsafe(f(*a), loop))  # noqa: E731
+
+        async def largest_code(name: str) -> int:
+            return 0 if name == "none" else get_format(name).weight_max
+
+        self.calls: list[str] = []
+
+        async def transfer(method: str, arguments: dict) -> None:
+            self.calls.append(method)
+            await self.fleet.transfer(method, arguments, 60)
+
+        coordinator = SimpleNamespace(
+            offer=remote(self.refit.offer),
+            expect=remote(self.refit.expect),
+            conclude=remote(self.refit.conclude),
+            transfer=remote(transfer),
+            weight_max_code=remote(largest_code),
+        )
+        self.models = [load_model(spec) for _ in range(ranks)]
+        names = quantized_parameters(self.models[0], self.config.quantization.keep)
+        self.publishers = [
+            Publisher(names, rank=rank, ranks=ranks, bucket_bytes=50_000, tied=tied_head(model))
+            for rank, model in enumerate(self.models)
+        ]
+        self.senders = [
+            Sender(self.config, self._learner(model), publisher, coordinator, drawn[0].prompt_ids if drawn else None)
+            for model, publisher in zip(self.models, self.publishers, strict=True)
+        ]
+
+    def __enter__(self) -> "Rig":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ends.close()
+
+    def _learner(self, model: Any) -> Any:
+        settings = objective_settings(self.config)
+        return make_learner(model, self.config.learner, settings, temperature=1.0, total_updates=1)
+
+    def send(self, format_name: str) -> list[str]:
+        """All ranks send; the methods of vLLM's workers that were called."""
+        self.calls.clear()
+        with ThreadPoolExecutor(len(self.senders)) as pool:
+            list(pool.map(lambda sender: sender.send(format_name), self.senders))
+        return list(self.calls)
+
+    @torch.no_grad()
+    def move(self, by: float = 1e-4) -> None:
+        for model in self.models:
+            for index, parameter in enumerate(model.parameters()):
+                parameter += by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+
+    def damage(self, rank: int) -> None:
+        (self.folder / f"damage-{rank}").touch()
+
+    def answers(self, engine: int) -> list:
+        version = self.refit.version
+        found = [self.engines[engine].generate([request], version=version)[0] for request in self.requests]
+        return [(c.token_ids.tolist(), c.logprobs.tolist()) for c in found]
+
+    def assert_resident(self) -> None:
+        """Every engine holds what the publishers sent, bit for bit."""
+        for publisher in self.publishers:
+            for bucket in publisher.resend():
+                for payload in bucket.payloads:
+                    for engine in self.engines:
+                        for found, sent in zip(engine.resident(payload.name), payload.parts, strict=True):
+                            wide = sent.astype(np.uint32) << 16 if sent.itemsize == 2 else sent
+                            assert np.array_equal(found.view(wide.dtype), wide), payload.name
+
+
+def _unchecked(transport: str, engines: int, tensor_parallel: int, dtype: str) -> Any:
+    """Settings that would be refused, there being no GPU."""
+    config = load_config(None, ["quantization.uaq_scale=1"])
+    vllm = config.rollout.vllm.model_copy(update={"tensor_parallel": tensor_parallel})
+    rollout = {"engine": "vllm", "workers": engines, "vllm": vllm, "dtype": dtype}
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update=rollout),
+            "sync": config.sync.model_copy(update={"transport": transport, "timeout_s": 60.0}),
+        }
+    )
