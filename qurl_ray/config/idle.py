@@ -17,6 +17,8 @@ def _corrections(config: RunConfig) -> Iterator[str]:
     full = config.rollout.quantization == "none" and config.rollout.kv_cache == "full"
     if full and correction.type != "ignore":
         yield f"{correction.type} has almost nothing to correct with full-precision rollouts"
+    elif config.precision_flow != "rollout_only" and not (correction.type == "ignore" or correction.metrics_only):
+        yield f"{correction.type} has almost nothing to correct: learner and engines compute through the same codes"
     elif correction.type == "acr" and algorithm.updates_per_rollout == 1:
         yield "ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1"
     if correction.metrics_only:

@@ -179,12 +179,30 @@ class RolloutConfig(Section):
     """`fp8` holds keys and values as E4M3 codes, in a quarter of the memory, with a scale per layer and key head that
     is measured anew for every version of the weights; whatever their format is, so in all evaluations of a run. On a
     CPU it is an emulation, slower than `full`."""
+    cuda_graphs: bool = False
+    """Of the torch engine on a GPU: capture decode steps, anew after each sync, and start each with one call. For long
+    answers. Not measured yet."""
+    compile: bool = False
+    """Of the torch engine on a GPU: compile norms, rotary embeddings and activations. For use with `cuda_graphs`. Not
+    measured yet."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a worker; all cores divided by the workers if absent."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline for the rollouts of one round of prompts."""
     start_timeout_s: float = Field(180.0, gt=0)
     """Deadline for placing and starting the workers."""
+
+    @model_validator(mode="after")
+    def _made_for_gpus(self) -> "RolloutConfig":
+        here = f"not engine={self.engine}, device={self.device}"
+        if self.cuda_graphs and (self.engine, self.device) != ("torch", "cuda"):
+            raise ValueError(f"cuda_graphs captures what the torch engine does on a GPU: {here}")
+        if self.compile and (self.engine, self.device) != ("torch", "cuda"):
+            raise ValueError(
+                f"compile is for the torch engine on a GPU, {here}: on a CPU engine and learner agree to the bit, and "
+                "what is compiled rounds otherwise"
+            )
+        return self
 
 
 class QuantizationConfig(Section):
@@ -199,9 +217,16 @@ class QuantizationConfig(Section):
     """Also keep the linears of so many layers at the bottom in full precision."""
     keep_last_layers: int = Field(0, ge=0)
     """And at the top."""
+    weight_max_code: int | None = Field(None, ge=1)
+    """Bound on weight codes, below the format's own: int4 with 1 has ternary weights. For experiments with a mismatch
+    as large as that of large models and long answers."""
     rounding: Literal["nearest", "stochastic", "error_feedback"] = "nearest"
     """The last two are experiments that lost (docs/LOG.md): they change a third of all codes at every sync, so they
     need `sync.delta=false`, and `sync.probe_tokens=0`, as nobody but the sender can make the same codes."""
+    backward: Literal["auto", "quantized", "straight_through", "full"] = "auto"
+    """Of a unified flow's linears: `quantized` makes both gradients from FP8 codes (fp8_block, and `auto` there),
+    `straight_through` from the forward's dequantized operands (`auto` elsewhere), `full` from weights and activations
+    in full precision."""
     uaq_scale: float = Field(1.0, ge=1)
     """s of update-aware quantization: linears fed by a norm are divided by s, the norm's gain multiplied. 1 is off."""
     uaq_layers: Literal["qkv", "qkv+mlp"] = "qkv+mlp"
@@ -271,6 +296,10 @@ class LearnerConfig(Section):
 class SyncConfig(Section):
     """Weight transfer from learner to engines."""
 
+    transport: Literal["object_store", "nccl", "sparse_nccl", "ipc"] = "object_store"
+    """How weights travel. All but the first are vLLM's own, from GPU to GPU, with codes as bfloat16: `nccl` sends all,
+    `sparse_nccl` what changed, `ipc` hands over the memory of a GPU that learner and engine share. The first version in
+    a format and refits go through the object store all the same. Not measured yet."""
     timeout_s: float = Field(120.0, gt=0)
     """Deadline for every engine to load and verify one version."""
     delta: bool = True
@@ -348,6 +377,10 @@ class RunConfig(Section):
     """Where run folders go; $QURL_RUNS, or ~/qurl-runs for submitted jobs, or ./runs if absent."""
     model: ModelConfig = TinyModel()
     task: TaskConfig = ArithmeticTask()
+    precision_flow: Literal["rollout_only", "unified", "unified_int8"] = "rollout_only"
+    """`rollout_only` trains in full precision and corrects for the difference (QuRL). `unified` trains through the very
+    codes that generate: with rollout.quantization=fp8_block, gradients and all, that is Jet-RL; `unified_int8` is the
+    same with int8."""
     rollout: RolloutConfig = RolloutConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     algorithm: AlgorithmConfig = DAPO()
@@ -382,6 +415,14 @@ class RunConfig(Section):
             raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
         if rollout.engine == "vllm" and rollout.kv_cache != "full":
             raise ValueError("rollout.kv_cache=fp8 is the torch engine's: the learner knows nothing of vLLM's")
+        if self.sync.transport != "object_store":
+            self._transport_fits()
+        if self.precision_flow != "rollout_only":
+            self._flow_fits()
+        elif self.quantization.backward != "auto":
+            raise ValueError("quantization.backward is of unified flows: set precision_flow=unified")
+        elif algorithm.calibrate_every and algorithm.correction.type != "naive":
+            raise ValueError("algorithm.calibrate_every needs correction=naive, or a unified precision flow")
         if self.quantization.rounding != "nearest" and (self.sync.delta or self.sync.probe_tokens):
             raise ValueError(
                 f"quantization.rounding={self.quantization.rounding} is an experiment that changes a third of all "
@@ -392,3 +433,55 @@ class RunConfig(Section):
                 "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
             )
         return self
+
+    def _flow_fits(self) -> None:
+        """What training through the rollouts' codes needs."""
+        flow, rollout = f"precision_flow={self.precision_flow}", self.rollout
+        if rollout.quantization == "none":
+            raise ValueError(f"{flow} trains through the format of the rollouts: set rollout.quantization to one")
+        if self.precision_flow == "unified_int8" and rollout.quantization != "int8":
+            raise ValueError(f"{flow} needs rollout.quantization=int8, not {rollout.quantization}")
+        if self.quantization.backward == "quantized" and rollout.quantization != "fp8_block":
+            raise ValueError(
+                "quantization.backward=quantized needs the square blocks of rollout.quantization=fp8_block; other "
+                "formats have straight_through and full"
+            )
+        if self.quantization.rounding != "nearest":
+            raise ValueError(f"{flow} needs quantization.rounding=nearest: the learner makes the same codes once more")
+        if rollout.kv_cache != "full":
+            raise ValueError(f"{flow} needs rollout.kv_cache=full: the learner attends to keys in full precision")
+
+    def backward(self) -> Literal["quantized", "straight_through", "full"]:
+        """What gradients of a unified flow are made of."""
+        if self.quantization.backward != "auto":
+            return self.quantization.backward
+        return "quantized" if self.rollout.quantization == "fp8_block" else "straight_through"
+
+    def _transport_fits(self) -> None:
+        """What vLLM's own weight transfer needs."""
+        rollout, learner, transport = self.rollout, self.learner, f"sync.transport={self.sync.transport}"
+        if rollout.engine != "vllm" or (rollout.device, learner.device) != ("cuda", "cuda"):
+            raise ValueError(
+                f"{transport} is vLLM's, from GPU to GPU: it needs rollout.engine=vllm, rollout.device=cuda and "
+                "learner.device=cuda; elsewhere use object_store"
+            )
+        if self.quantization.rounding != "nearest":
+            raise ValueError(
+                f"{transport} needs quantization.rounding=nearest: rank 0 quantizes what all ranks have fingerprinted, "
+                "and only rounding to nearest gives the same codes twice"
+            )
+        if self.sync.transport == "sparse_nccl" and not self.sync.delta:
+            raise ValueError(f"{transport} sends what changed: it needs sync.delta=true; nccl sends all")
+        if self.sync.transport == "sparse_nccl" and learner.workers > 1:
+            raise ValueError(
+                f"{transport} needs learner.workers=1: rank 0 sends, and of other ranks' tensors it does not know what "
+                "changed; nccl sends all"
+            )
+        if self.sync.transport == "ipc":
+            if (learner.workers, rollout.workers, rollout.vllm.tensor_parallel) != (1, 1, 1):
+                raise ValueError(
+                    f"{transport} hands over the memory of one GPU, which one learner rank and one engine share: it "
+                    "needs learner.workers=1, rollout.workers=1 and rollout.vllm.tensor_parallel=1; elsewhere use nccl"
+                )
+            if rollout.vllm.kv_cache_gb is None:
+                raise ValueError(f"{transport} needs rollout.vllm.kv_cache_gb: vLLM would take the learner's memory")

@@ -7,6 +7,7 @@ have different numbers of tokens, and micro-batches any size.
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.backend import Backend, load_random_state, save_random_state, world
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
+from qurl_ray.learner.flow import FlowSwitch, UnifiedFlow
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
 from qurl_ray.learner.probe import Codes, through_codes
 from qurl_ray.learner.protocol import StepResult
@@ -47,6 +49,7 @@ class PolicyLearner:
         critic: gives credit per token; without one a sample's advantage is that of all its tokens.
         reference: scores the policy that the KL penalty holds on to.
         penalty: takes that KL from rewards; without it, it is part of the loss.
+        flow: what the policy computes through, where that is not full precision.
         calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 is never.
         total_updates: at which the learning rate has fallen to its final share.
     """
@@ -61,8 +64,10 @@ class PolicyLearner:
         critic: Critic | None = None,
         reference: Scorer | None = None,
         penalty: Penalty | None = None,
+        flow: FlowSwitch | None = None,
         calibrate_every: int = 0,
     ) -> None:
+        self._flow = flow
         self._policy, self._config, self._settings = policy, config, settings
         self._critic, self._reference, self._penalty = critic, reference, penalty
         self._calibrate_every, self._bounds = calibrate_every, (settings.clip_low, settings.clip_high)
@@ -81,8 +86,11 @@ class PolicyLearner:
         started = time.perf_counter()
         passes = [[self._make_pass(samples) for samples in self._shares(m)] for m in mini_batches]
         strength = self._before_the_first_update(passes)
-        between = time.perf_counter()
         calibration = Calibration() if passes and self._calibration_is_due() else None
+        if calibration and self._flow:
+            for one in [one for chosen in passes for one in chosen]:
+                one.shadow_BT = self._shadow(one)
+        between = time.perf_counter()
         sums, norms, lr = [self._step_wide(strength)] if passes else [], [], 0.0
         for mini_batch, chosen in zip(mini_batches, passes, strict=True):
             sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
@@ -166,9 +174,15 @@ class PolicyLearner:
                 loss = loss + self._critic.coef * value_loss
             self._policy.backward(loss, last=index + 1 == len(passes))
             if calibration:
-                calibration.add(scores.logprobs_BT, one)
+                calibration.add(scores.logprobs_BT, one, self._shadow(one) if self._flow else None)
             found.append(as_floats(sums))
         return merge(found)
+
+    @torch.no_grad()
+    def _shadow(self, one: Pass) -> torch.Tensor:
+        """Log-probs [B, T] of the policy in full precision, in a unified flow."""
+        with self._flow.full_precision():
+            return Scores(*self._policy(one.batch)).logprobs_BT
 
     def _step_wide(self, strength: float) -> dict[str, float]:
         """Figures that are one for the whole step and all ranks."""
@@ -195,7 +209,8 @@ class PolicyLearner:
             for c in completions
         ]
         one = self._make_pass(samples)
-        with through_codes(self._policy.module.policy, codes, self._pass_over):
+        out_of_flow = self._flow.full_precision() if self._flow else nullcontext()  # these codes are all there is
+        with out_of_flow, through_codes(self._policy.module.policy, codes, self._pass_over):
             found_BT = Scores(*self._policy(one.batch)).logprobs_BT
         return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
 
@@ -271,6 +286,7 @@ def make_learner(
     value_body: PreTrainedModel | None = None,
     reference: PreTrainedModel | None = None,
     penalty: Penalty | None = None,
+    flow: UnifiedFlow | None = None,
     calibrate_every: int = 0,
 ) -> PolicyLearner:
     """A learner of `model` on the configured backend; every rank of the process group calls this.
@@ -281,7 +297,10 @@ def make_learner(
         credit: with it, a value model gives credit per token.
         value_body: what a separate value model begins as; it is taken over. Without it, the policy gets a value head.
         reference: the policy of the KL penalty, taken over; every rank holds all of it.
+        flow: codes that the policy, and a value head on it, compute through; reference and separate value model stay in
+            full precision.
     """
+    switch = FlowSwitch(model, flow) if flow else None
     critic = None
     if credit:
         separate = make_backend(ValueModel(value_body, config), config) if value_body else None
@@ -303,6 +322,7 @@ def make_learner(
         critic=critic,
         reference=reference,
         penalty=penalty,
+        flow=switch,
         calibrate_every=calibrate_every,
     )
 

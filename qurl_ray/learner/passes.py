@@ -29,6 +29,8 @@ class Pass:
     prox_BT: torch.Tensor | None = None
     """Absent in the first update where nothing needs it early: it is then that update's own log-probs, detached."""
     reference_BT: torch.Tensor | None = None
+    shadow_BT: torch.Tensor | None = None
+    """Of the proximal policy in full precision, where a unified flow is calibrated."""
     values_BT: torch.Tensor | None = None
     returns_BT: torch.Tensor | None = None
 
@@ -90,12 +92,19 @@ class Calibration:
         self._noisy = self._exact = clip_histogram(nothing_BT, nothing_BT, nothing_BT.bool())
 
     @torch.no_grad()
-    def add(self, logprobs_BT: torch.Tensor, one: Pass) -> None:
-        """Those of one pass, in its update."""
+    def add(self, logprobs_BT: torch.Tensor, one: Pass, shadow_BT: torch.Tensor | None = None) -> None:
+        """Those of one pass, in its update.
+
+        Args:
+            shadow_BT: the same log-probs in full precision, in a unified flow: their ratio is the exact one there, and
+                that to the proximal policy the noisy one. Else that is the exact one, and noisy the one to behavior.
+        """
         adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
-        noisy_BT, exact_BT = (
-            log_ratio(logprobs_BT, old_BT, mask_BT) for old_BT in (one.batch.behavior_BT, one.prox_BT)
-        )
+        proximal_BT = log_ratio(logprobs_BT, one.prox_BT, mask_BT)
+        if shadow_BT is None:
+            noisy_BT, exact_BT = log_ratio(logprobs_BT, one.batch.behavior_BT, mask_BT), proximal_BT
+        else:
+            noisy_BT, exact_BT = proximal_BT, log_ratio(shadow_BT, one.shadow_BT, mask_BT)
         self._noisy = self._noisy.to(adv_BT.device) + clip_histogram(noisy_BT, adv_BT, mask_BT)
         self._exact = self._exact.to(adv_BT.device) + clip_histogram(exact_BT, adv_BT, mask_BT)
 

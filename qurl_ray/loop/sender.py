@@ -1,7 +1,9 @@
 """A rank's part of every sync: quantize, send what changed, and see for itself that the engines compute with it."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -9,6 +11,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from qurl_ray.config import RunConfig
+from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.probe import Codes
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.refit import Gap, Offer
@@ -16,6 +19,9 @@ from qurl_ray.loop.wait import wait
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.sync.publish import Bucket, Publisher
 from qurl_ray.types import Completion, TensorRecord
+
+if TYPE_CHECKING:
+    from qurl_ray.sync.transfer import Transfer
 
 
 class Sender:
@@ -36,6 +42,7 @@ class Sender:
         self._config, self._learner, self._publisher = config, learner, publisher
         self._coordinator, self._prompt_ids = coordinator, prompt_ids
         self._version = 0
+        self._transfer = self._make_transfer() if config.sync.transport != "object_store" else None
         self.sent: str | None = None
         """Format of the weights that the engines hold."""
 
@@ -47,8 +54,13 @@ class Sender:
             fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
         unquantized = self._config.sync.unquantized
         if unquantized == "auto":
-            unquantized = "bfloat16" if fmt or self._config.rollout.dtype == "bfloat16" else "float32"
-        base = self._version if self._config.sync.delta and self.sent == format_name else None
+            # A learner that computes through the codes computes all else in float32.
+            codes_alone = fmt and self._config.precision_flow == "rollout_only"
+            unquantized = "bfloat16" if codes_alone or self._config.rollout.dtype == "bfloat16" else "float32"
+        # vLLM's own transfer replaces what engines hold; another format goes through the object store, as refits do.
+        transfer = self._transfer if self.sent == format_name else None
+        deltas = self._config.sync.delta and (transfer is None or transfer.sparse)
+        base = self._version if deltas and self.sent == format_name else None
         self._version += 1
         buckets = self._publisher.prepare(
             self._learner.named_parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
@@ -60,19 +72,25 @@ class Sender:
             kv_cache=self._config.rollout.kv_cache,
         )
         for attempt in range(2):
-            if not self._offer(buckets, fmt, codes, attempt):
+            if not self._offer(buckets, fmt, codes, attempt, transfer):
                 break
-            buckets = self._publisher.resend()
+            buckets, transfer = self._publisher.resend(), None
         self.sent = format_name
         return time.perf_counter() - started
 
-    def _offer(self, buckets: Iterable[Bucket], fmt: Format | None, codes: Codes, attempt: int) -> bool:
+    def _offer(
+        self, buckets: Iterable[Bucket], fmt: Format | None, codes: Codes, attempt: int, transfer: "Transfer | None"
+    ) -> bool:
         """Whether some engines need the version once more."""
         refs: list[ObjectRef] = []
         records: list[TensorRecord] = []
-        for bucket in buckets:
-            refs.append(ray.put(bucket.payloads))
-            records += bucket.records
+        if transfer:
+            parcel = transfer.parcel(list(buckets), fmt)
+            refs, records = [ray.put(parcel.scales)], list(parcel.records)
+        else:
+            for bucket in buckets:
+                refs.append(ray.put(bucket.payloads))
+                records += bucket.records
         offer = Offer(
             version=self._version,
             attempt=attempt,
@@ -83,10 +101,30 @@ class Sender:
         )
         limit = self._config.sync.timeout_s
         what = f"the engines to verify weights {self._version}"
+        if transfer:
+            wait(self._coordinator.expect.remote(offer, refs), limit, f"the engines to expect weights {self._version}")
+            transfer.send(parcel, fmt, codes.unquantized)
+            offer, refs = replace(offer, transferred=True), []
         probes = wait(self._coordinator.offer.remote(offer, refs), limit, what)
         gaps = self._gaps(probes, codes)
         call = self._coordinator.conclude.remote(self._version, attempt, self._publisher.rank, gaps)
         return wait(call, limit, what)
+
+    def _make_transfer(self) -> "Transfer":
+        from qurl_ray.sync.transfer import Transfer
+
+        def call(method: str, arguments: dict) -> None:
+            wait(self._coordinator.transfer.remote(method, arguments), self._config.sync.timeout_s, f"vLLM to {method}")
+
+        rollout = self._config.rollout
+        return Transfer(
+            self._config.sync.transport,
+            self._publisher,
+            self._learner.named_parameters,
+            call,
+            workers=rollout.workers * rollout.vllm.tensor_parallel,
+            timeout_s=self._config.sync.timeout_s,
+        )
 
     def _gaps(self, probes: list[list[Completion]], codes: Codes) -> list[Gap]:
         """One per engine. All ranks compute them, as a sharded learner's forward takes them all."""
@@ -101,7 +139,21 @@ class Sender:
         return gaps
 
 
+def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str]) -> UnifiedFlow | None:
+    """What the learner computes through, as the engines do; None if it is to train in full precision."""
+    if config.precision_flow == "rollout_only":
+        return None
+    name = config.rollout.quantization
+    return UnifiedFlow(
+        fmt=get_format(name, weight_max_code(config, coordinator, name)),
+        quantized=quantized,
+        backward=config.backward(),
+        emulate=config.quantization.kernel == "emulation",
+    )
+
+
 def weight_max_code(config: RunConfig, coordinator: ActorHandle, format_name: str) -> int:
-    """Largest weight code that all engines can take; the first question waits until they are up."""
+    """Largest weight code that all engines can take, and that is wanted; the first question waits until they are up."""
     call = coordinator.weight_max_code.remote(format_name)
-    return wait(call, config.rollout.start_timeout_s, "the rollout workers to start")
+    largest = wait(call, config.rollout.start_timeout_s, "the rollout workers to start")
+    return min(largest, config.quantization.weight_max_code or largest)

@@ -59,6 +59,7 @@ class RunSummary:
             "samples_per_second": self._sum("rollout/samples") / train_seconds if train_seconds else None,
             "rollout_tokens_per_second": self._sum("rollout/tokens") / rollout_seconds if rollout_seconds else None,
             "phase_seconds": {phase: self._sum(f"time/{phase}") for phase in _PHASES},
+            "precision_flow": config.precision_flow,
             "quantization": config.rollout.quantization,
             "quantized_format": exported if exported != "none" else config.rollout.quantization,
             "correction": config.algorithm.correction.type,

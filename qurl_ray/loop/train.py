@@ -29,7 +29,7 @@ from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.checkpoint import Checkpoint, complete, partial_folder, prune
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty
-from qurl_ray.loop.sender import Sender, weight_max_code
+from qurl_ray.loop.sender import Sender, unified_flow, weight_max_code
 from qurl_ray.loop.wait import wait
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
@@ -61,6 +61,7 @@ def train_loop(context: dict[str, Any]) -> None:
     # Neither is ever quantized, so neither is folded.
     value_body = load_model(context["spec"]) if needs_value_model(config.algorithm) else None
     reference = load_model(context["spec"]) if config.algorithm.kl_coef else None
+    coordinator = context["coordinator"]
     learner = make_learner(
         model,
         config.learner,
@@ -71,9 +72,9 @@ def train_loop(context: dict[str, Any]) -> None:
         value_body=value_body,
         reference=reference,
         penalty=penalty(config.algorithm),
+        flow=unified_flow(config, coordinator, names),
         calibrate_every=config.algorithm.calibrate_every,
     )
-    coordinator = context["coordinator"]
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)
     if config.quantization.rounding != "nearest":
         publisher.quantizer = Rounding(config.quantization.rounding, config.seed)

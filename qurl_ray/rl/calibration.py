@@ -11,7 +11,9 @@ summaries: there is no public code):
 Both stay within half and four times the nominal distance from 1: where few ratios lie near a bound, the second rule
 alone would leave H anywhere.
 
-Here the noisy ratio is theta/b, of naive importance sampling, and the exact one theta/p.
+Where rollouts alone are quantized, the noisy ratio is theta/b, of naive importance sampling, and the exact one theta/p.
+In a unified flow the noisy one is theta/p, both through codes, and the exact one that of shadow passes of the same
+policies in full precision.
 """
 
 import numpy as np

@@ -52,6 +52,7 @@ _POLICY_TAGS = (
     "accuracy_after",
     "accuracy_after_quantized",
     "steps",
+    "precision_flow",
     "quantization",
     "correction",
     "uaq_scale",

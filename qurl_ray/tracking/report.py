@@ -177,6 +177,7 @@ def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "model": joined("model.path") or joined("model.type") + shape,
         "task": joined("task.type", "task.dataset", "task.path", "task.operators"),
         "algorithm": joined("algorithm.type"),
+        "flow": joined("precision_flow").replace("_", " "),
         "rollouts": {"none": "full precision"}.get(joined("rollout.quantization"), joined("rollout.quantization")),
         "correction": joined("algorithm.correction.type"),
         "UAQ s": "" if uaq is None else "1 (off)" if uaq == 1 else f"{uaq:g}",

@@ -56,6 +56,7 @@ ROWS = (
     Row("rollout tokens per second", "rollout_tokens_per_second", _as(",.0f")),
     Row("rollout speed-up over full precision", "rollout_speedup", _as(".2f", "×")),
     Row("time by phase", "phase_seconds", _phases),
+    Row("precision flow", "precision_flow", one_line),
     Row("rollout quantization", "quantization", one_line),
     Row("correction", "correction", one_line),
     Row("UAQ scale", "uaq_scale", _as("g")),

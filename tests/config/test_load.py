@@ -250,15 +250,60 @@ def test_experimental_rounding_is_refused_with_a_delta_sync_or_a_probe(load, rou
     assert "set sync.delta=false and sync.probe_tokens=0 with it" in message
 
 
+ON_GPUS = ["rollout.engine=vllm", "rollout.device=cuda", "learner.device=cuda", "rollout.vllm.kv_cache_gb=4"]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "sparse_nccl", "ipc"])
+@pytest.mark.parametrize("missing", range(3))
+def test_vllms_own_weight_transfer_needs_vllm_and_gpus(transport, missing):
+    overrides = [f"sync.transport={transport}", *ON_GPUS]
+    assert load_config(None, overrides).sync.transport == transport
+    del overrides[1 + missing]
+    with pytest.raises(ConfigError, match=rf"sync\.transport={transport} is vLLM's.*use object_store"):
+        load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["sparse_nccl", "sync.delta=false"], "sends what changed: it needs sync.delta=true"),
+        (["sparse_nccl", "learner.workers=2"], "needs learner.workers=1: rank 0 sends"),
+        (["ipc", "learner.workers=2"], "hands over the memory of one GPU"),
+        (["ipc", "rollout.workers=2"], "hands over the memory of one GPU"),
+        (["ipc", "rollout.vllm.tensor_parallel=2"], "hands over the memory of one GPU"),
+        (["ipc", "rollout.vllm.kv_cache_gb=null"], "needs rollout.vllm.kv_cache_gb"),
+        (
+            ["nccl", "quantization.rounding=stochastic", "sync.delta=false", "sync.probe_tokens=0"],
+            "needs quantization.rounding=nearest",
+        ),
+        (["rdma"], "sync.transport"),
+    ],
+)
+def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
+    transport, *others = overrides
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*ON_GPUS, f"sync.transport={transport}", *others])
+    assert reason in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("rollout: {engine: vllm, kv_cache: fp8}", "rollout.kv_cache=fp8 is the torch engine's"),
         ("rollout: {dtype: bfloat16}\nsync: {unquantized: float32}", "rollout.dtype=bfloat16 cannot hold"),
+        ("rollout: {cuda_graphs: true}", "captures what the torch engine does on a GPU: not engine=torch, device=cpu"),
+        ("rollout: {compile: true}", "not engine=torch, device=cpu: on a CPU engine and learner agree to the bit"),
+        ("rollout: {cuda_graphs: true, device: cuda, engine: vllm}", "not engine=vllm, device=cuda"),
+        ("rollout: {compile: true, device: cuda, engine: vllm}", "not engine=vllm, device=cuda"),
     ],
 )
 def test_engines_that_could_not_do_it_are_refused(load, text, reason):
     assert reason in complaint(load, text)
+
+
+def test_graphs_and_compilation_are_for_the_torch_engine_on_a_gpu(load):
+    rollout = load("rollout: {cuda_graphs: true, compile: true, device: cuda}").rollout
+    assert (rollout.cuda_graphs, rollout.compile) == (True, True)
 
 
 def test_a_penalty_longer_than_the_answer_is_refused(load):
@@ -384,7 +429,7 @@ def test_one_setting_of_a_named_correction_can_be_changed(load):
         ("{correction: flashrl, calibrate_every: 5}", "calibrate_every needs correction=naive"),
         (
             "{correction: {type: naive, metrics_only: true}, calibrate_every: 5}",
-            "calibrate_every needs correction=naive, not just its metrics",
+            "calibrate_every needs a correction, not just its metrics",
         ),
         ("{correction: {type: ignore, ess_floor: 0.5}}", "ess_floor weakens weights, which this correction has not"),
         ("{correction: {type: tis, reject_low: 0.5}}", "reject_low is of reject=geometric"),
@@ -395,6 +440,38 @@ def test_one_setting_of_a_named_correction_can_be_changed(load):
 )
 def test_what_does_not_go_together_is_refused_in_a_sentence(load, algorithm, sentence):
     assert sentence in complaint(load, f"algorithm: {algorithm}")
+
+
+FLOW = "precision_flow: unified\nrollout: {quantization: fp8_block}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ("precision_flow: unified\nrollout: {quantization: none}", "trains through the format of the rollouts"),
+        ("precision_flow: unified_int8\nrollout: {quantization: fp8}", "needs rollout.quantization=int8, not fp8"),
+        ("quantization: {backward: full}", "is of unified flows: set precision_flow=unified"),
+        ("precision_flow: unified\nquantization: {backward: quantized}", "needs the square blocks of"),
+        (FLOW + "quantization: {rounding: stochastic}\nsync: {delta: false, probe_tokens: 0}", "rounding=nearest: the"),
+        ("precision_flow: unified\nrollout: {kv_cache: fp8}", "needs rollout.kv_cache=full"),
+    ],
+)
+def test_what_a_unified_flow_cannot_have_is_refused(load, settings, sentence):
+    assert sentence in complaint(load, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "backward"),
+    [
+        (FLOW, "quantized"),
+        (FLOW + "quantization: {backward: full}", "full"),
+        ("precision_flow: unified_int8", "straight_through"),
+        ("precision_flow: unified\nrollout: {quantization: int4}", "straight_through"),
+    ],
+)
+def test_a_format_has_its_backward(load, settings, backward):
+    assert load(settings).backward() == backward
+    assert load(settings + "\nalgorithm: {correction: flashrl, calibrate_every: 5}").algorithm.calibrate_every == 5
 
 
 def test_another_type_drops_the_settings_of_the_old_one(tmp_path):

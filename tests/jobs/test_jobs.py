@@ -73,6 +73,18 @@ def test_bad_input_is_one_clear_line_within_seconds(tmp_path, arguments, message
     assert message in done.stderr
 
 
+def test_jet_rl_takes_any_algorithm_in_a_unified_flow(tmp_path):
+    for overrides in ([], ["algorithm.type=grpo"]):
+        done = job("jet_rl.py", "--dry-run", f"output_dir={tmp_path}", *overrides)
+        assert done.returncode == 0, done.stderr
+        settings = yaml.safe_load(done.stdout)
+        assert (settings["precision_flow"], settings["rollout"]["quantization"]) == ("unified", "fp8_block")
+        assert settings["algorithm"]["type"] == ("grpo" if overrides else "dapo")
+    done = job("jet_rl.py", "--config", "jobs/configs/quickstart.yaml")
+    assert done.returncode == 2
+    assert "precision_flow is rollout_only; run it with jobs/qurl_dapo.py" in done.stderr
+
+
 def test_evaluate_reports_accuracy_and_samples_with_intervals(tmp_path):
     settings = {"model": {"cold_start": False}, "rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))

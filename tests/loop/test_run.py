@@ -74,8 +74,8 @@ def test_a_run_leaves_everything_that_is_promised(tmp_path, cluster):
     assert summary == result.summary
     assert not {
         "accuracy_before", "accuracy_after", "accuracy_after_quantized", "eval_problems", "steps", "train_seconds",
-        "samples_per_second", "rollout_tokens_per_second", "phase_seconds", "quantization", "correction", "uaq_scale",
-        "acr_active_tokens", "mlflow_run_id", "interrupted", "accuracy_p_value",
+        "samples_per_second", "rollout_tokens_per_second", "phase_seconds", "precision_flow", "quantization",
+        "correction", "uaq_scale", "acr_active_tokens", "mlflow_run_id", "interrupted", "accuracy_p_value",
     } - set(summary)  # fmt: skip
     assert set(summary["phase_seconds"]) == {"rollout", "reward", "logprob", "update", "sync"}
     assert (summary["steps"], summary["eval_problems"], summary["quantization"]) == (3, 40, "int8")
@@ -317,3 +317,25 @@ def test_vllm_generates_in_a_run_and_its_probe_agrees(tmp_path, cluster):
         assert line["values"]["sync/probe_gap"] < 2e-3  # vLLM's attention is another; fbgemm's codes are the same
         assert line["values"]["mismatch/kl"] < 0.05
     assert not events(result.run_dir, "warning")
+
+
+@pytest.mark.parametrize("settings", [["rollout.quantization=fp8_block"], ["precision_flow=unified_int8"]])
+def test_a_unified_flow_trains_what_generates(tmp_path, cluster, settings):
+    result = small_run(tmp_path, "precision_flow=unified", *settings, "algorithm.correction=ignore", "steps=2")
+    steps = events(result.run_dir, "step")
+    assert len(steps) == 2
+    for line in steps:
+        assert (line["values"]["mismatch/max_rho"], line["values"]["mismatch/kl"]) == (1, 0)
+        assert line["values"]["sync/probe_gap_max"] == 0
+        assert line["values"]["sync/codes_changed"] > 0
+    assert result.summary["precision_flow"].startswith("unified")
+    assert not events(result.run_dir, "warning")
+
+
+def test_a_unified_flow_with_vllm_is_off_by_its_kernels_noise(tmp_path, cluster):
+    pytest.importorskip("vllm")
+    settings = ["rollout.quantization=fp8_block", "rollout.engine=vllm", "rollout.slots=32", "steps=1"]
+    for flow, least, most in (("unified", 0.0, 1e-5), ("rollout_only", 1e-5, 0.1)):
+        result = small_run(tmp_path / flow, f"precision_flow={flow}", "algorithm.correction=monitor", *settings)
+        (line,) = events(result.run_dir, "step")
+        assert least <= line["values"]["mismatch/kl"] < most, flow
