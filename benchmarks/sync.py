@@ -85,7 +85,7 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
     config = LearnerConfig(lr=LR, tokens_per_micro_batch=tokens)
     learner = make_learner(model, config, settings, temperature=1.0, total_updates=100)
     engine = TorchEngine(spec, slots=SLOTS)
-    probe = engines.requests(model.config.vocab_size, [4] * 2, 40)  # as loop.collect asks by default
+    probe = engines.requests(model.config.vocab_size, [4] * 2, 24)  # as loop.collect asks by default
     probe = [type(r)(uid=r.uid, prompt_ids=probe[0].prompt_ids, seed=r.seed, sampling=r.sampling) for r in probe]
     return Sync(
         learner=learner,

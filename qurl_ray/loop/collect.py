@@ -51,6 +51,7 @@ class Collected:
 
 
 _PROBES = 2  # answers: two rows take an engine as long as one
+_PROBE_PROMPT = 24  # tokens
 
 
 class Collector:
@@ -81,12 +82,13 @@ class Collector:
         self._survival = state["survival"]
 
     def probe(self) -> list[Request]:
-        """What engines draw after every sync, to be compared with the learner: the first training prompt, from the
-        whole distribution."""
+        """What engines draw after every sync, to be compared with the learner: from the whole distribution, after the
+        beginning of the first training prompt, as long prompts would show no more and take longer."""
         sync, rollout = self._config.sync, self._config.rollout
         tokens = min(sync.probe_tokens, rollout.max_new_tokens)
         sampling = SamplingParams(temperature=rollout.temperature, max_new_tokens=tokens, ignore_eos=True)
-        return self._requests([self._task.train[0]], _PROBES, "probe", sampling)
+        whole = self._requests([self._task.train[0]], _PROBES, "probe", sampling)
+        return [replace(request, prompt_ids=request.prompt_ids[:_PROBE_PROMPT]) for request in whole]
 
     async def judge_held_out(self, version: int) -> list[Verdict]:
         """Verdicts on the greedy answers to the held-out problems."""
