@@ -319,7 +319,10 @@ def test_vllm_generates_in_a_run_and_its_probe_agrees(tmp_path, cluster):
     assert not events(result.run_dir, "warning")
 
 
-@pytest.mark.parametrize("settings", [["rollout.quantization=fp8_block"], ["precision_flow=unified_int8"]])
+@pytest.mark.parametrize(
+    "settings",
+    [["rollout.quantization=fp8_block"], pytest.param(["precision_flow=unified_int8"], marks=pytest.mark.slow)],
+)
 def test_a_unified_flow_trains_what_generates(tmp_path, cluster, settings):
     result = small_run(tmp_path, "precision_flow=unified", *settings, "algorithm.correction=ignore", "steps=2")
     steps = events(result.run_dir, "step")
@@ -332,6 +335,7 @@ def test_a_unified_flow_trains_what_generates(tmp_path, cluster, settings):
     assert not events(result.run_dir, "warning")
 
 
+@pytest.mark.slow
 def test_a_unified_flow_with_vllm_is_off_by_its_kernels_noise(tmp_path, cluster):
     pytest.importorskip("vllm")
     settings = ["rollout.quantization=fp8_block", "rollout.engine=vllm", "rollout.slots=32", "steps=1"]

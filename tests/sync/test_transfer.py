@@ -29,6 +29,7 @@ def test_shards_of_an_engine_get_theirs(tiny_spec, tmp_path, transport):
     in_a_process(scenario, tiny_spec, tmp_path, setting, ["int8", "fp8", "none"])
 
 
+@pytest.mark.slow
 def test_the_memory_of_one_gpu_is_handed_over(tiny_spec, tmp_path):
     in_a_process(dense, tiny_spec, tmp_path, {"transport": "ipc"}, ["int8", "none"])
 
