@@ -4,8 +4,8 @@ Each cell is a job of its own, jobs/jet_rl.py or jobs/qurl_dapo.py, whose folder
 missing. Tables and a picture go to benchmarks/results/flows.{json,md,png}.
 
 - same: the task of jobs/configs/jet_rl.yaml in full precision, with quantized rollouts alone, and in unified flows.
-- coarse: 4-bit weights, with nothing corrected, from a policy that can hardly do the task: rollouts alone quantized
-  against the unified flow.
+- coarse: sums of six digits, so answers of seven to eight tokens, with weights of ±2 and nothing corrected: rollouts
+  alone quantized against the unified flow.
 """
 
 import json
@@ -56,11 +56,17 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Arm, ...]]] = {
         ),
     ),
     "coarse": (
-        ("rollout.quantization=int4",),
+        (
+            "rollout.quantization=int4",
+            "quantization.weight_max_code=2",
+            "task.min_operand=100000",
+            "task.max_operand=999999",
+            "rollout.max_new_tokens=8",
+        ),
         (
             Arm(name="full precision", settings=_PLAIN, color="#777777"),
-            Arm(name="rollouts in INT4, not corrected", settings=("precision_flow=rollout_only",), color="#D55E00"),
-            Arm(name="unified, INT4", settings=(), color="#0072B2"),
+            Arm(name="rollouts alone, not corrected", settings=("precision_flow=rollout_only",), color="#D55E00"),
+            Arm(name="unified", settings=(), color="#0072B2"),
         ),
     ),
 }
@@ -143,7 +149,7 @@ def draw(tables: dict[str, dict[str, list[Cell]]], path: Path) -> None:
                 axis.plot(range(1, len(curve) + 1), curve, color=colors[name], linewidth=0.6, alpha=0.5)
             mean = [statistics.mean(values) for values in zip(*curves, strict=False)]
             axis.plot(range(1, len(mean) + 1), mean, color=colors[name], linewidth=2, label=name)
-        axis.set(title={"same": "Two-digit sums", "coarse": "4-bit weights"}[table], xlabel="step")
+        axis.set(title={"same": "Two-digit sums", "coarse": "Six-digit sums, weights of ±2"}[table], xlabel="step")
         axis.set_ylabel("reward of the rollouts")
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
