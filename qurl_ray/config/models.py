@@ -306,7 +306,8 @@ class SyncConfig(Section):
     """Send only what changed since the version that the engines hold; all of it where they hold another."""
     unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
     """How embeddings, norms and other tensors outside the quantized set travel, and what engines then compute with:
-    `auto` is bfloat16 beside codes and for engines in bfloat16, else float32."""
+    `auto` is bfloat16 for engines in bfloat16, and beside codes where the learner does not compute through them
+    (precision_flow=rollout_only); else float32."""
     bucket_mb: int = Field(32, ge=1)
     """Tensors travel in buckets of so many MiB, which bounds what a sync holds in memory besides the weights."""
     probe_tokens: int = Field(4, ge=0)
@@ -450,6 +451,8 @@ class RunConfig(Section):
             raise ValueError(f"{flow} needs quantization.rounding=nearest: the learner makes the same codes once more")
         if rollout.kv_cache != "full":
             raise ValueError(f"{flow} needs rollout.kv_cache=full: the learner attends to keys in full precision")
+        if self.sync.unquantized == "bfloat16" and rollout.dtype == "float32":
+            raise ValueError(f"{flow} needs sync.unquantized=auto: the learner computes what has no codes in float32")
 
     def backward(self) -> Literal["quantized", "straight_through", "full"]:
         """What gradients of a unified flow are made of."""

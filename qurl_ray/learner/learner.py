@@ -88,8 +88,9 @@ class PolicyLearner:
         strength = self._before_the_first_update(passes)
         calibration = Calibration() if passes and self._calibration_is_due() else None
         if calibration and self._flow:
-            for one in [one for chosen in passes for one in chosen]:
-                one.shadow_BT = self._shadow(one)
+            for chosen in passes:
+                for one in chosen:
+                    one.shadow_BT = self._shadow(one)
         between = time.perf_counter()
         sums, norms, lr = [self._step_wide(strength)] if passes else [], [], 0.0
         for mini_batch, chosen in zip(mini_batches, passes, strict=True):

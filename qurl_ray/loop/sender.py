@@ -54,9 +54,9 @@ class Sender:
             fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
         unquantized = self._config.sync.unquantized
         if unquantized == "auto":
-            # A learner that computes through the codes computes all else in float32.
-            codes_alone = fmt and self._config.precision_flow == "rollout_only"
-            unquantized = "bfloat16" if codes_alone or self._config.rollout.dtype == "bfloat16" else "float32"
+            # In a unified flow the learner computes what lies beside the codes in float32, and so must the engines.
+            may_differ = fmt and self._config.precision_flow == "rollout_only"
+            unquantized = "bfloat16" if may_differ or self._config.rollout.dtype == "bfloat16" else "float32"
         # vLLM's own transfer replaces what engines hold; another format goes through the object store, as refits do.
         transfer = self._transfer if self.sent == format_name else None
         deltas = self._config.sync.delta and (transfer is None or transfer.sparse)

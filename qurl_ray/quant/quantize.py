@@ -41,7 +41,8 @@ class QTensor:
         return cls(codes=torch.tensor(codes).view(fmt.dtype), scale=torch.tensor(scale), fmt=fmt)
 
 
-_MIDDLE = torch.tensor(128.0)
+_MIDDLE = 128.0
+_MIDDLE_TENSOR = torch.tensor(_MIDDLE)  # made once: every product of INT8 codes needs it
 _ONE_APART = 1.5 * 2.0**23
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _LEAST = torch.finfo(torch.float32).tiny
@@ -155,7 +156,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     # Integers are rounded with the offset that unsigned kernels add (fused, 128 + x * activation_max): near a tie the
     # sum decides, and emulation and kernel then agree on every code. The offset is even, so ties still go to even.
     # Values of a float type lie closer near zero, where an offset would swallow them.
-    middle = 0.0 if fmt.dtype.is_floating_point else _MIDDLE.item()
+    middle = 0.0 if fmt.dtype.is_floating_point else _MIDDLE
     shifted = torch.add(torch.full_like(amax_MG1, middle), x_MGg / amax_MG1, alpha=fmt.activation_max)
     codes = nearest(shifted, fmt).sub_(middle).flatten(-2)[..., :columns]
     return codes, amax_MG1[..., 0]
@@ -166,7 +167,7 @@ def quantize_rows_int8(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, t
     (int8 [M, K], maxima [M, 1])."""
     amax_M1 = row_maximum(x_MK)
     shifted = x_MK / amax_M1
-    torch.add(_MIDDLE, shifted, alpha=fmt.activation_max, out=shifted)
+    torch.add(_MIDDLE_TENSOR, shifted, alpha=fmt.activation_max, out=shifted)
     # Where floats are one apart, adding rounds to nearest, ties to even, and the low byte is the code.
     return shifted.add_(_ONE_APART - _MIDDLE).view(torch.int32).to(torch.int8), amax_M1
 

@@ -454,6 +454,7 @@ FLOW = "precision_flow: unified\nrollout: {quantization: fp8_block}\n"
         ("precision_flow: unified\nquantization: {backward: quantized}", "needs the square blocks of"),
         (FLOW + "quantization: {rounding: stochastic}\nsync: {delta: false, probe_tokens: 0}", "rounding=nearest: the"),
         ("precision_flow: unified\nrollout: {kv_cache: fp8}", "needs rollout.kv_cache=full"),
+        (FLOW + "sync: {unquantized: bfloat16}", "needs sync.unquantized=auto"),
     ],
 )
 def test_what_a_unified_flow_cannot_have_is_refused(load, settings, sentence):
