@@ -1,42 +1,27 @@
 """Training in each precision flow: python benchmarks/flows.py (about 2 hours), or --only TABLE, --seeds N.
 
-Each cell is a job of its own, jobs/jet_rl.py or jobs/qurl_dapo.py, whose folder is kept: a second call runs what is
-missing. Tables and a picture go to benchmarks/results/flows.{json,md,png}.
+Each cell is a job of its own (cells.py). Tables and a picture go to benchmarks/results/flows.{json,md,png}.
 
 - same: the task of jobs/configs/jet_rl.yaml in full precision, with quantized rollouts alone, and in unified flows.
-- coarse: sums of six digits, so answers of seven to eight tokens, with weights of ±2 and nothing corrected: rollouts
-  alone quantized against the unified flow.
+- coarse: the same task with ternary weights and twice the learning rate, from fewer prompts: rollouts alone quantized,
+  uncorrected (naive importance sampling) and with ACR, against the unified flow.
 """
 
 import json
 import statistics
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import matplotlib
 import typer
+from cells import RESULTS, Arm, Cell, cell, draw_series, percent
 from loop import ROOT, machine
-
-matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-RESULTS = ROOT / "benchmarks" / "results"
 CONFIG = "jobs/configs/jet_rl.yaml"
 _PLAIN = ("precision_flow=rollout_only", "rollout.quantization=none")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One row of a table."""
-
-    name: str
-    settings: tuple[str, ...]
-    color: str
-
-
+TITLES = {"same": "Two-digit sums", "coarse": "Ternary weights"}
 TABLES: dict[str, tuple[tuple[str, ...], tuple[Arm, ...]]] = {
     "same": (
         (),
@@ -58,61 +43,27 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Arm, ...]]] = {
     "coarse": (
         (
             "rollout.quantization=int4",
-            "quantization.weight_max_code=2",
-            "task.min_operand=100000",
-            "task.max_operand=999999",
-            "rollout.max_new_tokens=8",
+            "quantization.weight_max_code=1",
+            "algorithm.correction=naive",
+            "algorithm.max_refill_rounds=2",
+            "rollout.prompts_per_step=32",
+            "learner.lr=8e-5",
+            "learner.lr_final_share=1",
+            "steps=60",
+            "guard.enabled=false",
         ),
         (
             Arm(name="full precision", settings=_PLAIN, color="#777777"),
-            Arm(name="rollouts alone, not corrected", settings=("precision_flow=rollout_only",), color="#D55E00"),
+            Arm(name="rollouts alone, naive", settings=("precision_flow=rollout_only",), color="#D55E00"),
+            Arm(
+                name="rollouts alone, ACR",
+                settings=("precision_flow=rollout_only", "algorithm.correction=qurl"),
+                color="#E69F00",
+            ),
             Arm(name="unified", settings=(), color="#0072B2"),
         ),
     ),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A finished run."""
-
-    seed: int
-    summary: dict[str, Any]
-    steps: list[dict[str, Any]]
-
-    @property
-    def best(self) -> float:
-        """Accuracy in the format that does better: full precision, or the one it was trained with."""
-        return max(self.summary["accuracy_after"], self.summary["accuracy_after_quantized"])
-
-
-def cell(table: str, common: tuple[str, ...], arm: Arm, seed: int, runs: Path) -> Cell:
-    """The run of an arm and seed, made if it is not there."""
-    name = f"{table}-{arm.name.replace(' ', '-').replace(',', '')}-{seed}"
-    folder = runs / name
-    if not (folder / "summary.json").exists():
-        settings = [*common, *arm.settings]
-        job = "qurl_dapo.py" if "precision_flow=rollout_only" in settings else "jet_rl.py"
-        subprocess.run(
-            [
-                sys.executable,
-                f"jobs/{job}",
-                "--config",
-                CONFIG,
-                f"name={name}",
-                f"seed={seed}",
-                f"output_dir={runs}",
-                "export.quantized=none",
-                "tracking.mlflow=false",
-                "tracking.console=plain",
-                *settings,
-            ],
-            cwd=ROOT,
-            check=True,
-        )
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
-    return Cell(seed=seed, summary=json.loads((folder / "summary.json").read_text()), steps=steps)
 
 
 def rows(cells: dict[str, list[Cell]]) -> list[str]:
@@ -123,15 +74,12 @@ def rows(cells: dict[str, list[Cell]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, found in cells.items():
-        means = [
-            statistics.mean(one.summary[key] for one in found)
-            for key in ("accuracy_before", "accuracy_after", "accuracy_after_quantized")
-        ]
+        means = [percent(found, f"accuracy_{when}") for when in ("before", "after", "after_quantized")]
         each = " · ".join(f"{100 * one.best:.1f}" for one in found)
-        kl = statistics.mean(one.steps[-1]["values"]["mismatch/kl"] for one in found)
+        kl = statistics.mean(one.last("mismatch/kl") for one in found)
         seconds = statistics.mean(one.summary["train_seconds"] / one.summary["steps"] for one in found)
         rho = max(one.summary["max_rho"] for one in found)
-        figures = " | ".join(f"{100 * mean:.1f}" for mean in means)
+        figures = " | ".join(f"{mean:.1f}" for mean in means)
         lines.append(f"| {name} | {figures} | {each} | {kl:.2g} | {rho:.3g} | {seconds:.2f} |")
     return lines
 
@@ -142,23 +90,10 @@ def draw(tables: dict[str, dict[str, list[Cell]]], path: Path) -> None:
         1, len(tables), figsize=(5.5 * len(tables), 3.6), constrained_layout=True, squeeze=False
     )
     for axis, (table, cells) in zip(axes[0], tables.items(), strict=True):
-        colors = {arm.name: arm.color for arm in TABLES[table][1]}
-        for name, found in cells.items():
-            curves = [_smooth([line["values"]["reward/mean"] for line in one.steps]) for one in found]
-            for curve in curves:
-                axis.plot(range(1, len(curve) + 1), curve, color=colors[name], linewidth=0.6, alpha=0.5)
-            mean = [statistics.mean(values) for values in zip(*curves, strict=False)]
-            axis.plot(range(1, len(mean) + 1), mean, color=colors[name], linewidth=2, label=name)
-        axis.set(title={"same": "Two-digit sums", "coarse": "Six-digit sums, weights of ±2"}[table], xlabel="step")
-        axis.set_ylabel("reward of the rollouts")
+        draw_series(axis, TABLES[table][1], cells, "reward/mean", width=8)
+        axis.set(title=TITLES[table], ylabel="reward of the rollouts")
         axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def _smooth(values: list[float], width: int = 8) -> list[float]:
-    """Means over the last `width` steps."""
-    return [statistics.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def main(
@@ -173,7 +108,7 @@ def main(
     for table in only or TABLES:
         common, arms = TABLES[table]
         tables[table] = {
-            arm.name: [cell(table, common, arm, seed, runs.resolve()) for seed in range(seeds)] for arm in arms
+            arm.name: [cell(table, CONFIG, common, arm, seed, runs.resolve()) for seed in range(seeds)] for arm in arms
         }
     text = [f"`python benchmarks/flows.py --seeds {seeds}`; {machine()}", ""]
     for table, cells in tables.items():

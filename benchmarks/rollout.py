@@ -198,7 +198,7 @@ def _sample(completion: Completion, request: Request) -> Trajectory:
         logprobs=completion.logprobs,
         reward=0.0,
         advantage=0.0,
-        version=1,
+        versions=completion.versions,
     )
 
 

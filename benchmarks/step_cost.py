@@ -68,7 +68,7 @@ def samples() -> MiniBatch:
             logprobs=rng.normal(-11, 0.3, size=ANSWER).astype(np.float32),
             reward=float(g % 2),
             advantage=float(g % 2 * 2 - 1),
-            version=0,
+            versions=np.zeros(ANSWER, dtype=np.int32),
         )
         for g in range(ANSWERS)
     ]

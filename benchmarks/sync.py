@@ -108,7 +108,7 @@ def groups(asked: list[Request], completions: list[Completion], step: int) -> li
                 logprobs=c.logprobs,
                 reward=0.0,
                 advantage=float(rng.normal()),
-                version=c.version,
+                versions=c.versions,
             )
         ]
         for r, c in zip(asked, completions, strict=True)

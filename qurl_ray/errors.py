@@ -7,6 +7,7 @@ QurlError
 ├── QuantizationError    a weight or model cannot be quantized                  (never retried)
 ├── CheckpointError      a checkpoint is damaged or not this run's              (never loaded)
 ├── SyncError            weights arrived damaged, incomplete or out of date     (never generated from)
+├── CoordinatorDied      the coordinator's process ended                     (the run goes on from a checkpoint)
 ├── EngineError          an engine failed while sampling
 │   └── StaleWeights     an engine does not hold the weights that were asked for
 └── DeadlineExceeded     something was waited for longer than its deadline
@@ -39,6 +40,10 @@ class CheckpointError(QurlError, RuntimeError):
 
 class SyncError(QurlError, RuntimeError):
     """Weights arrived damaged, incomplete or out of date; nothing is generated from them."""
+
+
+class CoordinatorDied(QurlError, RuntimeError):
+    """The coordinator's process ended; Ray starts another, and the learner goes on from the latest checkpoint."""
 
 
 class EngineError(QurlError, RuntimeError):

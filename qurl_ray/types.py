@@ -70,20 +70,23 @@ class Request:
     """"<problem uid>/<sample index>"."""
     prompt_ids: np.ndarray  # int32 [prompt length]
     seed: int
-    """64-bit; token t is drawn from (seed, t), so worker, order and batch change nothing."""
+    """64-bit; token t of the answer is drawn from (seed, t), so worker, order and batch change nothing."""
     sampling: SamplingParams
+    """max_new_tokens counts what is still to be drawn."""
+    drawn: int = 0
+    """Tokens of the answer that prompt_ids already ends with; see rollout.requests.continued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine returns for one request."""
+    """What an engine returns for one request: the tokens that it drew, none of the prompt's."""
 
     uid: str
     token_ids: np.ndarray  # int32 [answer length]
     logprobs: np.ndarray  # float32 [answer length]
     """Log-prob, in nats, of each token under the distribution it was really drawn from."""
-    version: int
-    """Version of the weights that drew the tokens."""
+    versions: np.ndarray  # int32 [answer length]
+    """Of the weights that drew each token."""
     finish: Finish
 
 
@@ -108,7 +111,7 @@ class Trajectory:
     reward: float
     """The verifier's reward plus any length penalty."""
     advantage: float
-    version: int
+    versions: np.ndarray  # int32, of the answer
     group: int = 0
     """Samples of one prompt have the same, unique within the step."""
     watched: bool = False
@@ -168,7 +171,8 @@ class Manifest:
 class Event:
     """Something the run wants seen: a step's metrics, a warning, a phase that began."""
 
-    kind: Literal["step", "evaluation", "warning", "info", "samples", "summary"]
+    kind: Literal["step", "evaluation", "warning", "info", "samples", "prompts", "rewind", "summary"]
+    """`rewind` takes back all that came after its step."""
     step: int
     message: str = ""
     values: dict = field(default_factory=dict)

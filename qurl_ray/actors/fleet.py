@@ -1,173 +1,421 @@
-"""The rollout workers: where they are placed, and how work and weights are spread over them."""
+"""The rollout workers as one: work and weights are spread over them, the dead are noticed and come back.
+
+Every worker is served by a task of its own, which gives it one piece of work at a time. Ray starts a dead worker's
+process anew; it generates again once it has verified the current weights. Which worker answers a request changes
+nothing in the answer, so what a dead one leaves is asked of others.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.actor import ActorHandle, ActorMethod
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from qurl_ray.actors.rollout_worker import Loaded, RolloutWorker
-from qurl_ray.config.models import RolloutConfig
-from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
-from qurl_ray.types import Completion, Manifest, PolicySpec, Request
+from qurl_ray.actors.health import Health, Member, Pulse
+from qurl_ray.actors.rollout_worker import CONTROL, Loaded
+from qurl_ray.actors.work import Piece, Work
+from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
+from qurl_ray.types import Completion, Manifest, Request
 
 _MARGIN_S = 30.0  # engines notice their deadline between two tokens
-_CLOSE_S = 20.0
-IPC_SHARE = 0.5
-"""Of a GPU, for the learner and for the engine each, when one hands its memory to the other."""
+_TICK_S = 0.25  # how often a starting worker, and one that is being interrupted, is asked again
+_SLOTFULS = 4  # requests of a piece, in slots of an engine: enough to keep them filled, few enough to be done twice
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
+class FleetCounts:
+    """Since the fleet began."""
+
+    deaths: int = 0
+    repeated: int = 0
+    """Requests that were begun anew, or gone on with, on another worker or after new weights."""
+    hedged: int = 0
+    """Pieces that a second worker was given, since the first took long."""
+
+
 class Fleet:
-    """Handles of the rollout workers; it may be sent to other processes."""
+    """Of the coordinator, in whose event loop it lives.
 
-    workers: tuple[ActorHandle, ...]
-    placement: PlacementGroup
-    out: set[int] = field(default_factory=set)
-    """Places of workers that are left out."""
+    Args:
+        actors: handles of RolloutWorker, made by the driver, which ends them.
+        tell: what has to be seen: a warning or a piece of information, and its sentence.
+    """
 
-    @property
-    def indices(self) -> list[int]:
-        """Places of the workers that take part."""
-        return [index for index in range(len(self.workers)) if index not in self.out]
+    def __init__(self, actors: Sequence[ActorHandle], config: RolloutConfig, tell: Callable[[str, str], None]) -> None:
+        self._config, self._tell = config, tell
+        self.members: list[Member] = []
+        self.version = -1
+        """Of the weights that healthy workers hold."""
+        self.counts = FleetCounts()
+        self.recovery_seconds: list[float] = []
+        """From a worker's death to its verified refit."""
+        self._lost_at: dict[int, float] = {}
+        self._fatal: EngineError | None = None
+        """Why a worker can never start."""
+        self._works: list[Work] = []
+        self._busy: dict[int, tuple[Work, Piece]] = {}
+        self._paused = False
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
+        for actor in actors:
+            self.join(actor)
 
-    def leave_out(self, index: int) -> None:
-        """That worker gets neither weights nor requests any more."""
-        self.out.add(index)
+    # --- who takes part -----------------------------------------------------------------------------------------
+
+    def join(self, actor: ActorHandle) -> None:
+        """One more worker, from now on."""
+        member = Member(index=len(self.members), actor=actor)
+        self.members.append(member)
+        self._spawn(self._watch(member))
+        self._spawn(self._serve(member))
+
+    def those(self, *states: Health) -> list[Member]:
+        """Workers in one of these states."""
+        return [member for member in self.members if member.health in states]
+
+    def begin_anew(self) -> int:
+        """Forget all work and trust no worker's weights, for a learner that begins anew. Returns the highest version
+        that a worker may hold."""
+        for work in self._works:
+            work.error = EngineError("the learner was started anew")
+        for member in self.those(Health.HEALTHY):
+            member.turn(Health.STALE)
+        for member in self.members:
+            member.refusals = 0
+        held = [member.pulse.version or 0 for member in self.members if member.pulse]
+        self._paused = False
+        self._notify()
+        return max([0, self.version, *held])
+
+    async def started(self) -> None:
+        """Returns when all workers are up.
+
+        Raises:
+            DeadlineExceeded: some are not within `start_timeout_s`.
+            EngineError: one cannot be made.
+        """
+        await self._until(lambda: not self.those(Health.RESTARTING, Health.DEAD), "all rollout workers to start")
+        if self._fatal:
+            raise self._fatal
+
+    async def some_alive(self) -> None:
+        """Returns when a worker is up that can take weights.
+
+        Raises:
+            DeadlineExceeded: none is within `start_timeout_s`.
+            EngineError: none ever will be.
+        """
+        await self._until(
+            lambda: any(m.alive for m in self.members) or not self._may_come_back(), "any rollout worker to come back"
+        )
+        if not any(member.alive for member in self.members):
+            raise self._fatal or EngineError(f"no rollout worker is left: {self.roster()}")
+
+    def _may_come_back(self) -> bool:
+        return any(member.health is not Health.OUT for member in self.members)
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                while not condition():
+                    await self._wait_for_change()
+        except TimeoutError:
+            message = f"waited {self._config.start_timeout_s:g} s for {what}: {self.roster()}"
+            raise DeadlineExceeded(message) from None
+
+    def roster(self) -> str:
+        """All workers and their states, for messages."""
+        return "; ".join(f"{member.where()} is {member.health}" for member in self.members)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def weight_max_code(self, format_name: str) -> int:
+        """Largest weight code that every worker that is up can take."""
+        calls = {m.index: m.actor.weight_max_code.remote(format_name) for m in self.members if m.alive}
+        found = await self._gather(calls, self._config.start_timeout_s, "say what codes they take")
+        return min(value for value in found.values() if isinstance(value, int))
 
     async def load(
         self,
-        indices: Sequence[int],
+        members: Sequence[Member],
         manifest: Manifest,
         buckets: Sequence[ObjectRef] | None,
         probe: Sequence[Request],
         timeout_s: float,
     ) -> dict[int, Loaded | QurlError]:
-        """These workers load, verify and draw the probe; what each says, be it that it refuses the weights. Without
-        buckets they have loaded, through vLLM's own transfer.
+        """These workers load, verify and draw the probe; what each says, be it that it refuses the weights, died or was
+        not done in time. Without buckets they have loaded, through vLLM's own transfer. All of them are STALE until
+        `holds` says otherwise."""
+        for member in members:
+            member.turn(Health.STALE)
+            member.doing = "load"
+        calls = {m.index: m.actor.load.remote(manifest, buckets, list(probe)) for m in members}
+        try:
+            return await self._gather(calls, timeout_s, f"load and verify weights {manifest.version}")
+        finally:
+            for member in members:
+                member.doing = "idle"
 
-        Raises:
-            DeadlineExceeded: a worker was not done in time.
-            EngineError: a worker died.
-        """
-        calls = [self.workers[index].load.remote(manifest, buckets, list(probe)) for index in indices]
-        what = f"workers to load and verify weights {manifest.version}"
-        found = await _all([_or_refusal(call) for call in calls], timeout_s, what)
-        return dict(zip(indices, found, strict=True))
+    def holds(self, member: Member, version: int) -> None:
+        """That worker has verified the version and passed the probe: it may generate."""
+        self.version = version
+        if not member.alive:  # it died meanwhile
+            return
+        member.turn(Health.HEALTHY)
+        member.refusals = 0
+        if (lost := self._lost_at.pop(member.index, None)) is not None:
+            self.recovery_seconds.append(time.monotonic() - lost)
+            seconds = self.recovery_seconds[-1]
+            self._tell("info", f"{member.where()} is back after {seconds:.1f} s, with verified weights {version}")
+        self._notify()
 
     async def expect(self, manifest: Manifest, scales: Sequence[ObjectRef], timeout_s: float) -> None:
         """Make all workers ready for a version through vLLM's own transfer, also those that are left out: they are part
         of its collectives."""
-        calls = [worker.expect.remote(manifest, scales) for worker in self.workers]
-        await _all(calls, timeout_s, f"workers to expect weights {manifest.version}")
+        calls = {m.index: m.actor.expect.remote(manifest, scales) for m in self.members}
+        _raise_first(await self._gather(calls, timeout_s, f"expect weights {manifest.version}"))
 
     async def transfer(self, method: str, arguments: dict, timeout_s: float) -> None:
         """A step of that, by all."""
-        each = [arguments] * len(self.workers)
+        each = [arguments] * len(self.members)
         if "rank_offset" in (info := arguments.get("init_info", {})):
             # vLLM numbers the workers of one engine: the engines get places one after the other, behind the sender.
-            size = (info["world_size"] - 1) // len(self.workers)
-            each = [{"init_info": info | {"rank_offset": 1 + i * size}} for i in range(len(self.workers))]
-        calls = [worker.transfer.remote(method, own) for worker, own in zip(self.workers, each, strict=True)]
-        await _all(calls, timeout_s, f"vLLM to {method}")
+            size = (info["world_size"] - 1) // len(self.members)
+            each = [{"init_info": info | {"rank_offset": 1 + i * size}} for i in range(len(self.members))]
+        calls = {m.index: m.actor.transfer.remote(method, own) for m, own in zip(self.members, each, strict=True)}
+        _raise_first(await self._gather(calls, timeout_s, f"{method} (vLLM)"))
 
-    async def generate(self, requests: Sequence[Request], version: int, timeout_s: float) -> list[Completion]:
-        """Completions in the order of the requests. Neighbours go to one worker, so groups share their prefill.
+    # --- generation ---------------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions in the order of the requests, each answered once, whoever dies meanwhile.
 
         Raises:
             DeadlineExceeded: some answers were not finished in time; the engines have stopped working on them.
+            EngineError: an engine cannot answer one of them.
         """
-        chosen = [self.workers[index] for index in self.indices]
-        size = -(-len(requests) // len(chosen))
-        parts = [list(requests[i : i + size]) for i in range(0, len(requests), size)]
-        calls = [worker.generate.remote(part, version, timeout_s) for worker, part in zip(chosen, parts, strict=False)]
-        what = f"rollouts of {len(requests)} requests with weights {version}"
+        if not requests:
+            return []
+        healthy = max(1, len(self.those(Health.HEALTHY)))
+        work = Work(requests, size=min(-(-len(requests) // healthy), _SLOTFULS * self._config.slots))
+        self._works.append(work)
+        self._notify()
+        began = time.monotonic()
         try:
-            answers = [c for part in await _all(calls, timeout_s + _MARGIN_S, what) for c in part]
-        except QurlError:  # nobody waits for the other workers' answers any more
-            for worker, part in zip(chosen, parts, strict=False):
-                worker.cancel.remote({request.uid for request in part})
-            raise
-        late = [c for c in answers if c.finish == "deadline"]
+            while not work.over:
+                await self._wait_for_change(1.0)
+                # What is done twice may take twice as long, and wait for a worker to start.
+                again = self._config.start_timeout_s + self._config.timeout_s if work.repeated else 0.0
+                limit = self._config.timeout_s + again
+                if time.monotonic() - began > limit + _MARGIN_S:
+                    work.error = DeadlineExceeded(
+                        f"waited {limit:g} s for rollouts: {work.open} of {len(requests)} requests are unanswered with "
+                        f"weights {self.version}; {self.roster()}"
+                    )
+        finally:
+            self._works.remove(work)
+            self._spawn(self._interrupt(lambda w, _: w is work))  # nobody waits for those answers any more
+        self.counts.repeated += work.repeated
+        self.counts.hedged += work.hedged
+        if work.error:
+            raise work.error
+        return work.answers()
+
+    async def pause(self) -> None:
+        """Interrupt what is being generated, so that weights can be loaded; what was drawn so far is kept. Returns when
+        no engine generates."""
+        self._paused = True
+        await self._interrupt(lambda *_: True)
+
+    def resume(self) -> None:
+        """Go on with the weights that are now held."""
+        self._paused = False
+        self._notify()
+
+    async def _interrupt(self, which: Callable[[Work, Piece], bool]) -> None:
+        """Cancel what runs of these, until none runs: a cancel that overtakes its call does nothing."""
+        while targets := [index for index, busy in self._busy.items() if which(*busy)]:
+            for index in targets:
+                work, piece = self._busy[index]
+                _control(self.members[index].actor.cancel).remote([request.uid for request in work.requests(piece)])
+            await self._wait_for_change(_TICK_S)
+
+    async def _serve(self, member: Member) -> None:
+        """Give a worker one piece after the other."""
+        while True:
+            found = None if self._paused or member.health is not Health.HEALTHY else self._next(member)
+            if found is None:
+                running = any(work.running for work in self._works)
+                await self._wait_for_change(1.0 if running else None)  # a straggler is noticed by the clock
+                continue
+            self._busy[member.index] = found
+            member.doing = "generate"
+            try:
+                await self._answer(member, *found)
+            finally:
+                self._busy.pop(member.index)
+                member.doing = "idle"
+                self._notify()
+
+    def _next(self, member: Member) -> tuple[Work, Piece] | None:
+        for work in self._works:
+            if piece := work.next(member.index, time.monotonic(), hedge_after=self._config.hedge_after):
+                return work, piece
+        return None
+
+    async def _answer(self, member: Member, work: Work, piece: Piece) -> None:
+        limit = self._config.timeout_s
+        try:
+            completions = await member.actor.generate.remote(work.requests(piece), self.version, limit)
+        except RayActorError as error:
+            missing = work.give_back(piece, member.index)
+            self._lost(member, f"{missing} requests (from {work.requests(piece)[0].uid}) go to others", error)
+            return
+        except RayTaskError as error:
+            work.give_back(piece, member.index)
+            if isinstance(error.cause, StaleWeights):  # a process that is new and was not noticed yet
+                self._lost(member, "its requests go to others", error)
+            else:
+                work.error = error.cause if isinstance(error.cause, QurlError) else EngineError(str(error))
+            return
+        late = [c for c in completions if c.finish == "deadline"]
         if late:
             drawn = max(len(c.token_ids) for c in late)
-            raise DeadlineExceeded(
-                f"waited {timeout_s:g} s for {what}: {len(late)} are unfinished, after up to {drawn} tokens"
-            )
-        return answers
+            what = f"{len(late)} of {len(completions)} answers are unfinished, after up to {drawn} tokens"
+            work.error = DeadlineExceeded(f"waited {limit:g} s for rollouts by {member.where()}: {what}")
+        others = [index for index in piece.runners if index != member.index]
+        work.take(piece, member.index, completions, time.monotonic())
+        if others and not late:  # it was asked of two: the slower one may stop
+            self._spawn(self._interrupt(lambda _, running: running is piece))
 
-    async def weight_max_code(self, format_name: str, timeout_s: float) -> int:
-        """Largest weight code that every worker can take. Also waits until all workers are up."""
-        calls = [worker.weight_max_code.remote(format_name) for worker in self.workers]
-        return min(await _all(calls, timeout_s, "rollout workers to start"))
+    # --- health -------------------------------------------------------------------------------------------------
 
-    def stop(self) -> None:
-        """End the workers and give their resources back."""
-        closing = [worker.close.remote() for worker in self.workers]
-        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)  # an engine may have processes of its own
-        for worker in self.workers:
-            ray.kill(worker)
-        remove_placement_group(self.placement)
+    async def _watch(self, member: Member) -> None:
+        """Ask a worker again and again whether it lives."""
+        while member.health is not Health.OUT:
+            starting = member.health in (Health.DEAD, Health.RESTARTING)
+            try:
+                async with asyncio.timeout(None if starting else self._config.silent_s / 4):
+                    pulse = await _control(member.actor.pulse).remote()
+            except TimeoutError:
+                self._silent(member)
+                continue
+            except ActorDiedError as error:  # for good: it cannot be made at all
+                self._lost(member, "it cannot be started anew", error)
+                member.turn(Health.OUT)
+                self._fatal = EngineError(f"{member.where()} cannot start: {error}")
+                self._notify()
+                return
+            except RayActorError as error:
+                self._lost(member, "it is started anew", error)
+                await asyncio.sleep(_TICK_S)
+                continue
+            self._heard(member, pulse)
+            await asyncio.sleep(self._config.heartbeat_s)
+
+    def _heard(self, member: Member, pulse: Pulse) -> None:
+        member.heard = time.monotonic()
+        if member.pulse and member.pulse.boot != pulse.boot and member.health not in (Health.DEAD, Health.RESTARTING):
+            self._lost(member, "it was started anew", None)
+        before, member.pulse = member.pulse, pulse
+        if member.health is Health.SUSPECT:
+            fit = pulse.version == self.version
+            self._tell("info", f"{member.where()} answers again")
+            member.turn(Health.HEALTHY if fit else Health.STALE)
+        elif member.health in (Health.DEAD, Health.RESTARTING):
+            member.turn(Health.RESTARTING)
+            member.turn(Health.STALE)
+            member.doing = "idle"
+            if before:
+                self._tell("info", f"{member.where()} has been started anew, and needs weights")
+        self._notify()
+
+    def _silent(self, member: Member) -> None:
+        """No answer in time: suspect it, and end it if that goes on."""
+        seconds = time.monotonic() - member.heard
+        if member.alive:
+            member.turn(Health.SUSPECT)
+            self._tell("warning", f"{member.where()} has not answered for {seconds:.0f} s")
+        elif member.health is Health.SUSPECT and seconds > self._config.silent_s:
+            ray.kill(member.actor, no_restart=False)
+            self._lost(member, f"it did not answer for {seconds:.0f} s and is ended", None)
+        self._notify()
+
+    def _lost(self, member: Member, consequence: str, error: Exception | None) -> None:
+        """Its process is gone; Ray starts another one."""
+        if member.health in (Health.DEAD, Health.RESTARTING, Health.OUT):
+            return
+        cause = f" ({type(error).__name__})" if error else ""
+        self._tell("warning", f"{member.where()} died{cause}: {consequence}")
+        self.counts.deaths += 1
+        self._lost_at.setdefault(member.index, time.monotonic())
+        member.turn(Health.DEAD)
+        member.turn(Health.RESTARTING)
+        member.heard = time.monotonic()
+        self._notify()
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+
+    async def _gather(self, calls: dict[int, ObjectRef], timeout_s: float, what: str) -> dict[int, Any]:
+        """What each worker returns, or why it did not: an error of ours."""
+
+        async def outcome(index: int, call: ObjectRef) -> Any:
+            member = self.members[index]
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await call
+            except TimeoutError:
+                ray.kill(member.actor, no_restart=False)
+                self._lost(member, f"it was not done within {timeout_s:g} s and is ended", None)
+                return DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {what}")
+            except RayActorError as error:
+                self._lost(member, "it is started anew", error)
+                return EngineError(f"{member.where()} died while it was to {what}")
+            except RayTaskError as error:
+                if isinstance(error.cause, QurlError):
+                    return error.cause
+                raise
+
+        found = await asyncio.gather(*(outcome(index, call) for index, call in calls.items()))
+        return dict(zip(calls, found, strict=True))
+
+    async def _wait_for_change(self, timeout_s: float | None = None) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    def _notify(self) -> None:
+        """Wake up all that wait."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, what: Coroutine) -> None:
+        task = asyncio.ensure_future(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            for work in self._works:
+                work.error = error if isinstance(error, QurlError) else EngineError(f"the fleet failed: {error!r}")
+            self._tell("warning", f"the fleet failed: {error!r}")
+            self._notify()
 
 
-def start_fleet(
-    config: RolloutConfig, spec: PolicySpec, *, kernel: str, threads: int, transport: str = "object_store"
-) -> Fleet:
-    """Place and start the workers.
-
-    Raises:
-        DeadlineExceeded: the cluster cannot hold them; the message says what is missing.
-    """
-    shared = config.vllm.tensor_parallel if config.engine == "vllm" else 1
-    gpus = 0 if config.device == "cpu" else IPC_SHARE if transport == "ipc" else shared
-    bundle = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
-    group = placement_group([bundle] * config.workers, strategy="PACK")
-    if not group.wait(config.start_timeout_s):
-        remove_placement_group(group)
-        raise DeadlineExceeded(
-            f"{config.workers} rollout worker(s) of {bundle} were not placed within {config.start_timeout_s:g} s; "
-            f"the cluster has {counts(ray.cluster_resources())}, free now {counts(ray.available_resources())}"
-        )
-    actor = ray.remote(RolloutWorker)
-    workers = tuple(
-        actor.options(
-            num_cpus=1,
-            num_gpus=gpus,
-            max_restarts=0,
-            max_concurrency=2,  # one to generate, one to cancel
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote(spec, config, kernel=kernel, threads=threads, transport=transport)
-        for index in range(config.workers)
-    )
-    return Fleet(workers=workers, placement=group)
+def _control(method: ActorMethod) -> ActorMethod:
+    """The same in the worker's second group of threads, which answers while it loads and generates."""
+    return method.options(concurrency_group=CONTROL)
 
 
-async def _or_refusal(call: ObjectRef) -> Loaded | QurlError:
-    """What the worker says; its error, if it is one of ours."""
-    try:
-        return await call
-    except RayTaskError as error:
-        if isinstance(error.cause, QurlError):
-            return error.cause
-        raise
-
-
-async def _all(calls: Sequence[Awaitable], timeout_s: float, what: str) -> list:
-    try:
-        return await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
-    except TimeoutError:
-        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from None
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, QurlError) else error) from None
-    except RayActorError as error:
-        raise EngineError(f"a rollout worker died during {what}: {error}") from None
-
-
-def counts(resources: dict[str, float]) -> str:
-    """Ray's resources in words: "2 CPU, 0 GPU"."""
-    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
+def _raise_first(found: dict[int, Any]) -> None:
+    for value in found.values():
+        if isinstance(value, QurlError):
+            raise value

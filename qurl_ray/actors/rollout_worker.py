@@ -1,5 +1,7 @@
 """One engine in one actor."""
 
+import os
+import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -7,11 +9,15 @@ import ray
 import torch
 from ray import ObjectRef
 
-from qurl_ray.config.models import RolloutConfig
+from qurl_ray.actors.health import Pulse
+from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import SyncError
 from qurl_ray.rollout.make import make_engine
 from qurl_ray.sync.receive import unpack
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
+
+CONTROL = "control"
+"""Concurrency group of calls that are answered while the engine works; the default group works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,18 @@ class RolloutWorker:
         self, spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int, transport: str = "object_store"
     ) -> None:
         torch.set_num_threads(threads)
+        self._boot = uuid.uuid4().hex
         self._engine = make_engine(spec, config, kernel=kernel, threads=threads, transport=transport)
+
+    def pulse(self) -> Pulse:
+        """That it lives, and what it holds."""
+        return Pulse(
+            boot=self._boot,
+            pid=os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
+            version=self._engine.version,
+            log=os.path.realpath("/proc/self/fd/2"),
+        )
 
     def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that this worker's kernel can take."""
@@ -48,8 +65,12 @@ class RolloutWorker:
         """Load and verify a version, or verify what was transferred, then draw the probe from it.
 
         Raises:
-            SyncError: it is damaged, or a delta to a version that this engine does not hold.
+            SyncError: it is damaged, a delta to a version that this engine does not hold, or has codes that its kernel
+                cannot take.
         """
+        largest = self._engine.weight_max_code(manifest.precision)
+        if manifest.weight_max_code > largest:
+            raise SyncError(f"weight codes to {manifest.weight_max_code}, but the kernel here takes them to {largest}")
         if buckets is None:
             self._engine.accept(manifest)
         else:

@@ -1,40 +1,145 @@
-"""Judging as a Ray actor. The reward function runs in a process below the actor, which it cannot take down."""
+"""Judging as Ray actors. Reward functions run in processes below the actors, which they cannot take down."""
 
+import asyncio
+import queue
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qurl_ray.rewards.process import VerifierProcess
-from qurl_ray.rewards.resolve import BUILT_IN
+from ray.exceptions import RayActorError, RayTaskError
+
+from qurl_ray.errors import DeadlineExceeded, QurlError
+from qurl_ray.rewards.judge import failure
+from qurl_ray.rewards.process import MEMORY_GB, VerifierProcess
 from qurl_ray.types import Problem, Verdict
 
 if TYPE_CHECKING:
-    from ray.actor import ActorProxy
+    from ray.actor import ActorHandle
 
-_BUILT_IN_MEMORY_GB = 4.0  # sympy on a hostile answer takes what it gets; a user's own reward may need more
+_PROCESSES = 4  # of a verifier: one works, the others are there for when it hangs
+_PIECE = 8  # answers in one call: few enough to share out evenly, and to lose with an actor
+_RETRY_S = 0.5
 
 
 class Verifier:
-    """Owns one VerifierProcess."""
+    """Judges with one process at a time, and has a few to spare.
 
-    def __init__(self, spec: str, timeout_s: float) -> None:
-        memory_gb = _BUILT_IN_MEMORY_GB if spec in BUILT_IN else None
-        self._process = VerifierProcess(spec, timeout_s, memory_gb=memory_gb)
+    An answer that takes longer than a quarter of its deadline keeps its process, and a spare one takes the next answer:
+    a hang costs that quarter. A process that was killed starts anew beside the work: a crash costs its answer.
+    """
+
+    def __init__(self, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB) -> None:
+        """See VerifierProcess, to each of which the bounds apply."""
+        self._processes = [VerifierProcess(spec, timeout_s, memory_gb=memory_gb) for _ in range(_PROCESSES)]
+        self._free: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()  # a warm one before one that has not started
+        for process in self._processes:
+            self._free.put(process)
+        self._threads = ThreadPoolExecutor(_PROCESSES)
+        self._turn = threading.Lock()
+        self._patience_s = timeout_s / _PROCESSES
 
     def check(self) -> None:
         """RewardError if the reward cannot be used."""
-        self._process.check()
+        process = self._free.get()
+        try:
+            process.check()
+        finally:
+            self._free.put(process)
 
     def judge_many(self, items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
-        """One verdict per (answer, problem), in order."""
-        return self._process.judge_many(items)
+        """One verdict per (answer, problem), in order. Works from several threads at once, which take turns."""
+        calls = []
+        for answer, problem in items:
+            with self._turn:
+                call = self._threads.submit(self._judge, self._free.get(), answer, problem)
+                wait([call], timeout=self._patience_s)
+            calls.append(call)
+        return [call.result() for call in calls]
 
     def close(self) -> None:
-        self._process.close()
+        for process in self._processes:
+            process.close()
+
+    def _judge(self, process: VerifierProcess, answer: str, problem: Problem) -> Verdict:
+        try:
+            return process.judge(answer, problem)
+        finally:
+            if process.running:
+                self._free.put(process)
+            else:
+                self._threads.submit(self._renew, process)
+
+    def _renew(self, process: VerifierProcess) -> None:
+        try:
+            process.check()
+        finally:  # a reward that cannot be resolved any more says so to the next answer
+            self._free.put(process)
 
 
-def spawn_verifiers(count: int, spec: str, timeout_s: float) -> "list[ActorProxy[Verifier]]":
-    """`count` verifier actors. Calls are not retried: the caller knows best what an answer is worth."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierPool:
+    """Handles of the verifiers; it may be sent to other processes."""
+
+    verifiers: "tuple[ActorHandle, ...]"
+
+    async def judge(self, items: Sequence[tuple[str, Problem]], deadline_s: float) -> list[Verdict]:
+        """One verdict per (answer, problem), in order. Pieces go to whichever verifier is free.
+
+        The answers that a verifier dies with get status "error"; it is restarted.
+
+        Raises:
+            DeadlineExceeded: some verdicts were not there after `deadline_s` seconds.
+            RewardError: the reward cannot be resolved.
+        """
+        verdicts: list[Verdict] = [failure("error", "not judged")] * len(items)
+        starts = iter(range(0, len(items), _PIECE))
+
+        async def serve(verifier: "ActorHandle") -> None:
+            for start in starts:
+                piece = slice(start, start + _PIECE)
+                verdicts[piece] = await _ask(verifier, items[piece])
+
+        # As many pieces at a verifier as it has processes, so that one that hangs does not hold up the next.
+        lanes = [serve(verifier) for _ in range(_PROCESSES) for verifier in self.verifiers]
+        try:
+            await asyncio.wait_for(asyncio.gather(*lanes), deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {deadline_s:g} s for {len(items)} rewards") from None
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, QurlError) else error) from None
+        return verdicts
+
+    def close(self) -> None:
+        """End the verifiers with all that their rewards started."""
+        import ray
+
+        ray.wait([verifier.close.remote() for verifier in self.verifiers], num_returns=len(self.verifiers), timeout=5)
+        for verifier in self.verifiers:
+            ray.kill(verifier)
+
+
+def start_verifiers(count: int, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB) -> VerifierPool:
+    """A pool of `count` verifiers; see Verifier. Calls are not retried: the pool knows best what an answer is worth."""
     import ray
 
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Verifier)
-    return [actor.remote(spec, timeout_s) for _ in range(count)]
+    # One thread for each piece that the pool gives it, and one to close it.
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_PROCESSES + 1)(Verifier)
+    return VerifierPool(verifiers=tuple(actor.remote(spec, timeout_s, memory_gb) for _ in range(count)))
+
+
+async def _ask(verifier: "ActorHandle", items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
+    try:
+        return await verifier.judge_many.remote(list(items))
+    except RayActorError:
+        await _back(verifier)  # or it would fail all that are left, one after the other
+        return [failure("error", "the verifier died")] * len(items)
+
+
+async def _back(verifier: "ActorHandle") -> None:
+    while True:
+        try:
+            return await verifier.check.remote()
+        except RayActorError:
+            await asyncio.sleep(_RETRY_S)

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
+from qurl_ray.config.guard import GuardConfig
+from qurl_ray.config.rollout import Format, RolloutConfig
 from qurl_ray.config.section import Section, Share, with_default_types
-
-Format = Literal["none", "int8", "fp8", "fp8_block", "int4"]
-
 
 # --- model ---------------------------------------------------------------------------------------
 
@@ -78,6 +77,9 @@ class TaskBase(Section):
     math_verify, reasoning_gym or reasoning_gym_boxed, not with the task's own."""
     reward_timeout_s: float = Field(5.0, gt=0)
     """Deadline for one answer. The process that judges it is killed at the deadline, and the reward is 0."""
+    reward_memory_gb: float = Field(4.0, gt=0)
+    """What the process that judges, and all that it starts, may hold in memory and temporary files together. Beyond it
+    an allocation fails or the process is killed, and the reward is 0."""
     verifiers: int = Field(1, ge=1)
     """Processes that judge answers."""
     template: str = "{prompt}"
@@ -135,74 +137,7 @@ class DatasetTask(TaskBase):
 
 TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask, Field(discriminator="type")]
 
-# --- rollout and quantization --------------------------------------------------------------------
-
-
-class VllmConfig(Section):
-    """Of the engines, with `rollout.engine=vllm`."""
-
-    tensor_parallel: int = Field(1, ge=1)
-    """Processes (GPUs on CUDA) that share one engine's weights."""
-    kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values in each of them. If absent, a CPU takes what `slots` full contexts need, a GPU what
-    is free."""
-
-
-class RolloutConfig(Section):
-    """The fleet that generates."""
-
-    quantization: Format = "int8"
-    """Format of the block linears during rollouts; `none` is full precision."""
-    engine: Literal["torch", "vllm"] = "torch"
-    """`torch` is embedded, and agrees with the learner bit for bit on a CPU; `vllm` is vLLM 0.32 with this package's
-    quantization."""
-    vllm: VllmConfig = VllmConfig()
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where engines compute. `cuda` gives each worker a GPU of its own, or `vllm.tensor_parallel` of them. Not measured
-    yet."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations, and of weights that are not quantized. bfloat16 is for GPUs."""
-    workers: int = Field(1, ge=1)
-    prompts_per_step: int = Field(64, ge=1)
-    samples_per_prompt: int = Field(8, ge=1)
-    max_new_tokens: int = Field(8, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 the engine's log-probs are of the truncated distribution, which the learner does not see."""
-    top_k: int = Field(0, ge=0)
-    """0 keeps the whole vocabulary; else see top_p."""
-    ignore_eos: bool = False
-    """Generate exactly max_new_tokens, for benchmarks."""
-    slots: int = Field(512, ge=1)
-    """Sequences that a worker decodes at a time; further requests wait for a free slot."""
-    kv_cache: Literal["full", "fp8"] = "full"
-    """`fp8` holds keys and values as E4M3 codes, in a quarter of the memory, with a scale per layer and key head that
-    is measured anew for every version of the weights; whatever their format is, so in all evaluations of a run. On a
-    CPU it is an emulation, slower than `full`."""
-    cuda_graphs: bool = False
-    """Of the torch engine on a GPU: capture decode steps, anew after each sync, and start each with one call. For long
-    answers. Not measured yet."""
-    compile: bool = False
-    """Of the torch engine on a GPU: compile norms, rotary embeddings and activations. For use with `cuda_graphs`. Not
-    measured yet."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads of a worker; all cores divided by the workers if absent."""
-    timeout_s: float = Field(600.0, gt=0)
-    """Deadline for the rollouts of one round of prompts."""
-    start_timeout_s: float = Field(180.0, gt=0)
-    """Deadline for placing and starting the workers."""
-
-    @model_validator(mode="after")
-    def _made_for_gpus(self) -> "RolloutConfig":
-        here = f"not engine={self.engine}, device={self.device}"
-        if self.cuda_graphs and (self.engine, self.device) != ("torch", "cuda"):
-            raise ValueError(f"cuda_graphs captures what the torch engine does on a GPU: {here}")
-        if self.compile and (self.engine, self.device) != ("torch", "cuda"):
-            raise ValueError(
-                f"compile is for the torch engine on a GPU, {here}: on a CPU engine and learner agree to the bit, and "
-                "what is compiled rounds otherwise"
-            )
-        return self
+# --- quantization --------------------------------------------------------------------------------
 
 
 class QuantizationConfig(Section):
@@ -285,6 +220,8 @@ class LearnerConfig(Section):
     """CPU threads of a rank; all cores divided by the workers if absent."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline for collectives, and for placing and starting the ranks."""
+    max_failures: int = Field(3, ge=0)
+    """How often the ranks are started anew, from the latest checkpoint, after one of them, or the coordinator, died."""
 
     @model_validator(mode="after")
     def _backend_can(self) -> "LearnerConfig":
@@ -386,6 +323,7 @@ class RunConfig(Section):
     quantization: QuantizationConfig = QuantizationConfig()
     algorithm: AlgorithmConfig = DAPO()
     learner: LearnerConfig = LearnerConfig()
+    guard: GuardConfig = GuardConfig()
     sync: SyncConfig = SyncConfig()
     tracking: TrackingConfig = TrackingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -416,6 +354,8 @@ class RunConfig(Section):
             raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
         if rollout.engine == "vllm" and rollout.kv_cache != "full":
             raise ValueError("rollout.kv_cache=fp8 is the torch engine's: the learner knows nothing of vLLM's")
+        if rollout.max_staleness:
+            self._staleness_fits()
         if self.sync.transport != "object_store":
             self._transport_fits()
         if self.precision_flow != "rollout_only":
@@ -434,6 +374,20 @@ class RunConfig(Section):
                 "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
             )
         return self
+
+    def _staleness_fits(self) -> None:
+        """What rollouts that run ahead need."""
+        ahead, correction = f"rollout.max_staleness={self.rollout.max_staleness}", self.algorithm.correction
+        if correction.type == "ignore" or correction.metrics_only:
+            raise ValueError(
+                f"{ahead} draws tokens with weights from before: they need a correction, and algorithm.correction="
+                f"{correction.type} takes them for the learner's own"
+            )
+        if self.learner.offload_while_waiting or self.sync.transport == "ipc":
+            raise ValueError(
+                f"{ahead} has engines generate while the learner trains: they cannot share a GPU "
+                "(learner.offload_while_waiting, sync.transport=ipc)"
+            )
 
     def _flow_fits(self) -> None:
         """What training through the rollouts' codes needs."""

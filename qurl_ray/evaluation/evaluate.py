@@ -92,7 +92,8 @@ def evaluate(
         rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
     total = len(task.held_out) * sum(count for _, count in rounds)
     solved, failed, done = [], 0, 0
-    with VerifierProcess(task.reward, config.task.reward_timeout_s) as verifier:
+    bounds = {"timeout_s": config.task.reward_timeout_s, "memory_gb": config.task.reward_memory_gb}
+    with VerifierProcess(task.reward, **bounds) as verifier:
         verifier.check()
         for sampling, count in rounds:
             right: list[bool] = []

@@ -36,7 +36,7 @@ _SENTINEL = Trajectory(
     logprobs=np.zeros(0, dtype=np.float32),
     reward=0.0,
     advantage=0.0,
-    version=0,
+    versions=np.zeros(0, dtype=np.int32),
 )
 """Stands for a rank's missing micro-batch: two tokens, none of which counts."""
 
@@ -114,6 +114,9 @@ class PolicyLearner:
             skipped_updates=len(norms) - len(finite),
             proximal=_watched(passes),
         )
+
+    def adopt(self, settings: ObjectiveSettings) -> None:
+        self._settings, self._bounds = settings, (settings.clip_low, settings.clip_high)
 
     def _shares(self, mini_batch: MiniBatch) -> list[list[Trajectory]]:
         if self._policy.lockstep:
@@ -205,7 +208,7 @@ class PolicyLearner:
                 logprobs=c.logprobs,
                 reward=0.0,
                 advantage=0.0,
-                version=c.version,
+                versions=c.versions,
             )
             for c in completions
         ]

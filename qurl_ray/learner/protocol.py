@@ -10,6 +10,7 @@ import torch
 
 from qurl_ray.learner.batching import MiniBatch
 from qurl_ray.learner.probe import Codes
+from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion
 
 
@@ -41,6 +42,9 @@ class Learner(Protocol):
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         """One update per mini-batch. Proximal log-probs are those of the weights before the first."""
+
+    def adopt(self, settings: ObjectiveSettings) -> None:
+        """Learn by these from now on."""
 
     def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: Codes) -> list[np.ndarray]:
         """Log-probs of each answer to one prompt through the codes that engines hold, float32 [answer length]."""

@@ -6,24 +6,20 @@ Nothing here knows of the learner. Groups are accepted in the order of their pro
 come, first served would favour short answers.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
-from qurl_ray.errors import DeadlineExceeded, QurlError
 from qurl_ray.loop.deadlines import judging_deadline
-from qurl_ray.rewards.judge import failure
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty
 from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.rollout.requests import check_logprobs, make_requests
@@ -48,6 +44,8 @@ class Collected:
     all_groups: int = 0
     failed: dict[str, int] = field(default_factory=dict)
     shown: list[dict] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    """Uids, in the order in which they were drawn."""
 
 
 _PROBES = 2  # answers: two rows take an engine as long as one
@@ -64,10 +62,10 @@ class Collector:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: tuple[int, ...],
         fleet: Fleet,
-        verifiers: Sequence[ActorHandle],
+        verifiers: VerifierPool,
     ) -> None:
         self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
-        self._fleet, self._verifiers = fleet, list(verifiers)
+        self._fleet, self._verifiers = fleet, verifiers
         self._cursor = PromptCursor(task.train, seed=config.seed)
         self._survival = 1.0
         """Share of groups that lately passed dynamic sampling."""
@@ -90,17 +88,17 @@ class Collector:
         whole = self._requests([self._task.train[0]], _PROBES, "probe", sampling)
         return [replace(request, prompt_ids=request.prompt_ids[:_PROBE_PROMPT]) for request in whole]
 
-    async def judge_held_out(self, version: int) -> list[Verdict]:
+    async def judge_held_out(self) -> list[Verdict]:
         """Verdicts on the greedy answers to the held-out problems."""
         problems = self._task.held_out
         sampling = SamplingParams(
             temperature=0.0, max_new_tokens=self._config.rollout.max_new_tokens, stop_ids=self._stop_ids
         )
         requests = self._requests(problems, 1, "evaluation", sampling)
-        completions = await self._fleet.generate(requests, version, self._config.rollout.timeout_s)
+        completions = await self._fleet.generate(requests)
         return await self._judge(completions, problems)
 
-    async def collect(self, step: int, version: int) -> Collected:
+    async def collect(self, step: int) -> Collected:
         """Rounds of prompts until the step is full; groups count in prompt order, never in the order of arrival."""
         algorithm, wanted = self._config.algorithm, self._config.rollout.prompts_per_step
         rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
@@ -111,7 +109,7 @@ class Collector:
             ask = (
                 min(wanted, int(np.ceil(missing / max(self._survival, 0.1)))) if algorithm.dynamic_sampling else missing
             )
-            await self._round(step, version, self._cursor.take(ask), collected)
+            await self._round(step, self._cursor.take(ask), collected)
             if algorithm.dynamic_sampling:
                 self._survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
         collected.groups = self._compared(collected.groups[:wanted])
@@ -130,7 +128,7 @@ class Collector:
             for group, found_G in zip(groups, found_PG, strict=True)
         ]
 
-    async def _round(self, step: int, version: int, problems: list[Problem], collected: Collected) -> None:
+    async def _round(self, step: int, problems: list[Problem], collected: Collected) -> None:
         config = self._config
         sampling = SamplingParams(
             temperature=config.rollout.temperature,
@@ -144,13 +142,14 @@ class Collector:
         salt = f"{step}.{collected.rounds}"
         requests = self._requests(problems, G, salt, sampling)
         started = time.perf_counter()
-        completions = await self._fleet.generate(requests, version, config.rollout.timeout_s)
+        completions = await self._fleet.generate(requests)
         check_logprobs(completions)
         judged_from = time.perf_counter()
         verdicts = await self._judge(completions, [problem for problem in problems for _ in range(G)])
         collected.rollout_seconds += judged_from - started
         collected.reward_seconds += time.perf_counter() - judged_from
         collected.rounds += 1
+        collected.prompts += [problem.uid for problem in problems]
         watched = self._watch(problems, completions, verdicts, collected)
         self._group(requests, completions, verdicts, watched, collected)
 
@@ -193,7 +192,7 @@ class Collector:
                         logprobs=completions[i].logprobs,
                         reward=float(rewards_PG[p, i - p * G]),
                         advantage=0.0,
-                        version=completions[i].version,
+                        versions=completions[i].versions,
                         group=len(collected.groups),
                         watched=i in watched,
                     )
@@ -219,23 +218,7 @@ class Collector:
 
     async def _judge(self, completions: Sequence[Completion], problems: Sequence[Problem]) -> list[Verdict]:
         items = list(zip(self._answers(completions), problems, strict=True))
-        size = -(-len(items) // len(self._verifiers))
-        parts = [items[i : i + size] for i in range(0, len(items), size)]
-        calls = [v.judge_many.remote(part) for v, part in zip(self._verifiers, parts, strict=False)]
-        deadline = judging_deadline(self._config, len(items))
-        judged = asyncio.gather(*calls, return_exceptions=True)
-        try:
-            answers = await asyncio.wait_for(judged, deadline)
-        except TimeoutError:
-            raise DeadlineExceeded(f"waited {deadline:g} s for {len(items)} rewards") from None
-        verdicts: list[Verdict] = []
-        for part, answer in zip(parts, answers, strict=True):
-            if isinstance(answer, RayActorError):  # it is restarted; its samples count as failed, the run goes on
-                answer = [failure("error", "the verifier died") for _ in part]
-            elif isinstance(answer, RayTaskError):
-                raise (answer.cause if isinstance(answer.cause, QurlError) else answer) from None
-            verdicts += answer
-        return verdicts
+        return await self._verifiers.judge(items, judging_deadline(self._config, len(items)))
 
     def _watch(
         self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], collected: Collected

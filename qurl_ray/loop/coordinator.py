@@ -2,25 +2,40 @@
 
     collected groups ─► one share per learner rank        weights from all ranks ─► every engine, verified
 
-The learner's ranks ask for their share of a step; the first to ask sets the collection off. Weights come back the same
-way: each rank offers its part of a version, the last part completes it, and all engines load and verify it. Whoever
-waits here waits on another actor with a deadline.
+The learner's ranks ask for their share of a step; the first to ask sets the collection off, and that of as many steps
+after it as rollouts may run ahead. Weights come back the same way: each rank offers its part of a version, the last
+part completes it, and all engines load and verify it. Whoever waits here waits on another actor with a deadline.
+
+What a rank waits for may take engines that have just come back without weights: then it is told so (`WeightsWanted`),
+sends them, and asks once more. Ranks that begin (again) meet in `begin`: whatever was under way for the ranks before
+them is dropped, and everything goes on from the latest checkpoint.
 """
 
 import asyncio
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.health import Health
+from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.tasks import Task
+from qurl_ray.errors import QurlError
 from qurl_ray.evaluation.statistics import wilson_interval
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
+from qurl_ray.loop.checkpoint import Checkpoint, latest
 from qurl_ray.loop.collect import Collected, Collector
+from qurl_ray.loop.guard import Directive, Guard
+from qurl_ray.loop.meeting import Meeting
 from qurl_ray.loop.refit import Gap, Offer, Refit
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.rl.diagnostics import policy_metrics
@@ -30,59 +45,204 @@ from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Event, PolicySpec
 
 _POLL_S = 0.02
+_STALE_S = 0.25  # how often it is asked, while ranks wait, whether an engine waits for weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What ranks that begin are told."""
+
+    resume: Checkpoint | None
+    """To go on from, its files verified."""
+    version: int
+    """The highest that an engine may hold; theirs are to be above it."""
+    directive: Directive
+    """Of the guard, for the first step."""
+    over: bool
+    """The run has ended with an error: there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """What the driver is told."""
+
+    events: list[Event]
+    workers: int
+    """Rollout workers that the fleet knows."""
+    failure: QurlError | None
+    """What ended the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWanted:
+    """In place of an answer: engines wait for the weights sent last. Send them, and ask again."""
 
 
 class Coordinator:
-    """Draws prompts, has them answered and judged, hands out shares; passes weights on; gathers what is to be seen."""
+    """Draws prompts, has them answered and judged, hands out shares; passes weights on; gathers what is to be seen.
+
+    Args:
+        task: what is trained on. In a tuple Ray leaves the reference alone: were it resolved, the driver would not hold
+            it, and a coordinator that is made anew might not find it.
+        workers: handles of the rollout workers.
+        resume: what the run goes on from; after a failure it is looked for in `run_dir`.
+    """
 
     def __init__(
-        self, config: RunConfig, spec: PolicySpec, task: Task, fleet: Fleet, verifiers: Sequence[ActorHandle]
+        self,
+        config: RunConfig,
+        spec: PolicySpec,
+        task: tuple[ObjectRef],
+        workers: Sequence[ActorHandle],
+        verifiers: VerifierPool,
+        run_dir: Path,
+        resume: Checkpoint | None,
     ) -> None:
-        self._config, self._fleet = config, fleet
-        tokenizer = load_tokenizer(spec)
-        self._collector = Collector(config, task, tokenizer, stop_ids(spec, tokenizer), fleet, verifiers)
+        self._config, self._spec, self._run_dir = config, spec, run_dir
+        self._task: Task = ray.get(task[0])
+        self._tokenizer, self._verifiers = load_tokenizer(spec), verifiers
+        self._events: list[Event] = []
+        self._drains = 0
+        self._step = 0
+        """The last that was reported."""
+        self._fleet = Fleet(workers, config.rollout, self._tell)
+        self._beginnings = Meeting(config.learner.workers)
+        self._shares: dict[int, asyncio.Task] = {}
+        self._evaluations: dict[tuple[str, int], asyncio.Task] = {}
+        self._max_codes: dict[str, int] = {}
+        self._failure: QurlError | None = None
+        self._stop = False
+        # Ray makes a coordinator anew, with the same arguments, after its process was killed.
+        self._resume = None if ray.get_runtime_context().was_current_actor_reconstructed else (resume,)
+        self._reset()
+
+    def _reset(self) -> None:
+        """As at the beginning of a run; the fleet stays."""
+        config = self._config
+        for task in (*self._shares.values(), *self._evaluations.values()):
+            task.cancel()
+        self._shares, self._evaluations = {}, {}
+        self._meeting = Meeting(config.learner.workers)
+        self._collector = Collector(
+            config,
+            self._task,
+            self._tokenizer,
+            stop_ids(self._spec, self._tokenizer),
+            self._fleet,
+            self._verifiers,
+        )
         probe = self._collector.probe() if config.sync.probe_tokens else []
         self._probe_ids = probe[0].prompt_ids if probe else None
         self._refit = Refit(
-            fleet,
+            self._fleet,
             ranks=config.learner.workers,
             timeout_s=config.sync.timeout_s,
             probe=probe,
             tolerance=config.sync.probe_tolerance,
-            warn=lambda message: self._warn(0, message),
+            warn=lambda message: self._tell("warning", message),
         )
-        self._stop = False
-        self._shares: dict[int, asyncio.Task] = {}
+        changeable = config.rollout.quantization != "none" and config.precision_flow == "rollout_only"
+        self._guard = Guard(config.guard, can_change_precision=changeable)
+        self._next = 1
+        """The first step whose collection has not begun."""
+        self._last: int | None = None
+        """The last step that is handed out, once an end was asked for."""
+        self._asked: set[int] = set()
+        self._states: dict[int, dict] = {}
+        """The collector's, after the collection of each step."""
         self._collected: dict[int, Collected] = {}
-        self._reports: dict[int, list[tuple[StepResult, dict[str, float]]]] = {}
+        self._results: dict[int, tuple[list[StepResult], Directive]] = {}
+        self._wanted = 0
+        """How often engines have waited for weights while ranks waited here."""
+        self._drawn_at: dict[int, int] = {}
+        """By version of the weights: steps that they have learned from."""
         self._dropped = False
         self._kernels: list[str] = []
-        self._max_codes: dict[str, int] = {}
-        self._evaluations: dict[tuple[str, int], asyncio.Task] = {}
-        self._drains = 0
-        self._events: list[Event] = []
 
     # --- learner's side -----------------------------------------------------------------------------------------
+
+    async def begin(self, rank: int, group: str) -> Start:
+        """All ranks of a group meet here before anything else; what was under way for another group is dropped."""
+        return await self._beginnings.attend(group, rank, None, lambda _: self._begin())
+
+    async def _begin(self) -> Start:
+        resume, notes = None, []
+        if self._resume:
+            (resume,) = self._resume
+        else:
+            resume, notes = await asyncio.to_thread(latest, self._run_dir)
+            where = f"from the checkpoint of step {resume.step}" if resume else "from the beginning"
+            notes = [*notes, f"the learner was started anew and goes on {where}"]
+        again, self._resume = self._resume is None, None
+        self._reset()
+        version = self._fleet.begin_anew()
+        self._step = resume.step if resume else 0
+        self._next = self._step + 1
+        if resume:
+            state = json.loads(resume.loop.read_text())
+            self._collector.restore(state["collector"])
+            self._guard.restore(state["guard"])
+        self._states[self._step] = self._collector.state()
+        if again:
+            self._events.append(Event(kind="rewind", step=self._step))
+            for note in notes:
+                self._tell("warning", note)
+        directive, over = self._guard.directive, self._failure is not None
+        return Start(resume=resume, version=version, directive=directive, over=over)
+
+    async def fail(self, error: QurlError) -> None:
+        """A rank met an error that no restart mends."""
+        self._failure = self._failure or error
 
     async def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that every engine can take in a format; waits until all are up."""
         if format_name not in self._max_codes:
-            limit = self._config.rollout.start_timeout_s
-            self._max_codes[format_name] = await self._fleet.weight_max_code(format_name, limit)
+            await self._fleet.started()
+            self._max_codes[format_name] = await self._fleet.weight_max_code(format_name)
         return self._max_codes[format_name]
 
     async def probe_prompt(self) -> np.ndarray | None:
         """Token ids that the engines' probes answer; None without probes."""
         return self._probe_ids
 
-    async def share(self, step: int, rank: int) -> list[MiniBatch] | None:
-        """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it."""
-        if step not in self._shares:
-            # The step before stays: a skipped step is no barrier, and a late rank may still ask for it.
-            self._shares.pop(step - 2, None)
-            self._shares[step] = asyncio.ensure_future(self._make_shares(step))
-        shares = await asyncio.shield(self._shares[step])
-        return shares[rank] if shares is not None else None
+    async def share(self, step: int, rank: int, sent: int) -> list[MiniBatch] | WeightsWanted | None:
+        """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it.
+
+        Args:
+            sent: how often this rank has been told that weights are wanted.
+        """
+        if step not in self._asked:
+            self._asked.add(step)
+            if self._stop and self._last is None:
+                self._last = step - 1
+                for later, task in self._shares.items():
+                    if later > self._last:
+                        task.cancel()
+        if self._last is not None and step > self._last:
+            return None
+        ahead = min(step + self._config.rollout.max_staleness, self._config.steps)
+        while self._next <= ahead:
+            self._shares[self._next] = asyncio.ensure_future(
+                self._make_shares(self._next, self._shares.get(self._next - 1))
+            )
+            self._next += 1
+        # The step before stays: a skipped step is no barrier, and a late rank may still ask for it.
+        self._shares.pop(step - 2, None)
+        shares = await self._or_wanted(self._shares[step], sent)
+        return shares if isinstance(shares, WeightsWanted) else shares[rank]
+
+    async def _or_wanted(self, task: asyncio.Task, sent: int) -> Any:
+        """What the task returns, unless engines wait for weights before it does. All ranks hear the same: none has an
+        answer of a task that is not done."""
+        while True:
+            if self._wanted > sent:
+                return WeightsWanted()
+            if task.done():
+                return task.result()
+            if self._fleet.those(Health.STALE):
+                self._wanted += 1
+                continue
+            await asyncio.wait({task}, timeout=_STALE_S)
 
     async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
         """Add one rank's part of a version; see loop.refit.Refit."""
@@ -99,29 +259,42 @@ class Coordinator:
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
         """Tell how far the engines' probes are off. True: offer the version once more, in full."""
         again = await self._refit.conclude(version, attempt, rank, gaps)
+        self._drawn_at.setdefault(version, self._step)
         if self._refit.kernels not in ([], self._kernels):
             self._kernels = self._refit.kernels
             message = f"rollout linears run on: {', '.join(self._kernels)}"
             self._events.append(Event(kind="info", step=0, message=message))
         return again
 
-    async def report(self, step: int, result: StepResult, seconds: dict[str, float]) -> None:
-        """One rank's account of a step; the last one completes the step's event."""
-        reports = self._reports.setdefault(step, [])
-        reports.append((result, seconds))
-        if len(reports) == self._config.learner.workers:
-            self._finish_step(step, self._reports.pop(step))
+    async def report(self, step: int, rank: int, result: StepResult) -> Directive:
+        """One rank's account of its update; what the guard makes of all of them."""
+        return await self._meeting.attend(("report", step), rank, result, lambda found: self._judge(step, found))
 
-    async def evaluate(self, label: str, step: int) -> float:
+    async def _judge(self, step: int, results: list[StepResult]) -> Directive:
+        self._step = step
+        values = self._figures(step, results)
+        directive = self._guard.judge(step, values)
+        for message in directive.messages:
+            self._warn(step, message)
+        if directive.stop:
+            self._stop = True
+        self._results[step] = (results, values | directive.metrics)
+        return directive
+
+    async def close(self, step: int, rank: int, seconds: dict[str, float]) -> None:
+        """A rank is done with a step, which took so long; the last one completes the step's event."""
+        await self._meeting.attend(("close", step), rank, seconds, lambda found: self._finish_step(step, found))
+
+    async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
         """Greedy accuracy on the held-out problems with the weights that the engines hold. Every rank asks, so that all
-        wait with the same deadline; the first one sets it off."""
+        wait with the same deadline; the first one sets it off. `sent` as in `share`."""
         key = (label, step)
         if key not in self._evaluations:
             self._evaluations[key] = asyncio.ensure_future(self._evaluate(label, step))
-        return await asyncio.shield(self._evaluations[key])
+        return await self._or_wanted(self._evaluations[key], sent)
 
     async def _evaluate(self, label: str, step: int) -> float:
-        verdicts = await self._collector.judge_held_out(self._refit.version)
+        verdicts = await self._collector.judge_held_out()
         right = [verdict.reward > 0.5 for verdict in verdicts]
         failed = sum(verdict.status != "ok" for verdict in verdicts)
         if failed:
@@ -135,25 +308,27 @@ class Coordinator:
         self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
         return accuracy
 
-    async def state(self) -> dict:
-        """Where the rollout side stands between two steps, for JSON. Returns when the driver has written all events up
-        to here: a resumed run adds up its summary from what is on disk."""
+    async def state(self, step: int) -> dict:
+        """Where the rollout side stands after a step, for JSON: rollouts that run ahead are drawn again. Returns when
+        the driver has written all events up to here: a resumed run adds up its summary from what is on disk."""
         drains = self._drains + 2  # the driver asks again only after it has written what it got
         while self._drains < drains:
             await asyncio.sleep(_POLL_S)
-        return self._collector.state()
-
-    async def restore(self, state: dict) -> None:
-        """Go on from what `state` gave."""
-        self._collector.restore(state)
+        return {"collector": self._states[step], "guard": self._guard.state()}
 
     # --- driver's side ------------------------------------------------------------------------------------------
 
-    async def drain(self) -> list[Event]:
-        """Events since the last call; the driver is the only caller."""
+    async def drain(self) -> Drained:
+        """What there is to be told since the last call; the driver is the only caller."""
         events, self._events = self._events, []
         self._drains += 1
-        return events
+        return Drained(events=events, workers=len(self._fleet.members), failure=self._failure)
+
+    async def join(self, workers: Sequence[ActorHandle]) -> None:
+        """The fleet's workers are now these; those that it has come first, in the same order."""
+        for actor in workers[len(self._fleet.members) :]:
+            self._fleet.join(actor)
+            self._tell("info", f"rollout worker {len(self._fleet.members) - 1} joins the fleet")
 
     async def tell(self, event: Event) -> None:
         """Pass an event on to the driver."""
@@ -165,11 +340,13 @@ class Coordinator:
 
     # --- steps ---------------------------------------------------------------------------------------------
 
-    async def _make_shares(self, step: int) -> list[list[MiniBatch]] | None:
-        if self._stop:
-            return None
+    async def _make_shares(self, step: int, before: asyncio.Task | None) -> list[list[MiniBatch]]:
+        if before:
+            await before
         config = self._config
-        collected = self._collected[step] = await self._collector.collect(step, self._refit.version)
+        collected = self._collected[step] = await self._collector.collect(step)
+        self._states[step] = self._collector.state()
+        self._states.pop(step - 2 - config.rollout.max_staleness, None)
         wanted = config.rollout.prompts_per_step
         if 0 < len(collected.groups) < wanted:
             self._warn(step, f"{len(collected.groups)} of {wanted} groups after {collected.rounds} round(s)")
@@ -189,13 +366,9 @@ class Coordinator:
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
-    def _finish_step(self, step: int, reports: list[tuple[StepResult, dict[str, float]]]) -> None:
-        collected = self._collected.pop(step)
-        results = [result for result, _ in reports]
-        sums = merge(result.sums for result in results)
-        seconds = {key: max(s.get(key, 0.0) for _, s in reports) for key in reports[0][1]}
-        seconds |= {key: max(r.seconds[key] for r in results) for key in ("logprob", "update")}
-        seconds |= {"rollout": collected.rollout_seconds, "reward": collected.reward_seconds}
+    def _figures(self, step: int, results: list[StepResult]) -> dict[str, float]:
+        """Of a step's rollouts and updates."""
+        collected, sums = self._collected[step], merge(result.sums for result in results)
         rewards = np.array(collected.rewards)
         values = {
             "reward/mean": float(rewards.mean()),
@@ -215,8 +388,34 @@ class Coordinator:
             "grad_norm": results[0].grad_norm,
             "skipped_updates": results[0].skipped_updates,
         }
+        values |= self._staleness(step, collected)
+        return values | ((policy_metrics(sums) | value_metrics(sums)) if sums else {})
+
+    def _staleness(self, step: int, collected: Collected) -> dict[str, float]:
+        """Steps that the learner was ahead of the weights that drew its tokens."""
+        versions = [s.versions for group in collected.groups for s in group]
+        if not versions:
+            return {}
+        found, counts = np.unique(np.concatenate(versions), return_counts=True)
+        lags = np.array([step - 1 - self._drawn_at[int(version)] for version in found])
+        return {
+            "rollout/staleness_mean": float((lags * counts).sum() / counts.sum()),
+            "rollout/staleness_max": float(lags.max()),
+        }
+
+    async def _finish_step(self, step: int, times: list[dict[str, float]]) -> None:
+        collected = self._collected.pop(step)
+        results, values = self._results.pop(step)
+        seconds = {key: max(rank.get(key, 0.0) for rank in times) for key in times[0]}
+        seconds |= {key: max(r.seconds[key] for r in results) for key in ("logprob", "update")}
+        seconds |= {"rollout": collected.rollout_seconds, "reward": collected.reward_seconds}
         values |= self._refit.metrics
-        values |= (policy_metrics(sums) | value_metrics(sums)) if sums else {}
+        values |= {
+            "fleet/healthy": len(self._fleet.those(Health.HEALTHY)),
+            "fleet/deaths": self._fleet.counts.deaths,
+            "fleet/repeated_requests": self._fleet.counts.repeated,
+            "fleet/hedged": self._fleet.counts.hedged,
+        }
         values |= {f"time/{name}": value for name, value in seconds.items()}
         dropped, self._dropped = self._dropped, values.get("mismatch/dropped", 0.0) > 0.5
         if self._dropped and not dropped:  # said where it begins
@@ -227,12 +426,16 @@ class Coordinator:
         if results[0].skipped_updates:
             self._warn(step, f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite")
         self._events.append(Event(kind="step", step=step, values=values))
+        self._events.append(Event(kind="prompts", step=step, values={"uids": collected.prompts}))
         if collected.shown:
             proximal = {uid: logprobs for result in results for uid, logprobs in result.proximal.items()}
             for sample in collected.shown:
                 found = proximal.get(sample["uid"])
                 sample["proximal_logprobs"] = None if found is None else [round(float(value), 4) for value in found]
             self._events.append(Event(kind="samples", step=step, values={"samples": collected.shown}))
+
+    def _tell(self, kind: str, message: str) -> None:
+        self._events.append(Event(kind=kind, step=self._step, message=message))
 
     def _warn(self, step: int, message: str) -> None:
         self._events.append(Event(kind="warning", step=step, message=message))

@@ -6,12 +6,13 @@ from qurl_ray.config import RunConfig
 def collection_deadline(config: RunConfig) -> float:
     """Seconds after which rollouts and rewards of a step (or an evaluation) cannot still be on their way.
 
-    Every round and every reward has its own deadline, which passes first and names what is late.
+    Every round and every reward has its own deadline, which passes first and names what is late. A round may be
+    generated twice, if workers die in it, and wait for one to start.
     """
     algorithm, rollout = config.algorithm, config.rollout
     rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
     answers = max(rollout.prompts_per_step * rollout.samples_per_prompt, config.evaluation.problems)
-    return rounds * (rollout.timeout_s + judging_deadline(config, answers))
+    return rounds * (2 * rollout.timeout_s + rollout.start_timeout_s + judging_deadline(config, answers))
 
 
 def judging_deadline(config: RunConfig, answers: int) -> float:

@@ -8,7 +8,8 @@ from qurl_ray.loop.run_dir import dry_run
 
 
 def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
-    """Train, or only check, print and save the settings. Returns the exit status: 130 after Ctrl-C."""
+    """Train, or only check, print and save the settings. Returns the exit status: 130 after Ctrl-C, 3 if the guard has
+    stopped the run."""
     if dry:
         typer.echo(dry_run(config), nl=False)
         for sentence in idle_settings(config):
@@ -17,7 +18,10 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     from qurl_ray.loop.run import run  # seconds of imports, which --help and dry runs need not wait for
 
     try:
-        return 130 if run(config, fresh=fresh).interrupted else 0
+        result = run(config, fresh=fresh)
+        if result.summary["stopped_by_guard"]:
+            return 3
+        return 130 if result.interrupted else 0
     except KeyboardInterrupt:
         typer.echo("aborted", err=True)
         return 130

@@ -1,6 +1,7 @@
 """From the algorithm section of the settings to the values that rl/ and learner/ take."""
 
 import math
+from dataclasses import replace
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.algorithm import ACR, MIS, PPO, TIS, AlgorithmConfig, Correction, Decoupled, Naive
@@ -51,6 +52,47 @@ def correction_settings(correction: Correction) -> CorrectionSettings:
         case Naive():
             settings |= {"ratio": "behavior"}
     return CorrectionSettings(**settings)
+
+
+def tightened(settings: ObjectiveSettings) -> ObjectiveSettings:
+    """Stricter settings for a step whose mismatch, or whose movement, is too large.
+
+    - Every correction becomes masked importance sampling: weights rho, of tokens or of what the correction weighs,
+      inside a band, and 0 outside, in place of truncation, adaptive clips, none at all or mere metrics. What is kept
+      has its exact weight, so that its part of the gradient is unbiased; the rest, where a weight would be large or
+      is least certain, is left out. An ess_floor goes on mixing weights with 1.
+    - The band is [0.5, C], C within 2 and 5; one that there is already becomes half as wide, in logarithms. So does
+      that of rejection by the geometric mean; bounds of k2 and k3 are halved.
+    - Answers with any rho below 1e-4 are dropped, or below the square root of a veto that there is already.
+    - All clip bounds are half as far from 1: the policy moves less in a step.
+    """
+    correction = settings.correction
+    if correction.band:
+        band = correction.band[0] ** 0.5, correction.band[1] ** 0.5
+    else:
+        band = 0.5, min(max(correction.cap, 2.0), 5.0)
+    rejects = {"reject_high": correction.reject_high / 2}
+    if correction.reject == "geometric":
+        rejects = {"reject_low": correction.reject_low**0.5, "reject_high": correction.reject_high**0.5}
+    stricter = replace(
+        correction,
+        ratio="proximal",
+        weight="token" if correction.weight == "none" else correction.weight,
+        cap=math.inf,
+        band=band,
+        adaptive_clip=False,
+        veto=correction.veto**0.5 or 1e-4,
+        metrics_only=False,
+        **rejects,
+    )
+    dual_clip = settings.dual_clip and 1 + (settings.dual_clip - 1) / 2
+    return replace(
+        settings,
+        correction=stricter,
+        clip_low=settings.clip_low / 2,
+        clip_high=settings.clip_high / 2,
+        dual_clip=dual_clip,
+    )
 
 
 def credit(algorithm: AlgorithmConfig) -> Credit | None:

@@ -39,7 +39,7 @@ def prepare_task(config: RunConfig) -> Task:
         DataError, RewardError: one of them cannot be used.
     """
     task = load_task(config.task, eval_problems=config.evaluation.problems)
-    check_reward(task, config.task.reward_timeout_s)
+    check_reward(task, config.task.reward_timeout_s, config.task.reward_memory_gb)
     return task
 
 
@@ -73,14 +73,14 @@ def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None
     return Prepared(task=task, spec=spec)
 
 
-def check_reward(task: Task, timeout_s: float) -> None:
+def check_reward(task: Task, timeout_s: float, memory_gb: float) -> None:
     """Judge one right answer: a reward that cannot be found, raises, hangs or gives no number fails here.
 
     Raises:
         RewardError: it does one of these.
     """
     problem = task.held_out[0]
-    with VerifierProcess(task.reward, timeout_s) as process:
+    with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as process:
         process.check()
         (verdict,) = process.judge_many([(problem.answer, problem)])
     if verdict.status != "ok":

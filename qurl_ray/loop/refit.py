@@ -6,7 +6,8 @@
                                                                        fit ─► generation goes on
 
 An engine that fails either check generates nothing. It gets the same version once more, whole; if it fails again, it is
-left out, and if none is left the run ends.
+left out, and if none is left the run ends. An engine that died and came back gets the current version the same way,
+while others generate.
 """
 
 import math
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from ray import ObjectRef
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.errors import SyncError
+from qurl_ray.actors.health import Health, Member
+from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.loop.meeting import Meeting
 from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import assemble, count_codes
@@ -29,7 +31,7 @@ class Offer:
 
     version: int
     attempt: int
-    """0, or 1 for the engines in quarantine."""
+    """0, or more for engines that are STALE: in quarantine, or started anew."""
     rank: int
     format: str
     weight_max_code: int | None
@@ -66,7 +68,7 @@ def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits
 
 
 class Refit:
-    """Owned by the coordinator; `fleet` is the one that generates, which loses engines that stay unfit.
+    """Owned by the coordinator; `fleet` is the one that generates, and pauses while a version is loaded.
 
     Args:
         probe: what every engine draws after loading; [] leaves that check out.
@@ -89,12 +91,10 @@ class Refit:
         self._meeting = Meeting(ranks)
         self._manifest: Manifest | None = None
         self._resent = self._refits = 0
-        self._loaded: list[int] = []
+        self._loaded: list[Member] = []
         """Workers whose probes are with the learner."""
         self._unfit: dict[int, str] = {}
-        """Workers in quarantine, and why."""
-        self.version = -1
-        """That all engines hold and that passed."""
+        """By worker: why it did not take the version."""
         self.kernels: list[str] = []
         self.metrics: dict[str, float] = {}
 
@@ -110,11 +110,16 @@ class Refit:
         return await self._meeting.attend(key, offer.rank, (offer, buckets), self._load)
 
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
-        """Rank 0's gaps (one per engine that drew a probe) decide for all. True: offer the version again, in full."""
+        """Rank 0's gaps (one per engine that drew a probe) decide for all. True: offer the version again, in full.
+
+        Raises:
+            SyncError: no engine could take it.
+        """
         key = ("conclude", version, attempt)
         return await self._meeting.attend(key, rank, gaps, lambda found: self._judge(version, attempt, found[0]))
 
     async def _expect(self, parts: list[tuple[Offer, list[ObjectRef]]]) -> None:
+        await self._fleet.pause()
         refs = [ref for _, scales in parts for ref in scales]
         await self._fleet.expect(_manifest(parts), refs, self._timeout_s)
 
@@ -123,35 +128,56 @@ class Refit:
         refs = None if offer.transferred else [ref for _, buckets in parts for ref in buckets]
         if offer.attempt == 0:
             self._manifest, self._resent, self._refits = manifest, 0, 0
-            workers = self._fleet.indices
+            await self._fleet.pause()
+            await self._fleet.some_alive()
+            members = self._fleet.those(Health.HEALTHY, Health.STALE)
+            for member in members:
+                member.refusals = 0
         else:
-            workers = list(self._unfit)
+            members = self._fleet.those(Health.STALE)
+            self._refits += len(members)
             self._resent += sum(record.bytes for record in manifest.tensors)
-        found = await self._fleet.load(workers, manifest, refs, self._probe, self._timeout_s)
-        self._unfit = {worker: str(error) for worker, error in found.items() if isinstance(error, Exception)}
-        self._loaded = [worker for worker in found if worker not in self._unfit]
-        self.kernels = sorted({kernel for worker in self._loaded for kernel in found[worker].kernels})
-        return [found[worker].probe for worker in self._loaded]
+        found = await self._fleet.load(members, manifest, refs, self._probe, self._timeout_s)
+        self._unfit = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
+        self._loaded = [member for member in members if member.index not in self._unfit]
+        self.kernels = sorted({kernel for member in self._loaded for kernel in found[member.index].kernels})
+        return [found[member.index].probe for member in self._loaded]
 
     async def _judge(self, version: int, attempt: int, gaps: list[Gap]) -> bool:
-        for worker, gap in zip(self._loaded, gaps, strict=bool(gaps)):
+        for member, gap in zip(self._loaded, gaps, strict=bool(gaps)):
             if not gap.mean <= self._tolerance:  # also nan
-                self._unfit[worker] = f"its log-probs of the probe are off by {gap.mean:.3g} nats on average"
-        if self._unfit and attempt == 0:
-            self._refits = len(self._unfit)
-            for worker, reason in self._unfit.items():
-                self._warn(f"rollout worker {worker} is in quarantine and gets weights {version} in full: {reason}")
+                self._unfit[member.index] = f"its log-probs of the probe are off by {gap.mean:.3g} nats on average"
+        for member in self._loaded:
+            if member.index not in self._unfit:
+                self._fleet.holds(member, version)
+        for member in [self._fleet.members[index] for index in self._unfit]:
+            if member.alive:  # what died is told by the fleet
+                self._refused(member, version)
+        again = any(member.refusals for member in self._fleet.those(Health.STALE))
+        if not again and not self._fleet.those(Health.HEALTHY, Health.SUSPECT):
+            if not self._fleet.those(*(set(Health) - {Health.OUT})):
+                raise SyncError(f"no rollout worker could take weights {version}: {'; '.join(self._unfit.values())}")
+            await self._fleet.some_alive()
+            again = True
+        if again:
             return True
-        for worker, reason in self._unfit.items():
-            self._fleet.leave_out(worker)
-            self._warn(f"rollout worker {worker} is left out, it failed to take weights {version} twice: {reason}")
-        if not self._fleet.indices:
-            raise SyncError(f"no rollout worker could take weights {version}: {'; '.join(self._unfit.values())}")
-        self.version, self._unfit = version, {}
         # A gap that made an engine unfit is in the warning; what is left is fit.
         fit = [gap for gap in gaps if math.isfinite(gap.mean)]
         self.metrics = sync_metrics(self._manifest, fit, resent=self._resent, refits=self._refits)
+        self._fleet.resume()
         return False
+
+    def _refused(self, member: Member, version: int) -> None:
+        """In quarantine after the first time, left out after the second."""
+        member.refusals += 1
+        reason = self._unfit[member.index]
+        if member.refusals == 1:
+            self._warn(f"rollout worker {member.index} is in quarantine and gets weights {version} in full: {reason}")
+        else:
+            member.turn(Health.OUT)
+            self._warn(
+                f"rollout worker {member.index} is left out, it failed to take weights {version} twice: {reason}"
+            )
 
 
 def _manifest(parts: Sequence[tuple[Offer, list[ObjectRef]]]) -> Manifest:

@@ -19,23 +19,22 @@ import ray
 import ray.train
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from qurl_ray.actors.fleet import IPC_SHARE, Fleet, counts, start_fleet
-from qurl_ray.actors.verifier import spawn_verifiers
+from qurl_ray.actors.crew import IPC_SHARE, Crew, counts
+from qurl_ray.actors.verifier import VerifierPool, start_verifiers
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.data.tasks import Task
-from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
-from qurl_ray.loop.coordinator import Coordinator
+from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
+from qurl_ray.loop.coordinator import Coordinator, Drained
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.entry import train_entry
 from qurl_ray.loop.prepare import Prepared, prepare, prepare_task
 from qurl_ray.loop.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.summary import RunSummary
-from qurl_ray.tracking.json_lines import rewind
 from qurl_ray.tracking.report import write_report
 from qurl_ray.tracking.sink import Outcome
 from qurl_ray.tracking.tracker import Tracker
@@ -43,6 +42,8 @@ from qurl_ray.types import Event
 
 _POLL_S = 0.2
 _DRAIN_S = 120.0
+_GROW_S = 2.0
+_CALLS = 1000  # that may wait in the coordinator at a time: they hold no threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +74,10 @@ def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
 def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
     run_dir, resume = place.path, place.resume
     (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now goes on
-    events = rewind(run_dir, resume.step) if resume else []
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
         try:
+            events = tracker.rewind(resume.step) if resume else []
             _announce(place.notes, "info", tracker)
             prepared = prepare(config, task, _cold_start_progress(tracker))
             if not resume:  # else metrics.jsonl has them already
@@ -124,28 +125,37 @@ def _train(
     config: RunConfig, prepared: Prepared, place: RunDir, summary: RunSummary, tracker: Tracker
 ) -> dict[str, Any]:
     """Start the actors, fit, collect the summary, end the actors."""
-    fleet = start_fleet(
-        config.rollout,
-        prepared.spec,
+    workers = config.rollout.max_workers or config.rollout.workers
+    crew = Crew(
+        config=config.rollout,
+        spec=prepared.spec,
         kernel=config.quantization.kernel,
-        threads=config.rollout.threads or max(1, (os.cpu_count() or 1) // config.rollout.workers),
+        threads=config.rollout.threads or max(1, (os.cpu_count() or 1) // workers),
         transport=config.sync.transport,
     )
-    verifiers = spawn_verifiers(config.task.verifiers, prepared.task.reward, config.task.reward_timeout_s)
+    crew.start()
+    judging = config.task
+    verifiers = start_verifiers(
+        judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb
+    )
     coordinator: ActorHandle | None = None
+    task = ray.put(prepared.task)  # held here while the run lasts
     try:
-        coordinator = ray.remote(num_cpus=0)(Coordinator).remote(config, prepared.spec, prepared.task, fleet, verifiers)
+        coordinator = (
+            ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
+            .options(max_concurrency=_CALLS)
+            .remote(config, prepared.spec, (task,), crew.actors, verifiers, place.path, place.resume)
+        )
         context = {
             "config": config.model_dump(mode="json"),
             "spec": prepared.spec,
             "coordinator": coordinator,
             "run_dir": str(place.path),
-            "resume": place.resume,
         }
-        _watch(config, _fit_in_thread(config, context, place.path), coordinator, summary, tracker)
-        return summary.finish()
+        fit = _fit_in_thread(config, context, place.path)
+        return _Watch(config, coordinator, crew, summary, tracker).until_over(fit)
     finally:
-        _end(fleet, verifiers, coordinator)
+        _end(crew, verifiers, coordinator)
 
 
 def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> "_Fit":
@@ -167,7 +177,9 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
             name="ray-train",
             storage_path=str(run_dir),
             # Without the second, ranks that cannot be placed are tried again for ever.
-            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
+            failure_config=ray.train.FailureConfig(
+                max_failures=config.learner.max_failures, controller_failure_limit=0
+            ),
         ),
     )
     fit = _Fit(trainer)
@@ -196,41 +208,76 @@ class _Fit(threading.Thread):
             self.error = error
 
 
-def _watch(config: RunConfig, fit: _Fit, coordinator: ActorHandle, summary: RunSummary, tracker: Tracker) -> None:
-    """Pass events on until the learner ends.
+class _Watch:
+    """What the driver does while the learner trains: events are passed on, Ctrl-C is heard, the fleet grows."""
 
-    Raises:
-        QurlError: what ended the learner, if it was one of ours; else the original error.
-    """
-    with _interrupts() as presses:
-        asked = False
-        while True:
-            alive = fit.is_alive()
-            if presses and not asked:
-                asked = True
-                coordinator.stop.remote()
-                tracker.handle(
-                    Event(kind="info", step=0, message="stopping after this step; press Ctrl-C again to abort")
-                )
-            if len(presses) > 1:
-                raise KeyboardInterrupt
-            for event in _drain(coordinator):
-                summary.add(event)
-                tracker.handle(event)
-            if not alive:
-                break
-            time.sleep(_POLL_S)
-    if fit.error is not None:
-        raise _cause(fit.error, config)
+    def __init__(
+        self, config: RunConfig, coordinator: ActorHandle, crew: Crew, summary: RunSummary, tracker: Tracker
+    ) -> None:
+        self._config, self._coordinator, self._crew = config, coordinator, crew
+        self._summary, self._tracker = summary, tracker
+        self._heard = self._grown = time.monotonic()
 
+    def until_over(self, fit: _Fit) -> dict[str, Any]:
+        """The summary, once the learner has ended.
 
-def _drain(coordinator: ActorHandle) -> list[Event]:
-    try:
-        return ray.get(coordinator.drain.remote(), timeout=_DRAIN_S)
-    except GetTimeoutError:
-        raise DeadlineExceeded(f"the coordinator did not answer for {_DRAIN_S:g} s") from None
-    except RayActorError as error:
-        raise EngineError(f"the coordinator died: {error}") from None
+        Raises:
+            QurlError: what ended the run, if it was one of ours; else the original error.
+        """
+        with _interrupts() as presses:
+            asked = False
+            while True:
+                alive = fit.is_alive()
+                if presses and not asked:
+                    asked = True
+                    self._coordinator.stop.remote()
+                    message = "stopping after this step; press Ctrl-C again to abort"
+                    self._tracker.handle(Event(kind="info", step=0, message=message))
+                if len(presses) > 1:
+                    raise KeyboardInterrupt
+                found = self._drain()
+                for event in found.events if found else []:
+                    self._pass_on(event)
+                if not alive:
+                    break
+                if found:
+                    self._grow(found.workers)
+                time.sleep(_POLL_S)
+        if found and found.failure:
+            raise found.failure
+        if fit.error is not None:
+            raise _cause(fit.error, self._config)
+        return self._summary.finish()
+
+    def _pass_on(self, event: Event) -> None:
+        if event.kind == "rewind":  # the learner goes on from a checkpoint: what came after it comes once more
+            self._summary = RunSummary(self._config, self._tracker.rewind(event.step))
+        else:
+            self._summary.add(event)
+            self._tracker.handle(event)
+
+    def _drain(self) -> Drained | None:
+        """None while the coordinator is being started anew."""
+        try:
+            found = ray.get(self._coordinator.drain.remote(), timeout=_DRAIN_S)
+        except GetTimeoutError:
+            raise DeadlineExceeded(f"the coordinator did not answer for {_DRAIN_S:g} s") from None
+        except RayActorError as error:
+            if isinstance(error, ActorDiedError) or time.monotonic() - self._heard > _DRAIN_S:
+                raise CoordinatorDied(f"the coordinator died, and did not come back: {error}") from None
+            return None
+        self._heard = time.monotonic()
+        return found
+
+    def _grow(self, known: int) -> None:
+        """Add a worker if there is room for one, and tell the coordinator of those that it does not know: another one
+        was started in its place."""
+        if time.monotonic() - self._grown < _GROW_S:
+            return
+        self._grown = time.monotonic()
+        self._crew.grow()
+        if known < len(self._crew.actors):
+            self._coordinator.join.remote(self._crew.actors)
 
 
 @contextmanager
@@ -284,14 +331,11 @@ def _cluster(config: RunConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _end(fleet: Fleet, verifiers: list[ActorHandle], coordinator: ActorHandle | None) -> None:
-    for verifier in verifiers:
-        verifier.close.remote()
+def _end(crew: Crew, verifiers: VerifierPool, coordinator: ActorHandle | None) -> None:
     if coordinator is not None:
         ray.kill(coordinator)
-    fleet.stop()
-    for verifier in verifiers:
-        ray.kill(verifier)
+    crew.stop()
+    verifiers.close()
 
 
 def _cold_start_progress(tracker: Tracker) -> Callable[[int, float], None]:

@@ -16,7 +16,7 @@ from qurl_ray.learner.probe import Codes
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.refit import Gap, Offer
 from qurl_ray.loop.wait import wait
-from qurl_ray.quant.formats import Format, get_format
+from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import Bucket, Publisher
 from qurl_ray.types import Completion, TensorRecord
 
@@ -29,6 +29,7 @@ class Sender:
 
     Args:
         prompt_ids: of the probe; None for none.
+        version: the highest that an engine may hold from a sender before this one.
     """
 
     def __init__(
@@ -38,10 +39,14 @@ class Sender:
         publisher: Publisher,
         coordinator: ActorHandle,
         prompt_ids: np.ndarray | None,
+        version: int = 0,
     ) -> None:
         self._config, self._learner, self._publisher = config, learner, publisher
         self._coordinator, self._prompt_ids = coordinator, prompt_ids
-        self._version = 0
+        self._version = version
+        self._attempt = 0
+        self._codes: Codes | None = None
+        """How that version was sent."""
         self._transfer = self._make_transfer() if config.sync.transport != "object_store" else None
         self.sent: str | None = None
         """Format of the weights that the engines hold."""
@@ -65,23 +70,29 @@ class Sender:
         buckets = self._publisher.prepare(
             self._learner.named_parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
         )
-        codes = Codes(
+        self._codes = Codes(
             fmt=fmt,
             quantized=self._publisher.quantized,
             unquantized=unquantized,
             kv_cache=self._config.rollout.kv_cache,
         )
-        for attempt in range(2):
-            if not self._offer(buckets, fmt, codes, attempt, transfer):
-                break
-            buckets, transfer = self._publisher.resend(), None
+        self._attempt = 0
+        if self._offer(buckets, transfer):
+            self.resend()
         self.sent = format_name
         return time.perf_counter() - started
 
-    def _offer(
-        self, buckets: Iterable[Bucket], fmt: Format | None, codes: Codes, attempt: int, transfer: "Transfer | None"
-    ) -> bool:
+    def resend(self) -> None:
+        """The version sent last once more, whole, for engines that did not take it, or were started anew."""
+        again = True
+        while again:
+            self._attempt += 1
+            again = self._offer(self._publisher.resend(), None)
+
+    def _offer(self, buckets: Iterable[Bucket], transfer: "Transfer | None") -> bool:
         """Whether some engines need the version once more."""
+        codes, attempt = self._codes, self._attempt
+        fmt = codes.fmt
         refs: list[ObjectRef] = []
         records: list[TensorRecord] = []
         if transfer:

@@ -5,6 +5,7 @@ from typing import Any
 
 from qurl_ray.config import RunConfig
 from qurl_ray.evaluation.statistics import paired_test
+from qurl_ray.loop.guard import Level
 from qurl_ray.types import Event
 
 _PHASES = ("rollout", "reward", "logprob", "update", "sync")
@@ -67,6 +68,7 @@ class RunSummary:
             "acr_active_tokens": int(self._sum("acr_active_tokens"))
             if config.algorithm.correction.type == "acr"
             else 0,
+            "stopped_by_guard": bool(self._steps) and self._steps[-1].get("guard/level") == Level.STOP,
             "max_rho": max((step.get("mismatch/max_rho") or 0.0 for step in self._steps), default=None),
         }
 

@@ -4,31 +4,37 @@
     produces   weights, quantized at the sender                     waits until every engine has verified them
     ends       after the last step, or before the next one once a stop was asked for
 
-Ranks wait for the coordinator with a deadline of their own, never inside a collective.
+Ranks wait for the coordinator with a deadline of their own, never inside a collective. After one of them died, Ray
+Train starts all anew, and they go on from the latest checkpoint.
 """
 
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from safetensors import SafetensorError
 from torch import distributed
 
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import CheckpointError, QurlError
+from qurl_ray.errors import CheckpointError, CoordinatorDied, QurlError
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.loop.checkpoint import Checkpoint, complete, partial_folder, prune
+from qurl_ray.loop.checkpoint import complete, partial_folder, prune
+from qurl_ray.loop.coordinator import Start, WeightsWanted
 from qurl_ray.loop.deadlines import collection_deadline
-from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty
+from qurl_ray.loop.guard import Directive
+from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty, tightened
 from qurl_ray.loop.sender import Sender, unified_flow, weight_max_code
 from qurl_ray.loop.wait import wait
 from qurl_ray.policy.export import save_quantized
@@ -41,17 +47,23 @@ from qurl_ray.quant.uaq import fold, unfold
 from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import PolicySpec
 
+_FAIL_S = 30.0
+_RETRY_S = 0.5
+
 
 def train_loop(context: dict[str, Any]) -> None:
-    """Run one rank. `context` holds config (plain values), spec, coordinator, run_dir, and resume: a Checkpoint to go
-    on from, or None."""
+    """Run one rank. `context` holds config (plain values), spec, coordinator and run_dir."""
     config = RunConfig.model_validate(context["config"])
     rank = ray.train.get_context().get_world_rank()
     ranks = ray.train.get_context().get_world_size()
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
+    coordinator = context["coordinator"]
+    start = _begin(coordinator, rank, config.learner.timeout_s)
+    if start.over:
+        return
     model = load_model(context["spec"])
-    rollouts, resume = config.rollout.quantization, context["resume"]
+    rollouts, resume = config.rollout.quantization, start.resume
     names, tied = set(), tied_head(model)
     if rollouts != "none" or config.export.format(rollouts) != "none":
         kept = config.quantization.kept(model.config.num_hidden_layers)
@@ -61,11 +73,11 @@ def train_loop(context: dict[str, Any]) -> None:
     # Neither is ever quantized, so neither is folded.
     value_body = load_model(context["spec"]) if needs_value_model(config.algorithm) else None
     reference = load_model(context["spec"]) if config.algorithm.kl_coef else None
-    coordinator = context["coordinator"]
+    settings = objective_settings(config)
     learner = make_learner(
         model,
         config.learner,
-        objective_settings(config),
+        tightened(settings) if start.directive.tighten else settings,
         temperature=config.rollout.temperature,
         total_updates=config.steps * config.algorithm.updates_per_rollout,
         credit=credit(config.algorithm),
@@ -79,65 +91,114 @@ def train_loop(context: dict[str, Any]) -> None:
     if config.quantization.rounding != "nearest":
         publisher.quantizer = Rounding(config.quantization.rounding, config.seed)
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
-    sender = Sender(config, learner, publisher, coordinator, prompt)
+    sender = Sender(config, learner, publisher, coordinator, prompt, start.version)
     saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
+    ranks_end = RankEnd(config, learner, sender, coordinator, rank, start.directive)
 
     if resume:
-        saver.restore(resume)
-        sender.send(rollouts)
+        learner.load(resume.learner)
+        _barrier()
+        sender.send("none" if start.directive.full_precision else rollouts)
     else:
         sender.send("none")
-        _evaluate(config, coordinator, "before", 0)
+        ranks_end.evaluate("before", 0)
         if rollouts != "none":
             sender.send(rollouts)
     done = saved = resume.step if resume else 0
     for step in range(done + 1, config.steps + 1):
-        if not _one_step(config, learner, sender, coordinator, step=step, rank=rank):
+        if not ranks_end.step(step):
             break
         done, accuracy = step, None
         if config.evaluation.every and step % config.evaluation.every == 0:
-            accuracy = _evaluate(config, coordinator, "during", step)
+            accuracy = ranks_end.evaluate("during", step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             saver.checkpoint(step, accuracy)
             saved = step
     if saved < done < config.steps:  # asked to stop: the same command goes on from here
         saver.checkpoint(done, None)
     saver.final()  # before anything else can fail
-    _last_evaluations(config, sender, coordinator, done)
+    ranks_end.last_evaluations(done)
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
 
 
-def _one_step(
-    config: RunConfig, learner: Learner, sender: "Sender", coordinator: ActorHandle, *, step: int, rank: int
-) -> bool:
-    """Rollouts in, update, weights out. False if the run was asked to stop before this step."""
-    started = time.perf_counter()
-    if config.learner.offload_while_waiting:
-        learner.offload()
-    mini_batches = wait(
-        coordinator.share.remote(step, rank), collection_deadline(config), f"rollouts and rewards of step {step}"
-    )
-    if config.learner.offload_while_waiting:
-        learner.reload()
-    if mini_batches is None:
-        return False
-    result = learner.learn(mini_batches)
-    seconds = {"sync": sender.send(config.rollout.quantization) if mini_batches else 0.0}
-    seconds["step"] = time.perf_counter() - started
-    wait(coordinator.report.remote(step, result, seconds), config.sync.timeout_s, f"the report of step {step}")
-    return True
+def fail(context: dict[str, Any], error: QurlError) -> None:
+    """End the run with this error."""
+    wait(context["coordinator"].fail.remote(error), _FAIL_S, "the coordinator to take an error")
+    if ray.train.get_context().get_world_size() > 1:
+        raise error  # or the other ranks would wait for this one
 
 
-def _last_evaluations(config: RunConfig, sender: "Sender", coordinator: ActorHandle, done: int) -> None:
-    """The quantized policy first: the engines hold it already, if the export's format is the rollouts'."""
-    exported = config.export.format(config.rollout.quantization)
-    quantized = exported if exported != "none" else config.rollout.quantization
-    for format_name, label in ((quantized, "after, quantized"), ("none", "after")):
-        if label == "after" or format_name != "none":
-            if sender.sent != format_name:
-                sender.send(format_name)
-            _evaluate(config, coordinator, label, done)
+class RankEnd:
+    """A rank's end of the loop: asks the coordinator for what takes rollouts, learns, and sends weights."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        learner: Learner,
+        sender: Sender,
+        coordinator: ActorHandle,
+        rank: int,
+        directive: Directive,
+    ) -> None:
+        self._config, self._learner, self._sender, self._coordinator = config, learner, sender, coordinator
+        self._rank, self._directive = rank, directive
+        self._resent = 0
+        """How often weights were wanted in place of an answer."""
+
+    def step(self, step: int) -> bool:
+        """Rollouts in, update, weights out. False if the run was asked to stop before this step."""
+        config, limit = self._config, self._config.sync.timeout_s
+        started = time.perf_counter()
+        share = partial(self._coordinator.share.remote, step, self._rank)
+        mini_batches = self._attend(share, f"rollouts and rewards of step {step}")
+        waited = time.perf_counter() - started
+        if mini_batches is None:
+            return False
+        result = self._learner.learn(mini_batches)
+        call = self._coordinator.report.remote(step, self._rank, result)
+        self._follow(wait(call, limit, f"the report of step {step}"))
+        rollouts = "none" if self._directive.full_precision else config.rollout.quantization
+        moved = bool(mini_batches) or self._sender.sent != rollouts
+        seconds = {"wait": waited, "sync": self._sender.send(rollouts) if moved else 0.0}
+        seconds["step"] = time.perf_counter() - started
+        wait(self._coordinator.close.remote(step, self._rank, seconds), limit, f"the end of step {step}")
+        return True
+
+    def evaluate(self, label: str, step: int) -> float:
+        """Held-out accuracy of what the engines hold."""
+        return self._attend(partial(self._coordinator.evaluate.remote, label, step), f"the evaluation {label!r}")
+
+    def last_evaluations(self, done: int) -> None:
+        """The quantized policy first: the engines hold it already, if the export's format is the rollouts'."""
+        exported = self._config.export.format(self._config.rollout.quantization)
+        quantized = exported if exported != "none" else self._config.rollout.quantization
+        for format_name, label in ((quantized, "after, quantized"), ("none", "after")):
+            if label == "after" or format_name != "none":
+                if self._sender.sent != format_name:
+                    self._sender.send(format_name)
+                self.evaluate(label, done)
+
+    def _follow(self, directive: Directive) -> None:
+        """Train as the guard wants it from now on."""
+        if directive.tighten != self._directive.tighten:
+            settings = objective_settings(self._config)
+            self._learner.adopt(tightened(settings) if directive.tighten else settings)
+        self._directive = directive
+
+    def _attend(self, ask: Callable[[int], ObjectRef], what: str) -> Any:
+        """The coordinator's answer. Engines that wait for weights meanwhile are given them."""
+        offload = self._config.learner.offload_while_waiting
+        while True:
+            if offload:
+                self._learner.offload()
+            found = wait(ask(self._resent), collection_deadline(self._config), what)
+            if offload:
+                self._learner.reload()
+            if not isinstance(found, WeightsWanted):
+                return found
+            self._resent += 1
+            self._sender.resend()
 
 
 class Saver:
@@ -165,21 +226,14 @@ class Saver:
             self._gather()
             if self._rank == 0:
                 self._save_policy(partial / "policy")
-                state = wait(self._coordinator.state.remote(), self._config.sync.timeout_s, "the coordinator's state")
+                call = self._coordinator.state.remote(step)
+                state = wait(call, self._config.sync.timeout_s, "the coordinator's state")
                 (partial / "loop.json").write_text(json.dumps(state))
             _barrier()  # every rank's files are there
             if self._rank == 0:
                 complete(partial, step=step, accuracy=accuracy)
                 prune(self._run_dir, self._config.checkpoint.keep)
         _barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
-
-    def restore(self, resume: Checkpoint) -> None:
-        """Learner and coordinator as they were; the driver has verified the files."""
-        self._learner.load(resume.learner)
-        if self._rank == 0:
-            state = json.loads(resume.loop.read_text())
-            wait(self._coordinator.restore.remote(state), self._config.sync.timeout_s, "the coordinator's state")
-        _barrier()
 
     def final(self) -> None:
         """policy/, and policy-<format>/ if one is exported."""
@@ -235,5 +289,21 @@ def _barrier() -> None:
         distributed.barrier()
 
 
-def _evaluate(config: RunConfig, coordinator: ActorHandle, label: str, step: int) -> float:
-    return wait(coordinator.evaluate.remote(label, step), collection_deadline(config), f"the evaluation {label!r}")
+def _begin(coordinator: ActorHandle, rank: int, timeout_s: float) -> Start:
+    """What this rank is told at its beginning. A coordinator that died is waited for: it is being started anew."""
+    ends, group = time.monotonic() + timeout_s, _group()
+    while True:
+        try:
+            return wait(coordinator.begin.remote(rank, group), timeout_s, "the other ranks to begin")
+        except CoordinatorDied:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _group() -> str:
+    """A name that these ranks share, and no other group of the run has."""
+    names = [uuid.uuid4().hex]
+    if distributed.is_initialized():
+        distributed.broadcast_object_list(names)
+    return names[0]

@@ -5,7 +5,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError
+from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
 
 _MARGIN_S = 90.0  # the coordinator's own deadlines pass first, and name what is late
 
@@ -15,7 +15,7 @@ def wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:
 
     Raises:
         DeadlineExceeded: `timeout_s` and a margin have passed.
-        EngineError: the coordinator died. Errors of ours come through as they are.
+        CoordinatorDied: it did. Errors of ours come through as they are.
     """
     try:
         return ray.get(call, timeout=timeout_s + _MARGIN_S)
@@ -24,4 +24,4 @@ def wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, QurlError) else error) from None
     except RayActorError as error:
-        raise EngineError(f"the coordinator died during {what}: {error}") from None
+        raise CoordinatorDied(f"the coordinator died while the learner waited for {what}: {error}") from None

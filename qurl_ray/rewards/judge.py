@@ -10,13 +10,15 @@ from qurl_ray.types import Problem, Status, Verdict
 
 Score = Callable[[str, Problem], float]
 
+LARGEST = 1e12
+"""Of a reward. The square of a difference of two must fit in float32, or advantages turn to NaN."""
 _DETAIL_CHARS = 300
 
 
 def judge(score: Score, answer: str, problem: Problem) -> Verdict:
     """The verdict of `score` on one answer; whatever goes wrong costs the reward and is told in the detail.
 
-    An exception gives status "error"; NaN, infinity or anything that is not a number gives "invalid".
+    An exception gives status "error"; NaN, infinity, a size beyond LARGEST or anything that is not a number "invalid".
     """
     try:
         value = score(answer, problem)
@@ -28,14 +30,17 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
         reward = float(value)
     except OverflowError:  # an integer beyond float64
         reward = math.inf
-    if not math.isfinite(reward):
-        return failure("invalid", f"the reward function returned {reward}, expected a finite number")
+    except Exception as error:  # a user's own kind of number
+        return failure("error", f"{type(error).__name__}: {_text_of(error)}")
+    if not abs(reward) <= LARGEST:  # also nan
+        return failure("invalid", f"the reward function returned {reward}, expected a finite number up to {LARGEST:g}")
     return Verdict(reward=reward)
 
 
 def failure(status: Status, detail: str) -> Verdict:
-    """A verdict without reward; the detail is cut at 300 characters."""
-    return Verdict(reward=0.0, status=status, detail=detail[:_DETAIL_CHARS])
+    """A verdict without reward. The detail, which may quote an answer, is cut at 300 characters and safe to print."""
+    printable = "".join(char if char.isprintable() else "·" for char in detail[:_DETAIL_CHARS])
+    return Verdict(reward=0.0, status=status, detail=printable)
 
 
 def _text_of(error: BaseException) -> str:

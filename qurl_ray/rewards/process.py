@@ -1,35 +1,37 @@
 """Judging behind a deadline that holds: in a process of its own, which is killed.
 
 Time-outs made of signals or threads do not stop a reward function: signals reach only the main
-thread, and a thread cannot be stopped. A process can.
+thread, and a thread cannot be stopped. A process can. Another process, the keeper, sees to it that
+nothing that it started outlives it.
 """
 
 import json
+import math
 import os
-import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from dataclasses import asdict
+from typing import Any, get_args
 
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards.judge import failure
-from qurl_ray.types import Problem, Verdict
+from qurl_ray.rewards.keeper import TOO_MUCH
+from qurl_ray.types import Problem, Status, Verdict
 
-_CHUNK = 64  # answers sent at a time: enough to hide the round trip, few enough to send again after a kill
+MEMORY_GB = 4.0
 _START_S = 120.0  # importing a user's module on a busy machine may take a while
-_END_S = 30.0  # for the kernel to take a killed process down
-_TICK_S = 0.05  # how often a silent process is looked at: a forked copy can keep the socket open after its death
+_END_S = 30.0  # for the kernel to take killed processes down
 _MAX_REPLY_BYTES = 1 << 20
+_STATUSES = get_args(Status)
 
 # -P and an explicit path: what the parent can import the child can, and nothing more.
 _BOOT = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('path');"
-    "from qurl_ray.rewards.child import main; main(**settings)"
+    "from qurl_ray.rewards.keeper import main; main(**settings)"
 )
 
 
@@ -38,7 +40,7 @@ class _LateError(Exception):
 
 
 class _DeathError(Exception):
-    """The process ended, or no longer speaks the protocol."""
+    """The process ended, or no longer speaks the protocol; the message says how, as a predicate."""
 
 
 class VerifierProcess:
@@ -49,38 +51,49 @@ class VerifierProcess:
             verdicts = verifier.judge_many([(answer, problem), ...])
     """
 
-    def __init__(self, spec: str, timeout_s: float, *, memory_gb: float | None = None) -> None:
+    def __init__(self, spec: str, timeout_s: float, *, memory_gb: float = MEMORY_GB) -> None:
         """Starts nothing yet.
 
         Args:
             spec: what `resolve` takes; it is resolved in the child, never here.
             timeout_s: seconds for one answer, counted from the verdict before it.
-            memory_gb: bound on the child's address space (Linux); absent is none.
+            memory_gb: what the child and all that it starts may hold together, in memory and (Linux) temporary files.
         """
         self._spec = spec
         self._timeout_s = timeout_s
         self._memory_gb = memory_gb
         self._child: _Child | None = None
 
+    @property
+    def running(self) -> bool:
+        """Whether a child is ready for the next answer."""
+        return self._child is not None and self._child.alive()
+
     def check(self) -> None:
-        """Start the child and resolve the reward in it; RewardError if that fails."""
-        self._running()
+        """Start the child, if none is running, and resolve the reward in it; RewardError if that fails."""
+        self._ready()
 
     def judge_many(self, items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
-        """One verdict per (answer, problem), in order.
+        """One verdict per (answer, problem), in order; see `judge`."""
+        return [self.judge(answer, problem) for answer, problem in items]
 
-        An answer at which the deadline passes gets status "timeout", one at which the child dies
-        gets "error"; a new child takes the rest. RewardError if the reward cannot be resolved.
-        """
-        verdicts: list[Verdict] = []
-        while len(verdicts) < len(items):
-            verdicts += self._judge_some(items[len(verdicts) : len(verdicts) + _CHUNK])
-        return verdicts
+    def judge(self, answer: str, problem: Problem) -> Verdict:
+        """An answer at which the deadline passes gets status "timeout", one at which the child dies "error"; a new
+        child takes the next. RewardError if the reward cannot be resolved."""
+        child = self._ready()
+        try:
+            return child.ask(answer, problem, timeout_s=self._timeout_s)
+        except _LateError:
+            self.close()
+            return failure("timeout", f"no verdict within {self._timeout_s:g} s; the process was killed")
+        except _DeathError as death:
+            self.close()
+            return failure("error", f"the process that judged the answer {death}")
 
     def close(self) -> None:
         """End the child and all that it started. A later call starts a new one."""
         if self._child is not None:
-            self._child.kill()
+            self._child.end()
             self._child = None
 
     def __enter__(self) -> "VerifierProcess":
@@ -89,137 +102,116 @@ class VerifierProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _judge_some(self, items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
-        """Verdicts of the first of `items`: all of them, or up to and with the one that cost the child its life."""
-        child = self._running()
-        verdicts: list[Verdict] = []
-        try:
-            child.send(items, timeout_s=self._timeout_s)
-            for index in range(len(items)):
-                verdicts.append(_verdict(child.receive(timeout_s=self._timeout_s), index))
-        except _LateError:
-            self.close()
-            verdicts.append(failure("timeout", f"no verdict within {self._timeout_s:g} s; the process was killed"))
-        except _DeathError:
-            ending = child.ending()
-            self.close()
-            verdicts.append(failure("error", f"the process that judged the answer {ending}"))
-        return verdicts
-
-    def _running(self) -> "_Child":
-        if self._child is not None and not self._child.alive():
+    def _ready(self) -> "_Child":
+        if not self.running:
             self.close()
         if self._child is None:
-            self._child = _Child(_settings(self._spec, self._timeout_s, self._memory_gb))
+            self._child = _Child(self._spec, self._memory_gb)
             try:
-                self._child.wait_until_ready(self._spec)
+                self._child.wait_until_ready()
             except BaseException:
                 self.close()
                 raise
         return self._child
 
 
-def _settings(spec: str, timeout_s: float, memory_gb: float | None) -> dict[str, Any]:
-    """What the child is told at its start: its reward, its bounds, and where to import from.
-
-    The working directory comes last, so that a user's own module is found and shadows nothing.
-    """
-    path = [entry or os.getcwd() for entry in sys.path]
-    return {"spec": spec, "timeout_s": timeout_s, "memory_gb": memory_gb, "path": [*path, os.getcwd()]}
-
-
-def _verdict(reply: Any, index: int) -> Verdict:
-    try:
-        answered, reward, status, detail = reply
-    except (TypeError, ValueError):
-        raise _DeathError from None
-    if answered != index:
-        raise _DeathError
-    return Verdict(reward=reward, status=status, detail=detail)
-
-
 class _Child:
-    """The process and the socket to it."""
+    """The keeper's process, and the socket to the judge below it."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, spec: str, memory_gb: float) -> None:
+        self._spec, self._memory_gb = spec, memory_gb
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
+        self._asked = 0
+        # The working directory comes last, so that a user's own module is found and shadows nothing.
+        path = [*(entry or os.getcwd() for entry in sys.path), os.getcwd()]
+        settings = {"spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, json.dumps({**settings, "fd": theirs.fileno()})],
+                [sys.executable, "-P", "-c", _BOOT, json.dumps(settings)],
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that one signal reaches whatever the reward function starts
+                start_new_session=True,  # Ctrl-C is not for it
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
 
-    def wait_until_ready(self, spec: str) -> None:
+    def wait_until_ready(self) -> None:
         try:
-            reply = self.receive(timeout_s=_START_S)
+            reply = self._receive(time.monotonic() + _START_S)
         except _LateError:
-            raise RewardError(f"reward {spec!r}: importing it took longer than {_START_S:g} s") from None
-        except _DeathError:
-            raise RewardError(f"reward {spec!r}: the process that imports it {self.ending()}") from None
-        if "error" in reply:
-            raise RewardError(reply["error"])
+            raise RewardError(f"reward {self._spec!r}: importing it took longer than {_START_S:g} s") from None
+        except _DeathError as death:
+            raise RewardError(f"reward {self._spec!r}: the process that imports it {death}") from None
+        match reply:
+            case {"ready": True}:
+                return
+            case {"error": str(message)}:
+                raise RewardError(message)
+        raise RewardError(f"reward {self._spec!r}: the process that imports it wrote to the socket of its verdicts")
 
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, items: Sequence[tuple[str, Problem]], *, timeout_s: float) -> None:
+    def ask(self, answer: str, problem: Problem, *, timeout_s: float) -> Verdict:
+        deadline = time.monotonic() + timeout_s
+        self._asked += 1
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(pickle.dumps(list(items)))
+            self._socket.sendall(json.dumps([self._asked, answer, asdict(problem)]).encode() + b"\n")
         except TimeoutError:
             raise _LateError from None
         except OSError:
-            raise _DeathError from None
+            raise _DeathError(self._ending()) from None
+        return _verdict(self._receive(deadline), self._asked)
 
-    def receive(self, *, timeout_s: float) -> Any:
+    def end(self) -> None:
+        """The keeper notices that the socket closes, and kills all; it is itself killed if it does not."""
+        self._socket.close()
+        try:
+            self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _receive(self, deadline: float) -> Any:
         """The next reply. JSON, since the process that runs reward functions is not to be trusted with pickles."""
-        deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            self._buffer += self._receive_bytes(deadline)
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                data = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise _LateError from None
+            except OSError:
+                data = b""
+            if not data:  # no process has the other end: the keeper has gone, and with it all the others
+                raise _DeathError(self._ending())
+            self._buffer += data
             if len(self._buffer) > _MAX_REPLY_BYTES:
-                raise _DeathError
+                raise _DeathError("wrote to the socket of its verdicts")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             return json.loads(line)
-        except ValueError:
-            raise _DeathError from None
+        except (ValueError, RecursionError):
+            raise _DeathError("wrote to the socket of its verdicts") from None
 
-    def _receive_bytes(self, deadline: float) -> bytes:
-        """Some bytes, or none after a tick of silence."""
-        alive = self.alive()  # asked before reading, so that last words are heard
-        remaining = deadline - time.monotonic()
-        self._socket.settimeout(min(_TICK_S, max(remaining, 0.001)))
+    def _ending(self) -> str:
         try:
-            data = self._socket.recv(1 << 16)
-        except TimeoutError:
-            if not alive:
-                raise _DeathError from None
-            if remaining <= 0:
-                raise _LateError from None
-            return b""
-        except OSError:
-            raise _DeathError from None
-        if not data:
-            raise _DeathError
-        return data
-
-    def ending(self) -> str:
-        """How the process ended, as a predicate."""
-        with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=1.0)
-            if code < 0:
-                return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-            return f"ended with exit code {code}"
-        return "broke the connection"
+        except subprocess.TimeoutExpired:
+            return "broke the connection"
+        if code == TOO_MUCH:
+            return f"and what it started held more than {self._memory_gb:g} GB, or too many processes"
+        if code < 0:
+            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        return f"ended with exit code {code}"
 
-    def kill(self) -> None:
-        # PermissionError is what macOS says of a group of which only zombies are left
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._socket.close()
-        self._process.wait(timeout=_END_S)
+
+def _verdict(reply: Any, asked: int) -> Verdict:
+    """The reply as a verdict, if it is one, and the one that was asked for."""
+    match reply:
+        case [int(number), float(reward), str(status), str(detail)] if (
+            number == asked and math.isfinite(reward) and status in _STATUSES
+        ):
+            return Verdict(reward=reward, status=status, detail=detail)
+    raise _DeathError("wrote to the socket of its verdicts")

@@ -20,6 +20,7 @@ class RunningBatch:
         self._tokens = np.zeros((len(requests), longest), dtype=np.int32)
         self._logprobs = np.zeros((len(requests), longest), dtype=np.float32)
         self._drawn = np.zeros(len(requests), dtype=np.int64)
+        self._drawn_before = np.array([r.drawn for r in requests])
         self._finish: list[Finish] = ["length"] * len(requests)
         self._ended = np.zeros(len(requests), dtype=bool)
         self._prompt_lengths = np.array([len(r.prompt_ids) for r in requests])
@@ -52,7 +53,7 @@ class RunningBatch:
     def draw(self, logits_BV: torch.Tensor, first: int = 0) -> None:
         """Draw one token for rows first … count-1 from their logits."""
         running = self.running()[first:]
-        uniform_B = uniforms(self._seeds[running], self._drawn[running])
+        uniform_B = uniforms(self._seeds[running], self._drawn_before[running] + self._drawn[running])
         for kind, params in enumerate(self._kinds):
             chosen = np.flatnonzero(self._kind[running] == kind)
             if not len(chosen):
@@ -94,7 +95,7 @@ class RunningBatch:
                 uid=request.uid,
                 token_ids=self._tokens[i, : self._drawn[i]].copy(),
                 logprobs=self._logprobs[i, : self._drawn[i]].copy(),
-                version=self._version,
+                versions=np.full(self._drawn[i], self._version, dtype=np.int32),
                 finish=self._finish[i],
             )
             for i, request in enumerate(self._requests)

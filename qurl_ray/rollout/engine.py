@@ -23,7 +23,8 @@ class Engine(Protocol):
     """Version of the verified weights; None is STALE: nothing may be generated."""
 
     def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
-        """Replace all weights, bucket by bucket, then compare what is resident with the manifest.
+        """Replace all weights, bucket by bucket, then compare what is resident with the manifest. Nothing may run
+        meanwhile: cancel it, and wait for its `generate`.
 
         Raises:
             SyncError: something is missing, misshapen or damaged. The engine stays STALE.
@@ -40,13 +41,19 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Completions in the order of the requests. What is not done after `deadline_s` ends there ("deadline").
 
+        A request that continues another (rollout.requests.continued) is answered with the rest alone.
+
         Raises:
             StaleWeights: the engine does not hold `version`.
             EngineError: a request does not fit the context.
         """
 
     def cancel(self, uids: Collection[str]) -> None:
-        """End these requests at their next token ("cancelled"). From any thread; unknown ones are ignored."""
+        """End these requests at their next token ("cancelled"). From any thread; unknown ones are ignored.
+
+        Only what runs now is meant: a cancel that overtakes its `generate` is lost, and none waits for the next one.
+        Who must be sure repeats it until `generate` returns, and asks for the rest when the last cancel has returned.
+        """
 
     def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that this engine's kernel for the format can take; 0 for "none"."""

@@ -1,7 +1,8 @@
-"""From problems to requests, with seeds that every process derives alike; and a look at what comes back."""
+"""From problems to requests, with seeds that every process derives alike; what comes back, checked and continued."""
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,15 +44,38 @@ def check_requests(requests: Sequence[Request], *, held: int | None, version: in
 
     Raises:
         StaleWeights: it does not hold `version`.
-        EngineError: prompt and answer of a request do not fit `context` tokens.
+        EngineError: prompt and answer of a request, with what was drawn before, do not fit `context` tokens.
     """
     if held != version:
         found = "unverified weights" if held is None else f"weights {held}"
         raise StaleWeights(f"engine holds {found}, caller wants {version}")
     for request in requests:
-        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
-        if not prompt or new < 1 or prompt + new > context:
+        prompt, new = len(request.prompt_ids) - request.drawn, request.drawn + request.sampling.max_new_tokens
+        if prompt < 1 or new <= request.drawn or prompt + new > context:
             raise EngineError(f"{request.uid}: {prompt} prompt + {new} new tokens do not fit the context of {context}")
+
+
+def continued(request: Request, part: Completion) -> Request:
+    """The request that goes on where `part`, which was cut short, ends. Its prompt ends with what was drawn: keys and
+    values are computed anew, through the weights that go on."""
+    drawn = len(part.token_ids)
+    return replace(
+        request,
+        prompt_ids=np.concatenate([request.prompt_ids, part.token_ids]),
+        drawn=request.drawn + drawn,
+        sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - drawn),
+    )
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """The answer that was drawn in parts, each of a request that continues the part before."""
+    return Completion(
+        uid=parts[0].uid,
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        versions=np.concatenate([part.versions for part in parts]),
+        finish=parts[-1].finish,
+    )
 
 
 def check_logprobs(completions: Sequence[Completion]) -> None:

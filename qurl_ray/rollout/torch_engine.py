@@ -130,7 +130,7 @@ class TorchEngine:
         if not requests:
             return []
         ends = time.monotonic() + deadline_s if deadline_s is not None else math.inf
-        self._cancelled = set()
+        self._cancelled = set()  # what came before was not meant for this call
         # The longest first: what is left to the end, where slots stay empty, is short.
         order = sorted(range(len(requests)), key=lambda i: -requests[i].sampling.max_new_tokens)
         waiting = deque((index, requests[index]) for index in order)

@@ -4,8 +4,10 @@ vLLM runs in processes of its own (rollout/vllm_server.py). Weights come into it
 the layers of vllm_plugin.py, and what they hold is read back from there.
 
 Unlike the torch engine it is not batch-invariant: vLLM's attention depends on what else is in the batch, so log-probs
-differ from the learner's in the last bits, and by more where such a bit flips the code of an activation. Nothing here
-was measured on a GPU; what is for GPUs alone (sleep mode, tensor parallelism on them) is wired as vLLM documents it.
+differ from the learner's in the last bits, and by more where such a bit flips the code of an activation. Nor can its
+random numbers begin in the middle: what a continued request draws has the same distribution, but other tokens than the
+undisturbed one would have drawn. Nothing here was measured on a GPU; what is for GPUs alone (sleep mode, tensor
+parallelism on them) is wired as vLLM documents it.
 """
 
 import itertools
@@ -260,7 +262,7 @@ class VllmEngine:
         return self._server.generate(requests, version, deadline_s) if requests else []
 
     def cancel(self, uids: Collection[str]) -> None:
-        """End these requests, from any thread; they come back with what they have. Unknown ones are ignored."""
+        """See rollout.engine.Engine: what runs now comes back with what it has."""
         self._server.cancel(set(uids))
 
     # --- sleep, end ------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 
 from qurl_ray import errors
 from qurl_ray.errors import DeadlineExceeded, EngineError
+from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Finish, Request
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class VllmServer:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         asked = request.sampling
+        # vLLM's generators begin at their seed: with the same one, the rest would be drawn by the numbers of the start.
+        seed = derive_seed(request.seed, request.drawn) if request.drawn else request.seed
         params = SamplingParams(
             temperature=asked.temperature,
             top_p=asked.top_p,
@@ -151,7 +154,7 @@ class VllmServer:
             max_tokens=asked.max_new_tokens,
             stop_token_ids=[] if asked.ignore_eos else list(asked.stop_ids),
             ignore_eos=True,  # only stop_ids end an answer, not what vLLM finds in the model's folder
-            seed=request.seed & (2**63 - 1),  # vLLM's seeds are signed
+            seed=seed & (2**63 - 1),  # vLLM's seeds are signed
             logprobs=0,  # of the drawn token alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -205,7 +208,7 @@ def _completion(request: Request, output: Any, version: int, aborted: Finish) ->
         uid=request.uid,
         token_ids=np.array(tokens, dtype=np.int32),
         logprobs=np.array(drawn, dtype=np.float32) * np.float32(request.sampling.temperature > 0),
-        version=version,
+        versions=np.full(len(tokens), version, dtype=np.int32),
         finish=aborted if output.finish_reason == "abort" else output.finish_reason,
     )
 

@@ -6,6 +6,7 @@ bit depends on it. Their names, shapes and fingerprints stay those of the checkp
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -63,8 +64,8 @@ class EngineWeights:
         """By path: codes that are not in a linear yet."""
         self._packing: list[tuple[list[str], list[int], Future[QuantizedLinear]]] = []
         """Paths, their rows, and the linear of them all."""
-        self._unpacked: dict[str, tuple[torch.Tensor, ...]] | None = None
-        """What `resident` looked up last, while a load goes on."""
+        self._verified: dict[str, tuple[torch.Tensor, ...]] = {}
+        """On a CPU: codes and scales as the last verification unpacked them, which the next delta is added to."""
 
     # --- load ----------------------------------------------------------------------------------------------------
 
@@ -81,7 +82,7 @@ class EngineWeights:
         for name, shape in (self._shapes | self._optional).items():
             if name in records and records[name].shape != shape:
                 raise SyncError(f"{name} has shape {records[name].shape}, expected {shape}")
-        self._waiting, self._packing, self._unpacked = {}, [], None
+        self._waiting, self._packing = {}, []
         placed: set[str] = set()
         # Packing, unpacking and sums are single-threaded, and leave Python's lock to others.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -100,25 +101,28 @@ class EngineWeights:
             if set(self._optional) - set(records):
                 self._tie_head()
             self._verify(manifest, pool)
-        self._unpacked = None
 
     def _verify(self, manifest: Manifest, pool: ThreadPoolExecutor) -> None:
         by_module: dict[int, list[TensorRecord]] = {}
         for record in manifest.tensors:
             module = self._model.get_submodule(record.name.rpartition(".")[0])
             by_module.setdefault(id(getattr(module, "whole", module)), []).append(record)
-        for wrong in pool.map(self._wrong, by_module.values()):
-            for record, found in wrong:
+        self._verified = {}
+        for held in pool.map(partial(self._compare, manifest.version), by_module.values()):
+            if self._device.type == "cpu":  # elsewhere they lie there unpacked
+                self._verified |= {name: tensors for name, tensors in held.items() if len(tensors) > 1}
+
+    def _compare(self, version: int, records: Sequence[TensorRecord]) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What is resident of these tensors of one module, if it is what was sent."""
+        held = dict(self._residents([record.name for record in records]))
+        for record in records:
+            found = fingerprint(*held[record.name])
+            if found != record.fingerprint:
                 raise SyncError(
-                    f"version {manifest.version}: {record.name} is {found:016x} in the engine, "
+                    f"version {version}: {record.name} is {found:016x} in the engine, "
                     f"{record.fingerprint:016x} was sent"
                 )
-
-    def _wrong(self, records: Sequence[TensorRecord]) -> list[tuple[TensorRecord, int]]:
-        """Of these tensors of one module, those whose fingerprint is another, with that."""
-        held = dict(self._residents([record.name for record in records]))
-        found = [(record, fingerprint(*held[record.name])) for record in records]
-        return [(record, value) for record, value in found if value != record.fingerprint]
+        return held
 
     def _place(self, record: TensorRecord, parts: tuple[np.ndarray, ...], max_code: int) -> None:
         if parts[0].shape != record.shape:
@@ -205,21 +209,10 @@ class EngineWeights:
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
         """One tensor as it would travel: (codes as bytes, scale), or (float32 values,)."""
-        if not self._unpacked or name not in self._unpacked:
-            # With those that it is fused with, as they are probably asked for next.
-            self._unpacked = dict(self._residents(self._fused_with(name)))
-        found = self._unpacked[name]
+        found = self._verified.get(name) or dict(self._residents([name]))[name]
         if len(found) == 1:
             return (found[0].detach().cpu().numpy(),)
         return found[0].cpu().contiguous().view(torch.uint8).numpy(), found[1].cpu().contiguous().numpy()
-
-    def _fused_with(self, name: str) -> list[str]:
-        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
-        group = next((group for group in _FUSED if leaf in group), ())
-        if not group or not name.endswith(".weight"):
-            return [name]
-        owner = self._model.get_submodule(parent)  # some have up_proj and no gate_proj
-        return [f"{parent}.{member}.weight" for member in group if hasattr(owner, member)]
 
     def _residents(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
         """(name, its tensors); what is fused is unpacked once."""

@@ -108,6 +108,8 @@ class ConsoleSink:
         self._title = title
 
     def handle(self, event: Event, at: float) -> None:
+        if event.kind == "prompts":
+            return
         if event.kind == "step":
             self._view.step(event, at)
         elif event.kind == "samples":
@@ -197,7 +199,7 @@ def open_console(mode: Mode, *, steps: int, title: str, console: Console | None 
     """The sink for `mode`; None if nothing is to be shown. `auto` is a table on a terminal, else plain lines."""
     if mode == "none":
         return None
-    console = console or _standard_output()
+    console, title = console or _standard_output(), one_line(title)
     table = mode == "table" or (mode == "auto" and console.is_terminal)
     view = TableView(console, steps=steps, title=title) if table else PlainView(console, steps=steps)
     return ConsoleSink(console, view, title=title)

@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: one strict JSON object per line, on disk as soon as it is written."""
+"""metrics.jsonl, samples.jsonl and prompts.jsonl: one strict JSON object per line, on disk as soon as it is written."""
 
 import json
 import os
@@ -15,17 +15,27 @@ class JsonLines:
     """Appends to one file; a run that goes on in the same folder keeps its earlier lines."""
 
     def __init__(self, path: Path) -> None:
-        torn = _ends_mid_line(path)
-        # A tokenizer may decode to half a surrogate pair, which UTF-8 cannot hold: it becomes "?".
-        self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1, newline="\n")
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        torn = _ends_mid_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1, newline="\n")
         if torn:  # the process that wrote it was killed: keep its half line from swallowing our first
             self._file.write("\n")
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         for record in records:
             # One write per line: lines of a crashed run are then whole but for the last.
-            self._file.write(json.dumps(plain(record), allow_nan=False, ensure_ascii=False) + "\n")
+            self._file.write(_line(plain(record)))
         self._file.flush()
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Drop all lines but the wanted ones, and half lines. Returns what is left."""
+        self._file.close()
+        kept = _filter(self._path, wanted)
+        self._open()
+        return kept
 
     def close(self) -> None:
         self._file.close()
@@ -40,7 +50,7 @@ class MetricsFile:
         self._lines = JsonLines(folder / self.name)
 
     def handle(self, event: Event, at: float) -> None:
-        if event.kind == "samples":
+        if event.kind in ("samples", "prompts"):
             return
         record = {"kind": event.kind, "step": event.step, "time": at, "message": event.message, "values": event.values}
         self._lines.write([record])
@@ -51,42 +61,58 @@ class MetricsFile:
     def close(self, outcome: Outcome) -> None:
         self._lines.close()
 
+    def rewind(self, step: int) -> list[Event]:
+        """Forget what came after `step`, so that a run can go on from there. Returns the events that are left."""
+        kept = self._lines.keep(
+            # A run that was asked to stop evaluated at its end; that end is no longer one.
+            lambda line: (
+                line["step"] <= step
+                and line["kind"] != "summary"
+                and not (line["kind"] == "evaluation" and line["message"].startswith("after"))
+            )
+        )
+        return [
+            Event(kind=line["kind"], step=line["step"], message=line["message"], values=line["values"]) for line in kept
+        ]
 
-class SamplesFile:
-    """One line per sampled rollout: step, time and whatever the sample holds (uid, prompt, answer, reward, …)."""
 
-    name = "samples.jsonl"
+class StepsFile:
+    """Lines of one kind of event, each with its step and time.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        records: of an event's values.
+    """
+
+    def __init__(
+        self, folder: Path, kind: str, records: Callable[[dict[str, Any]], Iterable[dict[str, Any]]]
+    ) -> None:
+        self.name = f"{kind}.jsonl"
+        self._kind, self._records = kind, records
         self._lines = JsonLines(folder / self.name)
 
     def handle(self, event: Event, at: float) -> None:
-        if event.kind == "samples":
-            samples = event.values.get("samples", [])
-            self._lines.write({"step": event.step, "time": at, **sample} for sample in samples)
+        if event.kind == self._kind:
+            self._lines.write({"step": event.step, "time": at, **record} for record in self._records(event.values))
 
     def notices(self) -> list[str]:
         return []
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`."""
+        self._lines.keep(lambda line: line["step"] <= step)
 
     def close(self, outcome: Outcome) -> None:
         self._lines.close()
 
 
-def rewind(folder: Path, step: int) -> list[Event]:
-    """Forget what came after `step`, so that a run can go on from there. Returns the events that are left."""
-    # A run that was asked to stop evaluated at its end; that end is no longer one.
-    kept = _filter(
-        folder / MetricsFile.name,
-        lambda line: (
-            line["step"] <= step
-            and line["kind"] != "summary"
-            and not (line["kind"] == "evaluation" and line["message"].startswith("after"))
-        ),
-    )
-    _filter(folder / SamplesFile.name, lambda line: line["step"] <= step)
-    return [
-        Event(kind=line["kind"], step=line["step"], message=line["message"], values=line["values"]) for line in kept
-    ]
+def samples_file(folder: Path) -> StepsFile:
+    """One line per sampled rollout: uid, prompt, answer, reward, …"""
+    return StepsFile(folder, "samples", lambda values: values.get("samples", []))
+
+
+def prompts_file(folder: Path) -> StepsFile:
+    """One line per step: the uids of the prompts that were drawn for it, in their order."""
+    return StepsFile(folder, "prompts", lambda values: [values])
 
 
 def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
@@ -103,10 +129,20 @@ def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[s
         if wanted(record):
             kept.append(record)
     aside = path.with_suffix(".rewound")
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
-    aside.write_text(text, encoding="utf-8", newline="\n")
+    aside.write_text("".join(map(_line, kept)), encoding="utf-8", newline="\n")
     aside.replace(path)
     return kept
+
+
+def _line(record: dict[str, Any]) -> str:
+    """Printable characters as they are, so that `less` shows text and no answer moves the cursor; others escaped.
+
+    A tokenizer may decode to half a surrogate pair, which UTF-8 cannot hold: it becomes "?".
+    """
+    text = json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8", errors="replace").decode("utf-8")
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
+    return text + "\n"
 
 
 def _ends_mid_line(path: Path) -> bool:

@@ -41,6 +41,7 @@ from sqlalchemy.exc import OperationalError
 from qurl_ray.config import RunConfig
 from qurl_ray.tracking.background import Background
 from qurl_ray.tracking.sink import Outcome
+from qurl_ray.tracking.text import one_line, storable
 from qurl_ray.tracking.values import flatten, number, plain
 from qurl_ray.types import Event
 
@@ -198,7 +199,7 @@ class MlflowSink:
         run.tag(self._plan.tags)
 
     def _log(self, event: Event, at: float) -> None:
-        if event.kind == "samples":
+        if event.kind in ("samples", "prompts"):
             return  # they are in samples.jsonl, an artifact of the run
         run = self._run()
         if event.kind in ("warning", "info"):
@@ -226,7 +227,7 @@ class MlflowSink:
         self._messages.append(json.dumps(plain(record)) + "\n")
         if event.kind == "warning":
             self._warnings += 1
-            run.tag({"warnings": str(self._warnings), "last_warning": event.message[:MAX_TAG_VAL_LENGTH]})
+            run.tag({"warnings": str(self._warnings), "last_warning": one_line(event.message, MAX_TAG_VAL_LENGTH)})
 
     def _log_artifacts(self) -> None:
         run = self._run()
@@ -356,9 +357,9 @@ def _policy_tags(run_dir: Path) -> dict[str, str]:
         summary = json.loads((run_dir / "summary.json").read_text())
     except FileNotFoundError:
         return {}
-    return {key: str(summary[key]) for key in _POLICY_TAGS if summary.get(key) is not None}
+    return {key: storable(str(summary[key])) for key in _POLICY_TAGS if summary.get(key) is not None}
 
 
 def _param_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(plain(value))
-    return text[:MAX_PARAM_VAL_LENGTH]
+    return storable(text)[:MAX_PARAM_VAL_LENGTH]

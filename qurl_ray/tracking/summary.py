@@ -39,7 +39,7 @@ def _phases(value: Any) -> str:
     """rollout 12.0 s (40%) · update 18.0 s (60%)"""
     if not isinstance(value, Mapping):
         return one_line(value)
-    seconds = {str(name): found for name, item in value.items() if (found := number(item)) is not None}
+    seconds = {one_line(name): found for name, item in value.items() if (found := number(item)) is not None}
     total = sum(seconds.values())
     return " · ".join(f"{name} {s:.1f} s" + (f" ({s / total:.0%})" if total > 0 else "") for name, s in seconds.items())
 

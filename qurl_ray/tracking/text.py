@@ -21,6 +21,11 @@ def one_line(text: Any, limit: int | None = None) -> str:
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
+def storable(text: str) -> str:
+    """`text` with "?" for what UTF-8 or a database cannot hold: halves of surrogate pairs, and NUL."""
+    return text.encode("utf-8", errors="replace").decode("utf-8").replace("\0", "?")
+
+
 def pairs(values: Mapping[str, Any], prefix: str = "") -> str:
     """`accuracy 0.382  problems 500`: the numbers among `values`, names without `prefix`."""
     found = ((key.removeprefix(prefix), number(value)) for key, value in values.items())

@@ -12,7 +12,7 @@ from rich.console import Console
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.tracking.console import open_console
-from qurl_ray.tracking.json_lines import MetricsFile, SamplesFile
+from qurl_ray.tracking.json_lines import MetricsFile, StepsFile, prompts_file, samples_file
 from qurl_ray.tracking.sink import Outcome, Sink
 from qurl_ray.types import Event
 
@@ -48,7 +48,8 @@ class Tracker:
         self._failed: set[str] = set()
         self._closed = False
         self._mlflow: MlflowSink | None = None
-        self._sinks: list[Sink] = _open_files(run_dir)
+        self._files = _open_files(run_dir)
+        self._sinks: list[Sink] = list(self._files)
         if screen := open_console(config.tracking.console, steps=config.steps, title=config.name, console=console):
             self._sinks.append(screen)
         if config.tracking.mlflow:
@@ -60,6 +61,14 @@ class Tracker:
             self._step = max(self._step, event.step)
             self._deliver(event)
             self._pass_on_notices()
+
+    def rewind(self, step: int) -> list[Event]:
+        """Forget in the files what came after `step`, which comes once more. Returns the events that are left."""
+        with self._lock:
+            self._step = step
+            for file in self._files[1:]:
+                file.rewind(step)
+            return self._files[0].rewind(step)
 
     def mlflow_run_id(self, timeout_s: float = _RUN_ID_S) -> str | None:
         """Id of the MLflow run; None if MLflow is off, has failed, or needs longer than `timeout_s` seconds."""
@@ -132,9 +141,9 @@ class Tracker:
         self._deliver(Event(kind="warning", step=self._step, message=message), besides=besides)
 
 
-def _open_files(run_dir: Path) -> list[Sink]:
+def _open_files(run_dir: Path) -> tuple[MetricsFile, StepsFile, StepsFile]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return [MetricsFile(run_dir), SamplesFile(run_dir)]
+        return MetricsFile(run_dir), samples_file(run_dir), prompts_file(run_dir)
     except OSError as error:
         raise ConfigError(f"cannot write to the run folder {run_dir} ({error.strerror}); set output_dir") from error

@@ -462,6 +462,22 @@ def test_what_a_unified_flow_cannot_have_is_refused(load, settings, sentence):
 
 
 @pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ("algorithm: {correction: ignore}", "they need a correction"),
+        ("algorithm: {correction: monitor}", "they need a correction"),
+        ("learner: {offload_while_waiting: true}", "they cannot share a GPU"),
+    ],
+)
+def test_what_rollouts_that_run_ahead_cannot_have_is_refused(load, settings, sentence):
+    assert sentence in complaint(load, settings + "\nrollout: {max_staleness: 1}")
+
+
+def test_a_fleet_cannot_grow_to_fewer_workers(load):
+    assert "max_workers (1) is below workers (2)" in complaint(load, "rollout: {workers: 2, max_workers: 1}")
+
+
+@pytest.mark.parametrize(
     ("settings", "backward"),
     [
         (FLOW, "quantized"),

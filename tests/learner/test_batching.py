@@ -17,7 +17,7 @@ def trajectory(uid: str, answer: int, prompt: int = 3, advantage: float = 1.0) -
         logprobs=np.full(answer, -0.5, dtype=np.float32),
         reward=1.0,
         advantage=advantage,
-        version=1,
+        versions=np.ones(answer, dtype=np.int32),
     )
 
 

@@ -70,7 +70,7 @@ def generate(spec, tokenizer, learner, flow: UnifiedFlow, version: int) -> list[
             logprobs=c.logprobs,
             reward=0.0,
             advantage=float(rng.normal()),
-            version=version,
+            versions=c.versions,
         )
         for c, r in zip(engine.generate(requests, version=version), requests, strict=True)
     ]

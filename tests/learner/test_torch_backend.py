@@ -33,7 +33,7 @@ def groups(count: int = 10, size: int = 4) -> list[list[Trajectory]]:
                 logprobs=rng.uniform(-3.2, -2.2, size=n).astype(np.float32),
                 reward=0.0,
                 advantage=float(rng.normal()),
-                version=1,
+                versions=np.ones(n, dtype=np.int32),
             )
             for g in range(size)
         ]

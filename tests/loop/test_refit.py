@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.health import Health, Pulse
 from qurl_ray.actors.rollout_worker import RolloutWorker
 from qurl_ray.config import load_config
-from qurl_ray.errors import QurlError, StaleWeights, SyncError
+from qurl_ray.errors import StaleWeights, SyncError
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop import sender as sender_module
 from qurl_ray.loop.meeting import Meeting
@@ -26,37 +28,29 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.delta import Delta
 from qurl_ray.sync.publish import Publisher
+from tests.actors.local import LocalActor
 from tests.conftest import requests_for
 
 
-class LocalFleet:
-    """What Refit needs of actors.fleet.Fleet, in this process. `damage` is done to what worker 1 receives first."""
+class Worker(RolloutWorker):
+    """Keeps a list of loads. `damage`, and whether it is done again, is done to what it receives."""
 
-    def __init__(self, workers) -> None:
-        self.workers, self.out, self.damage = workers, set(), None
-        self.loads: list[int] = []
+    damage = None
 
-    @property
-    def indices(self):
-        return [index for index in range(len(self.workers)) if index not in self.out]
+    def __init__(self, index, loads, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._index, self._loads = index, loads
 
-    def leave_out(self, index):
-        self.out.add(index)
+    def pulse(self):
+        return Pulse(boot=str(self._index), pid=0, node="", version=self._engine.version, log="")
 
-    async def load(self, indices, manifest, buckets, probe, timeout_s):
-        found = {}
-        for index in indices:
-            self.loads.append(index)
-            sent = buckets
-            if index == 1 and self.damage:
-                damage, always = self.damage
-                sent = damage([list(bucket) for bucket in buckets], self.workers[index])
-                self.damage = (damage, True) if always else None
-            try:
-                found[index] = self.workers[index].load(manifest, sent, probe)
-            except QurlError as error:
-                found[index] = error
-        return found
+    def load(self, manifest, buckets, probe):
+        self._loads.append(self._index)
+        if self.damage:
+            damage, always = self.damage
+            buckets = damage([list(bucket) for bucket in buckets], self)
+            self.damage = (damage, True) if always else None
+        return super().load(manifest, buckets, probe)
 
 
 class Rig:
@@ -67,12 +61,14 @@ class Rig:
         self.model = load_model(spec)
         settings = objective_settings(self.config)
         learner = make_learner(self.model, self.config.learner, settings, temperature=1.0, total_updates=1)
-        worker = lambda: RolloutWorker(spec, self.config.rollout, kernel="auto", threads=2)  # noqa: E731
-        self.fleet = LocalFleet([worker(), worker()])
+        self.loads: list[int] = []
+        kind = {"kernel": "auto", "threads": 2}
+        self.workers = [Worker(index, self.loads, spec, self.config.rollout, **kind) for index in range(2)]
         self.warnings: list[str] = []
+        loop = asyncio.new_event_loop()
+        self.fleet = loop.run_until_complete(self._start())
         probe = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True)
         self.refit = Refit(self.fleet, ranks=1, timeout_s=9, probe=probe, tolerance=0.2, warn=self.warnings.append)
-        loop = asyncio.new_event_loop()
         remote = lambda f: SimpleNamespace(remote=lambda *a: loop.run_until_complete(f(*a)))  # noqa: E731
 
         async def largest_code(name):
@@ -86,14 +82,19 @@ class Rig:
         self.sender = Sender(self.config, learner, publisher, coordinator, probe[0].prompt_ids)
         self.requests = requests_for(tokenizer, 3, 2)
 
+    async def _start(self) -> Fleet:
+        fleet = Fleet([LocalActor(worker) for worker in self.workers], self.config.rollout, lambda *_: None)
+        await fleet.started()
+        return fleet
+
     def move(self, by: float = 1e-4) -> None:
         with torch.no_grad():
             for index, parameter in enumerate(self.model.parameters()):
                 parameter += by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
 
     def answers(self, worker: int):
-        version = self.refit.version
-        return [c.logprobs.tolist() for c in self.fleet.workers[worker].generate(self.requests, version, 60)]
+        version = self.fleet.version
+        return [c.logprobs.tolist() for c in self.workers[worker].generate(self.requests, version, 60)]
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, fo
     rig.move()
     rig.sender.send(format_name)
     metrics = rig.refit.metrics
-    assert rig.refit.version == 2
+    assert rig.fleet.version == 2
     assert metrics["sync/probe_gap"] == metrics["sync/probe_gap_max"] == 0
     assert metrics["sync/refits"] == 0
     assert not rig.warnings
@@ -128,7 +129,7 @@ def test_the_probe_knows_of_everything_that_engines_compute_with(rig):
     rig.move(0.3)
     rig.sender.send("int8")
     assert rig.refit.metrics["sync/probe_gap_max"] == 0
-    head = rig.fleet.workers[0]._engine.resident("lm_head.weight")
+    head = rig.workers[0]._engine.resident("lm_head.weight")
     assert [part.dtype for part in head] == [np.uint8, np.float32]
     rig.sender.send("none")
     assert rig.refit.metrics["sync/probe_gap_max"] == 0
@@ -215,13 +216,13 @@ def test_damage_is_healed_by_a_refit_in_full_and_said(rig, damage, second):
     if second:
         rig.sender.send("int8")
         rig.move()
-    rig.fleet.damage = damage, False
-    rig.fleet.loads.clear()
+    rig.workers[1].damage = damage, False
+    rig.loads.clear()
     rig.sender.send("int8")
-    assert rig.fleet.loads == [0, 1, 1]  # the other one is not bothered
+    assert rig.loads == [0, 1, 1]  # the other one is not bothered
     assert rig.refit.metrics["sync/refits"] == 1
     (warning,) = rig.warnings
-    assert f"rollout worker 1 is in quarantine and gets weights {rig.refit.version} in full" in warning
+    assert f"rollout worker 1 is in quarantine and gets weights {rig.fleet.version} in full" in warning
     assert rig.refit.metrics["sync/probe_gap_max"] == 0
     assert rig.answers(0) == rig.answers(1)
 
@@ -231,7 +232,7 @@ def test_a_delta_to_other_weights_is_refused_and_healed(rig, damage):
     rig = rig()
     rig.sender.send("int8")
     rig.move()
-    rig.fleet.damage = damage, False
+    rig.workers[1].damage = damage, False
     rig.sender.send("int8")
     assert len(rig.warnings) == 1
     assert rig.answers(0) == rig.answers(1)
@@ -245,7 +246,7 @@ def test_a_delta_to_other_weights_is_refused_and_healed(rig, damage):
 def test_the_probe_finds_what_fingerprints_cannot(rig, monkeypatch, broken):
     rig = rig()
     rig.sender.send("int8")
-    engine = rig.fleet.workers[1]._engine
+    engine = rig.workers[1]._engine
     original = engine._model.lm_head.forward
     engine._model.lm_head.forward = lambda x: broken(original(x))
     rig.move()
@@ -253,7 +254,7 @@ def test_the_probe_finds_what_fingerprints_cannot(rig, monkeypatch, broken):
     assert "in quarantine" in rig.warnings[0]
     assert "log-probs of the probe are off by" in rig.warnings[0]
     assert "rollout worker 1 is left out" in rig.warnings[1]
-    assert rig.fleet.indices == [0]
+    assert [member.health for member in rig.fleet.members] == [Health.HEALTHY, Health.OUT]
     rig.move()
     rig.sender.send("int8")
     assert len(rig.warnings) == 2
@@ -262,14 +263,14 @@ def test_the_probe_finds_what_fingerprints_cannot(rig, monkeypatch, broken):
 def test_without_a_fit_engine_the_run_ends_and_none_generates(rig):
     rig = rig()
     rig.sender.send("int8")
-    rig.fleet.leave_out(0)
-    rig.fleet.damage = each(flip), True
+    rig.workers[0].damage = each(flip), True
+    rig.workers[1].damage = each(flip), True
     rig.move()
     with pytest.raises(SyncError, match="no rollout worker could take weights 2"):
         rig.sender.send("int8")
     for version in (1, 2):
         with pytest.raises(StaleWeights):
-            rig.fleet.workers[1].generate(rig.requests, version, 60)
+            rig.workers[1].generate(rig.requests, version, 60)
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------

@@ -1,11 +1,8 @@
 """Whole runs on a local Ray cluster: the files they leave, the exact agreement of engine and learner, faults."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,44 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import load_config
-from qurl_ray.errors import ConfigError, DeadlineExceeded, EngineError, RewardError
+from qurl_ray.errors import ConfigError, DeadlineExceeded, RewardError
 from qurl_ray.loop.run import run
+from tests.loop.runs import ROOT, SMALL, events, parameters, prompts, start_job, wait_for_steps
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.ray
-
-SMALL = [
-    "model.cold_start=false",
-    "model.layers=2",
-    "model.hidden_size=128",
-    "model.intermediate_size=256",
-    "task.max_operand=30",
-    "task.reward=tests.loop.rewards:length",
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_new_tokens=6",
-    "evaluation.problems=40",
-    "learner.lr=1e-3",
-    "tracking.mlflow=false",
-    "tracking.console=none",
-]
-
-
-ALONE = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
-"""Environment of jobs that start a Ray of their own."""
 
 
 def small_run(tmp_path, *overrides: str):
     return run(load_config(None, [*SMALL, "steps=3", f"output_dir={tmp_path}", *overrides]))
-
-
-def events(run_dir: Path, kind: str) -> list[dict]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-def parameters(folder: Path) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +135,7 @@ def test_a_fleet_that_cannot_be_placed_says_what_is_missing(tmp_path, cluster):
 
 def test_rollouts_that_take_too_long_end_the_run_and_say_how_far_they_came(tmp_path, cluster):
     with pytest.raises(
-        DeadlineExceeded, match=r"waited 0.01 s for rollouts of 40 requests .*: \d+ are unfinished, after up"
+        DeadlineExceeded, match=r"waited 0.01 s for rollouts by rollout worker 0 .*: \d+ of 40 .* unfinished, after up"
     ):
         small_run(tmp_path, "rollout.timeout_s=0.01")
 
@@ -205,11 +173,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_d
     resumed = run(load_config(None, setting))
     assert resumed.run_dir == whole.run_dir
     found = parameters(resumed.policy)
-    if "learner.backend=deepspeed" in backend:
-        moved = (expected - parameters(Path(summary["initial_policy"]))).norm()
-        assert (found - expected).norm() <= 1e-6 * moved
-    else:
-        assert torch.equal(found, expected)
+    assert torch.equal(found, expected)
     again = [line["values"] for line in events(resumed.run_dir, "step")]
     kept = [key for key in steps[0] if not key.startswith("time/") and "per_second" not in key]
     for before, after in zip(steps, again, strict=True):
@@ -224,10 +188,9 @@ def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_d
 def test_a_driver_that_is_killed_is_gone_on_with_by_the_same_command(tmp_path, cluster):
     settings = [*SMALL, "steps=12", "checkpoint.every=3"]
     undisturbed = run(load_config(None, [*settings, f"output_dir={tmp_path / 'a'}"]))
-    command = [sys.executable, "jobs/qurl_dapo.py", *settings, f"output_dir={tmp_path / 'b'}"]
     run_dir = tmp_path / "b" / "run"
-    job = subprocess.Popen(command, cwd=ROOT, env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    _wait_for_steps(run_dir, 7, job)
+    job = start_job(*settings, f"output_dir={tmp_path / 'b'}")
+    wait_for_steps(run_dir, 7, job)
     job.kill()
     job.wait()
     assert not (run_dir / "summary.json").exists()
@@ -240,38 +203,9 @@ def test_a_driver_that_is_killed_is_gone_on_with_by_the_same_command(tmp_path, c
         run(load_config(None, [*settings, f"output_dir={tmp_path / 'b'}", "learner.lr=1e-4"]))
 
 
-def test_a_killed_rollout_worker_ends_the_run_with_its_name_and_not_with_a_hang(tmp_path):
-    code = (
-        "import sys; from qurl_ray.config import load_config; from qurl_ray.loop.run import run;"
-        "run(load_config(None, sys.argv[1:]))"
-    )
-    arguments = [*SMALL, "steps=500", f"output_dir={tmp_path}", "tracking.console=plain"]
-    job = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=ALONE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    _wait_for_steps(tmp_path / "run", 2, job)
-    os.kill(_descendant(job.pid, "ray::RolloutWorker"), signal.SIGKILL)
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode != 0
-    assert EngineError.__name__ in output
-    assert "a rollout worker died during" in output
-
-
 def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
-    job = subprocess.Popen(
-        [sys.executable, "jobs/qurl_dapo.py", *SMALL, "steps=500", f"output_dir={tmp_path}"],
-        cwd=ROOT,
-        env=ALONE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    _wait_for_steps(tmp_path / "run", 2, job)
+    job = start_job(*SMALL, "steps=500", f"output_dir={tmp_path}")
+    wait_for_steps(tmp_path / "run", 2, job)
     job.send_signal(signal.SIGINT)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 130, output
@@ -281,30 +215,47 @@ def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
-def _wait_for_steps(run_dir: Path, count: int, job: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not (run_dir / "metrics.jsonl").is_file() or len(events(run_dir, "step")) < count:
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+def test_the_guard_acts_is_heard_and_stops_with_a_checkpoint(tmp_path, cluster):
+    trips = ["guard.kl_max=1e-9", "guard.window=1", "guard.patience=1", "guard.precision_steps=2", "guard.trips=1"]
+    result = small_run(tmp_path, *trips, "steps=20", "quantization.uaq_scale=1")
+    steps = [line["values"] for line in events(result.run_dir, "step")]
+    # after step 3 two steps in full precision; it comes back tightened, trips in step 6, and that was once too often
+    assert [values["guard/level"] for values in steps] == [1, 2, 3, 3, 2, 4]
+    assert [values["mismatch/kl"] == 0 for values in steps] == [False, False, False, True, True, False]
+    warnings = [line["message"] for line in events(result.run_dir, "warning") if "guard:" in line["message"]]
+    assert len(warnings) == 5
+    assert "the run stops, with a checkpoint" in warnings[-1]
+    assert result.interrupted
+    assert result.summary["stopped_by_guard"]
+    assert (result.run_dir / "checkpoints" / "step-000006").is_dir()
 
 
-def _descendant(pid: int, name: str) -> int:
-    """Process below `pid` whose command line begins with `name`."""
-    parents, names = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-            names[int(stat.parent.name)] = (stat.parent / "cmdline").read_bytes().decode()
-        except (OSError, IndexError):
-            continue  # ended meanwhile
-    for candidate, command in names.items():
-        ancestor = candidate
-        while ancestor in parents and ancestor != pid:
-            ancestor = parents[ancestor]
-        if ancestor == pid and command.startswith(name):
-            return candidate
-    raise AssertionError(f"no {name} below {pid}")
+def test_a_fleet_grows_where_there_is_room_and_changes_nothing(tmp_path, cluster):
+    expected = small_run(tmp_path / "a", "steps=6")
+    grown = small_run(tmp_path / "b", "steps=6", "rollout.max_workers=2")
+    assert any("joins the fleet" in line["message"] for line in events(grown.run_dir, "info"))
+    assert events(grown.run_dir, "step")[-1]["values"]["fleet/healthy"] == 2
+    assert torch.equal(parameters(grown.policy), parameters(expected.policy))
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_rollouts_run_ahead_no_further_than_they_may_and_a_resumed_run_draws_the_same_prompts(tmp_path, cluster, ahead):
+    settings = [*SMALL, "steps=8", f"rollout.max_staleness={ahead}", "checkpoint.every=1", "checkpoint.keep=9"]
+    settings += ["rollout.max_new_tokens=40", f"output_dir={tmp_path}", "learner.threads=1", "rollout.threads=1"]
+    result = run(load_config(None, settings))
+    steps = [line["values"] for line in events(result.run_dir, "step")]
+    assert len(steps) == 8
+    lags = [values["rollout/staleness_max"] for values in steps]
+    assert max(lags) <= ahead
+    assert max(lags) >= 1
+    assert all(values["mismatch/ess"] <= 1 for values in steps)
+    drawn = prompts(result.run_dir)
+    forget_after(result.run_dir, 3)
+    again = prompts(run(load_config(None, settings)).run_dir)
+    # How many a step needs depends on how its answers turn out: but none is lost, and none is doubled.
+    both = min(len(drawn), len(again))
+    assert drawn[:both] == again[:both]
+    assert [line["step"] for line in events(result.run_dir, "step")] == list(range(1, 9))
 
 
 def test_vllm_generates_in_a_run_and_its_probe_agrees(tmp_path, cluster):

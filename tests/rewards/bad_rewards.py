@@ -1,12 +1,16 @@
 """Reward functions that misbehave when the answer says so, and score like `exact` otherwise."""
 
+import contextlib
+import numbers
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 NOT_A_FUNCTION = 3
 
@@ -60,6 +64,41 @@ def forks_and_hangs(answer, problem):
     return _exact(answer, problem)
 
 
+def _daemon():
+    """A process that has left its session, its group and its parents: killpg does not reach it."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.chdir("/")
+            os.closerange(0, 256)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(60)
+        os._exit(0)
+    os.wait()
+
+
+def leaves_a_daemon(answer, problem):
+    if answer in ("return", "hang", "die"):
+        _daemon()
+    if answer == "hang":
+        time.sleep(60)
+    if answer == "die":
+        os._exit(3)
+    return _exact(answer, problem)
+
+
+def leaves_many_processes(answer, problem):
+    if answer == "many":
+        for _ in range(40):
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(1)
+    return _exact(answer, problem)
+
+
 def returns_from_both_sides_of_a_fork(answer, problem):
     if answer == "fork":
         os.fork()
@@ -76,6 +115,16 @@ def exits(answer, problem):
         time.sleep(0.2)
     if answer == "sys.exit":
         sys.exit(3)
+    if answer == "interrupt":
+        raise KeyboardInterrupt
+    if answer == "kill parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    if answer == "stop parent":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(60)
+    if answer == "kill group":
+        os.killpg(0, signal.SIGKILL)
     return _exact(answer, problem)
 
 
@@ -92,14 +141,63 @@ def reads(answer, problem):
     return float(sys.stdin.read() == "") * _exact(answer, problem)
 
 
+def writes_to_every_open_file(answer, problem):
+    """Among them is the socket to the parent. The answer says what is written, and how often."""
+    if "*" in answer:
+        text, _, times = answer.partition("*")
+        for _ in range(int(times)):
+            for fd in range(3, 32):
+                with contextlib.suppress(OSError):
+                    os.write(fd, text.encode())
+    return _exact(answer, problem)
+
+
 def eats_memory(answer, problem):
     if answer == "eat":
-        return len(bytearray(8 * 2**30))
+        return len(bytearray(10 * 2**30))
+    if answer == "eat together":
+        for _ in range(4):
+            if os.fork() == 0:
+                held = b"x" * (200 * 2**20)
+                time.sleep(60)
+                os._exit(len(held))
+        time.sleep(60)
+    if answer == "share":  # four processes, one copy
+        held = b"x" * (200 * 2**20)
+        children = [os.fork() for _ in range(3)]
+        time.sleep(0.5)
+        if 0 in children:
+            os._exit(0)
+        return float(len(held) > 0)
     return _exact(answer, problem)
+
+
+def fills_the_disk(answer, problem):
+    folder = Path(tempfile.mkdtemp())
+    if answer == "one file":
+        with (folder / "big").open("wb") as file:
+            for _ in range(150):
+                file.write(b"x" * 2**20)
+    if answer == "many files":
+        for number in range(20):
+            (folder / f"{number}").write_bytes(b"x" * (20 * 2**20))
+        time.sleep(60)
+    return _exact(answer, problem)
+
+
+class OddNumber(numbers.Integral):
+    """Says that it is a number, and is none."""
+
+    def __float__(self):
+        raise ZeroDivisionError
+
+
+OddNumber.__abstractmethods__ = frozenset()
 
 
 def returns_odd_values(answer, problem):
     odd = {"nan": float("nan"), "inf": float("inf"), "str": "1.0", "none": None, "huge": 10**400}
+    odd |= {"large": 10.0**300, "odd": OddNumber()}
     return odd.get(answer, _exact(answer, problem))
 
 
@@ -115,3 +213,17 @@ def takes_one_argument(answer):
 
 def tells_if_torch_is_loaded(answer, problem):
     return float("torch" in sys.modules or "ray" in sys.modules)
+
+
+def tells_its_process(answer, problem):
+    return os.getpid()
+
+
+def kills_its_grandparent(answer, problem):
+    """The actor, above the keeper."""
+    if answer == "kill grandparent":
+        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        time.sleep(60)
+    time.sleep(0.005)
+    return _exact(answer, problem)

@@ -26,8 +26,8 @@ def test_every_kind_of_number_is_a_reward(value):
     assert type(verdict.reward) is float
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float32("nan"), 10**400])
-def test_a_number_that_is_not_finite_is_invalid(value):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float32("nan"), 10**400, 1e300])
+def test_a_number_that_is_not_finite_or_too_large_to_learn_from_is_invalid(value):
     verdict = judged(value)
     assert (verdict.reward, verdict.status) == (0.0, "invalid")
     assert "finite" in verdict.detail

@@ -47,7 +47,7 @@ def alive(mark):
     return found
 
 
-def wait_for(condition, seconds=5.0):
+def wait_for(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -64,6 +64,7 @@ def statuses(verdicts):
 
 
 GOOD, WRONG = (1.0, "ok"), (0.0, "ok")
+KEEPER = "import qurl_ray.rewards.keeper as keeper;"
 
 
 @pytest.mark.parametrize(
@@ -79,10 +80,25 @@ GOOD, WRONG = (1.0, "ok"), (0.0, "ok")
         ("exits", "segfault", "error", "signal 11"),
         ("exits", "close", "error", "process that judged"),
         ("exits", "sys.exit", "error", "SystemExit"),
+        ("exits", "interrupt", "error", "exit code 1"),
+        ("exits", "kill parent", "error", "signal 9"),
+        ("exits", "kill group", "error", "signal 9"),
+        ("leaves_a_daemon", "hang", "timeout", "no verdict"),
+        ("leaves_a_daemon", "die", "error", "exit code 3"),
+        ("writes_to_every_open_file", "x" * 60_000 + "*100", "error", "wrote to the socket"),
+        ("writes_to_every_open_file", "x\n*100000", "error", "wrote to the socket"),
+        ("writes_to_every_open_file", "[" * 50_000 + "\n*1", "error", "wrote to the socket"),
+        ("writes_to_every_open_file", "7\n*1", "error", "wrote to the socket"),
+        ("writes_to_every_open_file", '[2, NaN, "ok", ""]\n*1', "error", "wrote to the socket"),
+        ("writes_to_every_open_file", '[2, "1", "ok", ""]\n*1', "error", "wrote to the socket"),
+        ("writes_to_every_open_file", '[2, 1.0, "fine", ""]\n*1', "error", "wrote to the socket"),
+        ("writes_to_every_open_file", '[3, 1.0, "ok", ""]\n*1', "error", "wrote to the socket"),
         ("raises", "raise", "error", "KeyError"),
         ("returns_odd_values", "nan", "invalid", "nan"),
         ("returns_odd_values", "inf", "invalid", "inf"),
         ("returns_odd_values", "huge", "invalid", "inf"),
+        ("returns_odd_values", "large", "invalid", "1e+300"),
+        ("returns_odd_values", "odd", "error", "ZeroDivisionError"),
         ("returns_odd_values", "str", "invalid", "str"),
         ("returns_odd_values", "none", "invalid", "NoneType"),
     ],
@@ -92,7 +108,7 @@ def test_a_bad_answer_costs_itself_and_its_neighbours_are_judged(function, answe
     verdicts = judge(function, ["2", answer, "2", "3"])
     assert statuses(verdicts) == [GOOD, (0.0, status), GOOD, WRONG]
     assert detail in verdicts[1].detail
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 40  # the hangs are of 60 s; a start may take seconds on a busy machine
 
 
 def test_printing_neither_blocks_nor_forges_a_verdict_nor_shows(capfd):
@@ -113,11 +129,49 @@ def test_a_reward_that_returns_twice_answers_once():
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="address space is bounded on Linux only")
-def test_memory_is_bounded():
-    verdicts = judge("eats_memory", ["eat", "2"], timeout_s=5, memory_gb=2)
+def test_a_daemon_that_an_answer_leaves_behind_goes_with_the_process(mark):
+    with VerifierProcess("bad_rewards:leaves_a_daemon", 5.0) as verifier:
+        assert statuses(verifier.judge_many([("return", PROBLEM), ("2", PROBLEM)])) == [WRONG, GOOD]
+        assert len(alive(mark)) == 3  # keeper, judge, daemon: that this test can see it
+
+
+def test_more_processes_than_any_reward_needs_are_killed(monkeypatch):
+    monkeypatch.setattr(process, "_BOOT", KEEPER + "keeper._MAX_PROCESSES = 20;" + process._BOOT)
+    verdicts = judge("leaves_many_processes", ["many", "2"], timeout_s=5)
+    assert statuses(verdicts) == [(0.0, "error"), GOOD]
+    assert "too many processes" in verdicts[0].detail
+
+
+def test_a_keeper_that_no_longer_acts_is_killed_itself(monkeypatch):
+    monkeypatch.setattr(process, "_END_S", 0.5)
+    assert statuses(judge("exits", ["stop parent", "2"])) == [(0.0, "timeout"), GOOD]
+
+
+def test_memory_is_bounded_without_being_asked_for():
+    verdicts = judge("eats_memory", ["eat", "2"], timeout_s=5)
     assert statuses(verdicts) == [(0.0, "error"), GOOD]
     assert "MemoryError" in verdicts[0].detail
+
+
+def test_processes_share_one_bound_on_memory():
+    verdicts = judge("eats_memory", ["eat together", "2"], timeout_s=10, memory_gb=0.5)
+    assert statuses(verdicts) == [(0.0, "error"), GOOD]
+    assert "held more than 0.5 GB" in verdicts[0].detail
+
+
+def test_what_processes_share_counts_once():
+    assert statuses(judge("eats_memory", ["share"], timeout_s=10, memory_gb=0.5)) == [GOOD]
+
+
+@pytest.mark.parametrize(
+    ("answer", "detail"), [("one file", "File too large"), ("many files", "held more than 0.125 GB")]
+)
+def test_temporary_files_are_bounded_and_taken_away(answer, detail, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    verdicts = judge("fills_the_disk", ["2", answer, "2"], timeout_s=10, memory_gb=0.125)
+    assert statuses(verdicts) == [GOOD, (0.0, "error"), GOOD]
+    assert detail in verdicts[1].detail
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_answer_has_the_whole_deadline():
@@ -138,8 +192,8 @@ def test_deadlines_hold_outside_the_main_thread():
     assert statuses(found) == [(0.0, "timeout"), GOOD]
 
 
-def test_more_answers_than_one_chunk_keep_their_order():
-    answers = [str(number % 5) for number in range(3 * process._CHUNK + 1)]
+def test_many_answers_keep_their_order():
+    answers = [str(number % 5) for number in range(200)]
     with VerifierProcess("exact", 5.0) as verifier:
         verdicts = verifier.judge_many([(answer, PROBLEM) for answer in answers])
     assert [verdict.reward for verdict in verdicts] == [float(answer == "2") for answer in answers]
@@ -158,7 +212,7 @@ def test_no_answers_need_no_process():
 
 
 def test_a_warm_process_is_fast():
-    """Loose, for busy machines: 512 take about 3 ms."""
+    """Loose, for busy machines: 512 take about 30 ms."""
     with VerifierProcess("exact", 5.0) as verifier:
         verifier.check()
         started = time.perf_counter()
@@ -204,7 +258,7 @@ def test_a_process_killed_between_calls_is_replaced():
     with VerifierProcess("exact", 5.0) as verifier:
         assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
         os.kill(verifier._child._process.pid, signal.SIGKILL)
-        assert wait_for(lambda: not verifier._child.alive())
+        assert wait_for(lambda: not verifier.running)
         assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
 
 
@@ -226,27 +280,25 @@ def test_a_module_in_the_working_directory_can_be_used(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "timeout_s", "processes"),
+    ("function", "answer", "processes"),  # those of the parent, the keeper and the judge, and what the reward starts
     [
-        ("hangs", "hang", 60.0, 2),
-        ("forks_and_hangs", "fork", 60.0, 4),
-        ("holds_the_interpreter_lock", "hang", 1.0, 2),  # here the kernel's timer ends it, after timeout_s and a grace
+        ("hangs", "hang", 3),
+        ("forks_and_hangs", "fork", 5),
+        ("leaves_a_daemon", "hang", 4),
+        ("holds_the_interpreter_lock", "hang", 3),
     ],
 )
-def test_the_process_goes_when_its_parent_is_killed_in_the_middle_of_an_answer(
-    function, answer, timeout_s, processes, mark
-):
+def test_all_go_when_the_parent_is_killed_in_the_middle_of_an_answer(function, answer, processes, mark):
     code = f"""
         import sys
         sys.path.insert(0, {str(HERE)!r})
-        from qurl_ray.rewards import process
+        from qurl_ray.rewards.process import VerifierProcess
         from qurl_ray.types import Problem
-        process._BOOT = "import qurl_ray.rewards.child as child; child._GRACE_S = 0.1;" + process._BOOT
-        verifier = process.VerifierProcess("bad_rewards:{function}", {timeout_s})
+        verifier = VerifierProcess("bad_rewards:{function}", 60.0)
         verifier.check()
         sys.stdout.write("ready\\n")
         sys.stdout.flush()
-        verifier.judge_many([({answer!r}, Problem(uid="a", prompt="", answer="2"))])
+        verifier.judge({answer!r}, Problem(uid="a", prompt="", answer="2"))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

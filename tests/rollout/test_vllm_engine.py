@@ -26,6 +26,7 @@ from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import integer_kernel
 from qurl_ray.quant.quantize import quantize
+from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from tests.conftest import SUMS, requests_for
 from tests.rollout.test_torch_engine import learner_logprobs, weights_of, with_quantized_linears
@@ -362,8 +363,40 @@ def test_a_load_ends_what_is_running(engine, spec, tokenizer):
     engine.call("load", *weights_of(policy(spec), "int8", 2))
     completions = engine.result(ticket)
     assert_cut_short(completions, "cancelled")
-    assert {c.version for c in completions} == {1}
+    assert {version for c in completions for version in c.versions} == {1}
     assert engine.call("generate", requests_for(tokenizer, 2, 1), version=2)
+
+
+def test_what_was_cut_short_goes_on_under_other_weights(engine, spec, tokenizer):
+    """Each token's log-prob is what the weights that drew it say of it, after all tokens before."""
+    one, other = policy(spec), policy(spec, seed=1)
+    engine.call("load", *weights_of(one, "none", 1))
+    requests = long_work(tokenizer, 10)  # some run, others wait
+    ticket = engine.start("generate", requests, version=1)
+    time.sleep(0.4)
+    engine.call("load", *weights_of(other, "none", 2))
+    parts = engine.result(ticket)
+    assert_cut_short(parts, "cancelled")
+    assert any(not len(part.token_ids) for part in parts)
+    pairs = [(r, part) for r, part in zip(requests, parts, strict=True) if part.finish == "cancelled"]
+    rest = engine.call("generate", [continued(*pair) for pair in pairs], version=2)
+    answers = [joined([part, after]) for (_, part), after in zip(pairs, rest, strict=True)]
+    assert {(len(answer.token_ids), answer.finish) for answer in answers} == {(300, "length")}
+    for model, version in ((one, 1), (other, 2)):
+        expected = learner_logprobs(model, [r for r, _ in pairs], answers)
+        drew = np.concatenate([answer.versions for answer in answers]) == version
+        gap = np.abs(np.concatenate([answer.logprobs for answer in answers]) - np.concatenate(expected))
+        assert gap[drew].max() <= FULL[0]
+        assert gap[~drew].max() > 0.1
+
+
+def test_the_rest_of_an_answer_is_not_drawn_by_the_numbers_of_its_beginning(engine, spec, tokenizer):
+    engine.call("load", *weights_of(policy(spec), "none"))
+    requests = requests_for(tokenizer, 6, 2, max_new_tokens=20, ignore_eos=True)
+    later = [replace(request, drawn=2) for request in requests]
+    first, rest = alone(engine, requests, 1), alone(engine, later, 1)
+    assert same(alone(engine, later, 1), rest)
+    assert sum(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, rest, strict=True)) > 6
 
 
 def test_sleep_on_a_cpu_is_an_error(engine):

@@ -75,7 +75,7 @@ def assert_healed(rig, format_name, rank):
     (warning,) = rig.warnings
     assert "in the engine" in warning, warning  # a fingerprint, not the probe
     worker = len(rig.engines) - 1
-    assert f"rollout worker {worker} is in quarantine and gets weights {rig.refit.version} in full" in warning, warning
+    assert f"rollout worker {worker} is in quarantine and gets weights {rig.fleet.version} in full" in warning, warning
     rig.assert_resident()
     assert rig.answers(0) == rig.answers(worker)
     rig.move()

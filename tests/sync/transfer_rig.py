@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from ray.exceptions import RayTaskError
 
 from qurl_ray.actors import rollout_worker
 from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.health import Pulse
 from qurl_ray.config import load_config
-from qurl_ray.errors import QurlError
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop import sender as sender_module
 from qurl_ray.loop.objectives import objective_settings
@@ -29,6 +28,7 @@ from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.publish import Publisher
+from tests.actors.local import LocalActor
 from tests.conftest import requests_for
 from tests.rollout.vllm_process import EngineProcess
 from tests.sync import cpu_collectives
@@ -74,20 +74,11 @@ class RemoteEngine:
         return lambda *args, **kwargs: self._process.call(method, *args, **kwargs)
 
 
-def handle(worker: object) -> Any:
-    """As Ray's, of an actor: `handle.method.remote(...)` is awaitable."""
+class Worker(rollout_worker.RolloutWorker):
+    """Around an engine that answers one call at a time."""
 
-    def remote(name: str) -> Callable:
-        def call(*args: object) -> object:
-            try:
-                return getattr(worker, name)(*args)
-            except QurlError as error:
-                raise RayTaskError(name, "", error) from None
-
-        return lambda *args: asyncio.get_running_loop().run_in_executor(None, call, *args)
-
-    names = ("load", "expect", "transfer", "generate", "weight_max_code")
-    return SimpleNamespace(**{name: SimpleNamespace(remote=remote(name)) for name in names})
+    def pulse(self) -> Pulse:
+        return Pulse(boot="", pid=0, node="", version=None, log="")
 
 
 class Rig:
@@ -125,14 +116,21 @@ class Rig:
             self.engines.append(RemoteEngine(self.ends.enter_context(process)))
         waiting = iter(self.engines)
         rollout_worker.make_engine = lambda *_, **__: next(waiting)
-        workers = [rollout_worker.RolloutWorker(spec, None, kernel="auto", threads=1) for _ in self.engines]
-        self.fleet = Fleet(workers=tuple(map(handle, workers)), placement=None)
+        workers = [Worker(spec, None, kernel="auto", threads=1) for _ in self.engines]
         tokenizer = load_tokenizer(spec)
         drawn = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True) if probe else []
         self.requests = requests_for(tokenizer, 3, 2)
-        self.refit = Refit(self.fleet, ranks=ranks, timeout_s=60, probe=drawn, tolerance=0.2, warn=self.warnings.append)
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
+
+        async def start() -> Fleet:
+            actors = [LocalActor(worker, threaded=True) for worker in workers]
+            fleet = Fleet(actors, self.config.rollout, lambda *_: None)
+            await fleet.started()
+            return fleet
+
+        self.fleet = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        self.refit = Refit(self.fleet, ranks=ranks, timeout_s=60, probe=drawn, tolerance=0.2, warn=self.warnings.append)
         remote = lambda f: SimpleNamespace(remote=lambda *a: asyncio.run_coroutine_threadsafe(f(*a), loop))  # noqa: E731
 
         async def largest_code(name: str) -> int:
@@ -189,7 +187,7 @@ class Rig:
         (self.folder / f"damage-{rank}").touch()
 
     def answers(self, engine: int) -> list:
-        version = self.refit.version
+        version = self.fleet.version
         found = [self.engines[engine].generate([request], version=version)[0] for request in self.requests]
         return [(c.token_ids.tolist(), c.logprobs.tolist()) for c in found]
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.tracking.json_lines import JsonLines, MetricsFile, SamplesFile, rewind
+from qurl_ray.tracking.json_lines import JsonLines, MetricsFile, samples_file
 from qurl_ray.tracking.values import flatten, number, plain
 from qurl_ray.types import Event
 
@@ -65,7 +65,7 @@ def test_each_event_is_one_line_at_once(tmp_path):
 def test_samples_go_to_their_own_file_one_line_each(tmp_path):
     samples = [{"uid": "a/0", "prompt": "1+1=", "answer": "2", "reward": 1.0}, {"uid": "a/1", "answer": "\ud83d …"}]
     event = Event(kind="samples", step=2, values={"samples": samples})
-    metrics, texts = MetricsFile(tmp_path), SamplesFile(tmp_path)
+    metrics, texts = MetricsFile(tmp_path), samples_file(tmp_path)
     for sink in (metrics, texts):
         sink.handle(event, 1.0)
         sink.close("finished")
@@ -85,7 +85,7 @@ def test_a_half_line_of_a_killed_process_does_not_swallow_the_next(tmp_path):
 
 
 def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
-    metrics, samples = MetricsFile(tmp_path), SamplesFile(tmp_path)
+    metrics, samples = MetricsFile(tmp_path), samples_file(tmp_path)
     for step in (1, 2, 3):
         metrics.handle(Event(kind="step", step=step, values={"loss": step / 3}), at=0.0)
         strange = {"answer": f"a\u2028b\u2029c\u0085d {step}"}
@@ -93,11 +93,10 @@ def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
     metrics.handle(Event(kind="evaluation", step=2, message="during"), at=0.0)
     metrics.handle(Event(kind="evaluation", step=2, message="after, quantized"), at=0.0)
     metrics.handle(Event(kind="summary", step=2), at=0.0)
-    metrics.close("failed")
-    samples.close("failed")
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write('{"answer": "é'.encode()[:-1])  # torn inside a character
-    kept = rewind(tmp_path, 2)
+    kept = metrics.rewind(2)
+    samples.rewind(2)
     assert [(event.kind, event.step, event.message) for event in kept] == [
         ("step", 1, ""),
         ("step", 2, ""),
@@ -106,4 +105,6 @@ def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
     assert kept[1].values == {"loss": 2 / 3}
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().splitlines()]
     assert [line["answer"] for line in lines] == [f"a\u2028b\u2029c\u0085d {step}" for step in (1, 2)]
-    assert rewind(tmp_path, 2) == kept
+    assert metrics.rewind(2) == kept
+    metrics.handle(Event(kind="step", step=3, values={"loss": 4.0}), at=0.0)
+    assert [event.step for event in metrics.rewind(3)] == [1, 2, 2, 3]

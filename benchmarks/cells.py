@@ -1,0 +1,90 @@
+"""Tables of training runs: each cell is a job of its own, whose folder is kept: a second call runs what is missing."""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from loop import ROOT
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One row of a table."""
+
+    name: str
+    settings: tuple[str, ...]
+    color: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A finished run."""
+
+    seed: int
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == "step"]
+
+    def series(self, key: str) -> list[float]:
+        """One figure over the steps; nan where a step has none."""
+        return [float("nan") if (value := step["values"].get(key)) is None else value for step in self.steps]
+
+    def last(self, key: str) -> float:
+        """A figure of the last step that has it: one without an update has none of mismatch."""
+        return next(v for step in reversed(self.steps) if (v := step["values"].get(key)) is not None)
+
+    @property
+    def best(self) -> float:
+        """Accuracy in the format that does better: full precision, or the one it was trained with."""
+        return max(self.summary["accuracy_after"], self.summary["accuracy_after_quantized"])
+
+
+def cell(table: str, config: str, common: Sequence[str], arm: Arm, seed: int, runs: Path) -> Cell:
+    """The run of an arm and seed, made if it is not there."""
+    name = f"{table}-{arm.name.replace(' ', '-').replace(',', '')}-{seed}"
+    folder = runs / name
+    if not (folder / "summary.json").exists():
+        settings = [f"name={name}", f"seed={seed}", f"output_dir={runs}", "export.quantized=none"]
+        settings += ["tracking.mlflow=false", "tracking.console=plain", *common, *arm.settings]
+        command = [sys.executable, "jobs/qurl_dapo.py", "--config", config, *settings]
+        # 3: the guard has stopped it, which is an outcome, too
+        if (status := subprocess.run(command, cwd=ROOT).returncode) not in (0, 3):
+            raise SystemExit(f"{name} ended with status {status}")
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Cell(seed=seed, summary=json.loads((folder / "summary.json").read_text()), events=events)
+
+
+def percent(cells: Sequence[Cell], key: str) -> float:
+    """Mean over the cells of a share in their summaries."""
+    return 100 * statistics.mean(one.summary[key] for one in cells)
+
+
+def draw_series(axis: plt.Axes, arms: Sequence[Arm], cells: dict[str, list[Cell]], key: str, *, width: int = 1) -> None:
+    """A thin line per seed and a thick one for their mean, each a mean over the last `width` steps."""
+    colors = {arm.name: arm.color for arm in arms}
+    for name, found in cells.items():
+        curves = [_smooth(one.series(key), width) for one in found]
+        for curve in curves:
+            axis.plot(range(1, len(curve) + 1), curve, color=colors[name], linewidth=0.6, alpha=0.5)
+        mean = [statistics.mean(values) for values in zip(*curves, strict=False)]
+        axis.plot(range(1, len(mean) + 1), mean, color=colors[name], linewidth=2, label=name)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.3)
+
+
+def _smooth(values: list[float], width: int) -> list[float]:
+    return [statistics.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]

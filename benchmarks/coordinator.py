@@ -1,0 +1,154 @@
+"""What the coordinator costs per trajectory: python benchmarks/coordinator.py (about 2 minutes).
+
+The real coordinator, fleet, collector and guard, in their actor, with the real tokenizer. Engines and verifier are
+modelled inside that process: they answer at once, so that all time is the coordinator's. A learner rank here syncs a
+version and asks for shares of steps, as it would while training.
+"""
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import ray
+import typer
+from loop import ROOT, machine
+
+from qurl_ray.actors.health import Pulse
+from qurl_ray.actors.rollout_worker import Loaded
+from qurl_ray.actors.verifier import VerifierPool
+from qurl_ray.config import load_config
+from qurl_ray.loop.coordinator import Coordinator
+from qurl_ray.loop.prepare import prepare, prepare_task
+from qurl_ray.loop.refit import Offer
+from qurl_ray.types import Completion, TensorRecord, Verdict
+
+RESULTS = ROOT / "benchmarks" / "results"
+TOKENS = 32
+
+
+class Modelled:
+    """Stands for a handle of an actor whose calls are answered at once, in the caller's process."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Method(getattr(type(self), f"_{name}"), self)
+
+
+class _Method:
+    def __init__(self, function: Any, owner: Modelled) -> None:
+        self._function, self._owner = function, owner
+
+    def options(self, **_: Any) -> "_Method":
+        return self
+
+    def remote(self, *args: Any) -> asyncio.Future:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(self._function(self._owner, *args))
+        return future
+
+
+class Engine(Modelled):
+    """Draws TOKENS tokens per request, of no meaning."""
+
+    def __init__(self, index: int) -> None:
+        self._index, self._version = index, None
+
+    def _pulse(self) -> Pulse:
+        return Pulse(boot=str(self._index), pid=self._index, node="", version=self._version, log="")
+
+    def _load(self, manifest: Any, *_: Any) -> Loaded:
+        self._version = manifest.version
+        return Loaded(kernels=["modelled"], probe=[])
+
+    def _weight_max_code(self, _: str) -> int:
+        return 127
+
+    def _generate(self, requests: list, version: int, _: float) -> list[Completion]:
+        rng = np.random.default_rng(requests[0].seed)
+        tokens = rng.integers(4, 14, (len(requests), TOKENS), dtype=np.int32)
+        logprobs = np.full((len(requests), TOKENS), -1.0, np.float32)
+        versions = np.full(TOKENS, version, np.int32)
+        return [
+            Completion(uid=r.uid, token_ids=t, logprobs=p, versions=versions, finish="length")
+            for r, t, p in zip(requests, tokens, logprobs, strict=True)
+        ]
+
+
+class Judge(Modelled):
+    """Solves every second answer."""
+
+    def _judge_many(self, items: list) -> list[Verdict]:
+        return [Verdict(reward=float(index % 2)) for index in range(len(items))]
+
+
+def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
+    """Seconds and trajectories of a few steps; the first is left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(
+            None,
+            [
+                "model.cold_start=false",
+                f"output_dir={folder}",
+                f"rollout.workers={engines}",
+                f"rollout.prompts_per_step={prompts}",
+                f"rollout.max_new_tokens={TOKENS}",
+                "algorithm.updates_per_rollout=4",
+                "sync.probe_tokens=0",
+                "tracking.samples_per_step=0",
+            ],
+        )
+        prepared = prepare(config, prepare_task(config), lambda *_: None)
+        task = ray.put(prepared.task)
+        workers = [Engine(index) for index in range(engines)]
+        actor = ray.remote(num_cpus=0)(Coordinator).options(max_concurrency=100)
+        pool = VerifierPool(verifiers=(Judge(),))
+        coordinator = actor.remote(config, prepared.spec, (task,), workers, pool, Path(folder), None)
+        ray.get(coordinator.begin.remote(0, "group"))
+        ray.get(coordinator.weight_max_code.remote("int8"))
+        record = TensorRecord(name="a.weight", shape=(1, 1), format="none", fingerprint=0, bytes=4)
+        offer = Offer(version=1, attempt=0, rank=0, format="none", weight_max_code=None, records=(record,))
+        ray.get(coordinator.offer.remote(offer, []))
+        assert not ray.get(coordinator.conclude.remote(1, 0, 0, []))
+        seconds = []
+        for step in range(1, steps + 2):
+            started = time.perf_counter()
+            share = ray.get(coordinator.share.remote(step, 0, 0))
+            seconds.append(time.perf_counter() - started)
+        got = sum(len(batch) for mini_batch in share for batch in mini_batch.micro_batches)
+        assert got == prompts * config.rollout.samples_per_prompt, got
+        ray.kill(coordinator)
+    per_step = statistics.median(seconds[1:])
+    return {"engines": engines, "trajectories": got, "step_seconds": per_step, "per_second": got / per_step}
+
+
+def main(
+    engines: Annotated[list[int] | None, typer.Option(help="Engines; 10, 100, 500 and 2000 if absent.")] = None,
+    prompts: Annotated[int, typer.Option(help="Prompts of a step, with 8 answers each.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Steps of which the median is taken.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = RESULTS
+    / "coordinator.json",
+) -> None:
+    """Trajectories per second through the coordinator alone."""
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    print(f"{machine()}\n\n| engines | trajectories of a step | s | trajectories/s | µs each |\n|---|---|---|---|---|")
+    found = []
+    for count in engines or (10, 100, 500, 2000):
+        row = measure(count, prompts, steps)
+        found.append(row)
+        print(
+            f"| {count} | {row['trajectories']} | {row['step_seconds']:.2f} | {row['per_second']:,.0f} | "
+            f"{1e6 / row['per_second']:.0f} |",
+            flush=True,
+        )
+    if out:
+        out.write_text(json.dumps({"machine": machine(), "tokens": TOKENS, "rows": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,269 @@
+"""The guard: each step's figures against thresholds, and a ladder of actions with hysteresis.
+
+    none ─► warn ─► tighten ─► full precision ─► stop
+      ◄─ calm ─┘◄── calm ─┘◄── K steps over ─┘
+
+One rung up when a figure was beyond its threshold in `patience` of the last `window` steps; then the count begins anew,
+so that the action has time to work. One rung down after `calm_steps` calm steps in a row. Full precision lasts K steps,
+since most figures of mismatch say nothing while it lasts; K doubles with each relapse, and after `trips` of them the
+guard stops the run. Pure: what it decides is done elsewhere.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+from qurl_ray.config.guard import GuardConfig
+
+_MEDIAN_OVER = 50
+
+
+class Level(IntEnum):
+    """The rungs."""
+
+    NONE = 0
+    WARN = 1
+    TIGHTEN = 2
+    FULL_PRECISION = 3
+    STOP = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """What the next step is to be like."""
+
+    level: Level = Level.NONE
+    messages: tuple[str, ...] = ()
+    """What to tell; empty where nothing changes."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """For the step that was judged: `guard/level` after it, and `guard/beyond`, how many of its figures were."""
+
+    @property
+    def tighten(self) -> bool:
+        """Train with loop.objectives.tightened settings."""
+        return self.level == Level.TIGHTEN
+
+    @property
+    def full_precision(self) -> bool:
+        """Roll out without quantization; the objective is then the configured one."""
+        return self.level == Level.FULL_PRECISION
+
+    @property
+    def stop(self) -> bool:
+        """Save a checkpoint and end the run."""
+        return self.level == Level.STOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """One figure of one step."""
+
+    key: str
+    load: float
+    """How far it is from its ideal, 0, to its threshold, 1."""
+    said: str
+    """Value and threshold."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Memory:
+    """All that decisions depend on, as JSON has it."""
+
+    level: int = 0
+    trips: int = 0
+    left: int = 0
+    """Steps in full precision to come."""
+    calm: int = 0
+    """Calm steps in a row."""
+    window: list[dict[str, str]] = field(default_factory=list)
+    """Of each of the last steps on this rung, the figures that were beyond, and what is said of them."""
+    norms: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    best: float | None = None
+    """Largest mean of as many rewards as the window has."""
+    entropies: list[float] = field(default_factory=list)
+    """Of the first steps."""
+
+
+class Guard:
+    """Judges one step after the other.
+
+    Args:
+        can_change_precision: False where rollouts are in full precision anyway, or in that of training: that rung is
+            then left out.
+    """
+
+    def __init__(self, config: GuardConfig, *, can_change_precision: bool = True) -> None:
+        self._config, self._can_change_precision = config, can_change_precision
+        self._highest = Level[config.highest.upper()]
+        if self._highest == Level.FULL_PRECISION and not can_change_precision:
+            self._highest = Level.TIGHTEN
+        self._memory = _Memory()
+
+    @property
+    def directive(self) -> Directive:
+        """What holds now: the last one, without its messages and metrics."""
+        return Directive(level=Level(self._memory.level))
+
+    def judge(self, step: int, values: Mapping[str, float]) -> Directive:
+        """What follows from the figures of a step, which was made as the last directive asked.
+
+        A figure that is not finite is beyond. One that is absent is not looked at: a step without any update has
+        rewards and garbage alone, and is never a calm one.
+        """
+        if not self._config.enabled:
+            return self.directive
+        memory, config = self._memory, self._config
+        updated = "mismatch/kl" in values
+        readings = list(self._read(values, updated))
+        beyond = {one.key: one.said for one in readings if one.load > 1}
+        if updated or beyond:
+            memory.window = [*memory.window, beyond][-config.window :]
+        if updated:
+            memory.calm = memory.calm + 1 if all(one.load <= config.release for one in readings) else 0
+        self._remember(values, beyond, updated)
+        messages = tuple(f"guard: {text}" for text in self._move(step))
+        metrics = {"guard/level": float(memory.level), "guard/beyond": float(len(beyond))}
+        return replace(self.directive, messages=messages, metrics=metrics)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, in JSON."""
+        return asdict(self._memory)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. Who resumes a run that the guard has stopped wants it to go on: it then begins
+        at the foot of the ladder."""
+        self._memory = _Memory(**state)
+        if self._memory.level == Level.STOP:
+            self._to(Level.NONE)
+
+    # --- figures --------------------------------------------------------------------------------------------------
+
+    def _read(self, values: Mapping[str, float], updated: bool) -> Iterator[_Reading]:
+        """Those that the step has, and that have a threshold."""
+        config, memory = self._config, self._memory
+        best = memory.best if memory.best is not None and memory.best > 0 else None
+        yield from _below("reward/mean", values.get("reward/mean"), config.reward_min, best)
+        yield from _above("rollout/garbage_share", values.get("rollout/garbage_share"), config.garbage_max)
+        if not updated:
+            return
+        median = statistics.median(memory.norms) if len(memory.norms) >= config.window else math.inf
+        start = statistics.fmean(memory.entropies) if len(memory.entropies) >= config.window else None
+        clipped = values.get("clip/upper", 0.0) + values.get("clip/lower", 0.0)
+        yield from _below("mismatch/ess", values.get("mismatch/ess"), config.ess_min, 1.0)
+        yield from _above("mismatch/kl", values["mismatch/kl"], config.kl_max)
+        yield from _above("mismatch/max_rho", values.get("mismatch/max_rho"), config.rho_max)
+        yield from _above("clip/upper + clip/lower", clipped, config.clip_max)
+        yield from _above("grad_norm", values.get("grad_norm"), config.grad_norm_max, median)
+        yield from _below("policy/entropy", values.get("policy/entropy"), config.entropy_min, start)
+
+    def _remember(self, values: Mapping[str, float], beyond: Mapping[str, str], updated: bool) -> None:
+        """What later figures are compared with."""
+        memory, window = self._memory, self._config.window
+        reward = values.get("reward/mean", math.nan)
+        if math.isfinite(reward) and memory.level != Level.FULL_PRECISION:  # which gives other rewards
+            memory.rewards = [*memory.rewards, reward][-window:]
+            if len(memory.rewards) == window:
+                mean = statistics.fmean(memory.rewards)
+                memory.best = mean if memory.best is None else max(memory.best, mean)
+        if not updated:
+            return
+        norm, entropy = values.get("grad_norm", math.nan), values.get("policy/entropy", math.nan)
+        if math.isfinite(norm) and "grad_norm" not in beyond:
+            memory.norms = [*memory.norms, norm][-_MEDIAN_OVER:]
+        if math.isfinite(entropy) and len(memory.entropies) < window:
+            memory.entropies = [*memory.entropies, entropy]
+
+    # --- the ladder -----------------------------------------------------------------------------------------------
+
+    def _move(self, step: int) -> list[str]:
+        """Take a rung up or down if it is time. Returns what to tell."""
+        memory, config = self._memory, self._config
+        if memory.level == Level.STOP:
+            return []
+        tripped = self._tripped()
+        if memory.level == Level.FULL_PRECISION:
+            memory.left -= 1
+            if memory.left > 0:
+                return []
+            if tripped:
+                return [f"{tripped} even in full precision; {self._relapse(step)}"]
+            self._to(Level.TIGHTEN)
+            return [f"quantized rollouts again, with a tightened objective until {config.calm_steps} steps are calm"]
+        if tripped:
+            does = self._rise(step)
+            return [f"{tripped}; {does}"] if does else []
+        if memory.level != Level.NONE and memory.calm >= config.calm_steps:
+            self._to(Level(memory.level - 1))
+            back = "the objective is the configured one again" if memory.level == Level.WARN else "all is well again"
+            return [f"{config.calm_steps} calm steps; {back}"]
+        return []
+
+    def _tripped(self) -> str:
+        """The figures that were beyond too often, and how often; empty if none."""
+        window = self._memory.window
+        counts = Counter(key for beyond in window for key in beyond)
+        said = {key: text for beyond in window for key, text in beyond.items()}
+        most = [key for key, count in counts.items() if count >= self._config.patience]
+        return ", ".join(f"{said[key]} ({counts[key]} of the last {len(window)} steps)" for key in sorted(most))
+
+    def _rise(self, step: int) -> str:
+        """What is done from the next step on; empty if no more may be."""
+        level, calm = self._memory.level, f"until {self._config.calm_steps} steps are calm"
+        if level >= self._highest:
+            return ""
+        if level == Level.NONE:
+            self._to(Level.WARN)
+            return "nothing is done about it yet"
+        if level == Level.WARN:
+            self._to(Level.TIGHTEN)
+            return f"the objective is tightened, large mismatch masked and clip bounds halved, {calm}"
+        return self._relapse(step)
+
+    def _relapse(self, step: int) -> str:
+        """Tightening was not enough, or full precision."""
+        memory, config = self._memory, self._config
+        memory.trips += 1
+        if memory.trips > config.trips and self._highest == Level.STOP:
+            self._to(Level.STOP)
+            return f"the run stops, with a checkpoint, after {config.trips} attempts to save it"
+        if not self._can_change_precision:
+            self._to(Level.TIGHTEN)
+            return f"the objective stays tightened (attempt {memory.trips})"
+        self._to(Level.FULL_PRECISION)
+        memory.left = config.precision_steps * 2 ** (memory.trips - 1)
+        return f"rollouts in full precision for {memory.left} steps, to step {step + memory.left}"
+
+    def _to(self, level: Level) -> None:
+        """To a rung, with nothing counted yet."""
+        memory = self._memory
+        if Level.FULL_PRECISION in (level, memory.level):
+            memory.rewards = []  # a mean is of one format
+        memory.level, memory.calm, memory.window, memory.left = int(level), 0, [], 0
+        if level == Level.NONE:
+            memory.trips = 0
+
+
+def _above(key: str, value: float | None, limit: float | None, scale: float = 1.0) -> Iterator[_Reading]:
+    """Against a largest value of `limit` times `scale`."""
+    if value is None or limit is None:
+        return
+    if math.isfinite(value):
+        yield _Reading(key=key, load=value / (limit * scale), said=f"{key} {value:.3g} > {limit * scale:.3g}")
+    else:
+        yield _Reading(key=key, load=math.inf, said=f"{key} {value}")
+
+
+def _below(key: str, value: float | None, share: float | None, ideal: float | None) -> Iterator[_Reading]:
+    """Against a least value of `share` times `ideal`."""
+    if value is None or share is None or ideal is None:
+        return
+    if math.isfinite(value):
+        load = (1 - value / ideal) / (1 - share)
+        yield _Reading(key=key, load=load, said=f"{key} {value:.3g} < {share * ideal:.3g}")
+    else:
+        yield _Reading(key=key, load=math.inf, said=f"{key} {value}")

@@ -1,0 +1,320 @@
+"""The fleet with workers that answer by rule and die, hang and refuse on demand; every request is answered once."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
+
+from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.health import Health, Member, Pulse
+from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.errors import DeadlineExceeded, EngineError
+from qurl_ray.types import Completion, Request, SamplingParams
+from tests.actors.local import LocalActor
+
+LENGTH = 8
+CONFIG = RolloutConfig(heartbeat_s=0.01, silent_s=0.4, timeout_s=20, start_timeout_s=5, slots=4)
+
+
+def token(seed: int, t: int) -> int:
+    return (seed * 31 + t * 7) % 97
+
+
+def asked(count: int) -> list[Request]:
+    sampling = SamplingParams(max_new_tokens=LENGTH)
+    prompt = np.array([1, 2], np.int32)
+    return [Request(uid=f"p{i // 2}/{i % 2}", prompt_ids=prompt, seed=i, sampling=sampling) for i in range(count)]
+
+
+class Worker:
+    """Draws a token of each request every `pace` seconds."""
+
+    def __init__(self, pace: float = 0.001) -> None:
+        self.pace, self.boots, self.version = pace, 0, None
+        self.dead = self.hung = asyncio.Event()
+        self.cancelled: set[str] = set()
+        self.calls = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A new process."""
+        self.boots += 1
+        self.version = None
+        self.dead, self.hung = asyncio.Event(), asyncio.Event()
+
+    async def living(self, what):
+        """What comes of a call, unless the process dies before."""
+        dies = asyncio.ensure_future(self.dead.wait())
+        call = asyncio.ensure_future(what)
+        await asyncio.wait({call, dies}, return_when=asyncio.FIRST_COMPLETED)
+        dies.cancel()
+        if call.done() and not self.dead.is_set():
+            return call.result()
+        call.cancel()
+        raise ActorUnavailableError("killed", bytes(16))
+
+    async def pulse(self) -> Pulse:
+        async def answer():
+            while self.hung.is_set():
+                await asyncio.sleep(0.01)
+            return Pulse(boot=str(self.boots), pid=self.boots, node="n", version=self.version, log="log")
+
+        return await self.living(answer())
+
+    async def generate(self, requests, version, deadline_s):
+        return await self.living(self._generate(requests, version))
+
+    async def _generate(self, requests, version):
+        assert version == self.version
+        self.calls += 1
+        self.cancelled = set()
+        drawn = 0
+        wanted = {request.uid: request.sampling.max_new_tokens for request in requests}
+        cut: dict[str, int] = {}
+        while len(cut) < len(requests):
+            await asyncio.sleep(self.pace)
+            while self.hung.is_set():
+                await asyncio.sleep(0.01)
+            drawn += 1
+            for uid, length in wanted.items():
+                if uid not in cut and (drawn >= length or uid in self.cancelled):
+                    cut[uid] = drawn
+        return [self._completion(request, min(cut[request.uid], wanted[request.uid]), version) for request in requests]
+
+    def _completion(self, request, count, version):
+        whole = count == request.sampling.max_new_tokens
+        return Completion(
+            uid=request.uid,
+            token_ids=np.array([token(request.seed, request.drawn + t) for t in range(count)], np.int32),
+            logprobs=np.zeros(count, np.float32),
+            versions=np.full(count, version, np.int32),
+            finish="length" if whole else "cancelled",
+        )
+
+    def cancel(self, uids) -> None:
+        self.cancelled |= set(uids)
+
+
+class Rig:
+    """A fleet of such workers, and what it says."""
+
+    def __init__(self, *workers: Worker, config: RolloutConfig = CONFIG) -> None:
+        self.workers, self.said = list(workers), []
+        self.fleet = Fleet([LocalActor(w) for w in workers], config, lambda kind, message: self.said.append(message))
+
+    async def refit(self, version: int) -> None:
+        await self.fleet.some_alive()
+        for member in self.fleet.those(Health.HEALTHY, Health.STALE):
+            self.workers[member.index].version = version
+            member.turn(Health.STALE)
+            self.fleet.holds(member, version)
+
+    async def kill(self, index: int, down_s: float = 0.02) -> None:
+        """Kill a process; another one is up a little later."""
+        worker = self.workers[index]
+        worker.dead.set()
+        await asyncio.sleep(down_s)
+        worker.begin()
+
+    async def keep_fit(self, version: int = 1) -> None:
+        """What the learner does while it waits."""
+        while True:
+            if self.fleet.those(Health.STALE):
+                await self.refit(version)
+            await asyncio.sleep(0.005)
+
+
+def check(requests, completions):
+    assert [c.uid for c in completions] == [r.uid for r in requests]
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.token_ids.tolist() == [token(request.seed, t) for t in range(LENGTH)]
+        assert len(completion.logprobs) == len(completion.versions) == LENGTH
+
+
+def run(scenario):
+    """A scenario in a loop of its own, which ends with it."""
+
+    async def bounded():
+        return await asyncio.wait_for(scenario, 30)
+
+    return asyncio.run(bounded())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    workers=st.integers(1, 4),
+    count=st.integers(1, 40),
+    kills=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 0.02)), max_size=6),
+    pauses=st.integers(0, 2),
+)
+def test_every_request_is_answered_once_whoever_dies_and_however_often_weights_change(workers, count, kills, pauses):
+    async def scenario():
+        rig = Rig(*(Worker() for _ in range(workers)))
+        await rig.fleet.started()
+        await rig.refit(1)
+        requests = asked(count)
+        keeper = asyncio.ensure_future(rig.keep_fit())
+        call = asyncio.ensure_future(rig.fleet.generate(requests))
+        for index, after in kills:
+            await asyncio.sleep(after)
+            await rig.kill(index % workers)
+        for _ in range(pauses):
+            await rig.fleet.pause()
+            assert not rig.fleet._busy
+            rig.fleet.resume()
+        check(requests, await call)
+        keeper.cancel()
+
+    run(scenario())
+
+
+def test_what_was_drawn_before_new_weights_is_kept_with_its_version():
+    async def scenario():
+        rig = Rig(Worker(pace=0.02))
+        await rig.fleet.started()
+        await rig.refit(1)
+        requests = asked(3)
+        call = asyncio.ensure_future(rig.fleet.generate(requests))
+        await asyncio.sleep(0.07)
+        await rig.fleet.pause()
+        await rig.refit(2)
+        assert not call.done()
+        rig.fleet.resume()
+        completions = await call
+        check(requests, completions)
+        for completion in completions:
+            assert set(completion.versions.tolist()) == {1, 2}
+            assert sorted(completion.versions.tolist()) == completion.versions.tolist()
+        assert rig.fleet.counts.repeated == 3
+
+    run(scenario())
+
+
+def test_a_straggler_is_asked_for_by_an_idle_worker_and_the_first_answer_counts():
+    async def scenario():
+        rig = Rig(Worker(), Worker(pace=5.0))
+        await rig.fleet.started()
+        await rig.refit(1)
+        requests = asked(8)
+        check(requests, await rig.fleet.generate(requests))
+        assert rig.fleet.counts.hedged == 1
+        assert rig.workers[0].calls == 2
+        check(requests[:1], await rig.fleet.generate(requests[:1]))  # the loser does not block the fleet
+
+    run(scenario())
+
+
+def test_a_worker_that_joins_works_once_it_has_weights():
+    async def scenario():
+        rig = Rig(Worker())
+        await rig.fleet.started()
+        await rig.refit(1)
+        rig.workers.append(Worker())
+        rig.fleet.join(LocalActor(rig.workers[1]))
+        await rig.fleet.started()
+        assert rig.fleet.members[1].health is Health.STALE
+        await rig.fleet.generate(asked(8))
+        assert rig.workers[1].calls == 0
+        await rig.refit(2)
+        await rig.fleet.generate(asked(8))
+        assert rig.workers[1].calls == 1
+
+    run(scenario())
+
+
+def test_a_silent_worker_is_suspect_then_ended(monkeypatch):
+    ended, kills = [], []
+
+    async def scenario():
+        rig = Rig(Worker(), Worker())
+
+        def kill(actor, no_restart):
+            assert not no_restart
+            ended.append(actor.target)
+            kills.append(asyncio.ensure_future(rig.kill(1)))
+
+        monkeypatch.setattr("qurl_ray.actors.fleet.ray.kill", kill)
+        await rig.fleet.started()
+        await rig.refit(1)
+        keeper = asyncio.ensure_future(rig.keep_fit())
+        rig.workers[1].hung.set()
+        requests = asked(8)
+        check(requests, await rig.fleet.generate(requests))
+        while not ended or rig.fleet.members[1].health is not Health.HEALTHY:
+            await asyncio.sleep(0.01)
+        keeper.cancel()
+        assert ended == [rig.workers[1]]
+        assert [text for text in rig.said if "has not answered for" in text]
+        assert [text for text in rig.said if "with verified weights 1" in text]
+
+    run(scenario())
+
+
+def test_a_short_silence_is_forgiven():
+    async def scenario():
+        rig = Rig(Worker())
+        await rig.fleet.started()
+        await rig.refit(1)
+        rig.workers[0].hung.set()
+        while rig.fleet.members[0].health is not Health.SUSPECT:
+            await asyncio.sleep(0.01)
+        rig.workers[0].hung.clear()
+        while rig.fleet.members[0].health is not Health.HEALTHY:
+            await asyncio.sleep(0.01)
+        assert rig.fleet.counts.deaths == 0
+
+    run(scenario())
+
+
+def test_without_workers_the_deadline_names_them(monkeypatch):
+    monkeypatch.setattr("qurl_ray.actors.fleet._MARGIN_S", 0.1)
+
+    async def scenario():
+        rig = Rig(Worker(pace=9), config=CONFIG.model_copy(update={"timeout_s": 0.5}))
+        await rig.fleet.started()
+        await rig.refit(1)
+        with pytest.raises(DeadlineExceeded, match=r"2 of 2 requests .* rollout worker 0 \(pid 1, generate; log log\)"):
+            await rig.fleet.generate(asked(2))
+        rig.workers[0].dead.set()
+        rig.fleet._config = CONFIG.model_copy(update={"start_timeout_s": 0.2})
+        while rig.fleet.those(Health.HEALTHY, Health.SUSPECT):
+            await asyncio.sleep(0.01)
+        with pytest.raises(DeadlineExceeded, match="for any rollout worker to come back: rollout worker 0"):
+            await rig.fleet.some_alive()
+
+    run(scenario())
+
+
+def test_work_of_a_learner_that_died_is_dropped_and_versions_go_up():
+    async def scenario():
+        rig = Rig(Worker(pace=0.05))
+        await rig.fleet.started()
+        await rig.refit(7)
+        await asyncio.sleep(0.05)
+        call = asyncio.ensure_future(rig.fleet.generate(asked(4)))
+        await asyncio.sleep(0.02)
+        assert rig.fleet.begin_anew() == 7
+        with pytest.raises(EngineError, match="started anew"):
+            await call
+        assert rig.fleet.members[0].health is Health.STALE
+        await rig.fleet.pause()
+        rig.fleet.resume()
+        await rig.refit(8)
+        check(asked(2), await rig.fleet.generate(asked(2)))
+
+    run(scenario())
+
+
+def test_only_a_verified_refit_makes_a_worker_healthy():
+    member = Member(index=0, actor=None)
+    for health in (Health.HEALTHY, Health.SUSPECT):
+        with pytest.raises(ValueError, match="cannot become"):
+            member.turn(health)
+    member.turn(Health.STALE)
+    member.turn(Health.HEALTHY)
+    member.turn(Health.DEAD)
+    with pytest.raises(ValueError, match="is dead: it cannot become healthy"):
+        member.turn(Health.HEALTHY)

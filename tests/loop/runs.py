@@ -1,0 +1,98 @@
+"""Small runs, what they left, and how to hurt them: for the tests of this folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = [
+    "model.cold_start=false",
+    "model.layers=2",
+    "model.hidden_size=128",
+    "model.intermediate_size=256",
+    "task.max_operand=30",
+    "task.reward=tests.loop.rewards:length",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_new_tokens=6",
+    "evaluation.problems=40",
+    "learner.lr=1e-3",
+    "tracking.mlflow=false",
+    "tracking.console=none",
+]
+
+ALONE = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+"""Environment of jobs that start a Ray of their own."""
+
+
+def events(run_dir: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def prompts(run_dir: Path) -> list[str]:
+    """Uids of all that were drawn, in their order."""
+    lines = (run_dir / "prompts.jsonl").read_text().splitlines()
+    return [uid for line in lines for uid in json.loads(line)["uids"]]
+
+
+def parameters(folder: Path) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
+
+
+def start_job(*settings: str) -> subprocess.Popen:
+    """jobs/qurl_dapo.py in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "jobs/qurl_dapo.py", *settings],
+        cwd=ROOT,
+        env=ALONE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_steps(run_dir: Path, count: int, job: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").is_file() or len(events(run_dir, "step")) < count:
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """(pid, command line) of all processes below `pid`."""
+    parents, names = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            names[int(stat.parent.name)] = (stat.parent / "cmdline").read_bytes().decode()
+        except (OSError, IndexError):
+            continue  # ended meanwhile
+    for candidate, command in names.items():
+        ancestor = candidate
+        while ancestor in parents and ancestor != pid:
+            ancestor = parents[ancestor]
+        if ancestor == pid:
+            yield candidate, command
+
+
+def strike(job: subprocess.Popen, name: str, with_signal: int = signal.SIGKILL) -> int:
+    """Send a signal to the process of a job whose command line begins with `name`."""
+    deadline = time.monotonic() + 60
+    while True:
+        for pid, command in descendants(job.pid):
+            if command.startswith(name):
+                os.kill(pid, with_signal)
+                return pid
+        assert time.monotonic() < deadline, f"no {name} below {job.pid}"
+        time.sleep(0.05)

@@ -1,0 +1,62 @@
+"""Processes of a run are killed while it trains; it ends where the undisturbed one does, to the bit."""
+
+import signal
+
+import pytest
+import torch
+
+from tests.loop.runs import SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
+
+pytestmark = pytest.mark.ray
+
+SETTINGS = [*SMALL, "steps=12", "checkpoint.every=2", "checkpoint.keep=9", "rollout.max_new_tokens=24"]
+
+
+def finished(job, run_dir):
+    output, _ = job.communicate(timeout=240)
+    assert job.returncode == 0, output[-3000:]
+    return parameters(run_dir / "policy"), [line["step"] for line in events(run_dir, "step")], prompts(run_dir)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return finished(start_job(*SETTINGS, f"output_dir={folder}"), folder / "run")
+
+
+def survivor(folder, undisturbed, name, *settings, with_signal=signal.SIGKILL):
+    """The run's folder, after a process of it was struck in the middle and all was compared."""
+    job = start_job(*SETTINGS, *settings, f"output_dir={folder}")
+    wait_for_steps(folder / "run", 5, job)
+    strike(job, name, with_signal)
+    found, steps, drawn = finished(job, folder / "run")
+    assert torch.equal(found, undisturbed[0])
+    assert steps == undisturbed[1] == list(range(1, 13))
+    assert drawn == undisturbed[2]
+    return folder / "run"
+
+
+def said(run_dir, kind, text):
+    return [line["message"] for line in events(run_dir, kind) if text in line["message"]]
+
+
+def test_a_killed_rollout_worker_comes_back_through_a_verified_refit(tmp_path, undisturbed):
+    run_dir = survivor(tmp_path, undisturbed, "ray::RolloutWorker")
+    assert said(run_dir, "warning", "died")
+    assert said(run_dir, "info", "with verified weights")
+
+
+def test_a_killed_learner_goes_on_from_its_checkpoint(tmp_path, undisturbed):
+    run_dir = survivor(tmp_path, undisturbed, "ray::RayTrainWorker")
+    assert said(run_dir, "warning", "goes on from the checkpoint of step")
+
+
+def test_a_killed_coordinator_is_started_anew(tmp_path, undisturbed):
+    run_dir = survivor(tmp_path, undisturbed, "ray::Coordinator")
+    assert said(run_dir, "warning", "goes on from the checkpoint of step")
+
+
+def test_a_worker_that_hangs_is_ended_and_started_anew(tmp_path, undisturbed):
+    quick = ("rollout.silent_s=4", "rollout.heartbeat_s=0.5")
+    run_dir = survivor(tmp_path, undisturbed, "ray::RolloutWorker", *quick, with_signal=signal.SIGSTOP)
+    assert said(run_dir, "warning", "has not answered for")
