@@ -20,6 +20,11 @@ CONTROL = "control"
 """Concurrency group of calls that are answered while the engine works; the default group works."""
 
 
+def own_log() -> str:
+    """The file that Ray has this actor's process write to."""
+    return os.path.realpath("/proc/self/fd/2")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """What a worker says of a version that it loaded and verified."""
@@ -46,7 +51,7 @@ class RolloutWorker:
             pid=os.getpid(),
             node=ray.get_runtime_context().get_node_id(),
             version=self._engine.version,
-            log=os.path.realpath("/proc/self/fd/2"),
+            log=own_log(),
         )
 
     def weight_max_code(self, format_name: str) -> int:

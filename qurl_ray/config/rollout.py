@@ -9,7 +9,6 @@ from qurl_ray.config.section import Section
 Format = Literal["none", "int8", "fp8", "fp8_block", "int4"]
 
 
-
 class VllmConfig(Section):
     """Of the engines, with `rollout.engine=vllm`."""
 

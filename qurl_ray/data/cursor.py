@@ -1,5 +1,6 @@
 """An endless, resumable order of problems."""
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,24 +33,35 @@ class PromptCursor:
             if self._position == len(self._order):
                 self._turn_to(epoch=self._epoch + 1, position=0)
             window = self._order[self._position : self._position + n - len(taken)]
-            taken += [self._problems[int(index)] for index in window]
-            self._position += len(window)
+            taken += self._consume(window)
         return taken
 
-    def state(self) -> dict[str, int]:
-        """Where it stands, for JSON; the problems and the seed are the caller's to keep the same."""
-        return {"epoch": self._epoch, "position": self._position}
+    def state(self) -> dict[str, int | str]:
+        """Where it stands, for JSON: all that lies before it was taken, nothing that lies behind it. `taken` is a
+        digest of the problems taken in this epoch."""
+        return {"epoch": self._epoch, "position": self._position, "taken": self._taken.hexdigest()}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """Go on from `state`; DataError if it belongs to another set of problems."""
+    def load_state(self, state: dict[str, int | str]) -> None:
+        """Go on from `state`; DataError if other problems were taken than would be now."""
         epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position <= len(self._problems):
-            raise DataError(
-                f"the saved position {position} of epoch {epoch} does not exist among {len(self._problems)} problems: "
-                "has the task changed since the checkpoint?"
-            )
-        self._turn_to(epoch=epoch, position=position)
+        if epoch >= 0 and 0 <= position <= len(self._problems):
+            self._turn_to(epoch=epoch, position=position)
+            if self._taken.hexdigest() == state["taken"]:
+                return
+        raise DataError(
+            f"the saved position {position} of epoch {epoch} is not one among these {len(self._problems)} problems: "
+            "has the task changed since the checkpoint?"
+        )
 
     def _turn_to(self, *, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
+        self._epoch, self._position, self._taken = epoch, 0, hashlib.blake2b(digest_size=16)
         self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._problems))
+        self._consume(self._order[:position])
+
+    def _consume(self, window: np.ndarray) -> list[Problem]:
+        """Step over these, the next ones of the order."""
+        problems = [self._problems[int(index)] for index in window]
+        for problem in problems:
+            self._taken.update(f"{problem.uid}\n{problem.prompt}\n{problem.answer}\n".encode(errors="replace"))
+        self._position += len(problems)
+        return problems

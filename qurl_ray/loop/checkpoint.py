@@ -123,6 +123,8 @@ def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         checkpoint = Checkpoint(folder=folder, step=int(manifest["step"]), accuracy=manifest["accuracy"])
+        if folder.name != f"step-{checkpoint.step:06d}":  # no sum covers the manifest itself
+            raise ValueError(f"it is of step {manifest['step']}")
         return checkpoint, dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: no readable {_MANIFEST} ({type(error).__name__}: {error})") from None

@@ -25,6 +25,7 @@ from ray.actor import ActorHandle
 
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health
+from qurl_ray.actors.rollout_worker import own_log
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.tasks import Task
@@ -71,6 +72,8 @@ class Drained:
     """Rollout workers that the fleet knows."""
     failure: QurlError | None
     """What ended the run."""
+    log: str
+    """The coordinator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +325,7 @@ class Coordinator:
         """What there is to be told since the last call; the driver is the only caller."""
         events, self._events = self._events, []
         self._drains += 1
-        return Drained(events=events, workers=len(self._fleet.members), failure=self._failure)
+        return Drained(events=events, workers=len(self._fleet.members), failure=self._failure, log=own_log())
 
     async def join(self, workers: Sequence[ActorHandle]) -> None:
         """The fleet's workers are now these; those that it has come first, in the same order."""

@@ -217,6 +217,7 @@ class _Watch:
         self._config, self._coordinator, self._crew = config, coordinator, crew
         self._summary, self._tracker = summary, tracker
         self._heard = self._grown = time.monotonic()
+        self._log = "not known yet"
 
     def until_over(self, fit: _Fit) -> dict[str, Any]:
         """The summary, once the learner has ended.
@@ -261,12 +262,13 @@ class _Watch:
         try:
             found = ray.get(self._coordinator.drain.remote(), timeout=_DRAIN_S)
         except GetTimeoutError:
-            raise DeadlineExceeded(f"the coordinator did not answer for {_DRAIN_S:g} s") from None
+            raise DeadlineExceeded(f"the coordinator did not answer for {_DRAIN_S:g} s; log {self._log}") from None
         except RayActorError as error:
             if isinstance(error, ActorDiedError) or time.monotonic() - self._heard > _DRAIN_S:
-                raise CoordinatorDied(f"the coordinator died, and did not come back: {error}") from None
+                message = f"the coordinator died, and did not come back; log {self._log}: {error}"
+            raise CoordinatorDied(message) from None
             return None
-        self._heard = time.monotonic()
+        self._heard, self._log = time.monotonic(), found.log
         return found
 
     def _grow(self, known: int) -> None:

@@ -1,10 +1,12 @@
 """How the learner's ranks wait for the coordinator."""
 
+import os
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from qurl_ray.actors.rollout_worker import own_log
 from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
 
 _MARGIN_S = 90.0  # the coordinator's own deadlines pass first, and name what is late
@@ -20,7 +22,8 @@ def wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:
     try:
         return ray.get(call, timeout=timeout_s + _MARGIN_S)
     except GetTimeoutError:
-        raise DeadlineExceeded(f"waited {timeout_s + _MARGIN_S:g} s for {what}") from None
+        seconds, logs = timeout_s + _MARGIN_S, os.path.dirname(own_log())
+        raise DeadlineExceeded(f"waited {seconds:g} s for the coordinator and {what}; its log is in {logs}") from None
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, QurlError) else error) from None
     except RayActorError as error:

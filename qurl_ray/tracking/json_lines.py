@@ -83,9 +83,7 @@ class StepsFile:
         records: of an event's values.
     """
 
-    def __init__(
-        self, folder: Path, kind: str, records: Callable[[dict[str, Any]], Iterable[dict[str, Any]]]
-    ) -> None:
+    def __init__(self, folder: Path, kind: str, records: Callable[[dict[str, Any]], Iterable[dict[str, Any]]]) -> None:
         self.name = f"{kind}.jsonl"
         self._kind, self._records = kind, records
         self._lines = JsonLines(folder / self.name)

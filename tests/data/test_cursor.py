@@ -62,4 +62,14 @@ def test_no_problems_is_an_error():
 @pytest.mark.parametrize("state", [{"epoch": 0, "position": 6}, {"epoch": -1, "position": 0}])
 def test_a_state_of_another_set_of_problems_is_an_error(state):
     with pytest.raises(DataError, match="has the task changed"):
-        PromptCursor(problems(5), seed=0).load_state(state)
+        PromptCursor(problems(5), seed=0).load_state({"taken": "", **state})
+
+
+def test_other_problems_under_the_same_names_are_an_error():
+    cursor = PromptCursor(problems(9), seed=0)
+    cursor.take(3)
+    other = [Problem(uid=problem.uid, prompt=f"{problem.prompt}?", answer=problem.answer) for problem in problems(9)]
+    with pytest.raises(DataError, match="has the task changed"):
+        PromptCursor(other, seed=0).load_state(cursor.state())
+    with pytest.raises(DataError, match="has the task changed"):
+        PromptCursor(problems(9), seed=1).load_state(cursor.state())

@@ -5,6 +5,9 @@ import signal
 import pytest
 import torch
 
+from qurl_ray.config import load_config
+from qurl_ray.errors import ConfigError
+from qurl_ray.loop.run import run
 from tests.loop.runs import SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
 
 pytestmark = pytest.mark.ray
@@ -56,6 +59,22 @@ def test_a_killed_coordinator_is_started_anew(tmp_path, undisturbed):
     assert said(run_dir, "warning", "goes on from the checkpoint of step")
 
 
+def test_a_killed_driver_is_gone_on_with_by_the_same_command_and_no_other(tmp_path, undisturbed):
+    run_dir, settings = tmp_path / "run", [*SETTINGS, f"output_dir={tmp_path}"]
+    job = start_job(*settings)
+    wait_for_steps(run_dir, 5, job)
+    job.kill()
+    job.wait()
+    assert not (run_dir / "summary.json").exists()
+    with pytest.raises(ConfigError, match=r"unfinished run with other settings: learner\.lr"):
+        run(load_config(None, [*settings, "learner.lr=1e-4"]))
+    found, steps, drawn = finished(start_job(*settings), run_dir)
+    assert said(run_dir, "info", "going on after step")
+    assert torch.equal(found, undisturbed[0])
+    assert (steps, drawn) == undisturbed[1:]
+
+
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_and_started_anew(tmp_path, undisturbed):
     quick = ("rollout.silent_s=4", "rollout.heartbeat_s=0.5")
     run_dir = survivor(tmp_path, undisturbed, "ray::RolloutWorker", *quick, with_signal=signal.SIGSTOP)
