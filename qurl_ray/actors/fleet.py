@@ -90,9 +90,10 @@ class Fleet:
         for member in self.members:
             member.refusals = 0
         held = [member.pulse.version or 0 for member in self.members if member.pulse]
-        self._paused = False
+        highest = max([0, self.version, *held])
+        self._paused, self.version = False, -1
         self._notify()
-        return max([0, self.version, *held])
+        return highest
 
     async def started(self) -> None:
         """Returns when all workers are up.

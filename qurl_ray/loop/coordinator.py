@@ -85,8 +85,6 @@ class Coordinator:
     """Draws prompts, has them answered and judged, hands out shares; passes weights on; gathers what is to be seen.
 
     Args:
-        task: what is trained on. In a tuple Ray leaves the reference alone: were it resolved, the driver would not hold
-            it, and a coordinator that is made anew might not find it.
         workers: handles of the rollout workers.
         resume: what the run goes on from; after a failure it is looked for in `run_dir`.
     """
@@ -95,14 +93,12 @@ class Coordinator:
         self,
         config: RunConfig,
         spec: PolicySpec,
-        task: tuple[ObjectRef],
         workers: Sequence[ActorHandle],
         verifiers: VerifierPool,
         run_dir: Path,
         resume: Checkpoint | None,
     ) -> None:
         self._config, self._spec, self._run_dir = config, spec, run_dir
-        self._task: Task = ray.get(task[0])
         self._tokenizer, self._verifiers = load_tokenizer(spec), verifiers
         self._events: list[Event] = []
         self._drains = 0
@@ -116,19 +112,19 @@ class Coordinator:
         self._failure: QurlError | None = None
         self._stop = False
         # Ray makes a coordinator anew, with the same arguments, after its process was killed.
-        self._resume = None if ray.get_runtime_context().was_current_actor_reconstructed else (resume,)
-        self._reset()
+        self._made_anew = ray.get_runtime_context().was_current_actor_reconstructed
+        self._resume = None if self._made_anew else (resume,)
 
-    def _reset(self) -> None:
+    def _reset(self, task: Task) -> None:
         """As at the beginning of a run; the fleet stays."""
         config = self._config
-        for task in (*self._shares.values(), *self._evaluations.values()):
-            task.cancel()
+        for begun in (*self._shares.values(), *self._evaluations.values()):
+            begun.cancel()
         self._shares, self._evaluations = {}, {}
         self._meeting = Meeting(config.learner.workers)
         self._collector = Collector(
             config,
-            self._task,
+            task,
             self._tokenizer,
             stop_ids(self._spec, self._tokenizer),
             self._fleet,
@@ -164,11 +160,16 @@ class Coordinator:
 
     # --- learner's side -----------------------------------------------------------------------------------------
 
-    async def begin(self, rank: int, group: str) -> Start:
-        """All ranks of a group meet here before anything else; what was under way for another group is dropped."""
-        return await self._beginnings.attend(group, rank, None, lambda _: self._begin())
+    async def begin(self, rank: int, group: str, task: tuple[ObjectRef]) -> Start:
+        """All ranks of a group meet here before anything else; what was under way for another group is dropped.
 
-    async def _begin(self) -> Start:
+        Args:
+            task: what is trained on. The ranks bring it, as a coordinator that is made anew has nothing but what Ray
+                keeps of its arguments, which is no large object; in a tuple, as Ray would put it in its place.
+        """
+        return await self._beginnings.attend(group, rank, task, lambda found: self._begin(found[0]))
+
+    async def _begin(self, task: tuple[ObjectRef]) -> Start:
         resume, notes = None, []
         if self._resume:
             (resume,) = self._resume
@@ -177,7 +178,7 @@ class Coordinator:
             where = f"from the checkpoint of step {resume.step}" if resume else "from the beginning"
             notes = [*notes, f"the learner was started anew and goes on {where}"]
         again, self._resume = self._resume is None, None
-        self._reset()
+        self._reset(await task[0])
         version = self._fleet.begin_anew()
         self._step = resume.step if resume else 0
         self._next = self._step + 1
@@ -198,9 +199,9 @@ class Coordinator:
         self._failure = self._failure or error
 
     async def weight_max_code(self, format_name: str) -> int:
-        """Largest weight code that every engine can take in a format; waits until all are up."""
+        """Largest weight code that every engine can take in a format; waits until all are up at the start of a run."""
         if format_name not in self._max_codes:
-            await self._fleet.started()
+            await (self._fleet.some_alive() if self._made_anew else self._fleet.started())
             self._max_codes[format_name] = await self._fleet.weight_max_code(format_name)
         return self._max_codes[format_name]
 

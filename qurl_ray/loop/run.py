@@ -144,12 +144,13 @@ def _train(
         coordinator = (
             ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
             .options(max_concurrency=_CALLS)
-            .remote(config, prepared.spec, (task,), crew.actors, verifiers, place.path, place.resume)
+            .remote(config, prepared.spec, crew.actors, verifiers, place.path, place.resume)
         )
         context = {
             "config": config.model_dump(mode="json"),
             "spec": prepared.spec,
             "coordinator": coordinator,
+            "task": (task,),
             "run_dir": str(place.path),
         }
         fit = _fit_in_thread(config, context, place.path)
@@ -259,14 +260,15 @@ class _Watch:
 
     def _drain(self) -> Drained | None:
         """None while the coordinator is being started anew."""
+        limit = max(_DRAIN_S, self._config.rollout.start_timeout_s)  # it starts beside the rollout workers
         try:
-            found = ray.get(self._coordinator.drain.remote(), timeout=_DRAIN_S)
+            found = ray.get(self._coordinator.drain.remote(), timeout=limit)
         except GetTimeoutError:
-            raise DeadlineExceeded(f"the coordinator did not answer for {_DRAIN_S:g} s; log {self._log}") from None
+            raise DeadlineExceeded(f"the coordinator did not answer for {limit:g} s; log {self._log}") from None
         except RayActorError as error:
-            if isinstance(error, ActorDiedError) or time.monotonic() - self._heard > _DRAIN_S:
+            if isinstance(error, ActorDiedError) or time.monotonic() - self._heard > limit:
                 message = f"the coordinator died, and did not come back; log {self._log}: {error}"
-            raise CoordinatorDied(message) from None
+                raise CoordinatorDied(message) from None
             return None
         self._heard, self._log = time.monotonic(), found.log
         return found

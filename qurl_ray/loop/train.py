@@ -52,14 +52,14 @@ _RETRY_S = 0.5
 
 
 def train_loop(context: dict[str, Any]) -> None:
-    """Run one rank. `context` holds config (plain values), spec, coordinator and run_dir."""
+    """Run one rank. `context` holds config (plain values), spec, coordinator, task (a reference) and run_dir."""
     config = RunConfig.model_validate(context["config"])
     rank = ray.train.get_context().get_world_rank()
     ranks = ray.train.get_context().get_world_size()
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
     coordinator = context["coordinator"]
-    start = _begin(coordinator, rank, config.learner.timeout_s)
+    start = _begin(partial(coordinator.begin.remote, rank, _group(), context["task"]), config.learner.timeout_s)
     if start.over:
         return
     model = load_model(context["spec"])
@@ -289,12 +289,12 @@ def _barrier() -> None:
         distributed.barrier()
 
 
-def _begin(coordinator: ActorHandle, rank: int, timeout_s: float) -> Start:
+def _begin(ask: Callable[[], ObjectRef], timeout_s: float) -> Start:
     """What this rank is told at its beginning. A coordinator that died is waited for: it is being started anew."""
-    ends, group = time.monotonic() + timeout_s, _group()
+    ends = time.monotonic() + timeout_s
     while True:
         try:
-            return wait(coordinator.begin.remote(rank, group), timeout_s, "the other ranks to begin")
+            return wait(ask(), timeout_s, "the other ranks to begin")
         except CoordinatorDied:
             if time.monotonic() > ends:
                 raise

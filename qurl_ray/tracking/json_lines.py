@@ -62,13 +62,17 @@ class MetricsFile:
         self._lines.close()
 
     def rewind(self, step: int) -> list[Event]:
-        """Forget what came after `step`, so that a run can go on from there. Returns the events that are left."""
+        """Forget what came after `step`, so that a run can go on from there. What was told of it is kept: it happened.
+        Returns the events that are left."""
         kept = self._lines.keep(
             # A run that was asked to stop evaluated at its end; that end is no longer one.
             lambda line: (
-                line["step"] <= step
-                and line["kind"] != "summary"
-                and not (line["kind"] == "evaluation" and line["message"].startswith("after"))
+                line["kind"] in ("warning", "info")
+                or (
+                    line["step"] <= step
+                    and line["kind"] != "summary"
+                    and not (line["kind"] == "evaluation" and line["message"].startswith("after"))
+                )
             )
         )
         return [

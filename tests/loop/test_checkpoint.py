@@ -65,6 +65,14 @@ def test_an_unreadable_manifest_is_an_error_by_name(tmp_path, text):
     assert latest(tmp_path)[0] is None
 
 
+def test_a_manifest_of_another_step_is_an_error(tmp_path):
+    folder = write(tmp_path, 1).folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"step": 3}))
+    with pytest.raises(CheckpointError, match="it is of step 3"):
+        verify(folder)
+
+
 def test_a_run_without_checkpoints_has_none(tmp_path):
     assert latest(tmp_path) == (None, [])
 

@@ -27,11 +27,12 @@ def undisturbed(tmp_path_factory):
     return finished(start_job(*SETTINGS, f"output_dir={folder}"), folder / "run")
 
 
-def survivor(folder, undisturbed, name, *settings, with_signal=signal.SIGKILL):
-    """The run's folder, after a process of it was struck in the middle and all was compared."""
+def survivor(folder, undisturbed, *victims, settings=(), with_signal=signal.SIGKILL):
+    """The run's folder, after processes of it were struck, three steps after each other, and all was compared."""
     job = start_job(*SETTINGS, *settings, f"output_dir={folder}")
-    wait_for_steps(folder / "run", 5, job)
-    strike(job, name, with_signal)
+    for number, name in enumerate(victims, start=1):
+        wait_for_steps(folder / "run", 3 * number, job)
+        strike(job, name, with_signal)
     found, steps, drawn = finished(job, folder / "run")
     assert torch.equal(found, undisturbed[0])
     assert steps == undisturbed[1] == list(range(1, 13))
@@ -43,20 +44,12 @@ def said(run_dir, kind, text):
     return [line["message"] for line in events(run_dir, kind) if text in line["message"]]
 
 
-def test_a_killed_rollout_worker_comes_back_through_a_verified_refit(tmp_path, undisturbed):
-    run_dir = survivor(tmp_path, undisturbed, "ray::RolloutWorker")
+def test_processes_are_killed_one_after_the_other_and_the_run_goes_on_by_itself(tmp_path, undisturbed):
+    victims = ("ray::RolloutWorker", "ray::Coordinator", "ray::RayTrainWorker")
+    run_dir = survivor(tmp_path, undisturbed, *victims)
     assert said(run_dir, "warning", "died")
     assert said(run_dir, "info", "with verified weights")
-
-
-def test_a_killed_learner_goes_on_from_its_checkpoint(tmp_path, undisturbed):
-    run_dir = survivor(tmp_path, undisturbed, "ray::RayTrainWorker")
-    assert said(run_dir, "warning", "goes on from the checkpoint of step")
-
-
-def test_a_killed_coordinator_is_started_anew(tmp_path, undisturbed):
-    run_dir = survivor(tmp_path, undisturbed, "ray::Coordinator")
-    assert said(run_dir, "warning", "goes on from the checkpoint of step")
+    assert said(run_dir, "warning", "the learner was started anew and goes on from the checkpoint of step")
 
 
 def test_a_killed_driver_is_gone_on_with_by_the_same_command_and_no_other(tmp_path, undisturbed):
@@ -77,5 +70,5 @@ def test_a_killed_driver_is_gone_on_with_by_the_same_command_and_no_other(tmp_pa
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_and_started_anew(tmp_path, undisturbed):
     quick = ("rollout.silent_s=4", "rollout.heartbeat_s=0.5")
-    run_dir = survivor(tmp_path, undisturbed, "ray::RolloutWorker", *quick, with_signal=signal.SIGSTOP)
+    run_dir = survivor(tmp_path, undisturbed, "ray::RolloutWorker", settings=quick, with_signal=signal.SIGSTOP)
     assert said(run_dir, "warning", "has not answered for")

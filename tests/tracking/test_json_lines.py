@@ -93,6 +93,7 @@ def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
     metrics.handle(Event(kind="evaluation", step=2, message="during"), at=0.0)
     metrics.handle(Event(kind="evaluation", step=2, message="after, quantized"), at=0.0)
     metrics.handle(Event(kind="summary", step=2), at=0.0)
+    metrics.handle(Event(kind="warning", step=3, message="a worker died"), at=0.0)
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write('{"answer": "é'.encode()[:-1])  # torn inside a character
     kept = metrics.rewind(2)
@@ -101,10 +102,11 @@ def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
         ("step", 1, ""),
         ("step", 2, ""),
         ("evaluation", 2, "during"),
+        ("warning", 3, "a worker died"),
     ]
     assert kept[1].values == {"loss": 2 / 3}
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().splitlines()]
     assert [line["answer"] for line in lines] == [f"a\u2028b\u2029c\u0085d {step}" for step in (1, 2)]
     assert metrics.rewind(2) == kept
     metrics.handle(Event(kind="step", step=3, values={"loss": 4.0}), at=0.0)
-    assert [event.step for event in metrics.rewind(3)] == [1, 2, 2, 3]
+    assert [event.step for event in metrics.rewind(3)] == [1, 2, 2, 3, 3]
