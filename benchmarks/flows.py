@@ -69,18 +69,16 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Arm, ...]]] = {
 def rows(cells: dict[str, list[Cell]]) -> list[str]:
     """A Markdown table; means over seeds, the seeds in brackets."""
     lines = [
-        "| | before % | after % | after, in its format % | better of both, by seed | KL(b‖p), last step | max ρ | "
-        "s/step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | before % | after % | after, in its format % | better of both, by seed | KL(b‖p), last step | max ρ |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, found in cells.items():
         means = [percent(found, f"accuracy_{when}") for when in ("before", "after", "after_quantized")]
         each = " · ".join(f"{100 * one.best:.1f}" for one in found)
         kl = statistics.mean(one.last("mismatch/kl") for one in found)
-        seconds = statistics.mean(one.summary["train_seconds"] / one.summary["steps"] for one in found)
         rho = max(one.summary["max_rho"] for one in found)
         figures = " | ".join(f"{mean:.1f}" for mean in means)
-        lines.append(f"| {name} | {figures} | {each} | {kl:.2g} | {rho:.3g} | {seconds:.2f} |")
+        lines.append(f"| {name} | {figures} | {each} | {kl:.2g} | {rho:.3g} |")
     return lines
 
 
