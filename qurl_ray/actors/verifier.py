@@ -4,7 +4,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _PROCESSES = 4  # of a verifier: one works, the others are there for when it hangs
-_PIECE = 8  # answers in one call: few enough to share out evenly, and to lose with an actor
+_PIECE = 32  # answers in one call: few enough to share out evenly, and to lose with an actor
 _RETRY_S = 0.5
 
 
@@ -50,32 +51,77 @@ class Verifier:
 
     def judge_many(self, items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
         """One verdict per (answer, problem), in order. Works from several threads at once, which take turns."""
-        calls = []
-        for answer, problem in items:
+        verdicts: list[Verdict | None] = [None] * len(items)
+        calls, start = [], 0
+        while start < len(items):
             with self._turn:
-                call = self._threads.submit(self._judge, self._free.get(), answer, problem)
-                wait([call], timeout=self._patience_s)
-            calls.append(call)
-        return [call.result() for call in calls]
+                run = _Run(items, verdicts, start)
+                calls.append(self._threads.submit(self._judge, self._free.get(), run))
+                start = run.until_stuck(self._patience_s)
+        for call in calls:
+            call.result()
+        return verdicts
 
     def close(self) -> None:
         for process in self._processes:
             process.close()
 
-    def _judge(self, process: VerifierProcess, answer: str, problem: Problem) -> Verdict:
+    def _judge(self, process: VerifierProcess, run: "_Run") -> None:
         try:
-            return process.judge(answer, problem)
+            with closing(process.judging(run.items[run.start :])) as verdicts:
+                for verdict in verdicts:
+                    run.put(verdict)
+                    if run.left:
+                        break
         finally:
             if process.running:
                 self._free.put(process)
             else:
                 self._threads.submit(self._renew, process)
+            run.finish()
 
     def _renew(self, process: VerifierProcess) -> None:
         try:
             process.check()
         finally:  # a reward that cannot be resolved any more says so to the next answer
             self._free.put(process)
+
+
+class _Run:
+    """Answers that one process judges, from `start` on."""
+
+    def __init__(self, items: Sequence[tuple[str, Problem]], verdicts: list[Verdict | None], start: int) -> None:
+        self.items, self.start = items, start
+        self._verdicts, self._at, self._over = verdicts, start, False
+        self.left = False
+        """Another process judges all but the next one."""
+        self._changed = threading.Condition()
+
+    def put(self, verdict: Verdict) -> None:
+        """The next verdict. One that another process was quicker with stays."""
+        with self._changed:
+            if self._verdicts[self._at] is None:
+                self._verdicts[self._at] = verdict
+            self._at += 1
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """No more verdicts."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def until_stuck(self, patience_s: float) -> int:
+        """Waits. Returns the first answer that is another process's to judge: behind the last verdict, if the process
+        is done, or behind the answer that it has not judged for so long."""
+        with self._changed:
+            while not self._over:
+                at = self._at
+                if not self._changed.wait_for(lambda at=at: self._over or self._at != at, timeout=patience_s):
+                    self.left = True
+                    return self._at + 1
+            # Without a single verdict it could not begin at all: its error is raised by whoever asks for the result.
+            return self._at if self._at > self.start else len(self.items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,7 @@ def test_a_run_leaves_everything_that_is_promised(tmp_path, cluster):
     assert [point.step for point in history] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_full_precision_rollouts_match_the_learner_exactly_and_learn_the_same_way_twice(tmp_path, cluster):
     plain = ["rollout.quantization=none", "algorithm.correction.type=ignore", "algorithm.updates_per_rollout=2"]
     first = small_run(tmp_path / "a", *plain)
@@ -85,6 +86,7 @@ def test_full_precision_rollouts_match_the_learner_exactly_and_learn_the_same_wa
     assert torch.equal(parameters(first.policy), parameters(again.policy))
 
 
+@pytest.mark.slow
 def test_acr_is_active_where_the_format_is_coarse(tmp_path, cluster):
     result = small_run(
         tmp_path, "rollout.quantization=int4", "algorithm.correction.is_cap=1.01", "algorithm.clip_high=0.02"
@@ -100,6 +102,7 @@ def test_two_learner_ranks_and_two_rollout_workers_train_together(tmp_path, clus
     assert (alone - parameters(together.policy)).norm() <= 0.02 * moved
 
 
+@pytest.mark.slow
 def test_uaq_is_folded_while_training_and_unfolded_in_what_is_saved(tmp_path, cluster):
     result = small_run(tmp_path, "steps=1", "quantization.uaq_scale=2", "learner.lr=1e-12")
     start = parameters(Path(result.summary["initial_policy"]))
@@ -114,6 +117,7 @@ def test_failing_rewards_are_counted_and_their_groups_left_out(tmp_path, cluster
     assert any("rewards ended in invalid" in line["message"] for line in events(result.run_dir, "warning"))
 
 
+@pytest.mark.slow
 def test_a_step_without_any_signal_is_skipped_and_said(tmp_path, cluster):
     result = small_run(tmp_path, "task.reward=tests.loop.rewards:constant", "algorithm.max_refill_rounds=2")
     assert torch.equal(parameters(result.policy), parameters(Path(result.summary["initial_policy"])))
@@ -156,7 +160,7 @@ def forget_after(run_dir: Path, step: int) -> None:
 @pytest.mark.parametrize(
     "backend",
     [
-        ["quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"],
+        pytest.param(["quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"], marks=pytest.mark.slow),
         ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
         pytest.param(
             ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"], marks=pytest.mark.slow
@@ -212,9 +216,10 @@ def test_the_guard_acts_is_heard_and_stops_with_a_checkpoint(tmp_path, cluster):
     assert (result.run_dir / "checkpoints" / "step-000006").is_dir()
 
 
+@pytest.mark.slow
 def test_a_fleet_grows_where_there_is_room_and_changes_nothing(tmp_path, cluster):
-    expected = small_run(tmp_path / "a", "steps=6")
-    grown = small_run(tmp_path / "b", "steps=6", "rollout.max_workers=2")
+    expected = small_run(tmp_path / "a", "steps=60")  # while they last, a worker starts
+    grown = small_run(tmp_path / "b", "steps=60", "rollout.max_workers=2")
     assert any("joins the fleet" in line["message"] for line in events(grown.run_dir, "info"))
     assert events(grown.run_dir, "step")[-1]["values"]["fleet/healthy"] == 2
     assert torch.equal(parameters(grown.policy), parameters(expected.policy))

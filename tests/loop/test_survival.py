@@ -52,6 +52,7 @@ def test_processes_are_killed_one_after_the_other_and_the_run_goes_on_by_itself(
     assert said(run_dir, "warning", "the learner was started anew and goes on from the checkpoint of step")
 
 
+@pytest.mark.slow
 def test_a_killed_driver_is_gone_on_with_by_the_same_command_and_no_other(tmp_path, undisturbed):
     run_dir, settings = tmp_path / "run", [*SETTINGS, f"output_dir={tmp_path}"]
     job = start_job(*settings)

@@ -298,7 +298,7 @@ def test_all_go_when_the_parent_is_killed_in_the_middle_of_an_answer(function, a
         verifier.check()
         sys.stdout.write("ready\\n")
         sys.stdout.flush()
-        verifier.judge({answer!r}, Problem(uid="a", prompt="", answer="2"))
+        verifier.judge_many([({answer!r}, Problem(uid="a", prompt="", answer="2"))])
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -307,3 +307,15 @@ def test_all_go_when_the_parent_is_killed_in_the_middle_of_an_answer(function, a
         time.sleep(0.2)
         parent.kill()
     assert wait_for(lambda: not alive(mark))
+
+
+def test_whoever_wants_no_more_verdicts_leaves_a_process_that_goes_on():
+    with VerifierProcess("exact", timeout_s=20) as verifier:
+        problem = Problem(uid="a", prompt="", answer="2")
+        for _ in range(3):
+            verdicts = verifier.judging([("2", problem), ("3", problem)] * 20)
+            assert next(verdicts).reward == 1
+            child = verifier._child
+            verdicts.close()
+            assert verifier._child is child
+        assert [v.reward for v in verifier.judge_many([("2", problem), ("3", problem)])] == [1, 0]

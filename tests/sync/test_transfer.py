@@ -90,6 +90,7 @@ def test_a_learner_that_hands_over_memory_leaves_half_of_its_gpu():
         assert rank_resources(load_config(None, [*gpus, f"sync.transport={transport}"])) == {"CPU": 1, "GPU": share}
 
 
+@pytest.mark.slow
 def test_changed_codes_are_few_changed_floats(tiny_spec, tmp_path):
     in_a_process(sparse, tiny_spec, tmp_path, {"transport": "sparse_nccl"}, FORMATS)
 
@@ -131,6 +132,7 @@ def resident_only(spec, folder, setting, formats):
             rig.assert_resident()
 
 
+@pytest.mark.slow
 def test_a_transfer_that_fails_ends_the_run_and_nothing_is_generated(tiny_spec, tmp_path):
     in_a_process(failing, tiny_spec, tmp_path)
 
