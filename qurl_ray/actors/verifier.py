@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,11 +68,10 @@ class Verifier:
 
     def _judge(self, process: VerifierProcess, run: "_Run") -> None:
         try:
-            with closing(process.judging(run.items[run.start :])) as verdicts:
-                for verdict in verdicts:
-                    run.put(verdict)
-                    if run.left:
-                        break
+            for verdict in process.judging(run.items[run.start :]):
+                run.put(verdict)
+                if run.left:
+                    break
         finally:
             if process.running:
                 self._free.put(process)

@@ -13,9 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from qurl_ray.errors import RewardError
@@ -24,7 +22,6 @@ from qurl_ray.rewards.keeper import TOO_MUCH
 from qurl_ray.types import Problem, Status, Verdict
 
 MEMORY_GB = 4.0
-_AT_ONCE = 1  # answers that a child has been asked for; with more, one could forge the verdict of the next
 _START_S = 120.0  # importing a user's module on a busy machine may take a while
 _END_S = 30.0  # for the kernel to take killed processes down
 _MAX_REPLY_BYTES = 1 << 20
@@ -84,32 +81,17 @@ class VerifierProcess:
 
     def judging(self, items: Sequence[tuple[str, Problem]]) -> Iterator[Verdict]:
         """Verdicts of the first of `items`, as they come: of all, or up to and with the one that cost the child its
-        life. At the deadline that is "timeout", else "error". RewardError if the reward cannot be resolved. Whoever
-        wants no more of them closes the iterator; what the child has of them already is judged for nothing."""
+        life. At the deadline that is "timeout", else "error". RewardError if the reward cannot be resolved."""
         child = self._ready()
-        waiting = iter(items)
         try:
-            # A few are with the child at a time, to hide the round trip.
-            asked = deque(child.ask(item, self._timeout_s) for item in islice(waiting, _AT_ONCE))
-            while asked:
-                yield child.verdict(asked.popleft(), self._timeout_s)
-                asked.extend(child.ask(item, self._timeout_s) for item in islice(waiting, 1))
-        except GeneratorExit:
-            self._forget(child, asked)
+            for answer, problem in items:  # one at a time: with more, an answer could forge the verdict of the next
+                yield child.ask(answer, problem, self._timeout_s)
         except _LateError:
             self.close()
             yield failure("timeout", f"no verdict within {self._timeout_s:g} s; the process was killed")
         except _DeathError as death:
             self.close()
             yield failure("error", f"the process that judged the answer {death}")
-
-    def _forget(self, child: "_Child", asked: Iterable[int]) -> None:
-        """Read the verdicts of these numbers, which nobody wants any more."""
-        try:
-            for number in asked:
-                child.verdict(number, self._timeout_s)
-        except (_LateError, _DeathError):
-            self.close()
 
     def close(self) -> None:
         """End the child and all that it started. A later call starts a new one."""
@@ -174,9 +156,8 @@ class _Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, item: tuple[str, Problem], timeout_s: float) -> int:
-        """Returns the number under which it is asked."""
-        answer, problem = item
+    def ask(self, answer: str, problem: Problem, timeout_s: float) -> Verdict:
+        deadline = time.monotonic() + timeout_s
         self._asked += 1
         self._socket.settimeout(timeout_s)
         try:
@@ -185,11 +166,7 @@ class _Child:
             raise _LateError from None
         except OSError:
             raise _DeathError(self._ending()) from None
-        return self._asked
-
-    def verdict(self, number: int, timeout_s: float) -> Verdict:
-        """The next one, which is to be of that number. The deadline counts from now."""
-        return _verdict(self._receive(time.monotonic() + timeout_s), number)
+        return _verdict(self._receive(deadline), self._asked)
 
     def end(self) -> None:
         """The keeper notices that the socket closes, and kills all; it is itself killed if it does not."""
