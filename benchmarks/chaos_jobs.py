@@ -46,6 +46,7 @@ SETTINGS = (
     "tracking.console=none",
 )
 """Of all jobs that are compared. Threads are fixed: another number of them may round otherwise."""
+_LOG = re.compile(r"; log [^)]*")  # what a run says of where a process logs is of no use later
 _STUCK_S = 900.0
 _LOOK_S = 0.1
 _GONE_S = 60.0
@@ -315,6 +316,6 @@ class Row:
             late = "" if strike.counts else " (too late, not counted)"
             lines.append(
                 f"- after step {strike.step}, {strike.what}{late}; workers: {strike.meanwhile}; "
-                f"recovered after {seconds}: {strike.said}"
+                f"recovered after {seconds}: {_LOG.sub('', strike.said)}"
             )
         return lines

@@ -276,8 +276,9 @@ class Fleet:
         try:
             completions = await member.actor.generate.remote(work.requests(piece), self.version, limit)
         except RayActorError as error:
-            missing = work.give_back(piece, member.index)
-            self._lost(member, f"{missing} requests (from {work.requests(piece)[0].uid}) go to others", error)
+            had = work.requests(piece)
+            where = "go to others" if work.give_back(piece, member.index) else "are with another one already"
+            self._lost(member, f"its {len(had)} requests ({had[0].uid} to {had[-1].uid}) {where}", error)
             return
         except RayTaskError as error:
             work.give_back(piece, member.index)

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import distributed
 
 from qurl_ray.learner.backend import add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
-from qurl_ray.rl.advantages import Kind, advantages
+from qurl_ray.rl.advantages import Kind, advantages, padded
 from qurl_ray.rl.calibration import calibrated, clip_histogram
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.objective import per_token
@@ -66,8 +65,9 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     groups: dict[int, list[tuple[int, str]]] = {}
     for key in sorted(everything):
         groups.setdefault(key[0], []).append(key)
-    found_PG2 = np.array([[everything[key] for key in group] for group in groups.values()])
-    fresh_PG = advantages(found_PG2[..., 0], penalty.advantage, found_PG2[..., 1])
+    found = [[everything[key] for key in group] for group in groups.values()]
+    rewards_PG, lengths_PG = (padded([[sample[i] for sample in group] for group in found]) for i in (0, 1))
+    fresh_PG = advantages(rewards_PG, penalty.advantage, lengths_PG)
     by_key = {key: fresh_PG[p, g] for p, group in enumerate(groups.values()) for g, key in enumerate(group)}
     for one in passes:
         one.advantages = one.advantages.new_tensor([by_key.get((s.group, s.uid), 0.0) for s in one.samples])

@@ -20,7 +20,7 @@ from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
 from qurl_ray.loop.deadlines import judging_deadline
-from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty
+from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.rollout.requests import check_logprobs, make_requests
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
@@ -120,11 +120,11 @@ class Collector:
         kind = self._config.algorithm.advantage
         if kind == "gae" or not groups:
             return groups
-        rewards_PG = np.array([[s.reward for s in group] for group in groups])
-        lengths_PG = np.array([[len(s.token_ids) for s in group] for group in groups])
+        rewards_PG = padded([[s.reward for s in group] for group in groups])
+        lengths_PG = padded([[len(s.token_ids) for s in group] for group in groups])
         found_PG = advantages(rewards_PG, kind, lengths_PG)
         return [
-            [replace(s, advantage=float(value)) for s, value in zip(group, found_G, strict=True)]
+            [replace(s, advantage=float(value)) for s, value in zip(group, found_G, strict=False)]
             for group, found_G in zip(groups, found_PG, strict=True)
         ]
 
@@ -161,28 +161,28 @@ class Collector:
         watched: set[int],
         collected: Collected,
     ) -> None:
-        """Drop groups with a failed reward, and uniform ones if the algorithm says so."""
+        """Leave out samples without a reward, and uniform groups if the algorithm says so."""
         algorithm, rollout = self._config.algorithm, self._config.rollout
         G = rollout.samples_per_prompt
         lengths = np.array([len(c.token_ids) for c in completions])
         penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
-        judged_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
+        judged_PG = np.array([v.reward if v.status == "ok" else np.nan for v in verdicts]).reshape(-1, G)
         rewards_PG = judged_PG + penalty.reshape(-1, G)
         # By the verdicts alone, as DAPO has it: a length penalty does not make a group of wrong answers instructive.
         uniform_P = all_equal(judged_PG)
-        failed_P = np.array([v.status != "ok" for v in verdicts]).reshape(-1, G).any(axis=1)
         for verdict in verdicts:
             if verdict.status != "ok":
                 collected.failed[verdict.status] = collected.failed.get(verdict.status, 0) + 1
         collected.samples += len(completions)
         collected.tokens += int(lengths.sum())
-        collected.rewards += [v.reward for v in verdicts]
+        collected.rewards += [v.reward for v in verdicts if v.status == "ok"]
         collected.lengths += lengths.tolist()
         collected.garbage += sum(garbage_tokens(c.token_ids) for c in completions)
         collected.truncated += sum(c.finish == "length" for c in completions)
         collected.all_groups += len(rewards_PG)
         collected.uniform_groups += int(uniform_P.sum())
-        for p in np.flatnonzero(~failed_P & ~(uniform_P & algorithm.dynamic_sampling)):
+        empty_P = np.isnan(judged_PG).all(axis=1)
+        for p in np.flatnonzero(~empty_P & ~(uniform_P & algorithm.dynamic_sampling)):
             collected.groups.append(
                 [
                     Trajectory(
@@ -197,6 +197,7 @@ class Collector:
                         watched=i in watched,
                     )
                     for i in range(p * G, (p + 1) * G)
+                    if verdicts[i].status == "ok"
                 ]
             )
 

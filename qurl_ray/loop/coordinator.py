@@ -355,7 +355,7 @@ class Coordinator:
         if 0 < len(collected.groups) < wanted:
             self._warn(step, f"{len(collected.groups)} of {wanted} groups after {collected.rounds} round(s)")
         for status, count in collected.failed.items():
-            self._warn(step, f"{count} of {collected.samples} rewards ended in {status}; their groups are left out")
+            self._warn(step, f"{count} of {collected.samples} rewards ended in {status}; these samples are left out")
         if not collected.groups:
             self._warn(step, "no group is left to learn from (uniform or failed rewards): the step is skipped")
             return [[] for _ in range(config.learner.workers)]
@@ -375,8 +375,8 @@ class Coordinator:
         collected, sums = self._collected[step], merge(result.sums for result in results)
         rewards = np.array(collected.rewards)
         values = {
-            "reward/mean": float(rewards.mean()),
-            "reward/solved_share": float((rewards > 0.5).mean()),
+            "reward/mean": float(rewards.mean()) if rewards.size else 0.0,
+            "reward/solved_share": float((rewards > 0.5).mean()) if rewards.size else 0.0,
             "reward/failed": sum(collected.failed.values()),
             "rollout/samples": collected.samples,
             "rollout/trained_samples": sum(len(group) for group in collected.groups),

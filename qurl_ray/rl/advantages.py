@@ -1,5 +1,6 @@
 """Rewards to advantages."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ def advantages(rewards_PG: np.ndarray, kind: Kind, lengths_PG: np.ndarray | None
                               step, unbiased (REINFORCE++-baseline)                https://arxiv.org/abs/2501.03262
 
     A group whose rewards are all equal gets exactly 0, and so does a group of one: it has nothing to be compared with.
+    NaN is no sample: it counts nowhere and gets 0 (see `padded`).
     With reinforce_baseline that holds of x alone: long right answers shift the mean that is subtracted from all.
 
     Args:
@@ -26,27 +28,35 @@ def advantages(rewards_PG: np.ndarray, kind: Kind, lengths_PG: np.ndarray | None
         lengths_PG: tokens of each answer, for reinforce_baseline; all alike if absent.
     """
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
-    groups, size = rewards_PG.shape
-    if size < 2 or not groups:
-        return np.zeros_like(rewards_PG)
-    equal_P1 = all_equal(rewards_PG)[:, None]
-    centered_PG = np.where(equal_P1, 0.0, rewards_PG - rewards_PG.mean(axis=1, keepdims=True))
+    there_PG = ~np.isnan(rewards_PG)
+    size_P1 = there_PG.sum(axis=1, keepdims=True)
+    mean_P1 = np.where(there_PG, rewards_PG, 0.0).sum(axis=1, keepdims=True) / np.maximum(1, size_P1)
+    centered_PG = np.where(there_PG & ~all_equal(rewards_PG)[:, None], rewards_PG - mean_P1, 0.0)
+    others_P1 = np.maximum(1, size_P1 - 1)
     if kind == "grpo":
-        return centered_PG / (rewards_PG.std(axis=1, ddof=1, keepdims=True) + EPS)
+        return centered_PG / (np.sqrt((centered_PG**2).sum(axis=1, keepdims=True) / others_P1) + EPS)
     if kind == "rloo":
-        return centered_PG * (size / (size - 1))
+        return centered_PG * (size_P1 / others_P1)
     if kind == "reinforce_baseline":
-        lengths_PG = np.ones_like(rewards_PG) if lengths_PG is None else lengths_PG
+        lengths_PG = there_PG if lengths_PG is None else np.where(there_PG, lengths_PG, 0)
         tokens = lengths_PG.sum()
         mean = (centered_PG * lengths_PG).sum() / max(1, tokens)
         variance = ((centered_PG - mean) ** 2 * lengths_PG).sum() / max(1, tokens - 1)
-        return (centered_PG - mean) / np.sqrt(variance + 1e-8)
+        return np.where(there_PG, (centered_PG - mean) / np.sqrt(variance + 1e-8), 0.0)
     return centered_PG
 
 
 def all_equal(rewards_PG: np.ndarray) -> np.ndarray:
-    """bool [P]: groups that carry no signal. DAPO's dynamic sampling drops these."""
-    return rewards_PG.max(axis=1) == rewards_PG.min(axis=1)
+    """bool [P]: groups that carry no signal. DAPO's dynamic sampling drops these. NaN is no sample."""
+    return ~(np.fmax.reduce(rewards_PG, axis=1) > np.fmin.reduce(rewards_PG, axis=1))
+
+
+def padded(groups: Sequence[Sequence[float]]) -> np.ndarray:
+    """Groups of different sizes as float64 [P, G], NaN where a group is shorter than the longest."""
+    padded_PG = np.full((len(groups), max(map(len, groups))), np.nan)
+    for row_G, group in zip(padded_PG, groups, strict=True):
+        row_G[: len(group)] = group
+    return padded_PG
 
 
 def overlong_penalty(lengths_B: np.ndarray, *, max_length: int, buffer: int) -> np.ndarray:

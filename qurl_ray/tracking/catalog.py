@@ -26,7 +26,7 @@ ACCURACY = Chart(
 _LEARNING = (
     Chart(
         "Reward",
-        "Of the samples that the step drew, before any length penalty. Solved: a reward above 0.5.",
+        "Of the samples that the step drew and judged, before any length penalty. Solved: a reward above 0.5.",
         (
             Panel(
                 (Series("mean", "reward/mean"), Series("solved share", "reward/solved_share", 2, dashed=True)),

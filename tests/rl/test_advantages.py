@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty
+from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 
 groups = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, -1.0]), min_size=4, max_size=4), min_size=1, max_size=6)
 
@@ -79,6 +79,43 @@ def test_groups_without_a_comparison_get_exactly_0(kind):
     assert one[0] < 0 < one[1] == one[2]
     assert one.sum() == pytest.approx(0, abs=1e-12)
     assert one.dtype == np.float64
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rewards=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=5), min_size=1, max_size=6).filter(any),
+    kind=st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce_baseline"]),
+    data=st.data(),
+)
+def test_groups_of_different_sizes_are_compared_each_as_if_alone(rewards, kind, data):
+    """What is missing is NaN, wherever it stands in its row."""
+    lengths = [[data.draw(st.integers(1, 9)) for _ in group] for group in rewards]
+    found = advantages(padded(rewards), kind, padded(lengths))
+    assert found.shape == (len(rewards), max(map(len, rewards)))
+    assert all((row[len(group) :] == 0).all() for row, group in zip(found, rewards, strict=True))
+    if kind == "reinforce_baseline":  # sees all tokens of a step: the flat definition
+        flat = [
+            0.0 if len(set(group)) == 1 else r - statistics.fmean(group)
+            for group, sizes in zip(rewards, lengths, strict=True)
+            for r, size in zip(group, sizes, strict=True)
+            for _ in range(size)
+        ]
+        mean = statistics.fmean(flat)
+        variance = sum((x - mean) ** 2 for x in flat) / max(1, len(flat) - 1)
+        expected = (flat[0] - mean) / (variance + 1e-8) ** 0.5
+        first = next(p for p, group in enumerate(rewards) if group)
+        assert found[first, 0] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    else:
+        for row, group in zip(found, rewards, strict=True):
+            if group:
+                assert row[: len(group)].tolist() == pytest.approx(advantages(np.array([group]), kind)[0].tolist())
+    shuffled = data.draw(st.permutations(range(found.shape[1])))
+    again = advantages(padded(rewards)[:, shuffled], kind, padded(lengths)[:, shuffled])
+    assert np.allclose(again, found[:, shuffled], rtol=1e-9, atol=1e-12)
+
+
+def test_groups_without_any_sample_are_uniform():
+    assert all_equal(padded([[], [1.0], [0.0, 1.0]])).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
