@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _PROCESSES = 4  # of a verifier: one works, the others are there for when it hangs
-_PIECE = 32  # answers in one call: few enough to share out evenly, and to lose with an actor
+_PIECE = 128  # answers in one call, at most: few enough to lose with an actor
 _RETRY_S = 0.5
 
 
@@ -71,6 +71,7 @@ class Verifier:
             for verdict in process.judging(run.items[run.start :]):
                 run.put(verdict)
                 if run.left:
+                    process.settle()
                     break
         finally:
             if process.running:
@@ -139,17 +140,18 @@ class VerifierPool:
             RewardError: the reward cannot be resolved.
         """
         verdicts: list[Verdict] = [failure("error", "not judged")] * len(items)
-        starts = iter(range(0, len(items), _PIECE))
+        # As many pieces at a verifier as it has processes, so that one that hangs does not hold up the next.
+        lanes = [verifier for _ in range(_PROCESSES) for verifier in self.verifiers]
+        size = max(1, min(_PIECE, len(items) // (2 * len(lanes))))
+        starts = iter(range(0, len(items), size))
 
         async def serve(verifier: "ActorHandle") -> None:
             for start in starts:
-                piece = slice(start, start + _PIECE)
+                piece = slice(start, start + size)
                 verdicts[piece] = await _ask(verifier, items[piece])
 
-        # As many pieces at a verifier as it has processes, so that one that hangs does not hold up the next.
-        lanes = [serve(verifier) for _ in range(_PROCESSES) for verifier in self.verifiers]
         try:
-            await asyncio.wait_for(asyncio.gather(*lanes), deadline_s)
+            await asyncio.wait_for(asyncio.gather(*map(serve, lanes)), deadline_s)
         except TimeoutError:
             raise DeadlineExceeded(f"waited {deadline_s:g} s for {len(items)} rewards") from None
         except RayTaskError as error:

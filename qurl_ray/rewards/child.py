@@ -1,9 +1,11 @@
 """The process that judges. Only keeper.py starts it; it loads neither torch nor ray.
 
-consumes:  JSON lines from the parent's socket, [number, answer, problem]
-produces:  one JSON line per answer, [number, reward, status, detail]; before the first of them {"ready": true} or
+consumes:  JSON lines from the parent's socket, each [[mark, answer, problem], ...]; the next when all are judged
+produces:  one JSON line per answer, [mark, reward, status, detail]; before the first of them {"ready": true} or
            {"error": message}
 ends:      with the socket, or killed by the keeper
+
+The marks are random, so that what an answer makes its reward write to the socket is no verdict, least of all another's.
 
 A reward function can do anything here: print, fork, hang, crash.
 """
@@ -29,11 +31,11 @@ def serve(channel: socket.socket, spec: str) -> None:
     me = os.getpid()
     with channel.makefile("rb") as stream:
         for line in stream:
-            number, answer, problem = json.loads(line)
-            verdict = judge(score, answer, Problem(**problem))
-            if os.getpid() != me:  # the reward function forked and returned twice; one of us may answer
-                os._exit(0)
-            _send(channel, [number, verdict.reward, verdict.status, verdict.detail])
+            for mark, answer, problem in json.loads(line):
+                verdict = judge(score, answer, Problem(**problem))
+                if os.getpid() != me:  # the reward function forked and returned twice; one of us may answer
+                    os._exit(0)
+                _send(channel, [mark, verdict.reward, verdict.status, verdict.detail])
 
 
 def _send(channel: socket.socket, reply: object) -> None:

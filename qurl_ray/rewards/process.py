@@ -8,11 +8,13 @@ nothing that it started outlives it.
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -22,6 +24,8 @@ from qurl_ray.rewards.keeper import TOO_MUCH
 from qurl_ray.types import Problem, Status, Verdict
 
 MEMORY_GB = 4.0
+_MOST_AT_ONCE = 64  # answers that a child gets in one message
+_WINDOW_S = 0.01  # as many as it probably judges in this time
 _START_S = 120.0  # importing a user's module on a busy machine may take a while
 _END_S = 30.0  # for the kernel to take killed processes down
 _MAX_REPLY_BYTES = 1 << 20
@@ -62,6 +66,8 @@ class VerifierProcess:
         self._timeout_s = timeout_s
         self._memory_gb = memory_gb
         self._child: _Child | None = None
+        self._window = 1
+        """Answers that the child gets at once: few of those that take long, since each goes to one process only."""
 
     @property
     def running(self) -> bool:
@@ -81,17 +87,33 @@ class VerifierProcess:
 
     def judging(self, items: Sequence[tuple[str, Problem]]) -> Iterator[Verdict]:
         """Verdicts of the first of `items`, as they come: of all, or up to and with the one that cost the child its
-        life. At the deadline that is "timeout", else "error". RewardError if the reward cannot be resolved."""
+        life. At the deadline that is "timeout", else "error". RewardError if the reward cannot be resolved. Whoever
+        wants no more of them calls `settle`."""
         child = self._ready()
+        start = 0
         try:
-            for answer, problem in items:  # one at a time: with more, an answer could forge the verdict of the next
-                yield child.ask(answer, problem, self._timeout_s)
+            while start < len(items):
+                began, window = time.monotonic(), items[start : start + self._window]
+                child.ask(window, self._timeout_s)
+                for _ in window:
+                    yield child.verdict(self._timeout_s)
+                start += len(window)
+                each_s = (time.monotonic() - began) / len(window)
+                self._window = max(1, min(_MOST_AT_ONCE, int(_WINDOW_S / each_s)))
         except _LateError:
             self.close()
             yield failure("timeout", f"no verdict within {self._timeout_s:g} s; the process was killed")
         except _DeathError as death:
             self.close()
             yield failure("error", f"the process that judged the answer {death}")
+
+    def settle(self) -> None:
+        """Wait for the verdicts that the child still owes."""
+        try:
+            while self._child and self._child.owes:
+                self._child.verdict(self._timeout_s)
+        except (_LateError, _DeathError):
+            self.close()
 
     def close(self) -> None:
         """End the child and all that it started. A later call starts a new one."""
@@ -125,7 +147,7 @@ class _Child:
         self._spec, self._memory_gb = spec, memory_gb
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
-        self._asked = 0
+        self._owed: deque[str] = deque()
         # The working directory comes last, so that a user's own module is found and shadows nothing.
         path = [*(entry or os.getcwd() for entry in sys.path), os.getcwd()]
         settings = {"spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
@@ -156,17 +178,28 @@ class _Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, answer: str, problem: Problem, timeout_s: float) -> Verdict:
-        deadline = time.monotonic() + timeout_s
-        self._asked += 1
+    @property
+    def owes(self) -> int:
+        """Verdicts that are still to come."""
+        return len(self._owed)
+
+    def ask(self, items: Sequence[tuple[str, Problem]], timeout_s: float) -> None:
+        """Nothing may be owed: what an answer's judging could read from the socket is no secret to it."""
+        marks = [secrets.token_hex(8) for _ in items]
+        lines = [[mark, answer, _plain(problem)] for mark, (answer, problem) in zip(marks, items, strict=True)]
+        self._owed.extend(marks)
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(json.dumps([self._asked, answer, _plain(problem)]).encode() + b"\n")
+            self._socket.sendall(json.dumps(lines).encode() + b"\n")
         except TimeoutError:
             raise _LateError from None
         except OSError:
             raise _DeathError(self._ending()) from None
-        return _verdict(self._receive(deadline), self._asked)
+
+    def verdict(self, timeout_s: float) -> Verdict:
+        """The next one that is owed."""
+        reply = self._receive(time.monotonic() + timeout_s)
+        return _verdict(reply, self._owed.popleft())
 
     def end(self) -> None:
         """The keeper notices that the socket closes, and kills all; it is itself killed if it does not."""
@@ -215,11 +248,11 @@ def _plain(problem: Problem) -> dict[str, Any]:
     return {"uid": problem.uid, "prompt": problem.prompt, "answer": problem.answer, "meta": problem.meta}
 
 
-def _verdict(reply: Any, asked: int) -> Verdict:
-    """The reply as a verdict, if it is one, and the one that was asked for."""
+def _verdict(reply: Any, owed: str) -> Verdict:
+    """The reply as a verdict, if it is one, and bears the mark of the one that is owed."""
     match reply:
-        case [int(number), float(reward), str(status), str(detail)] if (
-            number == asked and math.isfinite(reward) and status in _STATUSES
+        case [str(mark), float(reward), str(status), str(detail)] if (
+            mark == owed and math.isfinite(reward) and status in _STATUSES
         ):
             return Verdict(reward=reward, status=status, detail=detail)
     raise _DeathError("wrote to the socket of its verdicts")
