@@ -180,6 +180,45 @@ _COST = (
     ),
 )
 
+_SURVIVAL = (
+    Chart(
+        "Guard",
+        "1 warns, 2 tightens the objective, 3 rolls out in full precision, 4 stops. Beyond: figures of the step.",
+        (
+            Panel((Series("level", "guard/level"),), "level after the step", zero=True),
+            Panel((Series("figures beyond", "guard/beyond", 2),), "figures beyond their threshold", zero=True),
+        ),
+        absent="The guard was off, or no step has been recorded yet.",
+    ),
+    Chart(
+        "Fleet",
+        "Rollout workers fit at the end of the step. Deaths and requests that others answered add up from the last "
+        "start of the coordinator on.",
+        (
+            Panel((Series("healthy", "fleet/healthy"), Series("deaths", "fleet/deaths", 2)), "workers", zero=True),
+            Panel(
+                (Series("repeated", "fleet/repeated_requests", 3), Series("hedged", "fleet/hedged", 4, dashed=True)),
+                "repeated requests, hedged pieces",
+                zero=True,
+            ),
+        ),
+    ),
+    Chart(
+        "Staleness",
+        "Steps that the learner was ahead of the weights that drew its tokens.",
+        (
+            Panel(
+                (
+                    Series("mean", "rollout/staleness_mean"),
+                    Series("largest", "rollout/staleness_max", 2, dashed=True),
+                ),
+                "steps",
+                zero=True,
+            ),
+        ),
+    ),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -198,6 +237,7 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
         "Learning": _LEARNING,
         "Mismatch between rollouts and learner": _MISMATCH,
         "Cost and optimizer": _COST,
+        "Guard, fleet and staleness": _SURVIVAL,
     }
     return [
         Group(title=title, charts=[(chart, evaluations if chart is ACCURACY else rows) for chart in charts])

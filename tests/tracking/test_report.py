@@ -269,7 +269,7 @@ def test_a_step_recorded_twice_has_its_later_values(tmp_path):
 def test_an_empty_folder_has_a_report_and_a_missing_one_an_error(tmp_path):
     page = Page(write_report(tmp_path))
     assert "0 steps." in page.text("header")
-    assert page.source.count("This run has not recorded it.") == 15
+    assert page.source.count("This run has not recorded it.") == 17
     assert not page.source.count("viewBox")
     with pytest.raises(OSError, match="nowhere"):
         write_report(tmp_path / "nowhere")
