@@ -120,7 +120,7 @@ def soak_lines(samples: Sequence[Sample]) -> list[str]:
     ]
     for name, early, late in _pairs(first, last):
         ratio = late / early if early else float(late > 0) + 1
-        lines.append(f"| {name} | {early:.1f} | {late:.1f} | {ratio:.3f} | {'yes' if ratio <= _FLAT else 'NO'} |")
+        lines.append(f"| {name} | {early:.4g} | {late:.4g} | {ratio:.3f} | {'yes' if ratio <= _FLAT else 'NO'} |")
     return lines
 
 
