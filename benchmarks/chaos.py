@@ -136,7 +136,8 @@ def measure(name: str, place: Place, times: int) -> Row:
         return corrupted_syncs(times)
     if name == "rewards":
         return vicious_rewards(place, times)
-    undisturbed = Job(place, "undisturbed")
+    steps = FAULTS[name].steps
+    undisturbed = Job(place, f"undisturbed-{steps}", f"steps={steps}")
     if not (undisturbed.run_dir / "summary.json").exists() and undisturbed.begin().end():
         raise SystemExit(f"the undisturbed run failed; its log is {undisturbed.log}")
     return FAULTS[name].measure(name, place, undisturbed.run_dir, times)

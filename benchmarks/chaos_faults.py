@@ -267,6 +267,7 @@ class Fault:
     """None: the job ended before."""
     around: Callable = here
     settings: tuple[str, ...] = ()
+    steps: int = STEPS
 
     def measure(self, name: str, place: Place, undisturbed: Path, times: int) -> Row:
         """Jobs, until the fault was done so often."""
@@ -281,11 +282,11 @@ class Fault:
         return row
 
     def _job(self, name: str, place: Place, undisturbed: Path, row: Row) -> Finding:
-        job = Job(place, name, *self.settings).begin()
+        job = Job(place, name, *self.settings, f"steps={self.steps}").begin()
         last = 1
         try:
             while row.counted < row.times:
-                if not job.reaches(last + 2) or job.step > STEPS - _LAST:
+                if not job.reaches(last + 2) or job.step > self.steps - _LAST:
                     break
                 if strike := self.hurt(job):
                     row.strikes.append(strike)
@@ -309,6 +310,7 @@ FAULTS = {
         hurt=node,
         around=own_cluster,
         settings=("rollout.workers=1", "rollout.max_workers=2"),
+        steps=160,  # the second worker is hired half a minute after there is room for it
     ),
     "disk-full": Fault(label="disk full at a checkpoint", times=3, hurt=disk_full, around=small_disk),
     "read-only": Fault(label="read-only checkpoint folder", times=3, hurt=read_only),

@@ -18,6 +18,7 @@ import ray
 import typer
 from loop import ROOT, machine
 
+from qurl_ray.actors.cluster import own_seat
 from qurl_ray.actors.health import Pulse
 from qurl_ray.actors.rollout_worker import Loaded
 from qurl_ray.actors.verifier import VerifierPool
@@ -109,7 +110,7 @@ def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
         actor = ray.remote(num_cpus=0)(Coordinator).options(max_concurrency=100)
         pool = VerifierPool(verifiers=(Judge(),))
         coordinator = actor.remote(config, prepared.spec, workers, pool, Path(folder), None)
-        ray.get(coordinator.begin.remote(0, "group", (task,)))
+        ray.get(coordinator.begin.remote(0, "group", (task,), own_seat()))
         ray.get(coordinator.weight_max_code.remote("int8"))
         record = TensorRecord(name="a.weight", shape=(1, 1), format="none", fingerprint=0, bytes=4)
         offer = Offer(version=1, attempt=0, rank=0, format="none", weight_max_code=None, records=(record,))

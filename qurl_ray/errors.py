@@ -2,6 +2,7 @@
 
 QurlError
 ├── ConfigError          a setting is missing, unknown or contradicts another   (never retried)
+├── PlacementError       the cluster can never hold what a run asks of it       (never retried)
 ├── DataError            a task, data set or prompt cannot be used              (never retried)
 ├── RewardError          a reward function cannot be used                       (never retried)
 ├── QuantizationError    a weight or model cannot be quantized                  (never retried)
@@ -20,6 +21,10 @@ class QurlError(Exception):
 
 class ConfigError(QurlError, ValueError):
     """A setting is missing, unknown or contradicts another."""
+
+
+class PlacementError(QurlError, RuntimeError):
+    """The cluster can never hold what a run asks of it, or not where it would have to be."""
 
 
 class DataError(QurlError, ValueError):

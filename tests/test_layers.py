@@ -14,14 +14,14 @@ LAYERS = [
     {"policy", "data", "tracking"},
     {"rollout", "learner", "sync"},
     {"actors"},
-    {"loop", "evaluation"},
+    {"loop", "evaluation", "serving"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {
-    "ray": {"actors", "loop", "evaluation"},
-    "mlflow": {"tracking"},
+    "ray": {"actors", "loop", "evaluation", "serving"},
+    "mlflow": {"tracking", "serving"},
     "deepspeed": {"learner"},
-    "transformers": {"policy", "rollout", "learner", "loop", "evaluation"},
+    "transformers": {"policy", "rollout", "learner", "loop", "evaluation", "serving"},
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -19,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from qurl_ray.actors.health import Health, Member, Pulse
 from qurl_ray.actors.rollout_worker import CONTROL, Loaded
-from qurl_ray.actors.work import Piece, Work
+from qurl_ray.actors.work import FleetCounts, Piece, Work
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
 from qurl_ray.types import Completion, Manifest, Request
@@ -27,17 +26,6 @@ from qurl_ray.types import Completion, Manifest, Request
 _MARGIN_S = 30.0  # engines notice their deadline between two tokens
 _TICK_S = 0.25  # how often a starting worker, and one that is being interrupted, is asked again
 _SLOTFULS = 4  # requests of a piece, in slots of an engine: enough to keep them filled, few enough to be done twice
-
-
-@dataclass(slots=True)
-class FleetCounts:
-    """Since the fleet began."""
-
-    deaths: int = 0
-    repeated: int = 0
-    """Requests that were begun anew, or gone on with, on another worker or after new weights."""
-    hedged: int = 0
-    """Pieces that a second worker was given, since the first took long."""
 
 
 class Fleet:
@@ -64,6 +52,9 @@ class Fleet:
         self._paused = False
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
+        self._tending: dict[int, tuple[asyncio.Task, ...]] = {}
+        """By worker."""
+        self._resting = asyncio.Lock()
         for actor in actors:
             self.join(actor)
 
@@ -71,10 +62,20 @@ class Fleet:
 
     def join(self, actor: ActorHandle) -> None:
         """One more worker, from now on."""
-        member = Member(index=len(self.members), actor=actor)
-        self.members.append(member)
-        self._spawn(self._watch(member))
-        self._spawn(self._serve(member))
+        self.members.append(Member(index=len(self.members), actor=actor))
+        self._tend(self.members[-1])
+
+    def replace(self, index: int, actor: ActorHandle) -> None:
+        """Another worker in the place of one that was ended on purpose, as engines of a colocated run that move."""
+        for task in self._tending.pop(index):
+            task.cancel()
+        self._fatal = None
+        self.members[index] = Member(index=index, actor=actor)
+        self._tend(self.members[index])
+        self._notify()
+
+    def _tend(self, member: Member) -> None:
+        self._tending[member.index] = (self._spawn(self._watch(member)), self._spawn(self._serve(member)))
 
     def those(self, *states: Health) -> list[Member]:
         """Workers in one of these states."""
@@ -89,11 +90,14 @@ class Fleet:
             member.turn(Health.STALE)
         for member in self.members:
             member.refusals = 0
-        held = [member.pulse.version or 0 for member in self.members if member.pulse]
-        highest = max([0, self.version, *held])
+        highest = self.highest()
         self._paused, self.version = False, -1
         self._notify()
         return highest
+
+    def highest(self) -> int:
+        """Version of weights that a worker may hold."""
+        return max([0, self.version, *(m.pulse.version or 0 for m in self.members if m.pulse)])
 
     async def started(self) -> None:
         """Returns when all workers are up.
@@ -156,7 +160,7 @@ class Fleet:
         `holds` says otherwise."""
         for member in members:
             member.turn(Health.STALE)
-            member.doing = "load"
+            member.doing, member.awake = "load", True
         calls = {m.index: m.actor.load.remote(manifest, buckets, list(probe)) for m in members}
         try:
             return await self._gather(calls, timeout_s, f"load and verify weights {manifest.version}")
@@ -235,6 +239,24 @@ class Fleet:
         self._paused = True
         await self._interrupt(lambda *_: True)
 
+    async def rest(self, timeout_s: float) -> None:
+        """Have the workers that are awake give their memory back, until they are asked for something. Returns when they
+        have; what they generated is interrupted, and goes on then.
+
+        Raises:
+            EngineError: one cannot. One that dies meanwhile has given it back.
+        """
+        async with self._resting:
+            awake = [member for member in self.those(Health.HEALTHY, Health.STALE) if member.awake]
+            if not awake:
+                return
+            await self.pause()
+            found = await self._gather({m.index: m.actor.sleep.remote() for m in awake}, timeout_s, "fall asleep")
+            _raise_first({m.index: found[m.index] for m in awake if m.alive})
+            for member in awake:
+                member.awake = False
+            self.resume()
+
     def resume(self) -> None:
         """Go on with the weights that are now held."""
         self._paused = False
@@ -257,11 +279,11 @@ class Fleet:
                 await self._wait_for_change(1.0 if running else None)  # a straggler is noticed by the clock
                 continue
             self._busy[member.index] = found
-            member.doing = "generate"
+            member.doing, member.awake = "generate", True
             try:
                 await self._answer(member, *found)
             finally:
-                self._busy.pop(member.index)
+                self._busy.pop(member.index, None)
                 member.doing = "idle"
                 self._notify()
 
@@ -398,10 +420,11 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _spawn(self, what: Coroutine) -> None:
+    def _spawn(self, what: Coroutine) -> asyncio.Task:
         task = asyncio.ensure_future(what)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)

@@ -60,6 +60,8 @@ class Member:
     heard: float = field(default_factory=time.monotonic)
     """When that was."""
     doing: str = "starting"
+    awake: bool = True
+    """Whether it may hold the memory that `sleep` gives back."""
     refusals: int = 0
     """Times that it failed to take the version it is to hold."""
 

@@ -35,14 +35,29 @@ class Loaded:
 
 
 class RolloutWorker:
-    """Owns an engine; weights arrive as references to the senders' buckets, one copy per node."""
+    """Owns an engine; weights arrive as references to the senders' buckets, one copy per node.
+
+    Args:
+        colocated: the engine shares its device with a learner, and sleeps until it is asked for something.
+    """
 
     def __init__(
-        self, spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int, transport: str = "object_store"
+        self,
+        spec: PolicySpec,
+        config: RolloutConfig,
+        *,
+        kernel: str,
+        threads: int,
+        transport: str = "object_store",
+        colocated: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self._boot = uuid.uuid4().hex
-        self._engine = make_engine(spec, config, kernel=kernel, threads=threads, transport=transport)
+        self._engine = make_engine(
+            spec, config, kernel=kernel, threads=threads, transport=transport, colocated=colocated
+        )
+        if colocated:
+            self._engine.sleep()
 
     def pulse(self) -> Pulse:
         """That it lives, and what it holds."""
@@ -60,6 +75,7 @@ class RolloutWorker:
 
     def expect(self, manifest: Manifest, scales: Sequence[ObjectRef]) -> None:
         """Make a vLLM engine ready for a version through its own transfer; `load` without buckets verifies it."""
+        self._engine.wake()
         self._engine.expect(manifest, {name: array for ref in scales for name, array in ray.get(ref).items()})
 
     def transfer(self, method: str, arguments: dict) -> None:
@@ -76,6 +92,7 @@ class RolloutWorker:
         largest = self._engine.weight_max_code(manifest.precision)
         if manifest.weight_max_code > largest:
             raise SyncError(f"weight codes to {manifest.weight_max_code}, but the kernel here takes them to {largest}")
+        self._engine.wake()
         if buckets is None:
             self._engine.accept(manifest)
         else:
@@ -90,7 +107,12 @@ class RolloutWorker:
         self._engine.load(manifest, unpack(arrived, manifest, self._engine.resident))
 
     def generate(self, requests: Sequence[Request], version: int, deadline_s: float) -> list[Completion]:
+        self._engine.wake()
         return self._engine.generate(requests, version=version, deadline_s=deadline_s)
+
+    def sleep(self) -> None:
+        """Give the device's memory back until the engine is asked for something; nothing may run."""
+        self._engine.sleep()
 
     def cancel(self, uids: Collection[str]) -> None:
         """End these requests at their next token, while `generate` runs in another thread of the actor."""

@@ -15,6 +15,17 @@ from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.types import Completion, Request
 
 
+@dataclass(slots=True)
+class FleetCounts:
+    """Since the fleet began."""
+
+    deaths: int = 0
+    repeated: int = 0
+    """Requests that were begun anew, or gone on with, on another worker or after new weights."""
+    hedged: int = 0
+    """Pieces that a second worker was given, since the first took long."""
+
+
 @dataclass(eq=False, slots=True)
 class Piece:
     """Requests that a worker gets in one call: neighbours, so that samples of a prompt share its prefill."""

@@ -56,7 +56,7 @@ def _objectives(config: RunConfig) -> Iterator[str]:
 
 def _learner(config: RunConfig) -> Iterator[str]:
     learner = config.learner
-    if learner.offload_while_waiting and learner.device == "cpu":
+    if learner.offload_while_waiting and learner.device == "cpu" and config.placement == "disaggregated":
         yield "learner.offload_while_waiting frees a GPU's memory; on the CPU it only costs time"
     if learner.backend == "torch" and learner.zero_stage != 2:
         yield "learner.zero_stage is DeepSpeed's; learner.backend=torch shards nothing"

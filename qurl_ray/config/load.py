@@ -33,16 +33,26 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing or no mapping, an override is no `key=value`, a key is unknown (the nearest
             one is named), or a value has the wrong type.
     """
+    settings = read_settings(path, overrides)
+    try:
+        return RunConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, str(path) if path else "settings")) from None
+
+
+def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Those of the file, if there is one, with overrides applied in order; not validated.
+
+    Raises:
+        ConfigError: the file is missing or no mapping, or an override is no `key=value`.
+    """
     settings = _read(path) if path else {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
         _assign(settings, key.split("."), _parse(value, override))
-    try:
-        return RunConfig.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, str(path) if path else "settings")) from None
+    return settings
 
 
 def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:

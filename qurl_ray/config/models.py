@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
 from qurl_ray.config.guard import GuardConfig
+from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.rollout import Format, RolloutConfig
 from qurl_ray.config.section import Section, Share, with_default_types
 
@@ -215,7 +216,8 @@ class LearnerConfig(Section):
     offload_optimizer: bool = False
     """With `deepspeed` and `zero_stage` 1 to 3: keep the optimizer's states, and make its step, on the CPU."""
     offload_while_waiting: bool = False
-    """Move optimizer, gradients and parameters to the CPU during rollouts, for engines that share the GPU."""
+    """Move optimizer, gradients and parameters to the CPU during rollouts, for engines that share the GPU. With
+    `placement=colocated` it is on unless it is set to false, and all but the parameters are moved during syncs, too."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of a rank; all cores divided by the workers if absent."""
     timeout_s: float = Field(600.0, gt=0)
@@ -235,8 +237,9 @@ class SyncConfig(Section):
 
     transport: Literal["object_store", "nccl", "sparse_nccl", "ipc"] = "object_store"
     """How weights travel. All but the first are vLLM's own, from GPU to GPU, with codes as bfloat16: `nccl` sends all,
-    `sparse_nccl` what changed, `ipc` hands over the memory of a GPU that learner and engine share. The first version in
-    a format and refits go through the object store all the same. Not measured yet."""
+    `sparse_nccl` what changed, `ipc` hands over the memory of a GPU that learner and engine share, one of each, with
+    `placement=colocated`. The first version in a format and refits go through the object store all the same. Not
+    measured yet."""
     timeout_s: float = Field(120.0, gt=0)
     """Deadline for every engine to load and verify one version."""
     delta: bool = True
@@ -319,6 +322,10 @@ class RunConfig(Section):
     """`rollout_only` trains in full precision and corrects for the difference (QuRL). `unified` trains through the very
     codes that generate: with rollout.quantization=fp8_block, gradients and all, that is Jet-RL; `unified_int8` is the
     same with int8."""
+    placement: Placement = "disaggregated"
+    """Who computes where. `disaggregated` gives engines GPUs of their own. `colocated` puts them on the GPUs of the
+    learner's ranks, where they take turns: engines sleep while the learner trains, and the learner's states are on the
+    host while engines generate. It needs rollout.workers × tensor_parallel = learner.workers. Not measured on GPUs."""
     rollout: RolloutConfig = RolloutConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     algorithm: AlgorithmConfig = DAPO()
@@ -333,7 +340,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return with_default_types(settings)
+        return with_offload(with_default_types(settings))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":
@@ -356,8 +363,8 @@ class RunConfig(Section):
             raise ValueError("rollout.kv_cache=fp8 is the torch engine's: the learner knows nothing of vLLM's")
         if rollout.max_staleness:
             self._staleness_fits()
-        if self.sync.transport != "object_store":
-            self._transport_fits()
+        check_transport(self)
+        check_placement(self)
         if self.precision_flow != "rollout_only":
             self._flow_fits()
         elif self.quantization.backward != "auto":
@@ -383,10 +390,10 @@ class RunConfig(Section):
                 f"{ahead} draws tokens with weights from before: they need a correction, and algorithm.correction="
                 f"{correction.type} takes them for the learner's own"
             )
-        if self.learner.offload_while_waiting or self.sync.transport == "ipc":
+        if self.learner.offload_while_waiting and self.placement == "disaggregated":
             raise ValueError(
                 f"{ahead} has engines generate while the learner trains: they cannot share a GPU "
-                "(learner.offload_while_waiting, sync.transport=ipc)"
+                "(learner.offload_while_waiting)"
             )
 
     def _flow_fits(self) -> None:
@@ -413,32 +420,3 @@ class RunConfig(Section):
         if self.quantization.backward != "auto":
             return self.quantization.backward
         return "quantized" if self.rollout.quantization == "fp8_block" else "straight_through"
-
-    def _transport_fits(self) -> None:
-        """What vLLM's own weight transfer needs."""
-        rollout, learner, transport = self.rollout, self.learner, f"sync.transport={self.sync.transport}"
-        if rollout.engine != "vllm" or (rollout.device, learner.device) != ("cuda", "cuda"):
-            raise ValueError(
-                f"{transport} is vLLM's, from GPU to GPU: it needs rollout.engine=vllm, rollout.device=cuda and "
-                "learner.device=cuda; elsewhere use object_store"
-            )
-        if self.quantization.rounding != "nearest":
-            raise ValueError(
-                f"{transport} needs quantization.rounding=nearest: rank 0 quantizes what all ranks have fingerprinted, "
-                "and only rounding to nearest gives the same codes twice"
-            )
-        if self.sync.transport == "sparse_nccl" and not self.sync.delta:
-            raise ValueError(f"{transport} sends what changed: it needs sync.delta=true; nccl sends all")
-        if self.sync.transport == "sparse_nccl" and learner.workers > 1:
-            raise ValueError(
-                f"{transport} needs learner.workers=1: rank 0 sends, and of other ranks' tensors it does not know what "
-                "changed; nccl sends all"
-            )
-        if self.sync.transport == "ipc":
-            if (learner.workers, rollout.workers, rollout.vllm.tensor_parallel) != (1, 1, 1):
-                raise ValueError(
-                    f"{transport} hands over the memory of one GPU, which one learner rank and one engine share: it "
-                    "needs learner.workers=1, rollout.workers=1 and rollout.vllm.tensor_parallel=1; elsewhere use nccl"
-                )
-            if rollout.vllm.kv_cache_gb is None:
-                raise ValueError(f"{transport} needs rollout.vllm.kv_cache_gb: vLLM would take the learner's memory")

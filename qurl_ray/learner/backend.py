@@ -1,6 +1,7 @@
 """A module whose parameters an optimizer moves, on all ranks at once; and what the backends share."""
 
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 
 from qurl_ray.config.models import LearnerConfig
+
+
+class Resident(IntEnum):
+    """What of a learner is on its device; the rest is on the host."""
+
+    NOTHING = 0
+    PARAMETERS = 1
+    """Of the policy: what a sync reads and a forward pass needs."""
+    ALL = 2
+    """Also gradients, the optimizer's states, a value model and a reference."""
 
 
 class Backend(Protocol):
@@ -39,11 +50,8 @@ class Backend(Protocol):
     def load(self, folder: Path) -> None:
         """Undo `save`, with as many ranks."""
 
-    def offload(self) -> None:
-        """Free the device's memory until `reload`."""
-
-    def reload(self) -> None:
-        """Undo `offload`."""
+    def reside(self, resident: Resident) -> None:
+        """Have this on the device, and all else on the host. Only with ALL may it step."""
 
 
 def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.AdamW:

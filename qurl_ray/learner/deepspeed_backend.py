@@ -20,13 +20,14 @@ from torch import nn
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.errors import CheckpointError
-from qurl_ray.learner.backend import adamw, world
+from qurl_ray.learner.backend import Resident, adamw, world
 
-_NOT_THE_OPTIMIZERS = [
-    kind
-    for kind in OffloadStateTypeEnum
-    if kind not in (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states)
-]
+_OPTIMIZERS = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
+_AWAY = {
+    Resident.ALL: set(),
+    Resident.PARAMETERS: set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params},
+    Resident.NOTHING: set(OffloadStateTypeEnum),
+}
 _TAG = "zero"  # of the one checkpoint in a folder
 
 warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
@@ -47,7 +48,7 @@ class DeepSpeedBackend:
         self._config, self._ranks, self.module = config, world()[1], module
         optimizer = adamw(module, config)
         # Stage 3 moves masters and moments of its own Adam only, which is compiled, for CUDA.
-        self._moves_all = config.zero_stage < 3 or config.device == "cuda"
+        self._stay = _OPTIMIZERS if config.zero_stage == 3 and config.device == "cpu" else set()
         own_adam = config.offload_while_waiting and config.zero_stage == 3 and not config.offload_optimizer
         if own_adam and config.device == "cuda":
             optimizer = FusedAdam(optimizer.param_groups, lr=config.lr, betas=config.betas)
@@ -98,15 +99,18 @@ class DeepSpeedBackend:
         if path is None:
             raise CheckpointError(f"{folder} holds no DeepSpeed state")
 
-    def offload(self) -> None:
-        if self._config.zero_stage:
-            self._engine.offload_states(
-                include=None if self._moves_all else _NOT_THE_OPTIMIZERS, pin_memory=self._config.device == "cuda"
-            )
-
-    def reload(self) -> None:
-        if self._config.zero_stage:
+    def reside(self, resident: Resident) -> None:
+        if not self._config.zero_stage:
+            return
+        away, noted = _AWAY[resident] - self._stay, self._engine.optimizer.offloaded_states
+        if noted - away:
+            # DeepSpeed brings back all that it has noted: what is to stay away is not noted meanwhile.
+            kept = noted & away
+            noted -= kept
             self._engine.reload_states()
+            noted |= kept
+        if away - noted:
+            self._engine.offload_states(include=away, pin_memory=self._config.device == "cuda")
 
 
 def zero_settings(config: LearnerConfig) -> dict[str, Any]:

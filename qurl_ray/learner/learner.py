@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.errors import CheckpointError
-from qurl_ray.learner.backend import Backend, load_random_state, save_random_state, world
+from qurl_ray.learner.backend import Backend, Resident, load_random_state, save_random_state, world
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.flow import FlowSwitch, UnifiedFlow
@@ -246,19 +246,15 @@ class PolicyLearner:
         if self._critic and self._critic.backend:
             self._critic.backend.load(folder / "critic")
 
-    def offload(self) -> None:
-        self._policy.offload()
+    def reside(self, resident: Resident) -> None:
+        self._policy.reside(resident)
+        others = resident if resident is Resident.ALL else Resident.NOTHING
         if self._reference:
-            self._reference.cpu()
+            self._reference.to(self._config.device if others else "cpu")
         if self._critic and self._critic.backend:
-            self._critic.backend.offload()
-
-    def reload(self) -> None:
-        self._policy.reload()
-        if self._reference:
-            self._reference.to(self._config.device)
-        if self._critic and self._critic.backend:
-            self._critic.backend.reload()
+            self._critic.backend.reside(others)
+        if resident is not Resident.ALL and self._config.device == "cuda":
+            torch.cuda.empty_cache()  # or what was freed would stay this process's
 
 
 def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
 from qurl_ray.learner.probe import Codes
 from qurl_ray.rl.objective import ObjectiveSettings
@@ -55,8 +56,6 @@ class Learner(Protocol):
     def load(self, folder: Path) -> None:
         """Take up what `save` wrote, with as many ranks. The caller has verified the files."""
 
-    def offload(self) -> None:
-        """Free the device's memory until `reload`."""
-
-    def reload(self) -> None:
-        """Undo `offload`."""
+    def reside(self, resident: Resident) -> None:
+        """Have this on the device, and all else on the host, until the next call. At first it is ALL, which `learn`,
+        `save` and `load` need; `named_parameters` and `logprobs` need PARAMETERS."""

@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.models import LearnerConfig
-from qurl_ray.learner.backend import adamw, world
+from qurl_ray.learner.backend import Resident, adamw, world
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -91,15 +91,10 @@ class TorchBackend:
                     for kind in _MOMENTS
                 }
 
-    def offload(self) -> None:
-        self._move("cpu")
-
-    def reload(self) -> None:
-        self._move(self._config.device)
-
-    def _move(self, device: str) -> None:
-        for parameter in self.module.parameters():
-            parameter.data = parameter.data.to(device)
+    def reside(self, resident: Resident) -> None:
+        own = self._config.device
+        for parameter in self.module.parameters():  # gradients are gone after each step
+            parameter.data = parameter.data.to(own if resident >= Resident.PARAMETERS else "cpu")
         for state in self._optimizer.state.values():
             for kind in _MOMENTS:
-                state[kind] = state[kind].to(device)
+                state[kind] = state[kind].to(own if resident is Resident.ALL else "cpu")

@@ -14,7 +14,7 @@ them is dropped, and everything goes on from the latest checkpoint.
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,22 @@ from ray.actor import ActorHandle
 
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health
+from qurl_ray.actors.placement import Seat
 from qurl_ray.actors.rollout_worker import own_log
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.tasks import Task
-from qurl_ray.errors import QurlError
+from qurl_ray.errors import DeadlineExceeded, QurlError
 from qurl_ray.evaluation.statistics import wilson_interval
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 from qurl_ray.loop.collect import Collected, Collector
+from qurl_ray.loop.figures import step_figures
 from qurl_ray.loop.guard import Directive, Guard
 from qurl_ray.loop.meeting import Meeting
 from qurl_ray.loop.refit import Gap, Offer, Refit
 from qurl_ray.policy.load import load_tokenizer, stop_ids
-from qurl_ray.rl.diagnostics import policy_metrics
-from qurl_ray.rl.reduce import merge
-from qurl_ray.rl.value import value_metrics
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Event, PolicySpec
 
@@ -70,6 +69,10 @@ class Drained:
     events: list[Event]
     workers: int
     """Rollout workers that the fleet knows."""
+    seats: tuple[Seat, ...] | None
+    """Of the ranks, where a colocated run's workers are to be; None until they have begun."""
+    seated: tuple[Seat, ...] | None
+    """Where these are."""
     failure: QurlError | None
     """What ended the run."""
     log: str
@@ -111,6 +114,8 @@ class Coordinator:
         self._max_codes: dict[str, int] = {}
         self._failure: QurlError | None = None
         self._stop = False
+        self._seats: tuple[Seat, ...] | None = None
+        self._seated: tuple[Seat, ...] | None = None
         # Ray makes a coordinator anew, with the same arguments, after its process was killed.
         self._made_anew = ray.get_runtime_context().was_current_actor_reconstructed
         self._resume = None if self._made_anew else (resume,)
@@ -160,17 +165,23 @@ class Coordinator:
 
     # --- learner's side -----------------------------------------------------------------------------------------
 
-    async def begin(self, rank: int, group: str, task: tuple[ObjectRef]) -> Start:
+    async def begin(self, rank: int, group: str, task: tuple[ObjectRef], seat: Seat) -> Start:
         """All ranks of a group meet here before anything else; what was under way for another group is dropped.
+        Colocated engines are brought to where the ranks are, up and to sleep, before a rank puts anything on its GPU.
 
         Args:
             task: what is trained on. The ranks bring it, as a coordinator that is made anew has nothing but what Ray
                 keeps of its arguments, which is no large object; in a tuple, as Ray would put it in its place.
         """
-        return await self._beginnings.attend(group, rank, task, lambda found: self._begin(found[0]))
+        start = await self._beginnings.attend(group, rank, (task, seat), self._begin)
+        if self._config.placement == "disaggregated" or start.over:
+            return start
+        version = await self._beginnings.attend((group, "engines"), rank, None, self._bring_engines)
+        return replace(start, version=max(version, start.version))
 
-    async def _begin(self, task: tuple[ObjectRef]) -> Start:
+    async def _begin(self, brought: list[tuple[tuple[ObjectRef], Seat]]) -> Start:
         resume, notes = None, []
+        (task, _), self._seats = brought[0], tuple(seat for _, seat in brought)
         if self._resume:
             (resume,) = self._resume
         else:
@@ -193,6 +204,23 @@ class Coordinator:
                 self._tell("warning", note)
         directive, over = self._guard.directive, self._failure is not None
         return Start(resume=resume, version=version, directive=directive, over=over)
+
+    async def _bring_engines(self, _: list[None]) -> int:
+        limit = self._config.rollout.start_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                while self._seated != self._seats:  # the driver hires them
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            message = f"waited {limit:g} s for the driver to put rollout workers on {'; '.join(map(str, self._seats))}"
+            raise DeadlineExceeded(message) from None
+        await (self._fleet.some_alive() if self._made_anew else self._fleet.started())
+        await self.rest()
+        return self._fleet.highest()  # now that all are known
+
+    async def rest(self) -> None:
+        """Have all engines give their memory back, for the learner's turn."""
+        await self._fleet.rest(self._config.sync.timeout_s)
 
     async def fail(self, error: QurlError) -> None:
         """A rank met an error that no restart mends."""
@@ -276,7 +304,7 @@ class Coordinator:
 
     async def _judge(self, step: int, results: list[StepResult]) -> Directive:
         self._step = step
-        values = self._figures(step, results)
+        values = step_figures(step, self._collected[step], results, self._drawn_at)
         directive = self._guard.judge(step, values)
         for message in directive.messages:
             self._warn(step, message)
@@ -326,13 +354,26 @@ class Coordinator:
         """What there is to be told since the last call; the driver is the only caller."""
         events, self._events = self._events, []
         self._drains += 1
-        return Drained(events=events, workers=len(self._fleet.members), failure=self._failure, log=own_log())
+        return Drained(
+            events=events,
+            workers=len(self._fleet.members),
+            seats=self._seats,
+            seated=self._seated,
+            failure=self._failure,
+            log=own_log(),
+        )
 
-    async def join(self, workers: Sequence[ActorHandle]) -> None:
-        """The fleet's workers are now these; those that it has come first, in the same order."""
-        for actor in workers[len(self._fleet.members) :]:
-            self._fleet.join(actor)
-            self._tell("info", f"rollout worker {len(self._fleet.members) - 1} joins the fleet")
+    async def join(self, workers: Sequence[ActorHandle], seats: tuple[Seat, ...] | None) -> None:
+        """The fleet's workers are now these, with the ranks on these seats if they are colocated."""
+        members = self._fleet.members
+        for index, actor in enumerate(workers):
+            if index == len(members):
+                self._fleet.join(actor)
+                self._tell("info", f"rollout worker {index} joins the fleet")
+            elif members[index].actor != actor:
+                self._fleet.replace(index, actor)
+                self._tell("info", f"rollout worker {index} moves to where the learner's ranks are now")
+        self._seated = seats
 
     async def tell(self, event: Event) -> None:
         """Pass an event on to the driver."""
@@ -369,43 +410,6 @@ class Coordinator:
         )
 
     # --- metrics ------------------------------------------------------------------------------------------------
-
-    def _figures(self, step: int, results: list[StepResult]) -> dict[str, float]:
-        """Of a step's rollouts and updates."""
-        collected, sums = self._collected[step], merge(result.sums for result in results)
-        rewards = np.array(collected.rewards)
-        values = {
-            "reward/mean": float(rewards.mean()) if rewards.size else 0.0,
-            "reward/solved_share": float((rewards > 0.5).mean()) if rewards.size else 0.0,
-            "reward/failed": sum(collected.failed.values()),
-            "rollout/samples": collected.samples,
-            "rollout/trained_samples": sum(len(group) for group in collected.groups),
-            "rollout/tokens": collected.tokens,
-            "rollout/tokens_per_second": collected.tokens / collected.rollout_seconds,
-            "rollout/mean_length": float(np.mean(collected.lengths)),
-            "rollout/truncated_share": collected.truncated / collected.samples,
-            "rollout/garbage_share": collected.garbage / collected.tokens,
-            "rollout/uniform_groups": collected.uniform_groups / collected.all_groups,
-            "rollout/rounds": collected.rounds,
-            "loss": sums.get("loss", 0.0),
-            "lr": results[0].lr,
-            "grad_norm": results[0].grad_norm,
-            "skipped_updates": results[0].skipped_updates,
-        }
-        values |= self._staleness(step, collected)
-        return values | ((policy_metrics(sums) | value_metrics(sums)) if sums else {})
-
-    def _staleness(self, step: int, collected: Collected) -> dict[str, float]:
-        """Steps that the learner was ahead of the weights that drew its tokens."""
-        versions = [s.versions for group in collected.groups for s in group]
-        if not versions:
-            return {}
-        found, counts = np.unique(np.concatenate(versions), return_counts=True)
-        lags = np.array([step - 1 - self._drawn_at[int(version)] for version in found])
-        return {
-            "rollout/staleness_mean": float((lags * counts).sum() / counts.sum()),
-            "rollout/staleness_max": float(lags.max()),
-        }
 
     async def _finish_step(self, step: int, times: list[dict[str, float]]) -> None:
         collected = self._collected.pop(step)

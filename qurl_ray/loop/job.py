@@ -2,6 +2,7 @@
 
 import typer
 
+from qurl_ray.actors.placement import demand
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.loop.run_dir import dry_run
@@ -12,6 +13,7 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     stopped the run."""
     if dry:
         typer.echo(dry_run(config), nl=False)
+        typer.echo(f"# placement: {demand(config)}")
         for sentence in idle_settings(config):
             typer.echo(f"note: {sentence}", err=True)
         return 0

@@ -23,7 +23,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from qurl_ray.actors.crew import IPC_SHARE, Crew, counts
+from qurl_ray.actors.cluster import check_room, there_is
+from qurl_ray.actors.crew import Crew
+from qurl_ray.actors.placement import counts, demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
@@ -42,7 +44,6 @@ from qurl_ray.types import Event
 
 _POLL_S = 0.2
 _DRAIN_S = 120.0
-_GROW_S = 2.0
 _CALLS = 1000  # that may wait in the coordinator at a time: they hold no threads
 
 
@@ -126,12 +127,14 @@ def _train(
 ) -> dict[str, Any]:
     """Start the actors, fit, collect the summary, end the actors."""
     workers = config.rollout.max_workers or config.rollout.workers
+    check_room(demand(config))
     crew = Crew(
         config=config.rollout,
         spec=prepared.spec,
         kernel=config.quantization.kernel,
         threads=config.rollout.threads or max(1, (os.cpu_count() or 1) // workers),
         transport=config.sync.transport,
+        colocated=config.placement == "colocated",
     )
     crew.start()
     judging = config.task
@@ -169,11 +172,7 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
         train_entry,
         train_loop_config=context,
         torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo", timeout_s=int(config.learner.timeout_s)),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=config.learner.workers,
-            use_gpu=on_gpu,
-            resources_per_worker=rank_resources(config),
-        ),
+        scaling_config=scaling_config(config),
         run_config=ray.train.RunConfig(
             name="ray-train",
             storage_path=str(run_dir),
@@ -188,10 +187,12 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
     return fit
 
 
-def rank_resources(config: RunConfig) -> dict[str, float]:
-    """What a learner rank asks Ray for."""
-    gpu = IPC_SHARE if config.sync.transport == "ipc" else 1
-    return {"CPU": 1, "GPU": gpu} if config.learner.device == "cuda" else {"CPU": 1}
+def scaling_config(config: RunConfig) -> ray.train.ScalingConfig:
+    """What Ray Train is to place."""
+    asked = demand(config)
+    return ray.train.ScalingConfig(
+        num_workers=asked.ranks, use_gpu="GPU" in asked.rank, resources_per_worker=asked.rank
+    )
 
 
 class _Fit(threading.Thread):
@@ -217,7 +218,7 @@ class _Watch:
     ) -> None:
         self._config, self._coordinator, self._crew = config, coordinator, crew
         self._summary, self._tracker = summary, tracker
-        self._heard = self._grown = time.monotonic()
+        self._heard = time.monotonic()
         self._log = "not known yet"
 
     def until_over(self, fit: _Fit) -> dict[str, Any]:
@@ -243,7 +244,7 @@ class _Watch:
                 if not alive:
                     break
                 if found:
-                    self._grow(found.workers)
+                    self._man(found)
                 time.sleep(_POLL_S)
         if found and found.failure:
             raise found.failure
@@ -273,15 +274,18 @@ class _Watch:
         self._heard, self._log = time.monotonic(), found.log
         return found
 
-    def _grow(self, known: int) -> None:
-        """Add a worker if there is room for one, and tell the coordinator of those that it does not know: another one
-        was started in its place."""
-        if time.monotonic() - self._grown < _GROW_S:
+    def _man(self, found: Drained) -> None:
+        """Put colocated workers where the ranks are, or add a worker if there is room for one, and tell the coordinator
+        of those that it does not know: another one was started in its place."""
+        if self._crew.colocated:
+            if found.seats and found.seats != found.seated:
+                self._crew.sit(found.seats)
+                self._coordinator.join.remote(self._crew.actors, self._crew.seats)
             return
-        self._grown = time.monotonic()
-        self._crew.grow()
-        if known < len(self._crew.actors):
-            self._coordinator.join.remote(self._crew.actors)
+        if found.seats:  # before, it could take the ranks' room
+            self._crew.grow()
+        if found.workers < len(self._crew.actors):
+            self._coordinator.join.remote(self._crew.actors, None)
 
 
 @contextmanager
@@ -302,9 +306,8 @@ def _cause(error: BaseException, config: RunConfig) -> BaseException:
     """The error of ours inside what Ray Train raised, if there is one."""
     if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
         return DeadlineExceeded(
-            f"{config.learner.workers} learner rank(s) of {counts(rank_resources(config))} were not placed within "
-            f"{config.learner.timeout_s:g} s; the cluster has {counts(ray.cluster_resources())}, "
-            f"free now {counts(ray.available_resources())}"
+            f"{config.learner.workers} learner rank(s) of {counts(demand(config).rank)} were not placed within "
+            f"{config.learner.timeout_s:g} s; {there_is()}"
         )
     failures = getattr(error, "worker_failures", None) or {}
     for found in (error, *failures.values()):

@@ -26,6 +26,7 @@ from ray.actor import ActorHandle
 from safetensors import SafetensorError
 from torch import distributed
 
+from qurl_ray.actors.cluster import own_seat
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CheckpointError, CoordinatorDied, QurlError
 from qurl_ray.learner.learner import make_learner
@@ -36,6 +37,7 @@ from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.guard import Directive
 from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty, tightened
 from qurl_ray.loop.sender import Sender, unified_flow, weight_max_code
+from qurl_ray.loop.turns import Turn, Turns
 from qurl_ray.loop.wait import wait
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
@@ -59,7 +61,8 @@ def train_loop(context: dict[str, Any]) -> None:
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
     coordinator = context["coordinator"]
-    start = _begin(partial(coordinator.begin.remote, rank, _group(), context["task"]), config.learner.timeout_s)
+    ask = partial(coordinator.begin.remote, rank, _group(), context["task"], own_seat())
+    start = _begin(ask, config.learner.timeout_s + config.rollout.start_timeout_s)
     if start.over:
         return
     model = load_model(context["spec"])
@@ -93,17 +96,18 @@ def train_loop(context: dict[str, Any]) -> None:
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     sender = Sender(config, learner, publisher, coordinator, prompt, start.version)
     saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
-    ranks_end = RankEnd(config, learner, sender, coordinator, rank, start.directive)
+    turns = Turns(config, learner, coordinator)
+    ranks_end = RankEnd(config, learner, sender, turns, coordinator, rank, start.directive)
 
     if resume:
         learner.load(resume.learner)
         _barrier()
-        sender.send("none" if start.directive.full_precision else rollouts)
+        ranks_end.send("none" if start.directive.full_precision else rollouts)
     else:
-        sender.send("none")
+        ranks_end.send("none")
         ranks_end.evaluate("before", 0)
         if rollouts != "none":
-            sender.send(rollouts)
+            ranks_end.send(rollouts)
     done = saved = resume.step if resume else 0
     for step in range(done + 1, config.steps + 1):
         if not ranks_end.step(step):
@@ -112,8 +116,10 @@ def train_loop(context: dict[str, Any]) -> None:
         if config.evaluation.every and step % config.evaluation.every == 0:
             accuracy = ranks_end.evaluate("during", step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
+            turns.take(Turn.LEARN)
             saver.checkpoint(step, accuracy)
             saved = step
+    turns.take(Turn.LEARN)
     if saved < done < config.steps:  # asked to stop: the same command goes on from here
         saver.checkpoint(done, None)
     saver.final()  # before anything else can fail
@@ -137,12 +143,13 @@ class RankEnd:
         config: RunConfig,
         learner: Learner,
         sender: Sender,
+        turns: Turns,
         coordinator: ActorHandle,
         rank: int,
         directive: Directive,
     ) -> None:
         self._config, self._learner, self._sender, self._coordinator = config, learner, sender, coordinator
-        self._rank, self._directive = rank, directive
+        self._turns, self._rank, self._directive = turns, rank, directive
         self._resent = 0
         """How often weights were wanted in place of an answer."""
 
@@ -155,15 +162,24 @@ class RankEnd:
         waited = time.perf_counter() - started
         if mini_batches is None:
             return False
+        self._turns.take(Turn.LEARN)
         result = self._learner.learn(mini_batches)
+        self._turns.take(Turn.SYNC)
         call = self._coordinator.report.remote(step, self._rank, result)
         self._follow(wait(call, limit, f"the report of step {step}"))
         rollouts = "none" if self._directive.full_precision else config.rollout.quantization
         moved = bool(mini_batches) or self._sender.sent != rollouts
-        seconds = {"wait": waited, "sync": self._sender.send(rollouts) if moved else 0.0}
+        seconds = {"wait": waited, "sync": self.send(rollouts) if moved else 0.0}
         seconds["step"] = time.perf_counter() - started
+        if config.learner.offload_while_waiting:
+            seconds["turns"], self._turns.seconds = self._turns.seconds, 0.0
         wait(self._coordinator.close.remote(step, self._rank, seconds), limit, f"the end of step {step}")
         return True
+
+    def send(self, format_name: str) -> float:
+        """Give the engines the weights as they are now. Returns the seconds it took, verification included."""
+        self._turns.take(Turn.SYNC)
+        return self._sender.send(format_name)
 
     def evaluate(self, label: str, step: int) -> float:
         """Held-out accuracy of what the engines hold."""
@@ -176,7 +192,7 @@ class RankEnd:
         for format_name, label in ((quantized, "after, quantized"), ("none", "after")):
             if label == "after" or format_name != "none":
                 if self._sender.sent != format_name:
-                    self._sender.send(format_name)
+                    self.send(format_name)
                 self.evaluate(label, done)
 
     def _follow(self, directive: Directive) -> None:
@@ -188,16 +204,13 @@ class RankEnd:
 
     def _attend(self, ask: Callable[[int], ObjectRef], what: str) -> Any:
         """The coordinator's answer. Engines that wait for weights meanwhile are given them."""
-        offload = self._config.learner.offload_while_waiting
         while True:
-            if offload:
-                self._learner.offload()
+            self._turns.take(Turn.ROLLOUTS)
             found = wait(ask(self._resent), collection_deadline(self._config), what)
-            if offload:
-                self._learner.reload()
             if not isinstance(found, WeightsWanted):
                 return found
             self._resent += 1
+            self._turns.take(Turn.SYNC)
             self._sender.resend()
 
 

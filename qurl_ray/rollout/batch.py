@@ -1,11 +1,12 @@
 """The running sequences of an engine: which request sits in which row, what it drew, when it ends. No model here."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from qurl_ray.policy.logprobs import log_softmax
 from qurl_ray.rollout.sampling import sample, uniforms
 from qurl_ray.types import Completion, Finish, Request, SamplingParams
 
@@ -100,3 +101,108 @@ class RunningBatch:
             )
             for i, request in enumerate(self._requests)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """One token that was drawn."""
+
+    token: int
+    logprob: float | None = None
+    """Under the policy itself, at temperature 1 and not truncated, in nats; None where nobody asked."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, log-prob) of the likeliest ones, in their order, as many as were asked for."""
+
+
+class OpenBatch(RunningBatch):
+    """A batch whose requests are not known in advance: each gets one of a number of places, which is used again.
+
+    Example:
+        place = batch.enter(request, top=None)
+        engine.step(batch, [(place, request)])
+        news = batch.news()
+
+    Args:
+        places: requests at a time, as many as there are slots.
+        longest: tokens that an answer may have.
+    """
+
+    def __init__(self, *, places: int, longest: int, version: int) -> None:
+        nothing = SamplingParams(max_new_tokens=longest)
+        ids = np.zeros(1, dtype=np.int32)
+        super().__init__([Request(uid="", prompt_ids=ids, seed=0, sampling=nothing)] * places, version)
+        self._free = list(range(places))
+        self._top = np.full(places, -1)
+        self._new: dict[int, list[Draw]] = {}
+        self._gone: dict[int, Finish] = {}
+        self.finite = True
+        """Whether the log-probs of all draws were numbers; if not, the engine is broken."""
+
+    @property
+    def free(self) -> int:
+        """Places that no request has."""
+        return len(self._free)
+
+    def enter(self, request: Request, *, top: int | None) -> int:
+        """The place of a request, which is the next step's to admit.
+
+        Args:
+            top: how many of the likeliest tokens to tell of, each time; None is not even the log-prob of the drawn one.
+        """
+        unlimited = replace(request.sampling, max_new_tokens=0)
+        if unlimited not in self._kinds:
+            used = set(np.delete(self._kind, self._free).tolist())
+            self._kinds = [kind if number in used else unlimited for number, kind in enumerate(self._kinds)]
+            if unlimited not in self._kinds:
+                self._kinds.append(unlimited)
+        place = self._free.pop()
+        self._kind[place] = self._kinds.index(unlimited)
+        self._drawn[place], self._drawn_before[place] = 0, request.drawn
+        self._finish[place], self._ended[place] = "length", False
+        self._prompt_lengths[place], self._seeds[place] = len(request.prompt_ids), request.seed
+        self._limits[place] = request.sampling.max_new_tokens
+        self._top[place] = -1 if top is None else top
+        return place
+
+    def draw(self, logits_BV: torch.Tensor, first: int = 0) -> None:
+        who = self.running()[first:].copy()
+        super().draw(logits_BV, first)
+        tokens = self._tokens[who, self._drawn[who] - 1]
+        self.finite &= bool(np.isfinite(self._logprobs[who, self._drawn[who] - 1]).all())
+        told = self._tell(who, tokens, logits_BV)
+        for place, token in zip(who.tolist(), tokens.tolist(), strict=True):
+            logprob, top = told.get(place, (None, ()))
+            self._new.setdefault(place, []).append(Draw(token=token, logprob=logprob, top=top))
+
+    def _tell(
+        self, who: np.ndarray, tokens: np.ndarray, logits_BV: torch.Tensor
+    ) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
+        """Log-prob of the drawn token and of the likeliest, by place, where they were asked for."""
+        asked = np.flatnonzero(self._top[who] >= 0)
+        if not len(asked):
+            return {}
+        logprobs_AV = log_softmax(logits_BV[torch.from_numpy(asked)], 1.0).cpu()
+        own = logprobs_AV.gather(1, torch.from_numpy(tokens[asked]).long()[:, None])[:, 0].tolist()
+        counts = self._top[who[asked]].tolist()
+        values, ids = (found.tolist() for found in logprobs_AV.topk(min(max(counts), logprobs_AV.shape[1]), dim=-1))
+        rows = zip(who[asked].tolist(), own, counts, ids, values, strict=True)
+        return {
+            place: (mine, tuple(zip(likeliest[:count], logprobs[:count], strict=True)))
+            for place, mine, count, likeliest, logprobs in rows
+        }
+
+    def retire(self) -> tuple[list[int], list[int]]:
+        before = self.running().tolist()
+        moved = super().retire()
+        if self.count < len(before):
+            for place in set(before).difference(self.running().tolist()):
+                self._gone[place] = self._finish[place]
+                self._free.append(place)
+        return moved
+
+    def news(self) -> list[tuple[int, list[Draw], Finish | None]]:
+        """Since the last call: by place, the tokens drawn, and how it ended if it did. Places that ended are free."""
+        places = [*self._new, *(place for place in self._gone if place not in self._new)]
+        found = [(place, self._new.get(place, []), self._gone.get(place)) for place in places]
+        self._new, self._gone = {}, {}
+        return found

@@ -58,5 +58,12 @@ class Engine(Protocol):
     def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that this engine's kernel for the format can take; 0 for "none"."""
 
+    def sleep(self) -> None:
+        """Give back what memory of the device can be had again without a sync, until `wake`. Nothing may run meanwhile.
+        The verified weights stay what they are, be it elsewhere."""
+
+    def wake(self) -> None:
+        """Undo `sleep`; nothing if it does not sleep."""
+
     def close(self) -> None:
         """Give everything back; the engine is of no further use."""

@@ -8,7 +8,13 @@ from qurl_ray.types import PolicySpec
 
 
 def make_engine(
-    spec: PolicySpec, config: RolloutConfig, *, kernel: str, threads: int, transport: str = "object_store"
+    spec: PolicySpec,
+    config: RolloutConfig,
+    *,
+    kernel: str,
+    threads: int,
+    transport: str = "object_store",
+    colocated: bool = False,
 ) -> Engine:
     """An engine without weights.
 
@@ -16,6 +22,7 @@ def make_engine(
         kernel: `quantization.kernel`.
         threads: CPU threads that it may use.
         transport: `sync.transport`.
+        colocated: it is to sleep while a learner uses its device.
     """
     if config.engine == "vllm":
         from qurl_ray.rollout.vllm_engine import VllmEngine
@@ -29,6 +36,7 @@ def make_engine(
             kv_cache_bytes=None if cache is None else int(cache * 2**30),
             kernel=kernel,
             threads=threads,
+            sleep_mode=colocated,
             transport=transport,
             timeout_s=config.start_timeout_s,
         )

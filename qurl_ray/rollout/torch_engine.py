@@ -114,6 +114,15 @@ class TorchEngine:
         emulated = ["emulation of fp8 keys and values"] if self._rounds_cache else []
         return sorted([*self._weights.kernels(), *emulated])
 
+    def sleep(self) -> None:
+        """Without the keys and values; the weights, quantized and few beside a learner's states, stay."""
+        self._cache = self._graphs = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # or it would be this process's all the same
+
+    def wake(self) -> None:
+        """Nothing: the next call makes a cache."""
+
     def close(self) -> None:
         self.version = self._cache = self._graphs = None
 
@@ -142,9 +151,7 @@ class TorchEngine:
                 break
             if self._cancelled:
                 waiting = self._drop_cancelled(cache, batch, requests, waiting)
-            for group in _prefill_groups(_admitted(waiting, running=batch.count, slots=cache.slots)):
-                self._prefill(cache, batch, group)
-            self._decode(cache, batch)
+            self.step(batch, _admitted(waiting, running=batch.count, slots=cache.slots))
         completions = batch.completions()
         if not all(np.isfinite(completion.logprobs).all() for completion in completions):
             self._cache = self._graphs = None  # nan in a slot would outlive its owner: 0 · nan is nan
@@ -162,8 +169,15 @@ class TorchEngine:
 
     def _slots_for(self, requests: Sequence[Request]) -> SlotCache:
         """A cache large enough for these requests; the last one if it is."""
-        slots = min(self._slots, len(requests))
-        length = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+        longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+        return self.reserve(min(self._slots, len(requests)), longest)
+
+    def reserve(self, slots: int, length: int) -> SlotCache:
+        """Have room for so many sequences of so many tokens, for `step`; the last cache if it is large enough.
+
+        Raises:
+            EngineError: there is no memory for that.
+        """
         if self._cache is None or self._cache.slots < slots or self._cache.length < length:
             config = self._model.config
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -184,6 +198,23 @@ class TorchEngine:
         if self._capture and not self._graphs:
             self._graphs = DecodeGraphs(self._decoder, self._cache, self._capture())
         return self._cache
+
+    @torch.inference_mode()
+    def step(self, batch: RunningBatch, admitted: list[tuple[int, Request]], *, cancelled: Sequence[int] = ()) -> None:
+        """Draw a token for each of the batch: two for those that join. `generate` is steps until nothing is left; who
+        takes them alone has checked the requests, and has reserved room.
+
+        Args:
+            admitted: (index in the batch, request), not more than there are free slots.
+            cancelled: indices of the batch that end before.
+        """
+        cache = self._cache
+        if cancelled:
+            batch.end(cancelled, "cancelled")
+            self._retire(cache, batch)
+        for group in _prefill_groups(admitted):
+            self._prefill(cache, batch, group)
+        self._decode(cache, batch)
 
     def _prefill(self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]]) -> None:
         """Compute each different prompt once, fill a row per request, draw the first tokens."""

@@ -11,7 +11,7 @@ parallelism on them) is wired as vLLM documents it.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,11 +23,14 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.requests import check_requests
-from qurl_ray.rollout.vllm_server import VllmServer
+from qurl_ray.rollout.vllm_server import Tell, VllmServer
 from qurl_ray.rollout.vllm_shards import Piece, assemble
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_SHARED = 0.01
+"""Share of a GPU that must be free for vLLM to start; with `kv_cache_bytes` it decides nothing else."""
 
 
 class VllmEngine:
@@ -43,6 +46,7 @@ class VllmEngine:
         threads: of each worker on a CPU; None is vLLM's choice.
         sleep_mode: make `sleep` possible, on CUDA.
         transport: "nccl", "sparse_nccl" or "ipc" for vLLM's own weight transfer beside `load`.
+        logprobs_mode: vLLM's; `stream` with "raw_logprobs" tells of the policy's own, whatever the temperature.
         timeout_s: that the start, or any other call to vLLM but `generate`, may take.
 
     Example:
@@ -64,6 +68,7 @@ class VllmEngine:
         threads: int | None = None,
         sleep_mode: bool = False,
         transport: str = "object_store",
+        logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 600.0,
     ) -> None:
         self.version: int | None = None
@@ -87,7 +92,8 @@ class VllmEngine:
             "quantization": "qurl",
             "hf_overrides": {"quantization_config": {"quant_method": "qurl", "kernel": kernel}},
             "load_format": "dummy",  # the first load brings the weights
-            "logprobs_mode": "processed_logprobs",
+            "logprobs_mode": logprobs_mode,
+            "max_logprobs": 20,
             "enforce_eager": True,  # linears change in place, which a compiled graph would not see
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # no sampling defaults from the model's folder
@@ -95,6 +101,8 @@ class VllmEngine:
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
             "disable_log_stats": True,
         }
+        if sleep_mode and kv_cache_bytes is not None:
+            settings["gpu_memory_utilization"] = _SHARED  # of what is free at the start, which may be the learner's
         if transport != "object_store":
             settings["weight_transfer_config"] = {"backend": transport}
         self._server = VllmServer(settings, threads=threads, timeout_s=timeout_s)
@@ -261,6 +269,16 @@ class VllmEngine:
         self._check_awake()
         return self._server.generate(requests, version, deadline_s) if requests else []
 
+    def stream(self, request: Request, *, logprobs: int | None, tell: Tell, fail: Callable[[Exception], None]) -> None:
+        """Begin to answer a request; see VllmServer.stream.
+
+        Raises:
+            EngineError: the engine holds no verified weights, or the request does not fit the context.
+        """
+        check_requests([request], held=self.version, version=self.version or 0, context=self._context)
+        self._check_awake()
+        self._server.stream(request, logprobs=logprobs, tell=tell, fail=fail)
+
     def cancel(self, uids: Collection[str]) -> None:
         """See rollout.engine.Engine: what runs now comes back with what it has."""
         self._server.cancel(set(uids))
@@ -277,6 +295,8 @@ class VllmEngine:
         """
         if not self._sleep_mode:
             raise EngineError("the engine was made without sleep_mode, which vLLM offers on CUDA alone")
+        if self._asleep:
+            return
         if level > 1:
             self.version = None
         self._server.control("sleep", level)

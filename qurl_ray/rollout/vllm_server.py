@@ -10,7 +10,7 @@ import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ from qurl_ray.types import Completion, Finish, Request
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+Tell = Callable[[Any], None]
+"""Takes vLLM's CompletionOutput."""
 
 _SHUTDOWN_S = 10.0  # until processes that do not end by themselves are killed
 _ABORT_S = 30.0  # that vLLM may take to hand back aborted requests
@@ -142,26 +145,34 @@ class VllmServer:
 
     async def _one(self, request: Request, own: str) -> Any:
         """vLLM's last word on a request: all of its tokens, whether it ended or was aborted."""
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        asked = request.sampling
-        # vLLM's generators begin at their seed: with the same one, the rest would be drawn by the numbers of the start.
-        seed = derive_seed(request.seed, request.drawn) if request.drawn else request.seed
-        params = SamplingParams(
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            max_tokens=asked.max_new_tokens,
-            stop_token_ids=[] if asked.ignore_eos else list(asked.stop_ids),
-            ignore_eos=True,  # only stop_ids end an answer, not what vLLM finds in the model's folder
-            seed=seed & (2**63 - 1),  # vLLM's seeds are signed
-            logprobs=0,  # of the drawn token alone
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = _params(request, logprobs=0, pieces=False)  # log-probs of the drawn token alone
         try:
             answers = self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own)
             return [answer.outputs[0] async for answer in answers][-1]
+        finally:
+            self._running.pop(own, None)
+
+    def stream(self, request: Request, *, logprobs: int | None, tell: Tell, fail: Callable[[Exception], None]) -> None:
+        """Begin to answer a request, from any thread, and tell of it on vLLM's thread.
+
+        Args:
+            logprobs: of how many of the likeliest tokens, besides the drawn one's; None is no log-probs.
+            tell: is called with vLLM's own record of each few tokens, the last of which says how the answer ended.
+            fail: is called instead of that if vLLM fails.
+        """
+        asyncio.run_coroutine_threadsafe(self._stream(request, logprobs, tell, fail), self._loop)
+
+    async def _stream(
+        self, request: Request, logprobs: int | None, tell: Tell, fail: Callable[[Exception], None]
+    ) -> None:
+        own = f"{request.uid}#{next(self._counter)}"
+        self._running[own] = request.uid
+        try:
+            params = _params(request, logprobs=logprobs, pieces=True)
+            async for answer in self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own):
+                tell(answer.outputs[0])
+        except Exception as error:  # vLLM's own kinds are many, and nobody waits here for one
+            fail(error)
         finally:
             self._running.pop(own, None)
 
@@ -197,6 +208,27 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+def _params(request: Request, *, logprobs: int | None, pieces: bool) -> Any:
+    """vLLM's sampling parameters; answers come as they grow with `pieces`, else at their end."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    asked = request.sampling
+    # vLLM's generators begin at their seed: with the same one, the rest would be drawn by the numbers of the start.
+    seed = derive_seed(request.seed, request.drawn) if request.drawn else request.seed
+    return SamplingParams(
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        max_tokens=asked.max_new_tokens,
+        stop_token_ids=[] if asked.ignore_eos else list(asked.stop_ids),
+        ignore_eos=True,  # only stop_ids end an answer, not what vLLM finds in the model's folder
+        seed=seed & (2**63 - 1),  # vLLM's seeds are signed
+        logprobs=logprobs,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if pieces else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def _completion(request: Request, output: Any, version: int, aborted: Finish) -> Completion:

@@ -36,7 +36,7 @@ class Worker:
         self.pace, self.boots, self.version = pace, 0, None
         self.dead = self.hung = asyncio.Event()
         self.cancelled: set[str] = set()
-        self.calls = 0
+        self.calls = self.naps = 0
         self.begin()
 
     def begin(self) -> None:
@@ -96,6 +96,9 @@ class Worker:
 
     def cancel(self, uids) -> None:
         self.cancelled |= set(uids)
+
+    async def sleep(self) -> None:
+        self.naps += 1
 
 
 class Rig:
@@ -221,6 +224,62 @@ def test_a_worker_that_joins_works_once_it_has_weights():
         await rig.refit(2)
         await rig.fleet.generate(asked(8))
         assert rig.workers[1].calls == 1
+
+    run(scenario())
+
+
+def test_those_that_are_awake_are_put_to_sleep_when_nothing_runs_any_more():
+    async def scenario():
+        rig = Rig(Worker(), Worker(pace=5.0))
+        await rig.fleet.started()
+        await rig.refit(1)
+        await rig.fleet.generate(asked(8))  # the second worker was hedged, and is still being interrupted
+        await asyncio.gather(rig.fleet.rest(5), rig.fleet.rest(5))  # every rank asks
+        assert not rig.fleet._busy
+        assert [worker.naps for worker in rig.workers] == [1, 1]
+        await rig.fleet.rest(5)  # nobody is awake
+        rig.workers[1].pace = 0.001
+        await rig.fleet.generate(asked(1))
+        await rig.fleet.rest(5)
+        assert sum(worker.naps for worker in rig.workers) == 3  # one was asked for something
+
+    run(scenario())
+
+
+def test_one_that_dies_while_it_falls_asleep_is_no_reason_to_stop():
+    async def scenario():
+        rig = Rig(Worker(), Worker())
+        await rig.fleet.started()
+        await rig.refit(1)
+
+        async def die():
+            rig.workers[1].dead.set()
+            raise ActorUnavailableError("killed", bytes(16))
+
+        rig.workers[1].sleep = die
+        await rig.fleet.rest(5)
+        assert rig.workers[0].naps == 1
+        assert rig.fleet.counts.deaths == 1
+
+    run(scenario())
+
+
+def test_a_worker_that_was_moved_begins_in_the_place_of_the_old_one():
+    async def scenario():
+        rig = Rig(Worker(), Worker())
+        await rig.fleet.started()
+        await rig.refit(1)
+        rig.fleet.begin_anew()
+        old, rig.workers[1] = rig.workers[1], Worker()
+        rig.fleet.replace(1, LocalActor(rig.workers[1]))
+        old.dead.set()
+        await rig.fleet.started()
+        await rig.refit(2)
+        requests = asked(8)
+        check(requests, await rig.fleet.generate(requests))
+        assert [worker.calls for worker in (old, *rig.workers)] == [0, 1, 1]
+        assert rig.fleet.counts.deaths == 0
+        assert len(rig.fleet.members) == 2
 
     run(scenario())
 

@@ -256,7 +256,8 @@ ON_GPUS = ["rollout.engine=vllm", "rollout.device=cuda", "learner.device=cuda", 
 @pytest.mark.parametrize("transport", ["nccl", "sparse_nccl", "ipc"])
 @pytest.mark.parametrize("missing", range(3))
 def test_vllms_own_weight_transfer_needs_vllm_and_gpus(transport, missing):
-    overrides = [f"sync.transport={transport}", *ON_GPUS]
+    placement = "colocated" if transport == "ipc" else "disaggregated"
+    overrides = [f"sync.transport={transport}", *ON_GPUS, f"placement={placement}"]
     assert load_config(None, overrides).sync.transport == transport
     del overrides[1 + missing]
     with pytest.raises(ConfigError, match=rf"sync\.transport={transport} is vLLM's.*use object_store"):
@@ -271,7 +272,7 @@ def test_vllms_own_weight_transfer_needs_vllm_and_gpus(transport, missing):
         (["ipc", "learner.workers=2"], "hands over the memory of one GPU"),
         (["ipc", "rollout.workers=2"], "hands over the memory of one GPU"),
         (["ipc", "rollout.vllm.tensor_parallel=2"], "hands over the memory of one GPU"),
-        (["ipc", "rollout.vllm.kv_cache_gb=null"], "needs rollout.vllm.kv_cache_gb"),
+        (["ipc"], "it needs placement=colocated"),
         (
             ["nccl", "quantization.rounding=stochastic", "sync.delta=false", "sync.probe_tokens=0"],
             "needs quantization.rounding=nearest",
@@ -471,6 +472,49 @@ def test_what_a_unified_flow_cannot_have_is_refused(load, settings, sentence):
 )
 def test_what_rollouts_that_run_ahead_cannot_have_is_refused(load, settings, sentence):
     assert sentence in complaint(load, settings + "\nrollout: {max_staleness: 1}")
+
+
+COLOCATED = [
+    "placement=colocated",
+    *ON_GPUS,
+    "learner.workers=8",
+    "rollout.workers=4",
+    "rollout.vllm.tensor_parallel=2",
+]
+
+
+def test_colocated_learners_make_room_unless_they_are_told_not_to():
+    assert load_config(None, COLOCATED).learner.offload_while_waiting
+    assert load_config(None, ["placement=colocated"]).learner.offload_while_waiting
+    assert not load_config(None, [*COLOCATED, "learner.offload_while_waiting=false"]).learner.offload_while_waiting
+    assert not load_config(None, ON_GPUS).learner.offload_while_waiting
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("rollout.max_staleness=1", "has engines and learner take turns, and rollout.max_staleness=1 has them work"),
+        ("rollout.device=cpu", "rollout.device=cpu and learner.device=cuda must be the same"),
+        (
+            "rollout.workers=8",
+            "rollout.workers=8 of rollout.vllm.tensor_parallel=2 GPUs need learner.workers=16, not 8",
+        ),
+        ("rollout.vllm.tensor_parallel=3", "need learner.workers=12, not 8"),
+        ("rollout.max_workers=5", "no room for more engines than ranks"),
+        ("rollout.vllm.kv_cache_gb=null", "needs rollout.vllm.kv_cache_gb: vLLM would take the learner's memory"),
+        ("sync.transport=nccl", "two processes on one GPU, which NCCL refuses"),
+        ("sync.transport=ipc", "elsewhere use nccl, or object_store with placement=colocated"),
+        ("placement=together", "placement"),
+    ],
+)
+def test_what_takes_turns_cannot_have_is_refused(override, reason):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*COLOCATED, override])
+    assert reason in str(caught.value)
+
+
+def test_vllm_cannot_take_turns_on_a_cpu(load):
+    assert "vLLM cannot on a CPU" in complaint(load, "placement: colocated\nrollout: {engine: vllm}")
 
 
 def test_a_fleet_cannot_grow_to_fewer_workers(load):

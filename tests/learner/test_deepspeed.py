@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qurl_ray.config.models import LearnerConfig
+from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch, plan, to_tensors
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.load import load_model
@@ -43,6 +44,15 @@ def shares(rank: int, ranks: int) -> list[MiniBatch]:
     return plan(groups(count=11), updates=UPDATES, ranks=ranks, token_budget=60, seed=3)[rank]
 
 
+def leave_and_come_back(trained) -> None:
+    """As in a colocated step, and in a refit in the middle of it."""
+    before = flat(trained)
+    for resident in (Resident.PARAMETERS, Resident.NOTHING, Resident.PARAMETERS, Resident.NOTHING, Resident.ALL):
+        trained.reside(resident)
+        if resident is not Resident.NOTHING:
+            assert torch.equal(flat(trained), before)
+
+
 def train_all(rank: int, ranks: int, spec, out: str) -> None:
     for name, config in CONFIGS.items():
         trained = learner(spec, **config)
@@ -54,12 +64,10 @@ def train_all(rank: int, ranks: int, spec, out: str) -> None:
             batches[0] = replace(batches[0], micro_batches=[*front, last[:1], last[1:]])
         waits = config.get("offload_while_waiting")
         if waits:
-            trained.offload()
-            trained.reload()
+            leave_and_come_back(trained)
         result = trained.learn(batches)
         if waits:
-            trained.offload()
-            trained.reload()
+            leave_and_come_back(trained)
         torch.save((flat(trained), result.sums["tokens"], result.grad_norm), f"{out}/{name}.{rank}.pt")
 
 

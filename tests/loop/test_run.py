@@ -4,15 +4,17 @@ import json
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
 import torch
+from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import load_config
-from qurl_ray.errors import DeadlineExceeded, RewardError
+from qurl_ray.errors import DeadlineExceeded, PlacementError, RewardError
 from qurl_ray.loop.run import run
 from tests.loop.runs import ROOT, SMALL, events, parameters, prompts, start_job, wait_for_steps
 
@@ -28,7 +30,7 @@ def cluster():
     """One local Ray for the runs of this process; it finds tests.loop.rewards on PYTHONPATH."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
 
@@ -133,9 +135,25 @@ def test_a_reward_that_cannot_judge_the_right_answer_ends_the_run_before_it_star
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize("side", ["rollout", "learner"])
+def test_what_the_cluster_can_never_hold_ends_the_run_at_once(tmp_path, cluster, side):
+    with pytest.raises(PlacementError, match=r"can never hold this run: 10 CPU are asked for, and it has 4 CPU in all"):
+        small_run(tmp_path, f"{side}.workers=9")
+
+
+@contextmanager
+def others_hold(cpus: int):
+    """That many CPUs of the cluster."""
+    group = placement_group([{"CPU": 1}] * cpus)
+    assert group.wait(10)
+    yield
+    remove_placement_group(group)
+
+
 def test_a_fleet_that_cannot_be_placed_says_what_is_missing(tmp_path, cluster):
-    with pytest.raises(DeadlineExceeded, match=r"9 rollout worker\(s\) of .*the cluster has 4 CPU"):
-        small_run(tmp_path, "rollout.workers=9", "rollout.start_timeout_s=3")
+    missing = r"1 of 2 rollout worker\(s\) of 1 CPU were not placed within 3 s; the cluster has 4 CPU"
+    with others_hold(3), pytest.raises(DeadlineExceeded, match=missing):
+        small_run(tmp_path, "rollout.workers=2", "rollout.start_timeout_s=3")
 
 
 def test_rollouts_that_take_too_long_end_the_run_and_say_how_far_they_came(tmp_path, cluster):
@@ -146,8 +164,8 @@ def test_rollouts_that_take_too_long_end_the_run_and_say_how_far_they_came(tmp_p
 
 
 def test_ranks_that_cannot_be_placed_end_the_run_and_not_in_a_hang(tmp_path, cluster):
-    with pytest.raises(DeadlineExceeded, match=r"9 learner rank\(s\).*were not placed within 4 s"):
-        small_run(tmp_path, "learner.workers=9", "learner.timeout_s=4")
+    with others_hold(2), pytest.raises(DeadlineExceeded, match=r"2 learner rank\(s\).*were not placed within 4 s"):
+        small_run(tmp_path, "learner.workers=2", "learner.timeout_s=4")
 
 
 def forget_after(run_dir: Path, step: int) -> None:
@@ -218,7 +236,8 @@ def test_the_guard_acts_is_heard_and_stops_with_a_checkpoint(tmp_path, cluster):
 
 
 @pytest.mark.slow
-def test_a_fleet_grows_where_there_is_room_and_changes_nothing(tmp_path, cluster):
+def test_a_fleet_grows_where_there_is_room_and_changes_nothing(tmp_path, cluster, monkeypatch):
+    monkeypatch.setattr("qurl_ray.actors.crew._TIMES", 2)
     expected = small_run(tmp_path / "a", "steps=60")  # while they last, a worker starts
     grown = small_run(tmp_path / "b", "steps=60", "rollout.max_workers=2")
     assert any("joins the fleet" in line["message"] for line in events(grown.run_dir, "info"))

@@ -1,0 +1,50 @@
+"""What the attached Ray cluster has, may get, and gave to this process."""
+
+import json
+
+import ray
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray._private.state import state
+from ray.experimental.internal_kv import _internal_kv_get
+
+from qurl_ray.actors.placement import Demand, Seat, counts, what_is_missing
+from qurl_ray.errors import PlacementError
+
+
+def check_room(asked: Demand) -> None:
+    """Before anything is placed. Where an autoscaler may add nodes, the deadlines of placing are left to find out.
+
+    Raises:
+        PlacementError: the cluster can never hold it.
+    """
+    missing = what_is_missing(asked, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    if missing and (largest := state.get_max_resources_from_cluster_config()):
+        missing = what_is_missing(asked, [largest])  # as if that were one node: what does not fit there never will
+    elif missing and _autoscales():
+        missing = None
+    if missing:
+        raise PlacementError(f"the cluster can never hold this run: {missing}. It asks for {asked}")
+
+
+def _autoscales() -> bool:
+    """Whether Ray's first autoscaler may add nodes. There is no public answer: the types of nodes that it tells of are
+    those it may make, or, without one, "node_<id>" of the nodes that are there."""
+    status = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    report = json.loads(status).get("autoscaler_report") if status else None
+    types = {**(report["active_nodes"] or {}), **(report["idle_nodes"] or {})} if report else {}
+    return any(not name.startswith("node_") for name in types)
+
+
+def there_is() -> str:
+    """What the cluster has, and what of it is free, for messages."""
+    kinds = {"CPU": 0.0, "GPU": 0.0}
+    return (
+        f"the cluster has {counts(kinds | ray.cluster_resources())}, "
+        f"free now {counts(kinds | ray.available_resources())}"
+    )
+
+
+def own_seat() -> Seat:
+    """Where Ray has put this process."""
+    context = ray.get_runtime_context()
+    return Seat(node=context.get_node_id(), gpus=tuple(sorted(context.get_accelerator_ids().get("GPU", []))))

@@ -1,0 +1,150 @@
+"""What a run asks of Ray, and where colocated engines go: records, and decisions that are functions of them. Pure.
+
+    disaggregated   a placement group of all ranks (Ray Train's), and one per engine, each of one bundle
+    colocated       the ranks' alone; an engine takes nothing of Ray and is pinned to the GPUs of its ranks
+
+A bundle is never split over nodes, so the GPUs of a tensor-parallel engine are on one.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qurl_ray.config import RunConfig
+from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.errors import PlacementError
+
+Resources = Mapping[str, float]
+"""Ray's, by kind: {"CPU": 1, "GPU": 8}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a process computes."""
+
+    node: str
+    """Ray's id of it."""
+    gpus: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES has them there: numbers or UUIDs."""
+
+    def __str__(self) -> str:
+        return f"GPU {', '.join(self.gpus)} of node {self.node[:8]}" if self.gpus else f"node {self.node[:8]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a run asks of Ray before it begins."""
+
+    ranks: int
+    rank: dict[str, float]
+    """Of each."""
+    workers: int
+    worker: dict[str, float]
+    """Of each; {} if they are the ranks' guests."""
+    shared: int
+    """GPUs that each engine computes on."""
+
+    @property
+    def total(self) -> dict[str, float]:
+        kinds = dict.fromkeys([*self.rank, *self.worker])
+        return {k: self.ranks * self.rank.get(k, 0) + self.workers * self.worker.get(k, 0) for k in kinds}
+
+    def __str__(self) -> str:
+        each = f"{self.shared} GPU" if self.shared else "1 CPU"
+        engines = f"{_plural(self.workers, 'rollout worker')} of {each}"
+        how = f"and {engines} (disaggregated)" if self.worker else f"with {engines} on the same (colocated)"
+        return f"{_plural(self.ranks, 'learner rank')} of {_each(self.rank)} {how}: {counts(self.total)}"
+
+
+def demand(config: RunConfig) -> Demand:
+    """What this run asks of Ray. Coordinator and verifiers ask for nothing."""
+    return Demand(
+        ranks=config.learner.workers,
+        rank=_of_one(1 if config.learner.device == "cuda" else 0),
+        workers=config.rollout.workers,
+        worker={} if config.placement == "colocated" else worker_resources(config.rollout),
+        shared=gpus_of_worker(config.rollout),
+    )
+
+
+def gpus_of_worker(config: RolloutConfig) -> int:
+    """That one engine computes on."""
+    if config.device == "cpu":
+        return 0
+    return config.vllm.tensor_parallel if config.engine == "vllm" else 1
+
+
+def worker_resources(config: RolloutConfig) -> dict[str, float]:
+    """The bundle of a rollout worker with GPUs of its own."""
+    return _of_one(gpus_of_worker(config))
+
+
+def what_is_missing(asked: Demand, nodes: Sequence[Resources]) -> str | None:
+    """Why these nodes can never hold it, even with nothing else on them; None if nothing is known to forbid it.
+
+    Args:
+        nodes: all that each has.
+    """
+    total = Counter()
+    for node in nodes:
+        total.update({kind: node.get(kind, 0) for kind in asked.total})
+    short = {kind: count for kind, count in asked.total.items() if total[kind] < count}
+    if short:
+        return f"{counts(short)} are asked for, and it has {counts({kind: total[kind] for kind in short})} in all"
+    for number, each, what in ((asked.workers, asked.worker, "rollout worker"), (asked.ranks, asked.rank, "rank")):
+        room = sum(_fit(each, node) for node in nodes) if each else number
+        if room < number:
+            largest = max((node.get("GPU", 0) for node in nodes), default=0)
+            return (
+                f"{_plural(number, what)} of {counts(each)} are asked for, each on one node, and there is room for "
+                f"{room}: no node has more than {largest:g} GPU"
+            )
+    return None
+
+
+def guests(seats: Sequence[Seat], each: int) -> list[Seat]:
+    """Where colocated engines go.
+
+    Args:
+        seats: of the learner's ranks, in their order.
+        each: ranks whose GPUs one engine takes.
+
+    Raises:
+        PlacementError: an engine would have GPUs of two nodes.
+    """
+    of_node: dict[str, list[Seat]] = {}
+    for seat in seats:
+        of_node.setdefault(seat.node, []).append(seat)
+    if odd := {node[:8]: len(found) for node, found in of_node.items() if len(found) % each}:
+        where = ", ".join(f"{count} on node {node}" for node, count in odd.items())
+        raise PlacementError(
+            f"engines of rollout.vllm.tensor_parallel={each} GPUs each need whole multiples of {each} learner ranks on "
+            f"a node, and Ray Train placed {where}: set learner.workers to a multiple of the GPUs of a node"
+        )
+    return [
+        Seat(node=node, gpus=tuple(gpu for seat in found[start : start + each] for gpu in seat.gpus))
+        for node, found in of_node.items()
+        for start in range(0, len(found), each)
+    ]
+
+
+def counts(resources: Resources) -> str:
+    """Ray's resources in words: "2 CPU, 0 GPU"."""
+    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources)
+
+
+def _of_one(gpus: int) -> dict[str, float]:
+    return {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
+
+
+def _each(resources: Resources) -> str:
+    """By what is scarce."""
+    return f"{resources['GPU']:g} GPU" if "GPU" in resources else f"{resources['CPU']:g} CPU"
+
+
+def _fit(each: Resources, node: Resources) -> int:
+    return min(int(node.get(kind, 0) // count) for kind, count in each.items())
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"

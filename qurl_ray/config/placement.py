@@ -1,0 +1,94 @@
+"""Who computes where: what `placement`, and weights that go from GPU to GPU, need of the other settings."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from qurl_ray.config.models import RunConfig
+
+Placement = Literal["disaggregated", "colocated"]
+
+
+def with_offload(settings: Any) -> Any:
+    """Let colocated learners make room for the engines, unless the settings say otherwise."""
+    if not isinstance(settings, dict) or settings.get("placement") != "colocated":
+        return settings
+    learner = settings.get("learner") or {}
+    if not isinstance(learner, dict):
+        return settings
+    return settings | {"learner": {"offload_while_waiting": True} | learner}
+
+
+def check_placement(config: "RunConfig") -> None:
+    """What taking turns on the same GPUs needs.
+
+    Raises:
+        ValueError: another setting contradicts `placement=colocated`.
+    """
+    rollout, learner, colocated = config.rollout, config.learner, "placement=colocated"
+    if config.placement != "colocated":
+        return
+    if rollout.max_staleness:
+        raise ValueError(
+            f"{colocated} has engines and learner take turns, and rollout.max_staleness={rollout.max_staleness} has "
+            "them work at the same time: set one of them to disaggregated, or 0"
+        )
+    if rollout.device != learner.device:
+        raise ValueError(
+            f"{colocated} puts engines where the learner is: rollout.device={rollout.device} and "
+            f"learner.device={learner.device} must be the same"
+        )
+    each = rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1
+    if rollout.workers * each != learner.workers:
+        shared = f" of rollout.vllm.tensor_parallel={each} GPUs" if each > 1 else ""
+        raise ValueError(
+            f"{colocated} shares out the GPUs of the learner's ranks: rollout.workers={rollout.workers}{shared} need "
+            f"learner.workers={rollout.workers * each}, not {learner.workers}"
+        )
+    if rollout.max_workers not in (None, rollout.workers):
+        raise ValueError(f"{colocated} has no room for more engines than ranks: leave rollout.max_workers out")
+    if rollout.engine == "vllm" and rollout.device == "cpu":
+        raise ValueError(f"{colocated} has engines sleep, and vLLM cannot on a CPU: use rollout.engine=torch there")
+    if rollout.engine == "vllm" and rollout.vllm.kv_cache_gb is None:
+        raise ValueError(f"{colocated} needs rollout.vllm.kv_cache_gb: vLLM would take the learner's memory")
+    if config.sync.transport in ("nccl", "sparse_nccl"):
+        raise ValueError(
+            f"{colocated} has two processes on one GPU, which NCCL refuses: use sync.transport=object_store, or ipc, "
+            f"not {config.sync.transport}"
+        )
+
+
+def check_transport(config: "RunConfig") -> None:
+    """What vLLM's own weight transfer needs.
+
+    Raises:
+        ValueError: another setting contradicts `sync.transport`.
+    """
+    rollout, learner, transport = config.rollout, config.learner, f"sync.transport={config.sync.transport}"
+    if config.sync.transport == "object_store":
+        return
+    if rollout.engine != "vllm" or (rollout.device, learner.device) != ("cuda", "cuda"):
+        raise ValueError(
+            f"{transport} is vLLM's, from GPU to GPU: it needs rollout.engine=vllm, rollout.device=cuda and "
+            "learner.device=cuda; elsewhere use object_store"
+        )
+    if config.quantization.rounding != "nearest":
+        raise ValueError(
+            f"{transport} needs quantization.rounding=nearest: rank 0 quantizes what all ranks have fingerprinted, "
+            "and only rounding to nearest gives the same codes twice"
+        )
+    if config.sync.transport == "sparse_nccl" and not config.sync.delta:
+        raise ValueError(f"{transport} sends what changed: it needs sync.delta=true; nccl sends all")
+    if config.sync.transport == "sparse_nccl" and learner.workers > 1:
+        raise ValueError(
+            f"{transport} needs learner.workers=1: rank 0 sends, and of other ranks' tensors it does not know what "
+            "changed; nccl sends all"
+        )
+    if config.sync.transport == "ipc":
+        if (learner.workers, rollout.workers, rollout.vllm.tensor_parallel) != (1, 1, 1):
+            raise ValueError(
+                f"{transport} hands over the memory of one GPU, which one learner rank and one engine share: it "
+                "needs learner.workers=1, rollout.workers=1 and rollout.vllm.tensor_parallel=1; elsewhere use nccl, "
+                "or object_store with placement=colocated"
+            )
+        if config.placement != "colocated":
+            raise ValueError(f"{transport} hands over the memory of a shared GPU: it needs placement=colocated")

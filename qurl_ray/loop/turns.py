@@ -1,0 +1,73 @@
+"""Whose turn it is on GPUs that learner and engines share, and what the learner holds there meanwhile.
+
+    LEARN ──updated──► SYNC ──engines hold the new weights──► ROLLOUTS ──they have answered──► LEARN
+    all; engines       the parameters; engines                nothing; engines
+    sleep              wake up to load them                   generate
+
+So an engine is awake only while no rank holds more than its parameters, which is what a sync takes. An engine wakes up
+when it is asked to load or to generate, and falls asleep when a rank wants to learn (`Coordinator.rest`). On GPUs of
+its own (placement=disaggregated) a learner holds everything all the time, unless `learner.offload_while_waiting`.
+"""
+
+import time
+from enum import Enum
+
+from ray.actor import ActorHandle
+from torch import distributed
+
+from qurl_ray.config import RunConfig
+from qurl_ray.learner.backend import Resident
+from qurl_ray.learner.protocol import Learner
+from qurl_ray.loop.wait import wait
+
+
+class Turn(Enum):
+    LEARN = "learn"
+    SYNC = "sync"
+    ROLLOUTS = "rollouts"
+
+
+_COLOCATED = {Turn.LEARN: Resident.ALL, Turn.SYNC: Resident.PARAMETERS, Turn.ROLLOUTS: Resident.NOTHING}
+
+
+def resident(turn: Turn, *, colocated: bool, offload: bool) -> Resident:
+    """What the learner holds on its device.
+
+    Args:
+        offload: `learner.offload_while_waiting`.
+    """
+    if not offload:
+        return Resident.ALL
+    if colocated:
+        return _COLOCATED[turn]
+    return Resident.NOTHING if turn is Turn.ROLLOUTS else Resident.ALL
+
+
+class Turns:
+    """A rank's. All ranks take the same turns in the same order.
+
+    It begins as LEARN: `Coordinator.begin` has seen the engines to sleep.
+    """
+
+    def __init__(self, config: RunConfig, learner: Learner, coordinator: ActorHandle) -> None:
+        self._config, self._learner, self._coordinator = config, learner, coordinator
+        self._turn, self._resident = Turn.LEARN, Resident.ALL
+        self.seconds = 0.0
+        """That changing took since this was last set to 0."""
+
+    def take(self, turn: Turn) -> None:
+        """Returns when what this turn has no use for is off the GPU."""
+        if turn is self._turn:
+            return
+        started = time.perf_counter()
+        config, colocated = self._config, self._config.placement == "colocated"
+        if colocated and turn is Turn.LEARN:
+            wait(self._coordinator.rest.remote(), config.sync.timeout_s, "the engines to fall asleep")
+        wanted = resident(turn, colocated=colocated, offload=config.learner.offload_while_waiting)
+        if wanted is not self._resident:
+            self._learner.reside(wanted)
+            self._resident = wanted
+        if colocated and turn is Turn.ROLLOUTS and distributed.is_initialized():
+            distributed.barrier()  # the first rank that asks sets the engines off
+        self._turn = turn
+        self.seconds += time.perf_counter() - started

@@ -1,0 +1,134 @@
+"""One answer as it grows: from draws to text, log-probs and the reason why it ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from qurl_ray.rollout.batch import Draw
+from qurl_ray.serving.text import Detokenizer, StopMatcher, TokenBytes, texts
+from qurl_ray.types import Finish
+
+_LEAST = -9999.0
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A token with its log-prob."""
+
+    draw: Draw
+    at: int
+    """Characters of the answer before it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """What is new of an answer."""
+
+    text: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+class Choice:
+    """One answer, told of as it is drawn.
+
+    Args:
+        stops: the answer ends before the first of these.
+        stop_ids: tokens that end it and are no part of its text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, stops: Sequence[str], stop_ids: Sequence[int], logprobs: bool
+    ) -> None:
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(stops)
+        self._stop_ids, self._logprobs = frozenset(stop_ids), logprobs
+        self._known = self._told = 0  # characters that were drawn, and that were told
+        self._entries: list[Entry] = []
+        self.tokens = 0
+        """Drawn until the end, stop tokens included."""
+        self.finish: FinishReason | None = None
+
+    def feed(self, draws: Sequence[Draw], finish: Finish | None) -> Part:
+        """What these tell. After the end nothing is told any more."""
+        part = Part()
+        last = len(draws) - 1 if finish == "stop" else None
+        for index, draw in enumerate(draws):
+            if self.finish:
+                return part
+            self.tokens += 1
+            if index == last and draw.token in self._stop_ids:
+                continue
+            self._read(draw, part)
+        if finish and not self.finish:
+            self._end(part, "stop" if finish == "stop" else "length")
+        return part
+
+    def _read(self, draw: Draw, part: Part) -> None:
+        if self._logprobs:
+            self._entries.append(Entry(draw=draw, at=self._known))
+        text = self._detokenizer.feed(draw.token)
+        self._known += len(text)
+        told, stopped = self._stops.feed(text)
+        self._tell(part, told)
+        if stopped:
+            self.finish = part.finish = "stop"
+
+    def _tell(self, part: Part, text: str) -> None:
+        part.text += text
+        self._told += len(text)
+        # Log-probs go with the first character of their token.
+        count = next((i for i, entry in enumerate(self._entries) if entry.at >= self._told), len(self._entries))
+        part.entries += self._entries[:count]
+        del self._entries[:count]
+
+    def _end(self, part: Part, finish: FinishReason) -> None:
+        text, stopped = self._stops.feed(self._detokenizer.flush())
+        self._tell(part, text if stopped else text + self._stops.flush())
+        if not stopped:
+            part.entries += self._entries  # tokens without a text
+        self.finish = part.finish = "stop" if stopped else finish
+
+
+# --- log-probs, as OpenAI writes them ------------------------------------------------------------------------------
+
+
+def chat_logprobs(entries: Sequence[Entry], token_bytes: TokenBytes) -> dict[str, Any]:
+    """`logprobs` of a chat completion's choice."""
+    return {
+        "content": [
+            _chat_token(entry.draw.token, entry.draw.logprob, token_bytes)
+            | {"top_logprobs": [_chat_token(token, logprob, token_bytes) for token, logprob in entry.draw.top]}
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(token: int, logprob: float | None, token_bytes: TokenBytes) -> dict[str, Any]:
+    piece = token_bytes(token)
+    return {"token": texts([piece])[0], "logprob": _written(logprob), "bytes": list(piece)}
+
+
+def completion_logprobs(entries: Sequence[Entry], token_bytes: TokenBytes) -> dict[str, Any]:
+    """`logprobs` of a completion's choice. As OpenAI does, the drawn token is listed with the likeliest."""
+    tokens = texts(token_bytes(entry.draw.token) for entry in entries)
+    tops = [
+        {texts([token_bytes(token)])[0]: _written(logprob) for token, logprob in entry.draw.top}
+        | {text: _written(entry.draw.logprob)}
+        for entry, text in zip(entries, tokens, strict=True)
+    ]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_written(entry.draw.logprob) for entry in entries],
+        "top_logprobs": tops,
+        "text_offset": [entry.at for entry in entries],
+    }
+
+
+def _written(logprob: float | None) -> float | None:
+    """JSON has no infinity; OpenAI writes -9999 for what is that unlikely."""
+    return None if logprob is None else max(logprob, _LEAST)

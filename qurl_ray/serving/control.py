@@ -1,0 +1,67 @@
+"""How a second command reaches the job that serves: a socket that only this user can open. Needs no Ray."""
+
+import contextlib
+import json
+import os
+import socket
+import socketserver
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from qurl_ray.errors import ConfigError, QurlError
+
+Swap = Callable[[str], str]
+"""Swaps to a policy; says what became of it."""
+
+
+@contextlib.contextmanager
+def listening(port: int, swap: Swap) -> Iterator[None]:
+    """Take commands for the app on this port while the context lasts, one at a time."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            try:
+                reply = {"ok": True, "message": swap(json.loads(self.rfile.readline())["policy"])}
+            except QurlError as error:
+                reply = {"ok": False, "message": str(error)}
+            with contextlib.suppress(BrokenPipeError):  # who asked has left
+                self.wfile.write(json.dumps(reply).encode() + b"\n")
+
+    path = _path(port)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if path.parent.stat().st_uid != os.getuid() or path.parent.stat().st_mode & 0o077:
+        raise ConfigError(f"{path.parent} can be read by others: remove it")
+    path.unlink(missing_ok=True)  # of one that was killed; the port is ours
+    with socketserver.UnixStreamServer(str(path), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            path.unlink(missing_ok=True)
+
+
+def ask_to_swap(port: int, policy: str, *, timeout_s: float) -> str:
+    """Have the app on this port swap; what it says.
+
+    Raises:
+        ConfigError: none is served there, or it refused.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(str(_path(port)))
+            connection.sendall(json.dumps({"policy": policy}).encode() + b"\n")
+            reply = json.loads(connection.makefile().readline())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no job of yours on this machine serves on port {port}, or it ended: {error}") from None
+    if not reply["ok"]:
+        raise ConfigError(reply["message"])
+    return reply["message"]
+
+
+def _path(port: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"qurl-serving-{os.getuid()}" / f"{port}.sock"

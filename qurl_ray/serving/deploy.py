@@ -1,0 +1,212 @@
+"""The app on a Ray cluster: deployed, swapped to another policy, and taken down when its requests have ended."""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from qurl_ray.config.serving import ServingConfig, is_loopback
+from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
+from qurl_ray.serving.http import digest
+from qurl_ray.serving.policies import Pinned, output_dir, pin
+from qurl_ray.serving.replica import ReplicaDeployment
+
+APP = "qurl"
+_SPARE = 32  # requests beyond slots and queue that a replica takes, to turn them away in OpenAI's words
+_WITHOUT_REPLICA = 1024  # requests that a proxy keeps while no replica takes any: then it says 429, in its own words
+_ASK_S = 5.0
+_PAUSE_S = 0.2
+_MARGIN_S = 5.0  # of Serve itself, to notice that a replica has nothing left to do
+_KEEP_ALIVE_S = 75
+
+
+def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Application:
+    """The app that serves a pinned policy under a name. The key is read from this process's environment; replicas know
+    its digest alone.
+
+    Raises:
+        ConfigError: strangers could ask without a key.
+    """
+    key = os.environ.get(config.api_key_env) or None
+    config.check_host(key=key is not None)
+    threads = config.threads or max(1, (os.cpu_count() or 1) // config.most_replicas)
+    settings = config.model_dump(mode="json") | {"output_dir": str(output_dir(config))}
+    arguments = {"name": name, "key_digest": digest(key) if key else None, "threads": threads}
+    gpus = config.tensor_parallel if config.device == "cuda" else 0
+    scale: dict[str, Any] = {"num_replicas": config.replicas}
+    if config.most_replicas > config.replicas:
+        scale = {
+            "autoscaling_config": {
+                "min_replicas": config.replicas,
+                "max_replicas": config.most_replicas,
+                "target_ongoing_requests": config.slots,
+                "upscale_delay_s": config.upscale_after_s,
+                "downscale_delay_s": config.downscale_after_s,
+            }
+        }
+    return ReplicaDeployment.options(
+        # Else Serve takes each deployment for new code, and starts replicas anew for another policy alone.
+        _internal=True,
+        version=hashlib.sha256(json.dumps([settings | {"policy": None}, arguments]).encode()).hexdigest()[:16],
+        user_config=asdict(pinned),
+        ray_actor_options={"num_cpus": threads, "num_gpus": gpus},
+        max_ongoing_requests=config.slots + config.queue + _SPARE,
+        max_queued_requests=_WITHOUT_REPLICA,
+        backpressure_config={"status_code": 429, "retry_after_s": config.retry_after_s},
+        health_check_period_s=2.0,
+        health_check_timeout_s=config.silent_s,
+        max_constructor_retry_count=2,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=config.drain_s,
+        **scale,
+    ).bind(settings, **arguments)
+
+
+@contextmanager
+def running(config: ServingConfig) -> Iterator["App"]:
+    """The app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish.
+
+    Raises:
+        QurlError: the policy cannot be found or loaded, or the port is taken.
+    """
+    pinned = pin(config)
+    config.check_host(key=bool(os.environ.get(config.api_key_env)))
+    _start_ray(config)
+    try:
+        _start_serve(config)
+        try:
+            app = App(config, pinned, name=config.name or pinned.name)
+            app.deploy(pinned)
+            yield app
+        finally:
+            _drain(config)
+    finally:
+        ray.shutdown()  # a Ray of its own ends with all that runs in it; on a cluster, Ray Serve may be others', too
+
+
+class App:
+    """One that is deployed.
+
+    Args:
+        pinned: what it answers with.
+        name: what clients call the model, whatever the policy is.
+    """
+
+    def __init__(self, config: ServingConfig, pinned: Pinned, *, name: str) -> None:
+        self.config, self.pinned, self.name = config, pinned, name
+        self._swapping = threading.Lock()
+
+    def deploy(self, pinned: Pinned) -> None:
+        """Serve it, and wait until all replicas do.
+
+        Raises:
+            ConfigError: they could not load it.
+        """
+        try:
+            serve.run(application(self.config, pinned, name=self.name), name=APP, route_prefix="/")
+        except (RuntimeError, RayServeException) as error:
+            app = serve.status().applications.get(APP)
+            told = [one.message for one in app.deployments.values()] if app else []
+            reason = _reason("\n".join([str(error), *told]))
+            raise ConfigError(f"{pinned.source} cannot be served: {reason}") from None
+
+    def swap_to(self, policy: str) -> str:
+        """Turn to what the setting `policy` means; says so. From any thread. Raises as `swap`."""
+        pinned = pin(self.config.model_copy(update={"policy": policy}))
+        began = time.monotonic()
+        self.swap(pinned)
+        return f"{self.name} is now answered with {pinned.source} ({time.monotonic() - began:.1f} s)"
+
+    def swap(self, pinned: Pinned) -> None:
+        """Turn all replicas to another policy. Requests go on being answered, each with one policy.
+
+        Raises:
+            ConfigError: it was refused; all go on with the old one.
+            DeadlineExceeded: it was not loaded within start_timeout_s.
+        """
+        with self._swapping:
+            self.deploy(pinned)
+            try:
+                self._wait_for(pinned)
+            except ConfigError:
+                self.deploy(self.pinned)  # what a replica that is started anew would load
+                raise
+            self.pinned = pinned
+
+    def _wait_for(self, pinned: Pinned) -> None:
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while unsettled := [one for one in self.statuses() if one["pinned"] != asdict(pinned)]:
+            if refused := next((one["refused"] for one in unsettled if one["refused"]), None):
+                raise ConfigError(f"{pinned.source} was refused, {self.pinned.source} still answers: {refused}")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"waited {self.config.start_timeout_s:g} s for {len(unsettled)} replicas to load {pinned.source}"
+                )
+            time.sleep(_PAUSE_S)
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """Of all replicas; see Service.status."""
+        return serve.get_app_handle(APP).broadcast("status").results(timeout_s=_ASK_S)
+
+    def follow(self, every_s: float) -> Iterator[str]:
+        """Look again and again what `config.policy` means, and swap to it; says what became of it. Never ends."""
+        newest = self.pinned
+        while True:
+            time.sleep(every_s)
+            try:
+                before, newest = newest, pin(self.config)
+                if newest != before:  # one that was refused is not tried again
+                    self.swap(newest)
+                    yield f"{self.name} is now answered with {newest.source}"
+            except QurlError as error:
+                yield str(error)
+
+
+def _start_ray(config: ServingConfig) -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+        return
+    threads = config.threads or 1
+    cpus = max(os.cpu_count() or 1, config.most_replicas * threads)
+    ray.init(
+        "local", num_cpus=cpus, namespace="serve", include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+
+
+def _start_serve(config: ServingConfig) -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        serve.start(
+            proxy_location="HeadOnly" if is_loopback(config.host) else "EveryNode",
+            # Longer than clients keep connections: they would send requests into one that is just being closed.
+            http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": _KEEP_ALIVE_S},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+    except (RuntimeError, ValueError, RayError) as error:
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {_reason(str(error))}") from None
+
+
+def _drain(config: ServingConfig) -> None:
+    """Take the app away and wait for its requests: serve.shutdown would close their connections."""
+    until = time.monotonic() + config.drain_s + _MARGIN_S
+    serve.delete(APP, _blocking=False)
+    while APP in serve.status().applications and time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+
+
+def _reason(text: str) -> str:
+    """The last line that says something, of an error that went through several processes."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no reason was given")

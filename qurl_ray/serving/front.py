@@ -1,0 +1,161 @@
+"""Between requests, on the event loop, and the engine's thread: who waits for what, and how much may wait."""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+
+from qurl_ray.errors import EngineError
+from qurl_ray.serving.protocol import ApiError, unavailable
+from qurl_ray.serving.stream import Ask, News, Stream
+
+
+class Front:
+    """All that runs in one engine. Lives on one event loop.
+
+    Args:
+        slots: answers that the engine generates at a time.
+        queue: answers that may wait besides.
+        retry_after_s: what clients are told when all is taken.
+    """
+
+    def __init__(self, *, slots: int, queue: int, retry_after_s: int) -> None:
+        self._slots, self._queue, self._retry_after_s = slots, queue, retry_after_s
+        self._owners: dict[str, tuple[Mailbox, int]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.stream: Stream
+        """Set once, before the first request."""
+        self.error: Exception | None = None
+        """Why the engine is of no further use."""
+        self.last_news = asyncio.get_running_loop().time()
+        """When it said something last, or was last asked while it had nothing to do."""
+
+    @property
+    def running(self) -> int:
+        return min(len(self._owners), self._slots)
+
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self._owners) - self._slots)
+
+    def silent_s(self) -> float:
+        """Seconds since the engine last said something, if it has work."""
+        return asyncio.get_running_loop().time() - self.last_news if self._owners else 0.0
+
+    def check_room(self, count: int) -> None:
+        """Raise ApiError 429 if so many more answers cannot be taken."""
+        if self.error is not None:
+            raise unavailable()
+        if len(self._owners) + count > self._slots + self._queue:
+            raise ApiError(
+                429,
+                "all slots are taken and too many requests wait: try again",
+                kind="requests",
+                code="rate_limit_exceeded",
+                retry_after_s=self._retry_after_s,
+            )
+
+    def ask(self, asks: Sequence[Ask]) -> "Mailbox":
+        """Begin to answer; news of asks[i] arrive as (i, news).
+
+        Raises:
+            ApiError: 429, too much waits already; 503, the engine is broken.
+        """
+        self.check_room(len(asks))
+        if not self._owners:
+            self.last_news = asyncio.get_running_loop().time()
+        mailbox = Mailbox(self, [ask.request.uid for ask in asks])
+        self._owners |= {ask.request.uid: (mailbox, index) for index, ask in enumerate(asks)}
+        self._idle.clear()
+        try:
+            self.stream.submit(asks)
+        except EngineError as error:
+            self.fail(error)
+            raise
+        return mailbox
+
+    def cancel(self, uids: Sequence[str]) -> None:
+        """Nobody wants these any more. They keep their slots until the engine has let go of them."""
+        if known := [uid for uid in uids if uid in self._owners]:
+            self.stream.cancel(known)
+
+    def deliver(self, news: Sequence[News]) -> None:
+        """What the engine tells of a step."""
+        self.last_news = asyncio.get_running_loop().time()
+        for item in news:
+            mailbox, index = self._owners[item.uid]
+            if item.finish is not None:
+                del self._owners[item.uid]
+            mailbox.put(index, item)
+        if not self._owners:
+            self._idle.set()
+
+    def fail(self, error: Exception) -> None:
+        """The engine has died: nobody waits any longer."""
+        self.error = error
+        for mailbox, _ in self._owners.values():
+            mailbox.fail(error)
+        self._owners.clear()
+        self._idle.set()
+
+    async def drained(self) -> None:
+        """Wait until nothing runs."""
+        await self._idle.wait()
+
+
+class Mailbox:
+    """Where the news of one request's answers arrive. Whoever leaves the context before the end cancels what is left.
+
+    Example:
+        with front.ask(asks) as mailbox:
+            while mailbox.open:
+                for index, news in await mailbox.take(): ...
+    """
+
+    def __init__(self, front: Front, uids: Sequence[str]) -> None:
+        self._front, self._uids = front, list(uids)
+        self._news: list[tuple[int, News]] = []
+        self._arrived = asyncio.Event()
+        self._error: Exception | None = None
+        self._left = set(uids)
+
+    @property
+    def open(self) -> bool:
+        """Whether more is to come, or lies here."""
+        return bool(self._left or self._news)
+
+    def put(self, index: int, news: News) -> None:
+        if news.finish is not None:
+            self._left.discard(news.uid)
+        self._news.append((index, news))
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> list[tuple[int, News]]:
+        """All that has arrived; waits for it.
+
+        Raises:
+            EngineError: the engine has died.
+        """
+        await self._arrived.wait()
+        if self._error:
+            raise EngineError("the engine has died") from self._error
+        self._arrived.clear()
+        found, self._news = self._news, []
+        return found
+
+    def stop(self, index: int) -> None:
+        """No more is wanted of this answer."""
+        self._front.cancel([self._uids[index]])
+
+    def __enter__(self) -> "Mailbox":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._left:
+            self._front.cancel(list(self._left))

@@ -1,0 +1,207 @@
+"""OpenAI's API over HTTP: who may ask, how much, and that every error has OpenAI's shape. Plain Starlette.
+
+FastAPI would check bodies before us, in words of its own, and describe itself to whoever asks.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qurl_ray.config.serving import is_loopback
+from qurl_ray.errors import EngineError
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse, unavailable
+from qurl_ray.serving.replies import Reply, error_event
+from qurl_ray.serving.served import Served
+from qurl_ray.serving.service import Service
+
+logger = logging.getLogger(__name__)
+
+_OPEN = "/health"  # a load balancer has no key; the page says nothing
+
+
+def digest(key: str) -> str:
+    """What replicas know of a key: enough to recognise it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def http_app(service: Service, *, key_digest: str | None, exposition: Callable[[], str]) -> ASGIApp:
+    """The whole API.
+
+    Args:
+        key_digest: of the key that clients must send, on all paths but /health; None is no key, and then only clients
+            on this machine are answered unless `config.open`.
+        exposition: makes the page /metrics. It may block.
+    """
+
+    async def chat(request: Request) -> Response:
+        return await _answered(request, service, ChatRequest)
+
+    async def completions(request: Request) -> Response:
+        return await _answered(request, service, CompletionRequest)
+
+    async def models(_: Request) -> Response:
+        served = service.current
+        return JSONResponse({"object": "list", "data": [_model(name, served) for name in (served.name, served.model)]})
+
+    async def model(request: Request) -> Response:
+        served = service.current
+        served.check_model(request.path_params["model"])
+        return JSONResponse(_model(request.path_params["model"], served))
+
+    async def health(_: Request) -> Response:
+        try:
+            service.check_health()
+            assert service.current
+        except EngineError:
+            raise unavailable() from None
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(_: Request) -> Response:
+        return PlainTextResponse(await asyncio.to_thread(exposition))
+
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+    handlers = {ApiError: _refused, HTTPException: _not_routed, EngineError: _broken, Exception: _unforeseen}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return _Guard(app, service, key_digest)
+
+
+def _model(name: str, served: Served) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": served.created, "owned_by": "qurl-ray"}
+
+
+async def _answered(request: Request, service: Service, kind: type) -> Response:
+    body = await read_body(request, limit=service.config.max_body_kb * 1024, timeout_s=service.config.body_timeout_s)
+    parsed = parse(body, kind)
+    reply = Reply(parsed, await service.open(parsed, size=len(body)))
+    return EventStream(reply.events()) if parsed.stream else JSONResponse(await reply.whole())
+
+
+async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
+    """The body, if it is JSON, not too large, whole and in time.
+
+    Raises:
+        ApiError: 400, 408, 413 or 415.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":  # also keeps web pages from asking, which may send other kinds without being asked
+        raise ApiError(415, "content-type must be application/json")
+    too_large = ApiError(413, f"the body exceeds {limit} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "0")
+    if not length.isdigit() or int(length) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended before its length") from None
+    return bytes(body)
+
+
+class EventStream(Response):
+    """Server-sent events, each piece sent as it comes."""
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except EngineError:
+            await send({"type": "http.response.body", "body": error_event(unavailable()), "more_body": True})
+        finally:
+            await self._events.aclose()  # now, not when it is collected: the engine lets go of what is left
+        await send({"type": "http.response.body", "body": b""})
+
+
+class _Guard:
+    """Who may ask; counts what was answered."""
+
+    def __init__(self, app: ASGIApp, service: Service, key_digest: str | None) -> None:
+        self._app, self._service, self._key_digest = app, service, key_digest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in _PATHS else "other"
+                self._service.meters.requests.inc(tags={"path": path, "status": str(message["status"])})
+            await send(message)
+
+        if error := self._stranger(scope):
+            await _response(error)(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
+
+    def _stranger(self, scope: Scope) -> ApiError | None:
+        if scope["path"] == _OPEN:
+            return None
+        if self._key_digest is None:
+            client = (scope.get("client") or ("", 0))[0]
+            if self._service.config.open or is_loopback(client):
+                return None
+            return ApiError(401, "this server has no key, so it answers its own machine only", code="no_api_key")
+        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = sent.partition(b" ")
+        found = hashlib.sha256(key.strip()).hexdigest()
+        if hmac.compare_digest(found, self._key_digest) and scheme.lower() == b"bearer":
+            return None
+        return ApiError(401, "wrong or missing API key: send it as Authorization: Bearer …", code="invalid_api_key")
+
+
+_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"}
+
+
+def _response(error: ApiError) -> Response:
+    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else {}
+    if error.status in (408, 413):  # the rest of the body may still come
+        headers["connection"] = "close"
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _refused(_: Request, error: ApiError) -> Response:
+    return _response(error)
+
+
+async def _not_routed(request: Request, error: HTTPException) -> Response:
+    what = "unknown path" if error.status_code == 404 else f"{request.method} is not allowed here"
+    response = _response(ApiError(error.status_code, what))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _broken(_: Request, __: EngineError) -> Response:
+    return _response(unavailable())
+
+
+async def _unforeseen(_: Request, error: Exception) -> Response:
+    logger.error("a request failed", exc_info=error)
+    return _response(ApiError(500, "internal error", kind="server_error"))

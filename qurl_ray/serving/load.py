@@ -1,0 +1,107 @@
+"""From a policy's folder to an engine that holds it, verified: codes as they are stored, or quantized here."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from qurl_ray.config.models import QuantizationConfig, RolloutConfig
+from qurl_ray.config.serving import ServingConfig
+from qurl_ray.errors import ConfigError
+from qurl_ray.policy.export import is_quantized, read_quantized
+from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.rollout.engine import Engine
+from qurl_ray.rollout.make import make_engine
+from qurl_ray.sync.local import load_into
+from qurl_ray.types import Manifest, PolicySpec
+
+_LONGEST = 2048  # tokens of prompt and answer, unless asked for more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A policy in an engine."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    length: int
+    """Tokens of prompt and answer together."""
+    fingerprint: str
+    """Of all weights as the engine holds them: 16 hexadecimal digits."""
+
+
+def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
+    """The policy of a folder, in an engine that has verified what it holds.
+
+    Raises:
+        QurlError: it cannot be loaded, or holds codes of another format than the one asked for.
+    """
+    spec = PolicySpec(source=str(folder), quantized=is_quantized(folder))
+    length = config.max_length or min(_LONGEST, context_length(spec))
+    spec = PolicySpec(source=spec.source, max_length=length, quantized=spec.quantized)
+    tokenizer = load_tokenizer(spec)
+    context_length(spec)  # whether max_length is in the model's own
+    make = partial(_engine, spec, config, threads)
+    engine, manifest = _with_codes(make, folder, config) if spec.quantized else _quantizing(make, spec, config)
+    return Loaded(
+        engine=engine,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(spec, tokenizer),
+        length=length,
+        fingerprint=fingerprint_of(manifest),
+    )
+
+
+def fingerprint_of(manifest: Manifest) -> str:
+    """One for all tensors, which tells policies and formats apart."""
+    digest = hashlib.blake2b(digest_size=8)
+    for record in sorted(manifest.tensors, key=lambda record: record.name):
+        digest.update(f"{record.name} {record.format} {record.fingerprint:016x}\n".encode())
+    return digest.hexdigest()
+
+
+def _engine(spec: PolicySpec, config: ServingConfig, threads: int, *, kernel: str) -> Engine:
+    if config.engine == "torch":
+        rollout = RolloutConfig(device=config.device, dtype=config.dtype, slots=config.slots)
+        return make_engine(spec, rollout, kernel=kernel, threads=threads)
+    from qurl_ray.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        spec,
+        slots=config.slots,
+        dtype=config.dtype,
+        tensor_parallel=config.tensor_parallel,
+        kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),
+        kernel=kernel,
+        threads=threads,
+        logprobs_mode="raw_logprobs",
+        timeout_s=config.start_timeout_s,
+    )
+
+
+def _with_codes(make: partial, folder: Path, config: ServingConfig) -> tuple[Engine, Manifest]:
+    stored = read_quantized(folder)
+    if config.quantization not in ("auto", stored.fmt.name):
+        raise ConfigError(f"{folder} holds {stored.fmt.name} codes: it cannot be served in {config.quantization}")
+    engine = make(kernel=config.kernel)
+    if stored.fmt.weight_max > engine.weight_max_code(stored.fmt.name):
+        # Made where the kernel takes larger codes than the one here, which would saturate.
+        engine.close()
+        engine = make(kernel="emulation")
+    sent = load_into(engine, stored.parameters.items(), stored.fmt, quantized=frozenset(), unquantized=config.dtype)
+    return engine, sent
+
+
+def _quantizing(make: partial, spec: PolicySpec, config: ServingConfig) -> tuple[Engine, Manifest]:
+    model = load_model(spec)
+    engine = make(kernel=config.kernel)
+    name = "none" if config.quantization == "auto" else config.quantization
+    fmt = None if name == "none" else get_format(name, engine.weight_max_code(name))
+    kept = QuantizationConfig().kept(model.config.num_hidden_layers)
+    names = quantized_parameters(model, kept) if fmt else frozenset()
+    return engine, load_into(engine, model.named_parameters(), fmt, quantized=names, unquantized=config.dtype)

@@ -1,0 +1,44 @@
+"""From what a client sends to the tokens that a policy reads."""
+
+from collections.abc import Sequence
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from qurl_ray.serving.protocol import ApiError, shown
+
+
+def encode(
+    prompt: str | Sequence[int] | Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, template: str
+) -> np.ndarray:
+    """Token ids, int32 [length].
+
+    Args:
+        prompt: a text as it is, token ids, or messages of a chat. These go through the tokenizer's chat template; if it
+            has none, what they say, joined by newlines, takes the place of {prompt} in `template`.
+
+    Raises:
+        ApiError: 400: no tokens come of it, ids are out of range, or the chat template refuses the messages.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif not prompt or isinstance(prompt[0], int):
+        ids = list(prompt)
+        if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
+            raise ApiError(400, f"token ids must be in 0 … {len(tokenizer) - 1}", param="prompt")
+    elif tokenizer.chat_template is not None:
+        ids = _chat(prompt, tokenizer)
+    else:
+        said = "\n".join(message["content"] for message in prompt)
+        ids = tokenizer(template.replace("{prompt}", said))["input_ids"]
+    if len(ids) == 0:
+        raise ApiError(400, "the prompt has no tokens", param="prompt" if isinstance(prompt, str) else None)
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _chat(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    try:
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    except jinja2.TemplateError as error:  # the policy's template speaks here, of the messages alone
+        raise ApiError(400, f"the chat template refuses: {shown(str(error))}", param="messages") from None

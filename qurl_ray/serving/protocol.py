@@ -1,0 +1,264 @@
+"""OpenAI's requests, checked; and its errors. Nothing here knows of HTTP or of an engine."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+_GREEDY = 1e-4  # temperatures below are 0: logits divided by them would overflow
+_MOST_SHOWN = 200  # characters of a name or message that an error repeats
+
+_IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+}
+"""Change nothing in an answer here."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "web_search_options": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""OpenAI's parameters that are not supported, with the values that ask for nothing."""
+
+
+class ApiError(Exception):
+    """What a client is told, in OpenAI's shape. The message holds nothing but what the client sent, and limits.
+
+    Example:
+        raise ApiError(400, "n must be at least 1", param="n")
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def unavailable() -> ApiError:
+    """No policy is there, or its engine has died and is started anew."""
+    return ApiError(503, "the policy is not available: try again", kind="server_error", retry_after_s=1)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class _StreamOptions(_Model):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Nothing is obfuscated."""
+
+
+class _TextPart(_Model):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Model):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_TextPart]
+    name: str | None = None
+    annotations: list[Any] = []
+    """As the answers that a client sends back have them."""
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates want it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class _Request(_Model):
+    """What both kinds of request have."""
+
+    model: str
+    n: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """Not OpenAI's: 0 keeps the whole vocabulary."""
+    ignore_eos: bool = False
+    """Not OpenAI's: draw exactly max_tokens."""
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, stop: str | list[str]) -> list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > 4:
+            raise ValueError("at most 4 stop sequences")
+        if any(not 1 <= len(one) <= 1000 for one in stops):
+            raise ValueError("a stop sequence has 1 to 1000 characters")
+        return stops
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "_Request":
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def heat(self) -> float:
+        """The temperature; 0, greedy, where it is too small to divide by, or top_p leaves but one token."""
+        return self.temperature if self.temperature >= _GREEDY and self.top_p > 0 else 0.0
+
+
+class ChatRequest(_Request):
+    """Body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _logprobs_are_asked(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens to tell of; None is no log-probs."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer, if the client has set any."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompts(self) -> list[list[dict[str, str]]]:
+        return [[message.plain() for message in self.messages]]
+
+
+class CompletionRequest(_Request):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens or 16  # OpenAI's default
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Texts, or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request; those of a prompt count once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def as_dict(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400, with the parameter that is wrong.
+    """
+    try:
+        data = json.loads(body)
+        if b"\\u" in body:
+            json.dumps(data, ensure_ascii=False).encode()  # an escape may be half of a character, which is no text
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    for key in [key for key in data if key in _IGNORED or key in _NEUTRAL or data[key] is None]:
+        value = data.pop(key)
+        if value is not None and key in _NEUTRAL and value not in _NEUTRAL[key]:
+            raise ApiError(400, f"{key} is not supported", param=key, code="unsupported_parameter")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    item = error.errors(include_url=False, include_input=False)[0]
+    # pydantic puts the types of a union into the path: messages, 0, content, list[_TextPart], 0, type
+    path = [part for part in item["loc"] if isinstance(part, int) or part in _NAMES]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or None
+    if item["type"] == "extra_forbidden":
+        unknown = shown(str(item["loc"][-1]))
+        return ApiError(400, f"unknown parameter: {unknown}", param=unknown, code="unknown_parameter")
+    message = item["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_CODES.get(item["type"]))
+
+
+_MODELS = (ChatRequest, CompletionRequest, Message, _TextPart, _StreamOptions)
+_NAMES = {name for model in _MODELS for name in model.model_fields}
+_CODES = {"missing": "missing_required_parameter"}
+
+
+def shown(text: str) -> str:
+    """What an error repeats of what a client has sent."""
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"

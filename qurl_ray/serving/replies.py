@@ -1,0 +1,93 @@
+"""What clients are answered, in OpenAI's words: whole, or as server-sent events."""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from qurl_ray.serving.choice import Entry, Part, chat_logprobs, completion_logprobs
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest
+from qurl_ray.serving.served import Answer
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply:
+    """Of one request. Every record of it names the model with its version."""
+
+    def __init__(self, request: ChatRequest | CompletionRequest, answer: Answer) -> None:
+        self._request, self._answer = request, answer
+        self._chat = isinstance(request, ChatRequest)
+        self._head = {
+            "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
+            "object": "",
+            "created": int(time.time()),
+            "model": answer.served.model,
+            "system_fingerprint": f"fp_{answer.served.fingerprint}",
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises EngineError if the engine dies."""
+        parts = await self._answer.whole()
+        kind = "chat.completion" if self._chat else "text_completion"
+        choices = [self._choice(index, part) for index, part in enumerate(parts)]
+        return self._head | {"object": kind, "choices": choices, "usage": self._answer.usage.as_dict()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Bytes of one or more events: what came since the last ones. An engine that dies ends them with an error."""
+        if self._chat:
+            roles = [self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._answer.count)]
+            yield b"".join(map(self._event, roles))
+        async for news in self._answer.parts():
+            told = [(index, part) for index, part in news if part.text or part.entries or part.finish]
+            if told:
+                yield b"".join(self._event(self._chunk(index, part)) for index, part in told)
+        if self._request.include_usage:
+            yield self._event(None)
+        yield DONE
+
+    def _event(self, choice: dict[str, Any] | None) -> bytes:
+        """Of a choice; None is the last one, of the usage."""
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        record = self._head | {"object": kind, "choices": [choice] if choice else []}
+        if self._request.include_usage:
+            record["usage"] = None if choice else self._answer.usage.as_dict()
+        return event(record)
+
+    def _chunk(self, index: int, part: Part) -> dict[str, Any]:
+        if not self._chat:
+            return self._choice(index, part)
+        delta = {"content": part.text} if part.text or part.entries else {}
+        return self._delta(index, delta, part)
+
+    def _delta(self, index: int, delta: dict[str, Any], part: Part | None = None) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(part.entries) if part and part.entries else None,
+            "finish_reason": part.finish if part else None,
+        }
+
+    def _choice(self, index: int, part: Part) -> dict[str, Any]:
+        if self._chat:
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+        else:
+            content = {"text": part.text}
+        logprobs = self._logprobs(part.entries)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish}
+
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+        if self._request.top is None:
+            return None
+        write = chat_logprobs if self._chat else completion_logprobs
+        return write(entries, self._answer.served.token_bytes)
+
+
+def event(record: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """In the middle of a stream, whose status has been told."""
+    return event(error.body())

@@ -1,0 +1,228 @@
+"""A policy that answers: its engine's front, its tokenizer, its names; and a request on its way through them."""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from qurl_ray.config.serving import ServingConfig
+from qurl_ray.rollout.requests import derive_seed
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.serving.choice import Choice, Part
+from qurl_ray.serving.front import Front, Mailbox
+from qurl_ray.serving.load import Loaded
+from qurl_ray.serving.meters import Meters
+from qurl_ray.serving.prompts import encode
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage
+from qurl_ray.serving.stream import Ask, Stream, TorchStream
+from qurl_ray.serving.text import TokenBytes
+from qurl_ray.types import Request, SamplingParams
+
+_BRIEF = 8192  # bytes of a body whose prompt is encoded on the event loop: a thread would take longer
+_VERSION_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A request whose prompts are tokens and fit."""
+
+    request: ChatRequest | CompletionRequest
+    prompts: list[np.ndarray]
+    max_tokens: list[int]
+    """Of the answers to each prompt."""
+
+    @property
+    def count(self) -> int:
+        """Answers that were asked for."""
+        return len(self.prompts) * self.request.n
+
+
+class Served:
+    """Lives on one event loop. `close` when `front.drained()`.
+
+    Args:
+        name: what clients call the model, whichever version it has.
+    """
+
+    def __init__(self, loaded: Loaded, config: ServingConfig, *, name: str, meters: Meters) -> None:
+        self._config, self._loaded, self.meters = config, loaded, meters
+        self.name, self.fingerprint = name, loaded.fingerprint
+        self.model = f"{name}@{loaded.fingerprint[:_VERSION_DIGITS]}"
+        """This version of it."""
+        self.created = int(time.time())
+        self.length = loaded.length
+        self.kernels = loaded.engine.kernels()
+        self.token_bytes = TokenBytes(loaded.tokenizer)
+        self.front = Front(slots=config.slots, queue=config.queue, retry_after_s=config.retry_after_s)
+        self._uids = itertools.count()
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self.front.stream = self._stream(loaded)
+
+    def _stream(self, loaded: Loaded) -> Stream:
+        calls = {
+            "loop": asyncio.get_running_loop(),
+            "deliver": self.front.deliver,
+            "fail": self.front.fail,
+        }
+        if isinstance(loaded.engine, TorchEngine):
+            return TorchStream(loaded.engine, slots=self._config.slots, length=loaded.length, **calls)
+        from qurl_ray.serving.vllm_stream import VllmStream
+
+        return VllmStream(loaded.engine, **calls)
+
+    def close(self) -> None:
+        """End the engine. Blocks; nothing may run any more."""
+        self.front.stream.close()
+        self._encoder.shutdown()
+
+    def check_model(self, asked: str) -> None:
+        """Raise ApiError 404 unless it is this model, or this version of it."""
+        if asked not in (self.name, self.model):
+            raise ApiError(404, "no such model: GET /v1/models lists them", param="model", code="model_not_found")
+
+    async def encode(self, request: ChatRequest | CompletionRequest, *, size: int) -> Encoded:
+        """Prompts as tokens.
+
+        Args:
+            size: bytes of the body; large ones are encoded in a thread.
+
+        Raises:
+            ApiError: 400 or 404: another model, too much of something, or a prompt that does not fit.
+        """
+        self.check_model(request.model)
+        prompts = request.prompts()
+        if not prompts:
+            raise ApiError(400, "there is no prompt", param="prompt")
+        if len(prompts) * request.n > self._config.max_choices:
+            raise ApiError(
+                400, f"at most {self._config.max_choices} answers to a request: n times its prompts", param="n"
+            )
+        if (request.limit or 0) > self._config.max_tokens:
+            raise ApiError(400, f"max_tokens is at most {self._config.max_tokens} here", param="max_tokens")
+        if request.top_k and request.top_k > len(self._loaded.tokenizer):
+            raise ApiError(400, "top_k exceeds the vocabulary", param="top_k")
+
+        def all_encoded() -> list[np.ndarray]:
+            return [encode(prompt, self._loaded.tokenizer, template=self._config.template) for prompt in prompts]
+
+        if size <= _BRIEF:
+            ids = all_encoded()
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(self._encoder, all_encoded)
+        return Encoded(request=request, prompts=ids, max_tokens=[self._room(request, len(prompt)) for prompt in ids])
+
+    def _room(self, request: ChatRequest | CompletionRequest, prompt: int) -> int:
+        """Tokens that the answer to a prompt of that length may have."""
+        most = self._config.max_prompt_tokens or self.length - 1
+        left = self.length - prompt
+        wanted = request.limit or min(self._config.max_tokens, left)
+        if prompt > most or wanted > left or left < 1:
+            raise ApiError(
+                400,
+                f"the context is {self.length} tokens, at most {min(most, self.length - 1)} of them the prompt's: this "
+                f"one has {prompt}, and {max(wanted, 1)} were asked for",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        return wanted
+
+    def open(self, encoded: Encoded) -> "Answer":
+        """Begin to answer.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        request = encoded.request
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        asks = []
+        for prompt, limit in zip(encoded.prompts, encoded.max_tokens, strict=True):
+            sampling = SamplingParams(
+                temperature=request.heat,
+                top_p=request.top_p or 1.0,
+                top_k=request.top_k,
+                max_new_tokens=limit,
+                stop_ids=self._loaded.stop_ids,
+                ignore_eos=request.ignore_eos,
+            )
+            # The seed of a choice is of its number alone: more prompts beside it change nothing.
+            asks += [
+                Ask(
+                    request=Request(
+                        uid=str(next(self._uids)),
+                        prompt_ids=prompt,
+                        seed=derive_seed("serving", seed, number),
+                        sampling=sampling,
+                    ),
+                    top=request.top,
+                )
+                for number in range(request.n)
+            ]
+        choices = [
+            Choice(
+                self._loaded.tokenizer,
+                stops=request.stop,
+                stop_ids=self._loaded.stop_ids,
+                logprobs=request.top is not None,
+            )
+            for _ in asks
+        ]
+        prompt_tokens = sum(map(len, encoded.prompts))
+        return Answer(self.front.ask(asks), choices, prompt_tokens=prompt_tokens, served=self)
+
+
+class Answer:
+    """The choices of one request while they grow."""
+
+    def __init__(self, mailbox: Mailbox, choices: Sequence[Choice], *, prompt_tokens: int, served: Served) -> None:
+        self._mailbox, self._choices, self._prompt_tokens, self.served = mailbox, choices, prompt_tokens, served
+
+    @property
+    def count(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens, completion_tokens=sum(choice.tokens for choice in self._choices)
+        )
+
+    async def parts(self) -> AsyncIterator[list[tuple[int, Part]]]:
+        """What is new of the choices, as it comes; the engine lets go of them if this is left before the end.
+
+        Raises:
+            EngineError: the engine has died.
+        """
+        meter = self.served.meters.answer(self.served.model)
+        with self._mailbox as mailbox:
+            while not all(choice.finish for choice in self._choices):
+                found: dict[int, Part] = {}
+                drawn = 0
+                for index, news in await mailbox.take():
+                    choice = self._choices[index]
+                    drawn += len(news.draws)
+                    if choice.finish:
+                        continue  # after its stop sequence, until the engine has let go
+                    part = choice.feed(news.draws, news.finish)
+                    found[index] = part if index not in found else _joined(found[index], part)
+                    if choice.finish and news.finish is None:
+                        mailbox.stop(index)
+                meter.drew(drawn, len(found))
+                yield list(found.items())
+        meter.ended(self.usage)
+
+    async def whole(self) -> list[Part]:
+        """All choices at their end."""
+        parts = [Part() for _ in self._choices]
+        async for news in self.parts():
+            for index, part in news:
+                parts[index] = _joined(parts[index], part)
+        return parts
+
+
+def _joined(first: Part, then: Part) -> Part:
+    return Part(text=first.text + then.text, entries=first.entries + then.entries, finish=then.finish)

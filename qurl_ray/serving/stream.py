@@ -1,0 +1,173 @@
+"""Engines that answer requests as they come: each joins what is running, and its tokens are told of step by step.
+
+    submit, cancel ──► inbox ──► thread: admit, step, news ──► deliver (once a step, on the event loop)
+
+The torch engine's loop is here. vLLM has one of its own, in rollout/vllm_server.py.
+"""
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from qurl_ray.errors import EngineError
+from qurl_ray.rollout.batch import Draw, OpenBatch
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.types import Finish, Request
+
+_PREFILL_TOKENS = 2048  # of prompts that join in one step: what runs waits for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request whose tokens are told of one by one. Its uid is unique among all that run."""
+
+    request: Request
+    top: int | None = None
+    """How many of the likeliest tokens to tell of, each time; None is not even the log-prob of the drawn one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What became of a request since the last news of it."""
+
+    uid: str
+    draws: Sequence[Draw]
+    finish: Finish | None
+    """If this is the last."""
+
+
+Deliver = Callable[[Sequence[News]], None]
+"""Called on the event loop."""
+Fail = Callable[[Exception], None]
+"""Called there when the engine is of no further use."""
+
+
+class Stream(Protocol):
+    """What the front expects of an engine."""
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """Begin to answer, from any thread; the requests fit the context."""
+
+    def cancel(self, uids: Iterable[str]) -> None:
+        """End these, from any thread; unknown ones are ignored."""
+
+    def close(self) -> None:
+        """End the engine. Blocks."""
+
+
+class TorchStream:
+    """A thread that takes the torch engine from step to step.
+
+    What a request draws depends on its own prompt, seed and sampling alone, not on when it came or on what else runs:
+    the engine is batch-invariant.
+
+    Args:
+        engine: with verified weights; from now on this thread's alone.
+        slots: sequences decoded at a time.
+        length: tokens that prompt and answer may have together.
+
+    Raises:
+        EngineError: there is no memory for so many keys and values.
+    """
+
+    def __init__(
+        self,
+        engine: TorchEngine,
+        *,
+        slots: int,
+        length: int,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Deliver,
+        fail: Fail,
+    ) -> None:
+        assert engine.version is not None, "weights come first"
+        self._engine, self._loop, self._deliver, self._fail = engine, loop, deliver, fail
+        self._inbox: queue.SimpleQueue[Sequence[Ask] | set[str] | None] = queue.SimpleQueue()
+        self._batch = OpenBatch(places=slots, longest=length, version=engine.version)
+        self._waiting: deque[Ask] = deque()
+        self._running: dict[int, str] = {}
+        """Uid by place."""
+        engine.reserve(slots, length)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        self._inbox.put(asks)
+
+    def cancel(self, uids: Iterable[str]) -> None:
+        self._inbox.put(set(uids))
+
+    def close(self) -> None:
+        self._inbox.put(None)
+        self._thread.join()
+        self._engine.close()
+
+    def _run(self) -> None:
+        """One step after the other while there is work.
+
+        consumes:  asks and cancels   from self._inbox    waits for one when nothing runs
+        produces:  news of a step     for self._deliver   waits for nothing
+        ends:      at close, or on the first error, which goes to self._fail
+        """
+        try:
+            while (cancelled := self._read()) is not None:
+                admitted = self._admit()
+                self._engine.step(self._batch, admitted, cancelled=cancelled)
+                if not self._batch.finite:
+                    raise EngineError("log-probs are not finite: the engine's weights or its kernel are broken")
+                self._tell()
+        except Exception as error:  # whatever it is, nothing can be answered any more, and somebody must be told
+            self._call(self._fail, error)
+
+    def _read(self) -> list[int] | None:
+        """Empty the inbox. The places of what was cancelled; None at the end."""
+        cancelled: set[str] = set()
+        while True:
+            idle = not (self._batch.count or self._waiting or cancelled)
+            try:
+                item = self._inbox.get(block=idle)
+            except queue.Empty:
+                break
+            if item is None:
+                return None
+            if isinstance(item, set):
+                cancelled |= item
+                dropped = [ask.request.uid for ask in self._waiting if ask.request.uid in item]
+                self._waiting = deque(ask for ask in self._waiting if ask.request.uid not in item)
+                if dropped:
+                    ended = [News(uid=uid, draws=(), finish="cancelled") for uid in dropped]
+                    self._call(self._deliver, ended)
+            else:
+                self._waiting.extend(item)
+        return [place for place, uid in self._running.items() if uid in cancelled]
+
+    def _admit(self) -> list[tuple[int, Request]]:
+        admitted: list[tuple[int, Request]] = []
+        tokens = 0
+        while self._waiting and self._batch.free:
+            tokens += len(self._waiting[0].request.prompt_ids)
+            if admitted and tokens > _PREFILL_TOKENS:
+                break
+            ask = self._waiting.popleft()
+            place = self._batch.enter(ask.request, top=ask.top)
+            self._running[place] = ask.request.uid
+            admitted.append((place, ask.request))
+        return admitted
+
+    def _tell(self) -> None:
+        found = []
+        for place, draws, finish in self._batch.news():
+            uid = self._running[place] if finish is None else self._running.pop(place)
+            found.append(News(uid=uid, draws=draws, finish=finish))
+        if found:
+            self._call(self._deliver, found)
+
+    def _call(self, function: Callable, *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            assert self._loop.is_closed(), "the only reason"  # the process ends, and nobody waits for tokens

@@ -1,0 +1,115 @@
+"""From tokens to text while they come: characters that are spread over tokens, and stop sequences over both."""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+_UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character yet
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Detokenizer:
+    """The text of one answer, piece by piece: the pieces joined are what decoding all of its tokens at once gives.
+
+    A window of tokens is decoded anew with each that comes: what a token's text is may depend on the one before it (a
+    space at the beginning), and a character may be spread over several.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = self._told = 0  # of the window, and of its tokens without a text yet
+
+    def feed(self, token: int) -> str:
+        """What is known of the text since the last call; "" in the middle of a character."""
+        self._ids.append(token)
+        new = self._new()
+        return "" if new.endswith(_UNFINISHED) else self._tell(new)
+
+    def flush(self) -> str:
+        """What is left at the end, unfinished or not."""
+        return self._tell(self._new())
+
+    def _new(self) -> str:
+        return self._decode(self._start, len(self._ids))[len(self._decode(self._start, self._told)) :]
+
+    def _tell(self, new: str) -> str:
+        if new:
+            self._start, self._told = self._told, len(self._ids)
+        return new
+
+    def _decode(self, start: int, stop: int) -> str:
+        ids = self._ids[start:stop]
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if ids else ""
+
+
+class StopMatcher:
+    """Ends a text before the first stop sequence that is complete in it, however the text is cut into pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """(what may be told, whether a stop sequence is complete). What may yet become one is held back."""
+        self._held += text
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            told, self._held = self._held[: min(found)[1]], ""
+            return told, True
+        kept = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        told, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return told, False
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        told, self._held = self._held, ""
+        return told
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of the text that is the beginning, not the whole, of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class TokenBytes:
+    """The bytes of single tokens, for log-probs. A token may be a piece of a character only."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
+        self._byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
+        self._special = set(tokenizer.all_special_ids)
+
+    def __call__(self, token: int) -> bytes:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # ids beyond the vocabulary, with which some models pad their heads
+            return b""
+        if token not in self._special and self._byte_level and all(char in _bytes_of_characters() for char in piece):
+            return bytes(_bytes_of_characters()[char] for char in piece)
+        if match := _BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        if piece.startswith("▁"):
+            return piece.replace("▁", " ").encode()
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
+
+
+@lru_cache(maxsize=1)
+def _bytes_of_characters() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def texts(pieces: Iterable[bytes]) -> list[str]:
+    """Bytes of tokens as strings; what is no character alone is written as OpenAI does: bytes:\\xe4\\xb8."""
+    found = []
+    for piece in pieces:
+        try:
+            found.append(piece.decode())
+        except UnicodeDecodeError:
+            found.append("bytes:" + "".join(f"\\x{byte:02x}" for byte in piece))
+    return found

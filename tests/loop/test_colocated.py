@@ -1,0 +1,95 @@
+"""Colocated runs: engines and learner take turns where they are, and what is learned does not know of it."""
+
+import threading
+import time
+
+import pytest
+import ray
+import torch
+from ray._private.state import available_resources_per_node
+from ray.cluster_utils import Cluster
+
+from qurl_ray.config import load_config
+from qurl_ray.loop.run import run
+from tests.loop.runs import ROOT, SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def small_run(folder, *overrides):
+    settings = [*SMALL, "steps=2", "evaluation.problems=8", "checkpoint.every=1", f"output_dir={folder}"]
+    return run(load_config(None, [*settings, *overrides])).run_dir
+
+
+@pytest.mark.slow
+def test_a_colocated_run_ends_where_a_disaggregated_one_does_to_the_bit(tmp_path, cluster):
+    apart = small_run(tmp_path / "apart")
+    together = small_run(tmp_path / "together", "placement=colocated")
+    assert torch.equal(parameters(together / "policy"), parameters(apart / "policy"))
+    assert prompts(together) == prompts(apart)
+    assert not events(together, "warning")
+    assert all(line["values"]["time/turns"] > 0 for line in events(together, "step"))
+    assert not any("time/turns" in line["values"] for line in events(apart, "step"))
+
+
+@pytest.mark.slow
+def test_two_ranks_share_with_two_engines(tmp_path, cluster):
+    two = ["learner.workers=2", "rollout.workers=2"]
+    apart = small_run(tmp_path / "apart", *two)
+    together = small_run(tmp_path / "together", "placement=colocated", *two)
+    assert torch.equal(parameters(together / "policy"), parameters(apart / "policy"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_processes_are_killed_one_after_the_other_and_the_run_ends_where_it_would_have(tmp_path):
+    settings = [*SMALL, "steps=12", "checkpoint.every=2", "rollout.max_new_tokens=24", "placement=colocated"]
+    job = start_job(*settings, f"output_dir={tmp_path / 'hurt'}")
+    for number, name in enumerate(("ray::RolloutWorker", "ray::RayTrainWorker", "ray::Coordinator"), start=1):
+        wait_for_steps(tmp_path / "hurt" / "run", 3 * number, job)
+        strike(job, name)
+    output, _ = job.communicate(timeout=280)
+    assert job.returncode == 0, output[-3000:]
+    whole = start_job(*settings, f"output_dir={tmp_path / 'whole'}")
+    output, _ = whole.communicate(timeout=280)
+    assert whole.returncode == 0, output[-3000:]
+    hurt, undisturbed = (parameters(tmp_path / name / "run" / "policy") for name in ("hurt", "whole"))
+    assert torch.equal(hurt, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engines_follow_ranks_that_come_back_on_another_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    both = [nodes.add_node(num_cpus=1) for _ in range(2)]
+    ray.init(address=nodes.address, log_to_driver=False)
+    run_dir = tmp_path / "run"
+
+    def lose_the_ranks_node() -> None:
+        while not (run_dir / "metrics.jsonl").is_file() or len(events(run_dir, "step")) < 3:
+            time.sleep(0.1)
+        free = available_resources_per_node()
+        (taken,) = (node for node in both if not free[node.node_id].get("CPU"))
+        nodes.remove_node(taken, allow_graceful=False)
+
+    loser = threading.Thread(target=lose_the_ranks_node, daemon=True)
+    loser.start()
+    try:
+        small_run(tmp_path, "placement=colocated", "steps=8", "rollout.silent_s=20")
+        assert not loser.is_alive()
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+    assert [line["step"] for line in events(run_dir, "step")] == list(range(1, 9))
+    said = [line["message"] for line in events(run_dir, "info")]
+    assert any("rollout worker 0 moves to where the learner's ranks are now" in message for message in said)

@@ -1,0 +1,58 @@
+"""Commands to the job that serves."""
+
+import os
+import threading
+
+import pytest
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.serving import control
+from qurl_ray.serving.control import ask_to_swap, listening
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(control.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+def swap(policy: str) -> str:
+    if policy == "broken":
+        raise ConfigError("broken was refused")
+    return f"now {policy}"
+
+
+def test_a_swap_is_asked_for_and_answered():
+    with listening(1234, swap):
+        assert ask_to_swap(1234, "better", timeout_s=5) == "now better"
+        with pytest.raises(ConfigError, match="broken was refused"):
+            ask_to_swap(1234, "broken", timeout_s=5)
+        with pytest.raises(ConfigError, match="no job of yours on this machine serves on port 1235"):
+            ask_to_swap(1235, "better", timeout_s=5)
+    with pytest.raises(ConfigError, match="no job of yours"):
+        ask_to_swap(1234, "better", timeout_s=5)
+
+
+def test_a_job_that_does_not_answer_is_not_waited_for_for_ever():
+    wakes = threading.Event()
+    with listening(1234, lambda _: str(wakes.wait(10))):
+        with pytest.raises(ConfigError, match="timed out"):
+            ask_to_swap(1234, "better", timeout_s=0.2)
+        wakes.set()
+
+
+def test_nobody_else_can_open_the_socket(tmp_path):
+    with listening(1234, swap):
+        (folder,) = tmp_path.iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="can be read by others"), listening(1234, swap):
+        pass
+    os.rmdir(folder)
+
+
+def test_a_socket_that_was_left_behind_is_replaced():
+    with listening(1234, swap):
+        pass
+    (control._path(1234)).touch()
+    with listening(1234, swap):
+        assert ask_to_swap(1234, "better", timeout_s=5) == "now better"

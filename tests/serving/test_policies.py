@@ -1,0 +1,178 @@
+"""Which policy is meant: by folder, run, default or MLflow; and the settings around it."""
+
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from qurl_ray.config.serving import ServingConfig, load_serving, serving_app
+from qurl_ray.errors import ConfigError
+from qurl_ray.serving.job import serve
+from qurl_ray.serving.load import fingerprint_of, load_policy
+from qurl_ray.serving.policies import folder_of, pin, tracking_uri
+from qurl_ray.serving.prompts import encode
+from qurl_ray.serving.protocol import ApiError
+from qurl_ray.types import Manifest, TensorRecord
+from tests.serving.apps import save_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, _quiet_machine):
+    folder = tmp_path_factory.mktemp("runs")
+    for at, name in enumerate(("first", "second"), start=1):
+        run = save_run(folder, name, seed=at)
+        os.utime(run / "summary.json", (at, at))
+    (folder / "unfinished").mkdir()
+    return folder
+
+
+def pinned(runs, policy=None, **settings):
+    return pin(ServingConfig(output_dir=runs, policy=policy, **settings))
+
+
+def test_the_latest_finished_run_is_the_default(runs):
+    assert pinned(runs).name == "second"
+    assert pinned(runs).source == str(runs / "second" / "policy-int8")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "folder"),
+    [("auto", "policy-int8"), ("int8", "policy-int8"), ("none", "policy"), ("fp8", "policy")],
+)
+def test_a_run_gives_the_policy_in_the_format_asked_for(runs, quantization, folder):
+    for policy in ("first", str(runs / "first")):
+        assert pinned(runs, policy, quantization=quantization).source == str(runs / "first" / folder)
+
+
+def test_a_models_folder_is_taken_as_it_is(runs):
+    found = pinned(runs, str(runs / "first" / "policy"))
+    assert (found.source, found.name) == (str(runs / "first" / "policy"), "first")
+
+
+def test_other_weights_in_the_same_folder_are_another_policy(runs):
+    before = pinned(runs, "first", quantization="none")
+    weights = runs / "first" / "policy" / "model.safetensors"
+    os.utime(weights, ns=(1, before.stamp + 1000))
+    assert pinned(runs, "first", quantization="none") != before
+
+
+@pytest.mark.parametrize(
+    "policy", ["nothing", "unfinished", "/no/such/folder", "models:/nothing/1", "models:/nothing/latest", "models:/x@y"]
+)
+def test_what_is_not_there_is_named(runs, policy):
+    with pytest.raises(ConfigError, match=r"nothing|unfinished|/no/such/folder|models:/"):
+        pinned(runs, policy)
+
+
+def test_no_run_is_an_error_with_the_way_out(tmp_path):
+    with pytest.raises(ConfigError, match=r"no run in .* has finished: set policy, or output_dir"):
+        pinned(tmp_path)
+
+
+def test_a_registered_model_is_pinned_to_its_version_and_fetched(runs):
+    from mlflow.tracking import MlflowClient
+
+    uri = tracking_uri(ServingConfig(output_dir=runs))
+    client = MlflowClient(uri, registry_uri=uri)
+    client.create_registered_model("qurl-ray-first")
+    for name in ("first", "second"):
+        client.create_model_version("qurl-ray-first", (runs / name / "policy").as_uri())
+    client.set_registered_model_alias("qurl-ray-first", "champion", "1")
+    latest = pinned(runs, "models:/qurl-ray-first/latest")
+    assert (latest.source, latest.name) == ("models:/qurl-ray-first/2", "qurl-ray-first")
+    assert pinned(runs, "models:/qurl-ray-first@champion").source == "models:/qurl-ray-first/1"
+    folder = folder_of(latest, uri)
+    assert (folder / "model.safetensors").read_bytes() == (
+        runs / "second" / "policy" / "model.safetensors"
+    ).read_bytes()
+
+
+# --- loading -------------------------------------------------------------------------------------------------------
+
+
+def test_policies_and_formats_have_fingerprints_of_their_own(runs):
+    found = {}
+    for name in ("first", "second"):
+        for folder, quantization in (("policy", "auto"), ("policy", "int8"), ("policy-int8", "auto")):
+            config = ServingConfig(quantization=quantization, slots=1)
+            loaded = load_policy(runs / name / folder, config, threads=1)
+            found[name, folder, quantization] = loaded.fingerprint
+            assert bool(loaded.engine.kernels()) == (quantization == "int8" or folder == "policy-int8")
+    assert len(set(found.values())) == 4
+    assert found["first", "policy", "int8"] == found["first", "policy-int8", "auto"], "the same codes"
+    with pytest.raises(ConfigError, match="holds int8 codes: it cannot be served in fp8"):
+        load_policy(runs / "first" / "policy-int8", ServingConfig(quantization="fp8"), threads=1)
+
+
+def test_a_fingerprint_is_of_every_tensor():
+    def manifest(*fingerprints):
+        tensors = tuple(
+            TensorRecord(name=f"t{i}", shape=(1,), format="none", fingerprint=one, bytes=4)
+            for i, one in enumerate(fingerprints)
+        )
+        return Manifest(version=1, precision="none", weight_max_code=0, tensors=tensors)
+
+    assert fingerprint_of(manifest(1, 2)) != fingerprint_of(manifest(2, 1))
+    assert fingerprint_of(manifest(1, 2)) == fingerprint_of(manifest(1, 2))
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def test_messages_without_a_chat_template_are_what_they_say(tokenizer):
+    messages = [{"role": "user", "content": "12+"}, {"role": "user", "content": "34="}]
+    plain = encode(messages[:1], tokenizer, template="{prompt}")
+    assert tokenizer.decode(plain) == "12+"
+    assert tokenizer.decode(encode(messages, tokenizer, template="0{prompt}1"), skip_special_tokens=True) == "012+34=1"
+
+
+def test_a_chat_template_may_refuse_messages(tokenizer):
+    import copy
+
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ApiError, match="the chat template refuses: roles must alternate") as caught:
+        encode([{"role": "user", "content": "1"}], strict, template="{prompt}")
+    assert caught.value.status == 400
+    strict.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    assert tokenizer.decode(encode([{"role": "user", "content": "1+2"}], strict, template="{prompt}")) == "1+2="
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["slotz=3"], "unknown key 'slotz'; did you mean 'slots'?"),
+        (["slots=many"], "slots: "),
+        (["max_choices=200"], "could never be taken"),
+        (["replicas=3", "max_replicas=2"], "max_replicas (2) is below replicas (3)"),
+        (["template=hello"], "template must contain {prompt}"),
+        (["policy"], "not of the form key=value"),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(settings, message):
+    done = CliRunner().invoke(serving_app(serve), settings)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_a_dry_run_prints_the_settings_and_help_explains_them():
+    done = CliRunner().invoke(serving_app(serve), ["--dry-run", "slots=7"])
+    assert done.exit_code == 0
+    assert "slots: 7\n" in done.stdout
+    shown = " ".join(CliRunner().invoke(serving_app(serve), ["--help"]).stdout.split())
+    assert "slots = 32 Answers that a replica generates at a time" in shown
+
+
+def test_strangers_need_a_key_or_an_open_door():
+    for host in ("0.0.0.0", "'::'", "192.168.0.4", "example.org"):
+        with pytest.raises(ConfigError, match="set a key in"):
+            load_serving(None, [f"host={host}"]).check_host(key=False)
+        load_serving(None, [f"host={host}"]).check_host(key=True)
+        load_serving(None, [f"host={host}", "open=true"]).check_host(key=False)
+    for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
+        load_serving(None, [f"host={host}"]).check_host(key=False)

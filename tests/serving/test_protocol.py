@@ -1,0 +1,133 @@
+"""Requests as OpenAI's clients write them: what is taken, what asks for nothing, what is refused by name."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage, parse
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "12+34="}]}
+TEXT = {"model": "m", "prompt": "12+34="}
+
+
+def chat(**options) -> ChatRequest:
+    return parse(json.dumps(CHAT | options).encode(), ChatRequest)
+
+
+def completion(**options) -> CompletionRequest:
+    return parse(json.dumps(TEXT | options).encode(), CompletionRequest)
+
+
+def refusal(kind, **options) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        kind(**options)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_null_is_absent_everywhere():
+    nothing = dict.fromkeys(("n", "stop", "seed", "tools", "logprobs", "stream", "max_tokens", "user", "best_of"))
+    assert chat(**nothing) == chat()
+    message = {"role": "assistant", "content": "46", "refusal": None, "tool_calls": None, "annotations": []}
+    assert chat(messages=[*CHAT["messages"], message]).prompts()[0][1] == {"role": "assistant", "content": "46"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"frequency_penalty": 0},
+        {"presence_penalty": 0.0},
+        {"logit_bias": {}},
+        {"tools": []},
+        {"response_format": {"type": "text"}},
+        {"user": "u"},
+        {"metadata": {"a": "b"}},
+        {"store": True},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(options):
+    assert chat(**options) == chat()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"frequency_penalty": 0.5}, {"logit_bias": {"5": 1}}, {"tools": [{}]}, {"tool_choice": "auto"}, {"audio": {}}],
+)
+def test_what_is_not_supported_is_refused_by_name(options):
+    error = refusal(chat, **options)
+    assert (error.param, error.code) == (next(iter(options)), "unsupported_parameter")
+
+
+def test_a_body_has_one_limit_on_tokens():
+    assert chat().limit is None
+    assert chat(max_tokens=5).limit == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).limit == 7
+    assert completion().limit == 16
+
+
+def test_log_probs_are_asked_for_in_two_ways():
+    assert [chat().top, chat(logprobs=True).top, chat(logprobs=True, top_logprobs=4).top] == [None, 0, 4]
+    assert [completion().top, completion(logprobs=0).top, completion(logprobs=3).top] == [None, 0, 3]
+    assert "logprobs" in refusal(chat, top_logprobs=3).message
+
+
+def test_temperatures_that_cannot_be_divided_by_are_greedy():
+    assert [chat(temperature=t).heat for t in (0, 1e-30, 0.5)] == [0.0, 0.0, 0.5]
+    assert chat(top_p=0).heat == 0.0
+    assert chat().heat == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
+)
+def test_prompts_are_texts_or_tokens_one_or_several(prompt, prompts):
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+def test_parts_of_a_message_are_joined_and_developers_are_the_system():
+    content = [{"type": "text", "text": "12"}, {"type": "text", "text": "+34="}]
+    assert chat(messages=[{"role": "developer", "content": content}]).prompts() == [
+        [{"role": "system", "content": "12+34="}]
+    ]
+
+
+def test_an_error_names_the_place_and_repeats_little():
+    assert refusal(chat, messages=[CHAT["messages"][0], {"role": "robot", "content": "x"}]).param == "messages[1].role"
+    error = refusal(chat, **{"x" * 5000: 1})
+    assert len(error.message) < 300
+    assert error.code == "unknown_parameter"
+    assert refusal(lambda: parse(b"{}", ChatRequest)).code == "missing_required_parameter"
+
+
+def test_usage_adds_up():
+    assert Usage(prompt_tokens=6, completion_tokens=3).as_dict()["total_tokens"] == 9
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+names = st.sampled_from([*ChatRequest.model_fields, *CompletionRequest.model_fields, "tools", "user", "best_of", "x"])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(names, values, max_size=4), st.sampled_from([(CHAT, ChatRequest), (TEXT, CompletionRequest)]))
+def test_whatever_is_sent_is_taken_or_refused(options, which):
+    base, kind = which
+    refused = None
+    try:
+        parse(json.dumps(base | options).encode(), kind)
+    except ApiError as error:
+        refused = error
+    if refused:
+        assert refused.status == 400
+        assert set(refused.body()["error"]) == {"message", "type", "param", "code"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60))
+def test_whatever_bytes_are_sent_are_refused(body):
+    assert refusal(lambda: parse(body, ChatRequest))

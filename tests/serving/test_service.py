@@ -1,0 +1,186 @@
+"""The HTTP app and its service in this process, without Ray: what an address, a swap and a dead engine change."""
+
+import asyncio
+import contextlib
+
+import httpx
+import pytest
+
+from qurl_ray.config.serving import ServingConfig
+from qurl_ray.errors import EngineError, QurlError
+from qurl_ray.serving.http import digest, http_app
+from qurl_ray.serving.meters import Meters, merged
+from qurl_ray.serving.policies import Pinned, pin
+from qurl_ray.serving.service import Service
+
+ASKED = {"model": "policy", "messages": [{"role": "user", "content": "12+34="}], "max_tokens": 8, "seed": 1}
+
+
+@contextlib.asynccontextmanager
+async def service_of(runs, **settings):
+    """A service that answers with the run "first"; both engines' threads end with it."""
+    config = ServingConfig(**{"output_dir": runs, "policy": "first", "slots": 4, "queue": 20} | settings)
+    service = Service(config, name="policy", threads=1, meters=Meters())
+    await service.swap(pin(config))
+    try:
+        yield service
+    finally:
+        await asyncio.wait_for(service.current.front.drained(), 10)
+        service.current.close()
+
+
+def client_of(service, *, key: str | None = None, host: str = "127.0.0.1") -> httpx.AsyncClient:
+    app = http_app(service, key_digest=digest(key) if key else None, exposition=lambda: "figures 1\n")
+    transport = httpx.ASGITransport(app, client=(host, 4711), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://app")
+
+
+def pinned(runs, name: str) -> Pinned:
+    return pin(ServingConfig(output_dir=runs, policy=name))
+
+
+def test_without_a_key_only_this_machine_is_answered(runs):
+    async def main():
+        async with service_of(runs) as service:
+            found = []
+            for host in ("127.0.0.1", "::1", "192.168.1.7", "10.0.0.1"):
+                async with client_of(service, host=host) as client:
+                    found.append((await client.get("/v1/models")).status_code)
+                    assert (await client.get("/health")).status_code == 200
+            async with client_of(service, host="192.168.1.7", key="k") as client:
+                headers = {"authorization": "Bearer k"}
+                found.append((await client.get("/v1/models", headers=headers)).status_code)
+        async with service_of(runs, open=True) as service, client_of(service, host="192.168.1.7") as client:
+            found.append((await client.get("/v1/models")).status_code)
+        return found
+
+    assert asyncio.run(main()) == [200, 200, 401, 401, 200, 200]
+
+
+def test_requests_in_flight_end_with_the_policy_that_they_began_with(runs):
+    async def main():
+        async with service_of(runs) as service, client_of(service) as client:
+            old = service.current
+            long = ASKED | {"max_tokens": 300, "ignore_eos": True}
+            alone = (await client.post("/v1/chat/completions", json=long)).json()
+            running = [asyncio.ensure_future(client.post("/v1/chat/completions", json=long)) for _ in range(6)]
+            while not old.front.running:
+                await asyncio.sleep(0.001)
+            await service.swap(pinned(runs, "second"))
+            assert old.front.running, "all had ended before"
+            new = (await client.post("/v1/chat/completions", json=long)).json()
+            before = [(await one).json() for one in running]
+            await asyncio.wait_for(asyncio.gather(*service._leaving), 10)
+            assert old.front.stream._engine.version is None, "the old engine was not closed"
+            return alone, before, new
+
+    alone, before, new = asyncio.run(main())
+    for one in before:
+        assert (one["choices"], one["system_fingerprint"]) == (alone["choices"], alone["system_fingerprint"])
+    assert new["system_fingerprint"] != alone["system_fingerprint"]
+    assert new["choices"] != alone["choices"]
+
+
+def test_a_policy_that_is_refused_leaves_the_old_one(runs, tmp_path):
+    async def main():
+        async with service_of(runs) as service, client_of(service) as client:
+            old = service.current
+            await service.swap(Pinned(source=str(tmp_path), name="nothing"))
+            assert service.current is old
+            assert "config.json is missing" in service.status()["refused"]
+            assert (await client.post("/v1/chat/completions", json=ASKED)).status_code == 200
+            await service.swap(pinned(runs, "second"))
+            assert service.status()["refused"] is None
+
+    asyncio.run(main())
+
+
+def test_without_any_policy_a_replica_does_not_start(tmp_path):
+    async def main():
+        service = Service(ServingConfig(output_dir=tmp_path), name="policy", threads=1, meters=Meters())
+        async with client_of(service) as client:
+            assert (await client.get("/health")).status_code == 503
+            with pytest.raises(QurlError, match=r"config\.json is missing"):
+                await service.swap(Pinned(source=str(tmp_path), name="nothing"))
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_is_told_of_and_makes_the_replica_unhealthy(runs, monkeypatch):
+    async def main():
+        async with service_of(runs) as service, client_of(service) as client:
+            service.check_health()
+            engine = service.current.front.stream._engine
+            monkeypatch.setattr(engine, "step", lambda *_, **__: 1 / 0)
+            whole = await client.post("/v1/chat/completions", json=ASKED)
+            stream = await client.post("/v1/chat/completions", json=ASKED | {"stream": True})
+            with pytest.raises(EngineError, match="division by zero"):
+                service.check_health()
+            return whole, stream, await client.get("/health")
+
+    whole, stream, health = asyncio.run(main())
+    assert (whole.status_code, stream.status_code, health.status_code) == (503, 503, 503)
+    assert whole.json()["error"]["type"] == "server_error"
+    assert "division" not in whole.text + stream.text + health.text
+
+
+def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error(runs, monkeypatch):
+    async def main():
+        async with service_of(runs) as service, client_of(service) as client:
+            engine = service.current.front.stream._engine
+            step, left = engine.step, iter(range(4))
+
+            def breaks(*args, **kwargs):
+                if next(left, None) is None:
+                    raise ZeroDivisionError
+                step(*args, **kwargs)
+
+            monkeypatch.setattr(engine, "step", breaks)
+            asked = ASKED | {"stream": True, "max_tokens": 100, "ignore_eos": True}
+            return (await client.post("/v1/chat/completions", json=asked)).text
+
+    events = asyncio.run(main()).strip().split("\n\n")
+    assert '"error"' in events[-1]
+    assert "[DONE]" not in events
+
+
+def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch):
+    async def main():
+        async with service_of(runs, silent_s=0.2) as service, client_of(service) as client:
+            engine = service.current.front.stream._engine
+            step, wakes = engine.step, asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def hangs(*args, **kwargs):
+                asyncio.run_coroutine_threadsafe(wakes.wait(), loop).result()
+                step(*args, **kwargs)
+
+            monkeypatch.setattr(engine, "step", hangs)
+            asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASKED))
+            await asyncio.sleep(0.5)
+            with pytest.raises(EngineError, match="told of no token"):
+                service.check_health()
+            wakes.set()
+            assert (await asked).status_code == 200
+            service.check_health()
+
+    asyncio.run(main())
+
+
+def test_pages_of_several_nodes_become_one():
+    page = [
+        "# HELP ray_qurl_serving_tokens_total Tokens drawn.",
+        "# TYPE ray_qurl_serving_tokens_total counter",
+        'ray_qurl_serving_tokens_total{replica="a"} 5.0',
+        "# TYPE ray_node_cpu gauge",
+        "ray_node_cpu 3.0",
+        "# TYPE ray_qurl_serving_duration_seconds histogram",
+        'ray_qurl_serving_duration_seconds_bucket{le="1.0"} 2.0',
+        "ray_qurl_serving_duration_seconds_sum 1.5",
+    ]
+    other = [line.replace('"a"', '"b"') for line in page]
+    found = merged([*page, *other]).splitlines()
+    assert found[:4] == [*page[:3], other[2]]
+    assert found[4] == page[5]
+    assert not any("node_cpu" in line for line in found)
+    assert len(found) == 9

@@ -1,0 +1,181 @@
+"""The app under load while it is swapped, struck and ended: no request is lost."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections import Counter
+
+import httpx2  # the openai client's own
+import openai
+import pytest
+
+from tests.serving.apps import save_run, serving
+
+SUM = [{"role": "user", "content": "12+34="}]
+SETTINGS = ("slots=4", "queue=40", "max_choices=8")
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+class Load:
+    """Clients that ask all the time, one after the other each, half of them for streams.
+
+    Args:
+        retries: times that a client asks again when an answer broke off in the middle.
+    """
+
+    def __init__(self, server, *, clients: int, retries: int = 0, tokens: int = 120) -> None:
+        self._server, self._clients, self._retries, self._tokens = server, clients, retries, tokens
+        self.models: list[tuple[float, set[str]]] = []
+        """When an answer was whole, and the models that it named."""
+        self.lost: list[Exception] = []
+        self.again = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    async def _run(self) -> None:
+        async with self._server.async_client(max_retries=20, timeout=120) as client:
+            await asyncio.gather(*(self._ask(client, number) for number in range(self._clients)))
+
+    async def _ask(self, client, number: int) -> None:
+        seed = number
+        while not self._end.is_set():
+            seed += self._clients
+            for attempt in range(self._retries + 1):
+                try:
+                    self.models.append((time.monotonic(), await self._once(client, seed, stream=bool(number % 2))))
+                    break
+                except (openai.APIError, httpx2.HTTPError, OSError) as error:
+                    self.again += 1
+                    if attempt == self._retries:
+                        self.lost.append(error)
+
+    async def _once(self, client, seed: int, *, stream: bool) -> set[str]:
+        reply = await client.chat.completions.create(
+            model="first",
+            messages=SUM,
+            seed=seed,
+            max_tokens=self._tokens,
+            stream=stream,
+            extra_body={"ignore_eos": True},
+        )
+        if not stream:
+            assert reply.usage.completion_tokens == self._tokens
+            return {reply.model}
+        chunks = [chunk async for chunk in reply]
+        if chunks[-1].choices[0].finish_reason != "length":
+            raise OSError("the stream broke off")
+        return {chunk.model for chunk in chunks}
+
+    def __enter__(self) -> "Load":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def wait_for(condition, seconds: float, what: str) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.1)
+
+
+def versions(client) -> list[str]:
+    """The model's name, and its name with the version that answers."""
+    return [model.id for model in client.models.list()]
+
+
+def test_a_swap_under_load_loses_no_request_and_mixes_no_answer(server):
+    with server.client() as client:
+        before = versions(client)[1]
+        replicas = server.replicas()
+        with Load(server, clients=8) as load:
+            wait_for(lambda: len(load.models) > 10, 60, "no answers")
+            swapped = server.swap("second")
+            done = time.monotonic()
+            wait_for(lambda: load.models[-1][0] > done + 2, 60, "no answers after the swap")
+        assert swapped.returncode == 0, swapped.stderr
+        assert load.lost == []
+        after = versions(client)[1]
+        assert before != after
+        named = Counter(name for _, names in load.models for name in names)
+        assert set(named) == {before, after}
+        assert all(len(names) == 1 for _, names in load.models), "an answer of two policies"
+        assert {name for at, names in load.models if at > done + 1 for name in names} == {after}
+        assert server.replicas() == replicas, "the process stays"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model=before, messages=SUM, max_tokens=4)
+        assert server.swap("first").returncode == 0
+        assert versions(client)[1] == before
+
+
+def test_a_policy_that_cannot_be_loaded_changes_nothing(server, runs):
+    save_run(runs, "broken", seed=3)
+    (runs / "broken" / "policy-int8" / "model.safetensors").write_bytes(b"no tensors")
+    with server.client() as client:
+        before = versions(client)
+        refused = server.swap("broken")
+        assert refused.returncode == 2
+        assert "still answers" in refused.stderr
+        assert "Traceback" not in refused.stderr
+        assert versions(client) == before
+        assert client.chat.completions.create(model=before[1], messages=SUM, max_tokens=4).model == before[1]
+
+
+def test_a_replica_that_is_killed_costs_retries_and_no_request(server):
+    (killed,) = server.replicas()
+    with Load(server, clients=8, retries=20) as load:
+        wait_for(lambda: len(load.models) > 10, 60, "no answers")
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: len(set(server.replicas()) - {killed}) == 1, 90, "no new replica")
+        count = len(load.models)
+        wait_for(lambda: len(load.models) > count + 10, 90, "no answers after the strike")
+    assert load.again > 0, "nothing was in it"
+    assert load.lost == []
+    with server.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_what_runs_ends_before_the_server_does(runs):
+    with serving(runs, "policy=first", *SETTINGS) as server, server.client() as client:
+        stream = client.chat.completions.create(
+            model="first", messages=SUM, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        server.process.send_signal(signal.SIGINT)
+        chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(60) == 0
+        assert "draining" in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_replicas_come_with_what_is_asked_and_go_with_it(runs):
+    settings = ("replicas=1", "max_replicas=2", "upscale_after_s=1", "downscale_after_s=3")
+    with serving(runs, "policy=first", *SETTINGS, *settings) as server:
+        assert len(server.replicas()) == 1
+        with Load(server, clients=16, retries=3, tokens=400) as load:
+            wait_for(lambda: len(server.replicas()) == 2, 90, "no second replica")
+        assert load.lost == []
+        wait_for(lambda: len(server.replicas()) == 1, 120, "the second replica stays")
+        with server.client() as client:
+            assert client.chat.completions.create(model="first", messages=SUM, max_tokens=4).choices
+
+
+@pytest.mark.slow
+def test_a_server_that_follows_answers_with_the_latest_run(runs, tmp_path):
+    save_run(tmp_path, "first", seed=1)
+    with serving(tmp_path, "follow_s=0.5", *SETTINGS) as server, server.client() as client:
+        before = [model.id for model in client.models.list()]
+        assert before[0] == "first"
+        save_run(tmp_path, "second", seed=2)
+        wait_for(lambda: [model.id for model in client.models.list()] != before, 60, "it did not follow")
+        after = [model.id for model in client.models.list()]
+        assert after[0] == "first", "clients need not know"
+        wait_for(lambda: "now answered with" in server.log.read_text(), 30, "nothing was said of it")
