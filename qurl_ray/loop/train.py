@@ -36,6 +36,7 @@ from qurl_ray.loop.coordinator import Start, WeightsWanted
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.guard import Directive
 from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty, tightened
+from qurl_ray.loop.run_dir import check_shared
 from qurl_ray.loop.sender import Sender, unified_flow, weight_max_code
 from qurl_ray.loop.turns import Turn, Turns
 from qurl_ray.loop.wait import wait
@@ -56,6 +57,7 @@ _RETRY_S = 0.5
 def train_loop(context: dict[str, Any]) -> None:
     """Run one rank. `context` holds config (plain values), spec, coordinator, task (a reference) and run_dir."""
     config = RunConfig.model_validate(context["config"])
+    check_shared(Path(context["run_dir"]))
     rank = ray.train.get_context().get_world_rank()
     ranks = ray.train.get_context().get_world_size()
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))

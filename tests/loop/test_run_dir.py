@@ -7,7 +7,7 @@ import yaml
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
-from qurl_ray.loop.run_dir import open_run_dir
+from qurl_ray.loop.run_dir import check_shared, open_run_dir
 from tests.loop.test_checkpoint import write
 
 
@@ -118,3 +118,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_setting(tmp_
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="set output_dir"), open_run_dir(config(tmp_path / "file")):
         pass
+
+
+def test_a_rank_that_does_not_see_the_folder_says_what_it_needs(tmp_path):
+    with open_run_dir(config(tmp_path)) as place:
+        check_shared(place.path)
+        with pytest.raises(ConfigError, match=r"elsewhere is not there on .*QURL_RUNS.* share"):
+            check_shared(tmp_path / "elsewhere")
