@@ -62,8 +62,8 @@ def check_shared(run_dir: Path) -> None:
     """Raise ConfigError unless this process sees the folder that the driver has made."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(
-            f"{run_dir} is not there on {socket.gethostname()}, where a rank of the learner is: every rank writes its part "
-            "of a checkpoint, so output_dir (or $QURL_RUNS) must be on storage that all nodes share"
+            f"{run_dir} is not there on {socket.gethostname()}, where a rank of the learner is: every rank writes its "
+            "part of a checkpoint, so output_dir (or $QURL_RUNS) must be on storage that all nodes share"
         )
 
 
