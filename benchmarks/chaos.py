@@ -28,7 +28,6 @@ from loop import ROOT, machine
 RESULTS = ROOT / "benchmarks" / "results"
 _TIMES = {name: fault.times for name, fault in FAULTS.items()} | {"sync": 10, "rewards": 3}
 _ROWS = (*_TIMES, "soak", "overhead")
-_PAIRS = 5
 _JUDGED = (
     "steps=15",
     "model.layers=4",
@@ -175,6 +174,7 @@ def main(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A fifth of the times.")] = False,
     minutes: Annotated[float, typer.Option("--soak", metavar="MINUTES", help="How long the row soak is.")] = 30,
+    pairs: Annotated[int, typer.Option(help="Jobs of either tree, in the row overhead.")] = 5,
     against: Annotated[Path | None, typer.Option(help="Checkout that the row overhead compares with.")] = None,
     runs: Annotated[Path, typer.Option(help="Where the runs and the rows are kept.")] = ROOT / "runs" / "chaos",
     out: Annotated[Path, typer.Option(help="The JSON file; the table and the picture go beside it.")] = RESULTS
@@ -191,7 +191,7 @@ def main(
                 kept[name] = [asdict(sample) for sample in soak(place, minutes)]
         elif name == "overhead":
             if against and not kept.get(name):
-                kept[name] = overhead(runs, against, _PAIRS)
+                kept[name] = overhead(runs, against, pairs)
         else:
             times, row = max(1, _TIMES[name] // (5 if quick else 1)), kept["rows"].get(name)
             if not (row and row["ok"] and row["times"] >= times):

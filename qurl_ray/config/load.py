@@ -50,7 +50,7 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str,
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+            raise ConfigError(f"override {override!r} is not of the form key=value")
         _assign(settings, key.split("."), _parse(value, override))
     return settings
 

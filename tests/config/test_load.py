@@ -185,7 +185,7 @@ def test_an_override_may_hold_an_equals_sign(load):
 
 @pytest.mark.parametrize("override", ["steps", "--steps", "=3", ""])
 def test_an_override_without_key_or_value_is_refused(load, override):
-    assert complaint(load, "{}", override) == f"override {override!r} is not of the form section.key=value"
+    assert complaint(load, "{}", override) == f"override {override!r} is not of the form key=value"
 
 
 def test_an_override_that_is_no_yaml_is_refused(load):

@@ -245,7 +245,8 @@ def test_a_fleet_grows_where_there_is_room_and_changes_nothing(tmp_path, cluster
     assert torch.equal(parameters(grown.policy), parameters(expected.policy))
 
 
-@pytest.mark.parametrize("ahead", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [1, 3])
 def test_rollouts_run_ahead_no_further_than_they_may_and_a_resumed_run_draws_the_same_prompts(tmp_path, cluster, ahead):
     settings = [*SMALL, "steps=8", f"rollout.max_staleness={ahead}", "checkpoint.every=1", "checkpoint.keep=9"]
     settings += ["rollout.max_new_tokens=40", f"output_dir={tmp_path}", "learner.threads=1", "rollout.threads=1"]
