@@ -1,7 +1,7 @@
-"""What rollouts that run ahead of the learner gain and cost: python benchmarks/asynchrony.py (about 30 minutes).
+"""What rollouts that run ahead of the learner gain and cost: python benchmarks/asynchrony.py (about 15 minutes).
 
-The quickstart with `rollout.max_staleness` 0, 1 and 4, where engine and learner have a core each, and in turns with
-both cores for either. Each cell is a job of its own (cells.py). Table and picture go to
+Half of the quickstart with `rollout.max_staleness` 0, 1 and 4, where engine and learner have a core each, and in turns
+with both cores for either. Each cell is a job of its own (cells.py). Table and picture go to
 benchmarks/results/asynchrony.{json,md,png}.
 """
 
@@ -16,7 +16,7 @@ from loop import ROOT, machine
 from matplotlib import pyplot as plt
 
 CONFIG = "jobs/configs/quickstart.yaml"
-COMMON = ("guard.enabled=false",)
+COMMON = ("guard.enabled=false", "steps=80")
 _ONE_EACH = ("rollout.threads=1", "learner.threads=1")
 ARMS = (
     Arm(name="in turns, both cores", settings=(), color="#777777"),

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 from chaos_faults import FAULTS
-from chaos_jobs import Finding, Job, Place, Row, Strike
+from chaos_jobs import Finding, Job, Place, Row, Strike, without_places
 from chaos_soak import Sample, draw, overhead, soak, soak_lines
 from loop import ROOT, machine
 
@@ -147,7 +147,7 @@ def _restored(row: dict[str, Any]) -> Row:
     return Row(**row | {"strikes": strikes, "jobs": jobs})
 
 
-def report(kept: dict[str, Any], out: Path) -> None:
+def report(kept: dict[str, Any], runs: Path, out: Path) -> None:
     """Print and write what there is."""
     rows = {name: _restored(row) for name, row in kept.get("rows", {}).items()}
     text = [f"`python benchmarks/chaos.py`; {machine()}", "", *_HEAD, *(row.markdown() for row in rows.values())]
@@ -164,8 +164,8 @@ def report(kept: dict[str, Any], out: Path) -> None:
         text += ["", f"**{name}**", "", *row.details()] if row.strikes else []
     print("\n".join(text))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".md").write_text("\n".join(text) + "\n")
-    out.write_text(json.dumps({**kept, "machine": machine()}, indent=1) + "\n")
+    out.with_suffix(".md").write_text(without_places("\n".join(text), runs) + "\n")
+    out.write_text(without_places(json.dumps({**kept, "machine": machine()}, indent=1), runs) + "\n")
 
 
 def main(
@@ -197,7 +197,7 @@ def main(
             if not (row and row["ok"] and row["times"] >= times):
                 kept["rows"][name] = asdict(measure(name, place, times))
         file.write_text(json.dumps(kept))
-    report(kept, out)
+    report(kept, runs, out)
 
 
 if __name__ == "__main__":

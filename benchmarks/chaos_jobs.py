@@ -248,6 +248,11 @@ class Job:
         return next((line for line in reversed(self.log.read_text().splitlines()) if line.strip()), "")
 
 
+def without_places(text: str, runs: Path) -> str:
+    """Without where this machine had runs and logs."""
+    return _LOG.sub("", text).replace(str(runs), "runs")
+
+
 def import_paths() -> dict[str, str]:
     """Environment in which processes of a run find the rewards of this folder."""
     return {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"}
@@ -316,6 +321,6 @@ class Row:
             late = "" if strike.counts else " (too late, not counted)"
             lines.append(
                 f"- after step {strike.step}, {strike.what}{late}; workers: {strike.meanwhile}; "
-                f"recovered after {seconds}: {_LOG.sub('', strike.said)}"
+                f"recovered after {seconds}: {strike.said}"
             )
         return lines

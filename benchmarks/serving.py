@@ -333,7 +333,8 @@ def _wait(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
-    yield f"{figures['machine']}; clients and app on the same cores"
+    command = f"python benchmarks/serving.py{' --quick' if figures['quick'] else ''}"
+    yield f"`{command}`; {figures['machine']}; clients and app on the same cores"
     if one := figures.get("load"):
         yield from ("", "| 64 clients, one of two replicas killed | |", "|---|---|")
         yield f"| answers in {one['seconds']:.0f} s | {one['answers']} |"
