@@ -373,6 +373,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         right.set(title="One stream", xlabel="ms per token")
         for axis in (middle, right):
             axis.invert_yaxis()
+            axis.margins(x=0.2)
             axis.bar_label(axis.containers[0], fmt="%.3g", padding=3)
     figure.savefig(path, dpi=120)
 
