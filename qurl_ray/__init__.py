@@ -1,10 +1,80 @@
-"""Reinforcement learning of language models with quantized rollouts, on Ray."""
+"""Reinforcement learning of language models with quantized rollouts, on Ray.
+
+`__all__` is the public API (docs/api.md). Its names are imported when they are first asked for: `import qurl_ray` needs
+neither torch nor ray. Whatever is not listed may change in any version.
+"""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qurl_ray.config import RunConfig, load_config
+    from qurl_ray.errors import (
+        CheckpointError,
+        ConfigError,
+        CoordinatorDied,
+        DataError,
+        DeadlineExceeded,
+        EngineError,
+        PlacementError,
+        QuantizationError,
+        QurlError,
+        RewardError,
+        StaleWeights,
+        SyncError,
+    )
+    from qurl_ray.evaluation.evaluate import Report, evaluate
+    from qurl_ray.loop.run import RunResult, run
+    from qurl_ray.types import Problem
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "CoordinatorDied",
+    "DataError",
+    "DeadlineExceeded",
+    "EngineError",
+    "PlacementError",
+    "Problem",
+    "QuantizationError",
+    "QurlError",
+    "Report",
+    "RewardError",
+    "RunConfig",
+    "RunResult",
+    "StaleWeights",
+    "SyncError",
+    "__version__",
+    "evaluate",
+    "load_config",
+    "run",
+]
+
+_HOMES = {
+    "Problem": "qurl_ray.types",
+    "Report": "qurl_ray.evaluation.evaluate",
+    "RunConfig": "qurl_ray.config",
+    "RunResult": "qurl_ray.loop.run",
+    "evaluate": "qurl_ray.evaluation.evaluate",
+    "load_config": "qurl_ray.config",
+    "run": "qurl_ray.loop.run",
+}
+"""Modules of the public names; the others are errors."""
 
 # Intel MKL's documented strict reproducibility mode: a row of a matrix product then depends on that
 # row alone, not on how many rows or threads share the call. Engine and learner agree to the bit
 # because of it (docs/concepts.md). MKL reads the variable once, so it is set before torch is used.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "qurl_ray.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

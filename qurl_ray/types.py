@@ -171,7 +171,7 @@ class Manifest:
 class Event:
     """Something the run wants seen: a step's metrics, a warning, a phase that began."""
 
-    kind: Literal["step", "evaluation", "warning", "info", "samples", "prompts", "rewind", "summary"]
+    kind: Literal["step", "evaluation", "warning", "info", "samples", "prompts", "timeline", "rewind", "summary"]
     """`rewind` takes back all that came after its step."""
     step: int
     message: str = ""

@@ -14,7 +14,7 @@ LAYERS = [
     {"policy", "data", "tracking"},
     {"rollout", "learner", "sync"},
     {"actors"},
-    {"loop", "evaluation", "serving"},
+    {"loop", "evaluation", "serving", "planning"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {

@@ -9,15 +9,16 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray import ObjectRef
-from ray.actor import ActorHandle, ActorMethod
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorError, RayTaskError
 
 from qurl_ray.actors.health import Health, Member, Pulse
-from qurl_ray.actors.rollout_worker import CONTROL, Loaded
+from qurl_ray.actors.rollout_worker import Loaded, control
+from qurl_ray.actors.spans import Spans, worker_lane
 from qurl_ray.actors.work import FleetCounts, Piece, Work
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
@@ -26,6 +27,8 @@ from qurl_ray.types import Completion, Manifest, Request
 _MARGIN_S = 30.0  # engines notice their deadline between two tokens
 _TICK_S = 0.25  # how often a starting worker, and one that is being interrupted, is asked again
 _SLOTFULS = 4  # requests of a piece, in slots of an engine: enough to keep them filled, few enough to be done twice
+_DIED_FOR_GOOD = (ActorDiedError, ActorUnschedulableError)  # it cannot be made at all, or not where it should be
+_DIED = (RayActorError, ActorUnschedulableError)
 
 
 class Fleet:
@@ -36,12 +39,17 @@ class Fleet:
         tell: what has to be seen: a warning or a piece of information, and its sentence.
     """
 
-    def __init__(self, actors: Sequence[ActorHandle], config: RolloutConfig, tell: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        actors: Sequence[ActorHandle],
+        config: RolloutConfig,
+        tell: Callable[[Literal["info", "warning"], str], None],
+    ) -> None:
         self._config, self._tell = config, tell
         self.members: list[Member] = []
         self.version = -1
         """Of the weights that healthy workers hold."""
-        self.counts = FleetCounts()
+        self.counts, self.spans = FleetCounts(), Spans()
         self.recovery_seconds: list[float] = []
         """From a worker's death to its verified refit."""
         self._lost_at: dict[int, float] = {}
@@ -144,7 +152,7 @@ class Fleet:
     async def weight_max_code(self, format_name: str) -> int:
         """Largest weight code that every worker that is up can take."""
         calls = {m.index: m.actor.weight_max_code.remote(format_name) for m in self.members if m.alive}
-        found = await self._gather(calls, self._config.start_timeout_s, "say what codes they take")
+        found = await self._gather(calls, self._config.start_timeout_s, "say what codes they take", "ask")
         return min(value for value in found.values() if isinstance(value, int))
 
     async def load(
@@ -163,7 +171,7 @@ class Fleet:
             member.doing, member.awake = "load", True
         calls = {m.index: m.actor.load.remote(manifest, buckets, list(probe)) for m in members}
         try:
-            return await self._gather(calls, timeout_s, f"load and verify weights {manifest.version}")
+            return await self._gather(calls, timeout_s, f"load and verify weights {manifest.version}", "load")
         finally:
             for member in members:
                 member.doing = "idle"
@@ -185,7 +193,7 @@ class Fleet:
         """Make all workers ready for a version through vLLM's own transfer, also those that are left out: they are part
         of its collectives."""
         calls = {m.index: m.actor.expect.remote(manifest, scales) for m in self.members}
-        _raise_first(await self._gather(calls, timeout_s, f"expect weights {manifest.version}"))
+        _raise_first(await self._gather(calls, timeout_s, f"expect weights {manifest.version}", "load"))
 
     async def transfer(self, method: str, arguments: dict, timeout_s: float) -> None:
         """A step of that, by all."""
@@ -195,7 +203,7 @@ class Fleet:
             size = (info["world_size"] - 1) // len(self.members)
             each = [{"init_info": info | {"rank_offset": 1 + i * size}} for i in range(len(self.members))]
         calls = {m.index: m.actor.transfer.remote(method, own) for m, own in zip(self.members, each, strict=True)}
-        _raise_first(await self._gather(calls, timeout_s, f"{method} (vLLM)"))
+        _raise_first(await self._gather(calls, timeout_s, f"{method} (vLLM)", "load"))
 
     # --- generation ---------------------------------------------------------------------------------------------
 
@@ -251,7 +259,7 @@ class Fleet:
             if not awake:
                 return
             await self.pause()
-            found = await self._gather({m.index: m.actor.sleep.remote() for m in awake}, timeout_s, "fall asleep")
+            found = await self._gather({m.index: m.actor.sleep.remote() for m in awake}, timeout_s, "sleep", "sleep")
             _raise_first({m.index: found[m.index] for m in awake if m.alive})
             for member in awake:
                 member.awake = False
@@ -267,7 +275,7 @@ class Fleet:
         while targets := [index for index, busy in self._busy.items() if which(*busy)]:
             for index in targets:
                 work, piece = self._busy[index]
-                _control(self.members[index].actor.cancel).remote([request.uid for request in work.requests(piece)])
+                control(self.members[index].actor.cancel).remote([request.uid for request in work.requests(piece)])
             await self._wait_for_change(_TICK_S)
 
     async def _serve(self, member: Member) -> None:
@@ -281,7 +289,8 @@ class Fleet:
             self._busy[member.index] = found
             member.doing, member.awake = "generate", True
             try:
-                await self._answer(member, *found)
+                with self.spans.during(worker_lane(member.index), "generate", version=self.version) as figures:
+                    figures |= await self._answer(member, *found)
             finally:
                 self._busy.pop(member.index, None)
                 member.doing = "idle"
@@ -293,22 +302,23 @@ class Fleet:
                 return work, piece
         return None
 
-    async def _answer(self, member: Member, work: Work, piece: Piece) -> None:
+    async def _answer(self, member: Member, work: Work, piece: Piece) -> dict[str, float]:
+        """Returns what it came to, in figures."""
         limit = self._config.timeout_s
         try:
             completions = await member.actor.generate.remote(work.requests(piece), self.version, limit)
-        except RayActorError as error:
+        except _DIED as error:
             had = work.requests(piece)
             where = "go to others" if work.give_back(piece, member.index) else "are with another one already"
             self._lost(member, f"its {len(had)} requests ({had[0].uid} to {had[-1].uid}) {where}", error)
-            return
+            return {}
         except RayTaskError as error:
             work.give_back(piece, member.index)
             if isinstance(error.cause, StaleWeights):  # a process that is new and was not noticed yet
                 self._lost(member, "its requests go to others", error)
             else:
                 work.error = error.cause if isinstance(error.cause, QurlError) else EngineError(str(error))
-            return
+            return {}
         late = [c for c in completions if c.finish == "deadline"]
         if late:
             drawn = max(len(c.token_ids) for c in late)
@@ -318,6 +328,7 @@ class Fleet:
         work.take(piece, member.index, completions, time.monotonic())
         if others and not late:  # it was asked of two: the slower one may stop
             self._spawn(self._interrupt(lambda _, running: running is piece))
+        return {"requests": len(completions), "tokens": sum(len(c.token_ids) for c in completions)}
 
     # --- health -------------------------------------------------------------------------------------------------
 
@@ -327,17 +338,17 @@ class Fleet:
             starting = member.health in (Health.DEAD, Health.RESTARTING)
             try:
                 async with asyncio.timeout(None if starting else self._config.silent_s / 4):
-                    pulse = await _control(member.actor.pulse).remote()
+                    pulse = await control(member.actor.pulse).remote()
             except TimeoutError:
                 self._silent(member)
                 continue
-            except ActorDiedError as error:  # for good: it cannot be made at all
+            except _DIED_FOR_GOOD as error:
                 self._lost(member, "it cannot be started anew", error)
                 member.turn(Health.OUT)
                 self._fatal = EngineError(f"{member.where()} cannot start: {error}")
                 self._notify()
                 return
-            except RayActorError as error:
+            except _DIED as error:
                 self._lost(member, "it is started anew", error)
                 await asyncio.sleep(_TICK_S)
                 continue
@@ -345,7 +356,7 @@ class Fleet:
             await asyncio.sleep(self._config.heartbeat_s)
 
     def _heard(self, member: Member, pulse: Pulse) -> None:
-        member.heard = time.monotonic()
+        silent, member.heard = time.monotonic() - member.heard, time.monotonic()
         if member.pulse and member.pulse.boot != pulse.boot and member.health not in (Health.DEAD, Health.RESTARTING):
             self._lost(member, "it was started anew", None)
         before, member.pulse = member.pulse, pulse
@@ -357,6 +368,7 @@ class Fleet:
             member.turn(Health.RESTARTING)
             member.turn(Health.STALE)
             member.doing = "idle"
+            self.spans.past(worker_lane(member.index), "dead" if before else "start", silent)
             if before:
                 self._tell("info", f"{member.where()} has been started anew, and needs weights")
         self._notify()
@@ -387,19 +399,20 @@ class Fleet:
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
-    async def _gather(self, calls: dict[int, ObjectRef], timeout_s: float, what: str) -> dict[int, Any]:
-        """What each worker returns, or why it did not: an error of ours."""
+    async def _gather(self, calls: dict[int, ObjectRef], timeout_s: float, what: str, span: str) -> dict[int, Any]:
+        """What each worker returns, or why it did not: an error of ours. `span` is what a timeline calls it."""
 
         async def outcome(index: int, call: ObjectRef) -> Any:
             member = self.members[index]
             try:
-                async with asyncio.timeout(timeout_s):
-                    return await call
+                with self.spans.during(worker_lane(index), span):
+                    async with asyncio.timeout(timeout_s):
+                        return await call
             except TimeoutError:
                 ray.kill(member.actor, no_restart=False)
                 self._lost(member, f"it was not done within {timeout_s:g} s and is ended", None)
                 return DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {what}")
-            except RayActorError as error:
+            except _DIED as error:
                 self._lost(member, "it is started anew", error)
                 return EngineError(f"{member.where()} died while it was to {what}")
             except RayTaskError as error:
@@ -433,11 +446,6 @@ class Fleet:
                 work.error = error if isinstance(error, QurlError) else EngineError(f"the fleet failed: {error!r}")
             self._tell("warning", f"the fleet failed: {error!r}")
             self._notify()
-
-
-def _control(method: ActorMethod) -> ActorMethod:
-    """The same in the worker's second group of threads, which answers while it loads and generates."""
-    return method.options(concurrency_group=CONTROL)
 
 
 def _raise_first(found: dict[int, Any]) -> None:

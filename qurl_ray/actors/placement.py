@@ -6,7 +6,6 @@
 A bundle is never split over nodes, so the GPUs of a tensor-parallel engine are on one.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -85,9 +84,7 @@ def what_is_missing(asked: Demand, nodes: Sequence[Resources]) -> str | None:
     Args:
         nodes: all that each has.
     """
-    total = Counter()
-    for node in nodes:
-        total.update({kind: node.get(kind, 0) for kind in asked.total})
+    total = {kind: sum(node.get(kind, 0) for node in nodes) for kind in asked.total}
     short = {kind: count for kind, count in asked.total.items() if total[kind] < count}
     if short:
         return f"{counts(short)} are asked for, and it has {counts({kind: total[kind] for kind in short})} in all"

@@ -4,10 +4,12 @@ import os
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import ray
 import torch
 from ray import ObjectRef
+from ray.actor import ActorMethod
 
 from qurl_ray.actors.health import Pulse
 from qurl_ray.config.rollout import RolloutConfig
@@ -16,8 +18,16 @@ from qurl_ray.rollout.make import make_engine
 from qurl_ray.sync.receive import unpack
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
+if TYPE_CHECKING:
+    from qurl_ray.rollout.vllm_engine import VllmEngine
+
 CONTROL = "control"
 """Concurrency group of calls that are answered while the engine works; the default group works."""
+
+
+def control(method: ActorMethod) -> ActorMethod:
+    """The same in that group."""
+    return method.options(concurrency_group=CONTROL)
 
 
 def own_log() -> str:
@@ -73,14 +83,18 @@ class RolloutWorker:
         """Largest weight code that this worker's kernel can take."""
         return self._engine.weight_max_code(format_name)
 
+    def _of_vllm(self) -> "VllmEngine":
+        """The engine, for what only vLLM's can do."""
+        return cast("VllmEngine", self._engine)
+
     def expect(self, manifest: Manifest, scales: Sequence[ObjectRef]) -> None:
         """Make a vLLM engine ready for a version through its own transfer; `load` without buckets verifies it."""
         self._engine.wake()
-        self._engine.expect(manifest, {name: array for ref in scales for name, array in ray.get(ref).items()})
+        self._of_vllm().expect(manifest, {name: array for ref in scales for name, array in ray.get(ref).items()})
 
     def transfer(self, method: str, arguments: dict) -> None:
         """A step of that."""
-        self._engine.transfer(method, arguments)
+        self._of_vllm().transfer(method, arguments)
 
     def load(self, manifest: Manifest, buckets: Sequence[ObjectRef] | None, probe: Sequence[Request]) -> Loaded:
         """Load and verify a version, or verify what was transferred, then draw the probe from it.
@@ -94,7 +108,7 @@ class RolloutWorker:
             raise SyncError(f"weight codes to {manifest.weight_max_code}, but the kernel here takes them to {largest}")
         self._engine.wake()
         if buckets is None:
-            self._engine.accept(manifest)
+            self._of_vllm().accept(manifest)
         else:
             self._load(manifest, buckets)
         return Loaded(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))

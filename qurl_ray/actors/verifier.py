@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -60,7 +60,7 @@ class Verifier:
                 start = run.until_stuck(self._patience_s)
         for call in calls:
             call.result()
-        return verdicts
+        return cast(list[Verdict], verdicts)
 
     def close(self) -> None:
         for process in self._processes:

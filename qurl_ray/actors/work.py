@@ -116,7 +116,7 @@ class Work:
     def answers(self) -> list[Completion]:
         """In the order of the requests, once all are there."""
         assert not self.open
-        return list(self._answers)
+        return [answer for answer in self._answers if answer]
 
     def _again(self, places: list[int]) -> None:
         if places:

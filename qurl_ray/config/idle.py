@@ -36,7 +36,7 @@ def _objectives(config: RunConfig) -> Iterator[str]:
             yield f"{algorithm.objective} clips a mean over the answer, which {bound}={mine} never cuts: {own} is usual"
         if algorithm.objective == "cispo" and bound == "clip_high" and mine < 1:
             yield f"cispo bounds weights and not movement: {bound}={mine} makes all of them small, {own} is usual"
-    if algorithm.objective == "tbpo" and algorithm.dual_clip > 1.05:
+    if algorithm.objective == "tbpo" and (algorithm.dual_clip or 0) > 1.05:
         yield f"tbpo bounds a mean over the answer, which dual_clip={algorithm.dual_clip} never does: 1.0007 is usual"
     naive = algorithm.correction.type == "naive" and not algorithm.correction.metrics_only
     if algorithm.updates_per_rollout == 1 and not naive:

@@ -61,8 +61,13 @@ def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
     Args:
         submitted: the driver runs as a Ray job, in a copy of the working directory that is deleted afterwards.
     """
-    folder = config.output_dir or os.environ.get("QURL_RUNS") or ("~/qurl-runs" if submitted else "runs")
-    return config.model_copy(update={"output_dir": Path(folder).expanduser().resolve()})
+    return config.model_copy(update={"output_dir": runs_folder(config.output_dir, submitted=submitted)})
+
+
+def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
+    """Where runs are: as asked, or $QURL_RUNS, or runs/ here (~/qurl-runs for submitted jobs). Absolute."""
+    folder = asked or os.environ.get("QURL_RUNS") or ("~/qurl-runs" if submitted else "runs")
+    return Path(folder).expanduser().resolve()
 
 
 def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -268,7 +268,8 @@ class TrackingConfig(Section):
     console: Literal["auto", "table", "plain", "none"] = "auto"
     """`auto` is a live table on a terminal and plain lines elsewhere."""
     samples_per_step: int = Field(2, ge=0)
-    """Rollouts kept as text per step, in samples.jsonl."""
+    """Rollouts kept token by token per step, in samples.jsonl: one of each prompt, then a second one of each, and so
+    on; prompts_per_step times samples_per_prompt keeps all of a round."""
 
 
 class EvaluationConfig(Section):

@@ -1,12 +1,11 @@
 """Evaluate a saved policy: greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals. No Ray."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.data.prompts import check_lengths, encode_prompt
@@ -18,15 +17,12 @@ from qurl_ray.evaluation.statistics import (
     mean_with_bootstrap_interval,
     pass_at_k,
 )
-from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
+from qurl_ray.policy.export import is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
-from qurl_ray.quant.formats import Format, get_format
-from qurl_ray.quant.quantize import QTensor
-from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import load_into
+from qurl_ray.sync.local import quantize_into, with_codes
 from qurl_ray.types import PolicySpec, Problem, SamplingParams
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
@@ -55,10 +51,10 @@ def evaluate(
     config: RunConfig,
     policy: Path,
     *,
-    quantization: str | None,
-    samples: int,
-    temperature: float,
-    progress: Callable[[int, int], None],
+    quantization: str | None = None,
+    samples: int = 0,
+    temperature: float = 1.0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Load `policy` into the embedded engine and judge its answers to the task of `config`.
 
@@ -85,7 +81,14 @@ def evaluate(
     encode = lambda p: encode_prompt(p, tokenizer, template=config.task.template, chat=config.task.chat)  # noqa: E731
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
-    engine = _with_codes(config, spec, stored) if stored else _quantizing(config, spec, quantization)
+    kernel = config.quantization.kernel
+    make = lambda kernel: TorchEngine(spec, slots=config.rollout.slots, kernel=kernel)  # noqa: E731
+    if stored:
+        engine, _ = with_codes(make, kernel, stored)
+    else:
+        engine = make(kernel)
+        model = load_model(spec)
+        quantize_into(engine, model, quantization, config.quantization.kept(model.config.num_hidden_layers))
     stops = stop_ids(spec, tokenizer)
     rounds = [(SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops), 1)]
     if samples:
@@ -110,7 +113,7 @@ def evaluate(
                 done += len(verdicts)
                 progress(done, total)
             solved.append(np.array(right).reshape(-1, count))
-    counts_P = solved[1].sum(axis=1) if samples else None
+    counts_P = solved[1].sum(axis=1) if samples else np.zeros(0)
     return Report(
         policy=str(policy),
         quantization=quantization,
@@ -125,34 +128,6 @@ def evaluate(
         failed_rewards=failed,
         seconds=time.perf_counter() - started,
     )
-
-
-def _with_codes(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy) -> TorchEngine:
-    engine = TorchEngine(spec, slots=config.rollout.slots, kernel=config.quantization.kernel)
-    if stored.fmt.weight_max > engine.weight_max_code(stored.fmt.name):
-        # Made where the kernel takes larger codes than the one here, which would saturate.
-        engine = TorchEngine(spec, slots=config.rollout.slots, kernel="emulation")
-    return _loaded(engine, stored.parameters.items(), stored.fmt, quantized=frozenset())
-
-
-def _quantizing(config: RunConfig, spec: PolicySpec, quantization: str) -> TorchEngine:
-    model = load_model(spec)
-    engine = TorchEngine(spec, slots=config.rollout.slots, kernel=config.quantization.kernel)
-    fmt = None if quantization == "none" else get_format(quantization, engine.weight_max_code(quantization))
-    kept = config.quantization.kept(model.config.num_hidden_layers)
-    names = quantized_parameters(model, kept) if fmt else frozenset()
-    return _loaded(engine, model.named_parameters(), fmt, quantized=names)
-
-
-def _loaded(
-    engine: TorchEngine,
-    parameters: Iterable[tuple[str, torch.Tensor | QTensor]],
-    fmt: Format | None,
-    *,
-    quantized: Set[str],
-) -> TorchEngine:
-    load_into(engine, parameters, fmt, quantized=quantized)
-    return engine
 
 
 def _chunks(problems: Sequence[Problem], size: int) -> list[Sequence[Problem]]:

@@ -65,6 +65,7 @@ class Critic:
         for one in passes:
             if self.backend:
                 one.values_BT = self.backend(one.batch)
+            assert one.values_BT is not None
             rewards_BT = token_rewards(one.batch.rewards_B, one.batch.mask_BT)
             if penalty:
                 rewards_BT = rewards_BT - penalty.of(one)
@@ -82,6 +83,8 @@ class Critic:
         Args:
             tokens: of the whole update, all ranks.
         """
+        assert one.values_BT is not None
+        assert one.returns_BT is not None
         return value_loss(
             values_BT, one.values_BT, one.returns_BT, one.batch.mask_BT, tokens=tokens, clip=self._credit.value_clip
         )

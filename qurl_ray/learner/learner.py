@@ -173,6 +173,7 @@ class PolicyLearner:
             )
             sums["loss"] = loss
             if scores.values_BT is not None:
+                assert self._critic
                 value_loss, value_sums = self._critic.loss(one, scores.values_BT, denominators.tokens)
                 sums |= value_sums
                 loss = loss + self._critic.coef * value_loss
@@ -185,6 +186,7 @@ class PolicyLearner:
     @torch.no_grad()
     def _shadow(self, one: Pass) -> torch.Tensor:
         """Log-probs [B, T] of the policy in full precision, in a unified flow."""
+        assert self._flow
         with self._flow.full_precision():
             return Scores(*self._policy(one.batch)).logprobs_BT
 
@@ -263,6 +265,7 @@ def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
         sample.uid: one.prox_BT[row, len(sample.prompt_ids) : sample.length].float().cpu().numpy()
         for chosen in passes
         for one in chosen
+        if one.prox_BT is not None
         for row, sample in enumerate(one.samples)
         if sample.watched
     }

@@ -45,6 +45,8 @@ class Penalty:
 
     def of(self, one: Pass) -> torch.Tensor:
         """[B, T]: what each token costs."""
+        assert one.prox_BT is not None
+        assert one.reference_BT is not None
         log_ratio_BT = log_ratio(one.prox_BT, one.reference_BT, one.batch.mask_BT)
         return torch.where(one.batch.mask_BT, self.coef * kl_estimate(log_ratio_BT, self.estimator), 0.0)
 
@@ -75,8 +77,10 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
 
 def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, device: str) -> float:
     """λ of a whole step (rl.corrections.strength). Collective."""
+    assert settings.ess_floor is not None
     total = torch.zeros(3, dtype=torch.float64)
     for one in passes:
+        assert one.prox_BT is not None
         mask_BT = one.batch.mask_BT
         log_rho_BT = log_ratio(one.prox_BT, one.batch.behavior_BT, mask_BT)
         weight_BT = correct(log_rho_BT, mask_BT, settings).weight_BT
@@ -99,11 +103,13 @@ class Calibration:
             shadow_BT: the same log-probs in full precision, in a unified flow: their ratio is the exact one there, and
                 that to the proximal policy the noisy one. Else that is the exact one, and noisy the one to behavior.
         """
+        assert one.prox_BT is not None
         adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
         proximal_BT = log_ratio(logprobs_BT, one.prox_BT, mask_BT)
         if shadow_BT is None:
             noisy_BT, exact_BT = log_ratio(logprobs_BT, one.batch.behavior_BT, mask_BT), proximal_BT
         else:
+            assert one.shadow_BT is not None
             noisy_BT, exact_BT = proximal_BT, log_ratio(shadow_BT, one.shadow_BT, mask_BT)
         self._noisy = self._noisy.to(adv_BT.device) + clip_histogram(noisy_BT, adv_BT, mask_BT)
         self._exact = self._exact.to(adv_BT.device) + clip_histogram(exact_BT, adv_BT, mask_BT)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ def through_codes(model: PreTrainedModel, codes: Codes, pass_over: Callable[[Seq
 @contextmanager
 def _attending(model: nn.Module, as_stored: Callable[[int], Callable]) -> Iterator[None]:
     """Inside, attention of layer i sees keys and values through as_stored(i) (policy.attention)."""
-    layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     for module in layers:  # whole blocks among them, which do not attend themselves
         module.as_stored = as_stored(module.layer_idx)
     try:

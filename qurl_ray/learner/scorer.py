@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.policy.attention import VARLEN
-from qurl_ray.policy.logprobs import answer_states, enable_checkpointing, scatter, score_states
+from qurl_ray.policy.logprobs import Entropy, answer_states, enable_checkpointing, scatter, score_states
 
 MODEL_PREFIX = "policy."
 """Of the model's parameter names inside a Scorer."""
@@ -48,12 +48,12 @@ class Scorer(nn.Module):
         self.policy = on_device(model, config)
         self.value_head = value_head(model, config) if with_values else None
         self._temperature, self._packing = temperature, config.packing
-        self._entropy = "gradient" if entropy_gradient else "value"
+        self._entropy: Entropy = "gradient" if entropy_gradient else "value"
         self._autocast, self._device = config.compute == "bfloat16", config.device
 
     def forward(self, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         mask_BT = batch.mask_BT
-        entropy = self._entropy if torch.is_grad_enabled() else "none"
+        entropy: Entropy = self._entropy if torch.is_grad_enabled() else "none"
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
             lengths_B = batch.lengths_B if self._packing else None
             states_Nd = answer_states(self.policy, batch.token_ids_BT, mask_BT, lengths_B)

@@ -87,7 +87,7 @@ def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
     Those are renamed to damaged.step-<n>, so that no later one is dropped for their sake.
     """
-    rejected = []
+    rejected: list[str] = []
     for folder in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
         try:
             return verify(folder), rejected

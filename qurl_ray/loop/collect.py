@@ -9,11 +9,13 @@ come, first served would favour short answers.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.spans import EVALUATION, ROLLOUTS
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.cursor import PromptCursor
@@ -69,6 +71,8 @@ class Collector:
         self._cursor = PromptCursor(task.train, seed=config.seed)
         self._survival = 1.0
         """Share of groups that lately passed dynamic sampling."""
+        self._text: dict[int, str] = {}
+        """By token."""
 
     def state(self) -> dict:
         """Where it stands between two steps, for JSON."""
@@ -95,14 +99,15 @@ class Collector:
             temperature=0.0, max_new_tokens=self._config.rollout.max_new_tokens, stop_ids=self._stop_ids
         )
         requests = self._requests(problems, 1, "evaluation", sampling)
-        completions = await self._fleet.generate(requests)
-        return await self._judge(completions, problems)
+        with self._fleet.spans.during(EVALUATION, "evaluation", problems=len(problems)):
+            completions = await self._fleet.generate(requests)
+            return await self._judge(completions, problems)
 
     async def collect(self, step: int) -> Collected:
         """Rounds of prompts until the step is full; groups count in prompt order, never in the order of arrival."""
         algorithm, wanted = self._config.algorithm, self._config.rollout.prompts_per_step
         rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
-        collected = Collected()
+        collected, self._fleet.spans.step = Collected(), step
         while len(collected.groups) < wanted and collected.rounds < rounds:
             missing = wanted - len(collected.groups)
             # Ask for as many as will probably survive the filter, so that few rounds are needed.
@@ -113,6 +118,11 @@ class Collector:
             if algorithm.dynamic_sampling:
                 self._survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
         collected.groups = self._compared(collected.groups[:wanted])
+        learned = {s.uid: s for group in collected.groups for s in group if s.watched}
+        for sample in collected.shown:
+            found = learned.get(sample["uid"])
+            # A value model gives every token its own, later.
+            sample["advantage"] = round(found.advantage, 4) if found and algorithm.advantage != "gae" else None
         return collected
 
     def _compared(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
@@ -146,8 +156,10 @@ class Collector:
         check_logprobs(completions)
         judged_from = time.perf_counter()
         verdicts = await self._judge(completions, [problem for problem in problems for _ in range(G)])
-        collected.rollout_seconds += judged_from - started
-        collected.reward_seconds += time.perf_counter() - judged_from
+        seconds = {"rollout": judged_from - started, "reward": time.perf_counter() - judged_from}
+        self._fleet.spans.phases(ROLLOUTS, seconds)
+        collected.rollout_seconds += seconds["rollout"]
+        collected.reward_seconds += seconds["reward"]
         collected.rounds += 1
         collected.prompts += [problem.uid for problem in problems]
         watched = self._watch(problems, completions, verdicts, collected)
@@ -217,6 +229,11 @@ class Collector:
     def _answers(self, completions: Sequence[Completion]) -> list[str]:
         return self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
 
+    def _texts(self, ids: list[int]) -> list[str]:
+        """Of each token by itself."""
+        self._text |= {token: self._tokenizer.decode([token]) for token in set(ids) - self._text.keys()}
+        return [self._text[token] for token in ids]
+
     async def _judge(self, completions: Sequence[Completion], problems: Sequence[Problem]) -> list[Verdict]:
         items = list(zip(self._answers(completions), problems, strict=True))
         return await self._verifiers.judge(items, judging_deadline(self._config, len(items)))
@@ -224,13 +241,13 @@ class Collector:
     def _watch(
         self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], collected: Collected
     ) -> set[int]:
-        """Choose samples to be looked at, the first ones of groups whose answers differ before others, and add their
-        text to `collected`. Returns their indices."""
+        """Choose samples to be looked at, the first ones of groups whose answers differ before others, then the second
+        ones, and add their text to `collected`. Returns their indices."""
         G = self._config.rollout.samples_per_prompt
         rewards_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
         order = np.argsort(all_equal(rewards_PG), kind="stable")  # what differs is learned from
         free = self._config.tracking.samples_per_step - len(collected.shown)
-        chosen = [int(p) * G for p in order[: max(0, free)]]
+        chosen = [int(p) * G + g for g in range(G) for p in order][: max(0, free)]
         if not chosen:
             return set()
         for i, answer in zip(chosen, self._answers([completions[i] for i in chosen]), strict=True):
@@ -243,8 +260,15 @@ class Collector:
                     "expected": problems[i // G].answer,
                     "reward": verdicts[i].reward,
                     "status": verdicts[i].status,
-                    "tokens": self._tokenizer.batch_decode([[token] for token in ids]),
+                    "finish": completions[i].finish,
+                    "versions": _runs(completions[i].versions.tolist()),
+                    "tokens": self._texts(ids),
                     "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
                 }
             )
         return set(chosen)
+
+
+def _runs(values: Sequence[int]) -> list[list[int]]:
+    """[value, how often] of neighbours that are equal: an answer has few versions and many tokens."""
+    return [[value, len(list(same))] for value, same in groupby(values)]

@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -155,7 +155,7 @@ class Coordinator:
         self._states: dict[int, dict] = {}
         """The collector's, after the collection of each step."""
         self._collected: dict[int, Collected] = {}
-        self._results: dict[int, tuple[list[StepResult], Directive]] = {}
+        self._results: dict[int, tuple[list[StepResult], dict[str, float]]] = {}
         self._wanted = 0
         """How often engines have waited for weights while ranks waited here."""
         self._drawn_at: dict[int, int] = {}
@@ -180,7 +180,8 @@ class Coordinator:
         return replace(start, version=max(version, start.version))
 
     async def _begin(self, brought: list[tuple[tuple[ObjectRef], Seat]]) -> Start:
-        resume, notes = None, []
+        notes: list[str] = []
+        resume = None
         (task, _), self._seats = brought[0], tuple(seat for _, seat in brought)
         if self._resume:
             (resume,) = self._resume
@@ -202,8 +203,7 @@ class Coordinator:
             self._events.append(Event(kind="rewind", step=self._step))
             for note in notes:
                 self._tell("warning", note)
-        directive, over = self._guard.directive, self._failure is not None
-        return Start(resume=resume, version=version, directive=directive, over=over)
+        return Start(resume=resume, version=version, directive=self._guard.directive, over=self._failure is not None)
 
     async def _bring_engines(self, _: list[None]) -> int:
         limit = self._config.rollout.start_timeout_s
@@ -212,7 +212,9 @@ class Coordinator:
                 while self._seated != self._seats:  # the driver hires them
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            message = f"waited {limit:g} s for the driver to put rollout workers on {'; '.join(map(str, self._seats))}"
+            message = (
+                f"waited {limit:g} s for the driver to put rollout workers on {'; '.join(map(str, self._seats or ()))}"
+            )
             raise DeadlineExceeded(message) from None
         await (self._fleet.some_alive() if self._made_anew else self._fleet.started())
         await self.rest()
@@ -313,8 +315,9 @@ class Coordinator:
         self._results[step] = (results, values | directive.metrics)
         return directive
 
-    async def close(self, step: int, rank: int, seconds: dict[str, float]) -> None:
+    async def close(self, step: int, rank: int, seconds: dict[str, float], spans: list[Event]) -> None:
         """A rank is done with a step, which took so long; the last one completes the step's event."""
+        self._events += spans
         await self._meeting.attend(("close", step), rank, seconds, lambda found: self._finish_step(step, found))
 
     async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
@@ -352,7 +355,7 @@ class Coordinator:
 
     async def drain(self) -> Drained:
         """What there is to be told since the last call; the driver is the only caller."""
-        events, self._events = self._events, []
+        events, self._events = self._events + self._fleet.spans.events(), []
         self._drains += 1
         return Drained(
             events=events,
@@ -442,7 +445,7 @@ class Coordinator:
                 sample["proximal_logprobs"] = None if found is None else [round(float(value), 4) for value in found]
             self._events.append(Event(kind="samples", step=step, values={"samples": collected.shown}))
 
-    def _tell(self, kind: str, message: str) -> None:
+    def _tell(self, kind: Literal["info", "warning"], message: str) -> None:
         self._events.append(Event(kind=kind, step=self._step, message=message))
 
     def _warn(self, step: int, message: str) -> None:

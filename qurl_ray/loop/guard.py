@@ -249,8 +249,8 @@ class Guard:
 
 
 def _above(key: str, value: float | None, limit: float | None, scale: float = 1.0) -> Iterator[_Reading]:
-    """Against a largest value of `limit` times `scale`."""
-    if value is None or limit is None:
+    """Against a largest value of `limit` times `scale`; a scale of 0 says nothing."""
+    if value is None or limit is None or not scale:
         return
     if math.isfinite(value):
         yield _Reading(key=key, load=value / (limit * scale), said=f"{key} {value:.3g} > {limit * scale:.3g}")
@@ -259,8 +259,8 @@ def _above(key: str, value: float | None, limit: float | None, scale: float = 1.
 
 
 def _below(key: str, value: float | None, share: float | None, ideal: float | None) -> Iterator[_Reading]:
-    """Against a least value of `share` times `ideal`."""
-    if value is None or share is None or ideal is None:
+    """Against a least value of `share` times `ideal`; an ideal of 0 says nothing."""
+    if value is None or share is None or not ideal:
         return
     if math.isfinite(value):
         load = (1 - value / ideal) / (1 - share)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.algorithm import ACR, MIS, PPO, TIS, AlgorithmConfig, Correction, Decoupled, Naive
@@ -32,7 +33,7 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
 def correction_settings(correction: Correction) -> CorrectionSettings:
     """What is done about the mismatch."""
     low, high = correction.reject_range()
-    settings = {
+    settings: dict[str, Any] = {
         "reject": correction.reject,
         "reject_low": low,
         "reject_high": high,
@@ -71,7 +72,7 @@ def tightened(settings: ObjectiveSettings) -> ObjectiveSettings:
         band = correction.band[0] ** 0.5, correction.band[1] ** 0.5
     else:
         band = 0.5, min(max(correction.cap, 2.0), 5.0)
-    rejects = {"reject_high": correction.reject_high / 2}
+    rejects: dict[str, Any] = {"reject_high": correction.reject_high / 2}
     if correction.reject == "geometric":
         rejects = {"reject_low": correction.reject_low**0.5, "reject_high": correction.reject_high**0.5}
     stricter = replace(

@@ -139,9 +139,10 @@ class Refit:
             self._resent += sum(record.bytes for record in manifest.tensors)
         found = await self._fleet.load(members, manifest, refs, self._probe, self._timeout_s)
         self._unfit = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
+        taken = {index: one for index, one in found.items() if not isinstance(one, QurlError)}
         self._loaded = [member for member in members if member.index not in self._unfit]
-        self.kernels = sorted({kernel for member in self._loaded for kernel in found[member.index].kernels})
-        return [found[member.index].probe for member in self._loaded]
+        self.kernels = sorted({kernel for member in self._loaded for kernel in taken[member.index].kernels})
+        return [taken[member.index].probe for member in self._loaded]
 
     async def _judge(self, version: int, attempt: int, gaps: list[Gap]) -> bool:
         for member, gap in zip(self._loaded, gaps, strict=bool(gaps)):
@@ -161,6 +162,7 @@ class Refit:
             again = True
         if again:
             return True
+        assert self._manifest
         # A gap that made an engine unfit is in the warning; what is left is fit.
         fit = [gap for gap in gaps if math.isfinite(gap.mean)]
         self.metrics = sync_metrics(self._manifest, fit, resent=self._resent, refits=self._refits)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,11 +40,14 @@ from qurl_ray.loop.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.summary import RunSummary
 from qurl_ray.tracking.report import write_report
 from qurl_ray.tracking.sink import Outcome
+from qurl_ray.tracking.timeline import write_timeline
 from qurl_ray.tracking.tracker import Tracker
+from qurl_ray.tracking.viewer import write_rollouts
 from qurl_ray.types import Event
 
 _POLL_S = 0.2
 _DRAIN_S = 120.0
+_ROLLOUTS_BYTES = 32 << 20  # of samples.jsonl; of more, jobs/report.py writes pages when asked
 _CALLS = 1000  # that may wait in the coordinator at a time: they hold no threads
 
 
@@ -96,7 +100,7 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
             "mlflow_run_id": tracker.mlflow_run_id(),
         }
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        outcome = "interrupted" if interrupted else "finished"
+        outcome: Outcome = "interrupted" if interrupted else "finished"
         places = {
             "policy": str(run_dir / "policy"),
             "report": _report(run_dir, tracker, outcome),
@@ -114,12 +118,20 @@ def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracke
 
 
 def _report(run_dir: Path, tracker: Tracker, outcome: Outcome) -> str | None:
-    """Path of the report; a run is not lost for the sake of its picture."""
-    try:
-        return str(write_report(run_dir, outcome=outcome))
-    except Exception as error:
-        _announce([f"no report ({type(error).__name__}: {error}); metrics.jsonl is complete"], "warning", tracker)
-        return None
+    """Path of the report; a run is not lost for the sake of its pictures."""
+    pages: dict[str, Callable[[Path], Path | None]] = {
+        "timeline": write_timeline,
+        "pages of rollouts": partial(write_rollouts, limit_bytes=_ROLLOUTS_BYTES),
+        "report": partial(write_report, outcome=outcome),  # which links to the others
+    }
+    page = None
+    for what, write in pages.items():
+        try:
+            page = write(run_dir)
+        except Exception as error:
+            page = None
+            _announce([f"no {what} ({type(error).__name__}: {error}); metrics.jsonl is complete"], "warning", tracker)
+    return str(page) if page else None
 
 
 def _train(

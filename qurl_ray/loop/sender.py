@@ -92,6 +92,7 @@ class Sender:
     def _offer(self, buckets: Iterable[Bucket], transfer: "Transfer | None") -> bool:
         """Whether some engines need the version once more."""
         codes, attempt = self._codes, self._attempt
+        assert codes, "nothing was published"
         fmt = codes.fmt
         refs: list[ObjectRef] = []
         records: list[TensorRecord] = []

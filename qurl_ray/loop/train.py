@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import distributed
 
 from qurl_ray.actors.cluster import own_seat
+from qurl_ray.actors.spans import STEPS, Spans, rank_lane
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CheckpointError, CoordinatorDied, QurlError
 from qurl_ray.learner.learner import make_learner
@@ -119,13 +120,17 @@ def train_loop(context: dict[str, Any]) -> None:
             accuracy = ranks_end.evaluate("during", step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             turns.take(Turn.LEARN)
-            saver.checkpoint(step, accuracy)
+            with ranks_end.spanning("checkpoint"):
+                saver.checkpoint(step, accuracy)
             saved = step
     turns.take(Turn.LEARN)
-    if saved < done < config.steps:  # asked to stop: the same command goes on from here
-        saver.checkpoint(done, None)
-    saver.final()  # before anything else can fail
+    with ranks_end.spanning("checkpoint"):
+        if saved < done < config.steps:  # asked to stop: the same command goes on from here
+            saver.checkpoint(done, None)
+        saver.final()  # before anything else can fail
     ranks_end.last_evaluations(done)
+    for event in ranks_end.spans.events():
+        wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator to take the last spans")
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
 
@@ -154,6 +159,11 @@ class RankEnd:
         self._turns, self._rank, self._directive = turns, rank, directive
         self._resent = 0
         """How often weights were wanted in place of an answer."""
+        self.spans = Spans()
+
+    def spanning(self, name: str) -> AbstractContextManager:
+        """What this rank does in the block, for the timeline."""
+        return self.spans.during(rank_lane(self._rank), name)
 
     def step(self, step: int) -> bool:
         """Rollouts in, update, weights out. False if the run was asked to stop before this step."""
@@ -164,8 +174,10 @@ class RankEnd:
         waited = time.perf_counter() - started
         if mini_batches is None:
             return False
+        self.spans.step = step
         self._turns.take(Turn.LEARN)
         result = self._learner.learn(mini_batches)
+        self.spans.phases(rank_lane(self._rank), result.seconds)
         self._turns.take(Turn.SYNC)
         call = self._coordinator.report.remote(step, self._rank, result)
         self._follow(wait(call, limit, f"the report of step {step}"))
@@ -175,13 +187,17 @@ class RankEnd:
         seconds["step"] = time.perf_counter() - started
         if config.learner.offload_while_waiting:
             seconds["turns"], self._turns.seconds = self._turns.seconds, 0.0
-        wait(self._coordinator.close.remote(step, self._rank, seconds), limit, f"the end of step {step}")
+        if self._rank == 0:
+            self.spans.past(STEPS, "step", seconds["step"])
+        call = self._coordinator.close.remote(step, self._rank, seconds, self.spans.events())
+        wait(call, limit, f"the end of step {step}")
         return True
 
     def send(self, format_name: str) -> float:
         """Give the engines the weights as they are now. Returns the seconds it took, verification included."""
         self._turns.take(Turn.SYNC)
-        return self._sender.send(format_name)
+        with self.spanning("sync"):
+            return self._sender.send(format_name)
 
     def evaluate(self, label: str, step: int) -> float:
         """Held-out accuracy of what the engines hold."""
@@ -213,7 +229,8 @@ class RankEnd:
                 return found
             self._resent += 1
             self._turns.take(Turn.SYNC)
-            self._sender.resend()
+            with self.spanning("sync"):
+                self._sender.resend()
 
 
 class Saver:
@@ -266,6 +283,7 @@ class Saver:
     def _save_quantized(self, format_name: str) -> None:
         """As it is, folded: its codes are then those that the engines hold and that the evaluation judges."""
         fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
+        assert self._policy, "rank 0 saves"
         folder = self._run_dir / f"policy-{format_name}"
         kept = self._config.quantization.kept(self._policy.config.num_hidden_layers)
         save_quantized(self._policy, self._tokenizer, folder, fmt, kept)

@@ -15,6 +15,7 @@ with its square.
 
 from dataclasses import dataclass
 from functools import partial, reduce
+from typing import cast
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def round_up(length: int, multiple: int = KEY_MULTIPLE) -> int:
 
 
 def invariant_attention(
-    module: nn.Module,
+    module: nn.Module | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -230,13 +231,15 @@ def varlen_attention(
     if packing is None:
         return _causal(query, key, value, scaling), None
     if kind == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
-        rows = (part[0].transpose(0, 1) for part in (query, key, value))  # [T, heads, d]
-        bounds = (packing.bounds, packing.bounds, longest, longest)
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [T, heads, d]
+        bounds = packing.bounds
         # A window of (all before, none after) is how this function is told to be causal.
-        out = varlen_attn(*rows, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=True)
-        return out[None], None
+        out = varlen_attn(
+            query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+        )
+        return cast(torch.Tensor, out)[None], None
     heads = (part.split(packing.lengths, dim=2) for part in (query, key, value))
-    return torch.cat([_causal(*parts, scaling) for parts in zip(*heads, strict=True)], dim=1), None
+    return torch.cat([_causal(q, k, v, scaling) for q, k, v in zip(*heads, strict=True)], dim=1), None
 
 
 def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -97,10 +97,9 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
             tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     weights = [key.removesuffix(_SCALE) for key in tensors if key.endswith(".weight" + _SCALE)]
     fmt = get_format(name, max(int(tensors[key].float().abs().max()) for key in weights))
-    for key in weights:
-        scale = tensors.pop(key + _SCALE).float()
-        tensors[key] = QTensor(codes=tensors[key], scale=scale, fmt=fmt)
-    return QuantizedPolicy(fmt=fmt, parameters=tensors)
+    scales = {key: tensors.pop(key + _SCALE).float() for key in weights}
+    codes = {key: QTensor(codes=tensors[key], scale=scale, fmt=fmt) for key, scale in scales.items()}
+    return QuantizedPolicy(fmt=fmt, parameters={**tensors, **codes})
 
 
 def _matches(found: dict, expected: dict) -> bool:

@@ -16,6 +16,9 @@ from qurl_ray.policy.attention import Packing
 
 HEAD_BYTES = 128 * 2**20  # of float32 logits that exist at a time
 
+Entropy = Literal["none", "value", "gradient"]
+"""Not computed, computed, or computed so that it can be learned from."""
+
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """float32 log-probs over the last axis of logits / temperature; float64 of float64 logits."""
@@ -112,7 +115,7 @@ def score_states(
     ids_N: torch.Tensor,
     temperature: float,
     *,
-    entropy: Literal["none", "value", "gradient"] = "none",
+    entropy: Entropy = "none",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `ids_N` after the states, [N], and entropies of the distributions they are drawn from, in nats, [N].
 

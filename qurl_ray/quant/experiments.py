@@ -95,7 +95,8 @@ class Rounding:
     """
 
     def __init__(self, kind: str, seed: int) -> None:
-        self._kind, self._seed, self._syncs = kind, seed, Counter()
+        self._kind, self._seed = kind, seed
+        self._syncs: Counter[str] = Counter()
         self._residuals: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, w_NK: torch.Tensor, fmt: Format) -> QTensor:

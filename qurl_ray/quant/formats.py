@@ -29,6 +29,12 @@ class Format:
     activation_group: int | None = None
     """Columns that share an activation scale; None is one scale per token."""
 
+    @property
+    def activation_step(self) -> float:
+        """Between neighbouring activation codes, where the largest activation is 1."""
+        assert self.activation_max, "a format that leaves activations in full precision"
+        return 1 / self.activation_max
+
 
 FORMATS = {
     "int8": Format(name="int8", dtype=torch.int8, weight_max=127, activation_max=127, group=None),

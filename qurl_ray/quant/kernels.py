@@ -67,7 +67,7 @@ class Kernel(ABC):
         """Largest weight code that it multiplies without saturating."""
         return fmt.weight_max
 
-    def objection(self, fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> str | None:
+    def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
         """Why it cannot multiply weights [N, K] of this format here (shape None: some of any shape), or None."""
         if not self.takes(fmt):
             return f"{self.name} does not multiply {fmt.name}"
@@ -79,7 +79,7 @@ class Kernel(ABC):
             return f"{self.name} needs widths that are multiples of {self.multiple}, not {shape[0]} × {shape[1]}"
         return None
 
-    def supports(self, fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> bool:
+    def supports(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> bool:
         return self.objection(fmt, device, shape) is None
 
 
@@ -131,7 +131,7 @@ class OneDnn(Kernel):
         codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
         y = torch.ops.onednn.qlinear_pointwise(
             codes_MK,
-            1 / packed.fmt.activation_max,
+            packed.fmt.activation_step,
             0,
             packed.codes,
             packed.scale,
@@ -188,7 +188,7 @@ class Fbgemm(Kernel):
         dtype, x = x.dtype, x.float()
         amax = row_maximum(x)
         y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x / amax, 1 / packed.fmt.activation_max, 128, packed.weight
+            x / amax, packed.fmt.activation_step, 128, packed.weight
         ).mul_(amax)
         return (y if bias is None else y.add_(bias)).to(dtype)
 
@@ -311,7 +311,7 @@ class ScaledMmBlock(_Cuda):
 
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_MG = _codes(x, packed.fmt)
-        scale_MG = _more_rows(amax_MG * (1 / packed.fmt.activation_max), value=1.0)
+        scale_MG = _more_rows(amax_MG * packed.fmt.activation_step, value=1.0)
         y = functional.scaled_mm(
             _more_rows(codes_MK).to(packed.fmt.dtype),
             packed.codes.t(),
@@ -345,7 +345,7 @@ def _more_rows(x_MK: torch.Tensor, value: float = 0.0) -> torch.Tensor:
 
 def _channel_scale(q: QTensor) -> torch.Tensor:
     """float32 [N]: what a sum of products of codes is multiplied with, apart from the activations' maxima."""
-    return q.scale[:, 0] * (1 / q.fmt.activation_max)
+    return q.scale[:, 0] * q.fmt.activation_step
 
 
 def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -361,12 +361,12 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """By name. The first that supports a weight multiplies it."""
 
 
-def kernel_for(fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> Kernel | None:
+def kernel_for(fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> Kernel | None:
     """The kernel for weights [N, K] of this format here (shape None: of some shape), or None: emulation."""
     return next((kernel for kernel in KERNELS.values() if kernel.supports(fmt, device, shape)), None)
 
 
-def why_emulated(fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> str | None:
+def why_emulated(fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
     """Why `kernel_for` finds none, to announce it; None if it finds one.
 
     Example:
@@ -379,7 +379,7 @@ def why_emulated(fmt: Format, device: torch.device, shape: tuple[int, int] | Non
     return "; ".join(reasons) or f"there is no kernel for {fmt.name} on {device.type}"
 
 
-def named_kernel(name: str, fmt: Format, device: torch.device, shape: tuple[int, int] | None = None) -> Kernel:
+def named_kernel(name: str, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> Kernel:
     """The kernel that was asked for by name.
 
     Raises:

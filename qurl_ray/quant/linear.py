@@ -28,14 +28,14 @@ def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> 
     if q.fmt.activation_group:
         return nn.functional.linear(dequantize_rows(codes, amax, q.fmt), dequantize(q), bias).to(dtype)
     # One factor after the other, in the order of the integer kernels, so that both round alike.
-    y = nn.functional.linear(codes, floats(q.codes)) * (q.scale[:, 0] * (1 / q.fmt.activation_max)) * amax
+    y = nn.functional.linear(codes, floats(q.codes)) * (q.scale[:, 0] * q.fmt.activation_step) * amax
     return (y if bias is None else y + bias).to(dtype)
 
 
 def integer_kernel(fmt: Format, device: torch.device) -> str | None:
     """Name of the kernel that multiplies codes of this format here, of a shape that it takes; None: emulation."""
     kernel = kernel_for(fmt, device)
-    return kernel and kernel.name
+    return kernel.name if kernel else None
 
 
 def weight_max_code(fmt: Format, device: torch.device) -> int:
@@ -59,6 +59,10 @@ class QuantizedLinear(nn.Module):
         QuantizationError: the kernel that was asked for is not known or cannot multiply this here.
     """
 
+    bias: torch.Tensor | None
+    scale: torch.Tensor
+    _codes: torch.Tensor
+
     def __init__(self, q: QTensor, bias: torch.Tensor | None, *, emulate: bool = False, kernel: str = "auto") -> None:
         super().__init__()
         self.fmt = q.fmt
@@ -80,7 +84,7 @@ class QuantizedLinear(nn.Module):
     @property
     def kernel(self) -> str | None:
         """Name of the kernel that multiplies, None if this is emulated."""
-        return self._kernel and self._kernel.name
+        return self._kernel.name if self._kernel else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernel is None:

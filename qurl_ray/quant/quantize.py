@@ -175,7 +175,7 @@ def quantize_rows_int8(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, t
 def dequantize_rows(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) -> torch.Tensor:
     """float32 [M, K], the inverse of `quantize_rows` but for rounding."""
     columns = codes_MK.shape[-1]
-    scale_MG = amax_MG * (1 / fmt.activation_max)
+    scale_MG = amax_MG * fmt.activation_step
     return codes_MK * scale_MG.repeat_interleave(fmt.activation_group or columns, dim=-1)[..., :columns]
 
 

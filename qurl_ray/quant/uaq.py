@@ -55,7 +55,7 @@ def fold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
     A norm that multiplies by w gets s·w; one that multiplies by 1 + w (Gemma) gets s·(1 + w) − 1 = s·w + (s − 1).
     """
     for norm, offset, linears in _with_offsets(model, layers):
-        norm.weight.data.mul_(scale).add_(offset * (scale - 1))
+        norm.get_parameter("weight").data.mul_(scale).add_(offset * (scale - 1))
         for linear in linears:
             linear.weight.data.div_(scale)
 
@@ -66,7 +66,7 @@ def unfold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
     A gain of Gemma's returns within 1 ulp of 1 + w for any s: what its small w loses by holding s − 1 for a while.
     """
     for norm, offset, linears in _with_offsets(model, layers):
-        norm.weight.data.sub_(offset * (scale - 1)).div_(scale)
+        norm.get_parameter("weight").data.sub_(offset * (scale - 1)).div_(scale)
         for linear in linears:
             linear.weight.data.mul_(scale)
 
@@ -82,12 +82,13 @@ def _pairs(name: str, block: nn.Module, folded: tuple[str, ...]) -> Iterator[tup
         norm, reader = block.get_submodule(norm_name), block.get_submodule(reader_name)
         unknown = _parts(reader) - _FIRST[reader_name] - _LATER[reader_name]
         linears = [child for part, child in reader.named_children() if part in _FIRST[reader_name]]
-        if unknown or not linears or not all(isinstance(linear, nn.Linear) for linear in linears):
+        plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
+        if unknown or not plain or len(plain) < len(linears):
             parts = ", ".join(f"{reader_name}.{part}" for part in sorted(unknown or _parts(reader)))
             raise _refusal(f"{name}.{norm_name} may feed parts that are not known or no plain linears: {parts}")
         if _parts(norm) != {"weight"}:
             raise _refusal(f"{name}.{norm_name} has more than a gain: {', '.join(sorted(_parts(norm)))}")
-        yield norm, linears
+        yield norm, plain
 
 
 def _parts(module: nn.Module) -> set[str]:
@@ -100,8 +101,9 @@ def _with_offsets(model: nn.Module, layers: str) -> list[tuple[nn.Module, int, l
     """As norm_fed_linears, and of each norm if it multiplies by w (0) or by 1 + w (1), which is tried out."""
     found = []
     for norm, linears in norm_fed_linears(model, layers):
-        gain = norm(torch.full_like(norm.weight, 1e3))  # normalized to 1, being large beside the norm's epsilon
-        offset = next((o for o in (0, 1) if torch.allclose(gain, norm.weight + o, equal_nan=True)), None)
+        weight = norm.get_parameter("weight")
+        gain = norm(torch.full_like(weight, 1e3))  # normalized to 1, being large beside the norm's epsilon
+        offset = next((o for o in (0, 1) if torch.allclose(gain, weight + o, equal_nan=True)), None)
         if offset is None:
             raise _refusal(f"{type(norm).__name__} multiplies neither by w nor by 1 + w")
         found.append((norm, offset, linears))

@@ -211,5 +211,5 @@ def _product_on_hopper(dy: Codes, x: Codes, fmt: Format) -> torch.Tensor:
 def _operand(rows: Codes, fmt: Format) -> Codes:
     """Codes up to whole groups of tokens, and scales one column after the other in memory, as scaled_mm wants both."""
     codes_RM, amax_RG = rows
-    filled = pad(codes_RM, (0, -codes_RM.shape[1] % fmt.activation_group))
-    return filled.to(fmt.dtype), (amax_RG * (1 / fmt.activation_max)).t().contiguous().t()
+    filled = pad(codes_RM, (0, -codes_RM.shape[1] % (fmt.activation_group or 1)))
+    return filled.to(fmt.dtype), (amax_RG * fmt.activation_step).t().contiguous().t()

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards.judge import failure
@@ -254,5 +254,5 @@ def _verdict(reply: Any, owed: str) -> Verdict:
         case [str(mark), float(reward), str(status), str(detail)] if (
             mark == owed and math.isfinite(reward) and status in _STATUSES
         ):
-            return Verdict(reward=reward, status=status, detail=detail)
+            return Verdict(reward=reward, status=cast(Status, status), detail=detail)
     raise _DeathError("wrote to the socket of its verdicts")

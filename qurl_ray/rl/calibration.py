@@ -56,7 +56,7 @@ def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_h
         found_lower = _solve(np.interp(lower, _EDGES, below_exact), below_noisy, _EDGES, lower)
         found_lower = 1 - float(np.clip(1 - found_lower, clip_low / _RANGE[0], min(1.0, clip_low * _RANGE[1])))
     balance = _gained(exact_np, upper) / _lost(exact_np, lower)
-    gains = [_gained(noisy_np, edge) for edge in _EDGES[::_COARSE]]
+    gains = np.array([_gained(noisy_np, edge) for edge in _EDGES[::_COARSE]])
     found_upper = _solve(balance * _lost(noisy_np, found_lower), gains, _EDGES[::_COARSE], upper)
     return 1 - found_lower, float(np.clip(found_upper - 1, clip_high / _RANGE[0], clip_high * _RANGE[1]))
 

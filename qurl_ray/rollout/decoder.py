@@ -8,13 +8,14 @@ q, k and v and once for gate and up. Every bit stays what the learner's forward 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
 from qurl_ray.policy.attention import attend_last, invariant_attention
+from qurl_ray.policy.kv import MaximaRecorder
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.rollout.slots import SlotCache
 from qurl_ray.rollout.weights import RowsOf
@@ -120,7 +121,9 @@ class Decoder:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._layers = [_layer(layer, ops) for layer in base.layers]
 
-    def __call__(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+    def __call__(
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache | MaximaRecorder
+    ) -> torch.Tensor:
         """Final states [B, T, hidden]; the cache takes keys and values, and knows if they are of whole prompts."""
         x = self._embed(ids_BT)
         cos, sin = (part[:, :, None] for part in self._rotary(x, positions_BT))  # [B or 1, T, 1, d]
@@ -140,13 +143,13 @@ class Decoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
         positions_BT: torch.Tensor,
-        cache: SlotCache,
+        cache: SlotCache | MaximaRecorder,
     ) -> torch.Tensor:
         B, T, _ = x.shape
         H, KV, d = self._heads, self._kv_heads, self._head_dim
         projected = layer.qkv(x).view(B, T, H + 2 * KV, d)
         turned, value = projected.split((H + KV, KV), dim=2)
-        if layer.q_norm:
+        if layer.q_norm and layer.k_norm:
             turned = torch.cat((layer.q_norm(turned[:, :, :H]), layer.k_norm(turned[:, :, H:])), dim=2)
         turned = self._turn(turned, cos, sin)
         query, key = (part.transpose(1, 2) for part in turned.split((H, KV), dim=2))
@@ -158,7 +161,7 @@ class Decoder:
         return layer.out(out.reshape(B, T, H * d).contiguous())  # a view only if there is one head
 
 
-def _layer(layer: nn.Module, ops: Elementwise) -> _Layer:
+def _layer(layer: Any, ops: Elementwise) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         attention_norm=_norm(layer.input_layernorm, ops),
@@ -172,18 +175,18 @@ def _layer(layer: nn.Module, ops: Elementwise) -> _Layer:
     )
 
 
-def _norm(module: nn.Module, ops: Elementwise) -> _Norm:
+def _norm(module: Any, ops: Elementwise) -> _Norm:
     return _Norm(module.weight, module.variance_epsilon, ops.normalize)
 
 
-def _apply(module: nn.Module) -> Apply:
+def _apply(module: Any) -> Apply:
     if isinstance(module, QuantizedLinear):
         return module.forward
     weight, bias = module.weight, module.bias
     return lambda x: linear(x, weight, bias)
 
 
-def _next_to_each_other(*modules: nn.Module) -> Apply:
+def _next_to_each_other(*modules: Any) -> Apply:
     """Outputs in one tensor; in one product where the linears are fused."""
     if isinstance(modules[0], RowsOf):
         return modules[0].whole.forward
@@ -191,7 +194,7 @@ def _next_to_each_other(*modules: nn.Module) -> Apply:
     return lambda x: torch.cat([call(x) for call in calls], dim=-1)
 
 
-def _pair(first: nn.Module, second: nn.Module) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def _pair(first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Both outputs; views of one product's where the linears are fused."""
     if isinstance(first, RowsOf):
         whole = first.whole

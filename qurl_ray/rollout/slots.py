@@ -27,7 +27,8 @@ class SlotCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape, kind = (slots, kv_heads, round_up(length), head_dim), {"dtype": dtype, "device": device}
+        shape = (slots, kv_heads, round_up(length), head_dim)
+        kind: dict[str, Any] = {"dtype": dtype, "device": device}
         # Zeros, not empty memory: a padded key has probability 0, but 0 * nan would be nan.
         self._keys = [torch.zeros(shape, **kind) for _ in range(layers)]
         self._values = [torch.zeros(shape, **kind) for _ in range(layers)]
@@ -97,7 +98,7 @@ class Fp8SlotCache(SlotCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scales = self._scales[layer_idx]
         codes = quantize(key, scales.key), quantize(value, scales.value)
-        keys, values = super().update(*(part.view(torch.uint8) for part in codes), layer_idx)
+        keys, values = super().update(codes[0].view(torch.uint8), codes[1].view(torch.uint8), layer_idx)
         float8 = codes[0].dtype
         found = dequantize(keys.view(float8), scales.key), dequantize(values.view(float8), scales.value)
         return found[0].to(key.dtype), found[1].to(key.dtype)

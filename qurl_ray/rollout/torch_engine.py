@@ -196,6 +196,7 @@ class TorchEngine:
             except RuntimeError as error:
                 raise EngineError(f"no memory for {slots} slots of {length} tokens, use fewer: {error}") from None
         if self._capture and not self._graphs:
+            assert self._decoder, "captured operations are the decoder's"
             self._graphs = DecodeGraphs(self._decoder, self._cache, self._capture())
         return self._cache
 
@@ -209,6 +210,7 @@ class TorchEngine:
             cancelled: indices of the batch that end before.
         """
         cache = self._cache
+        assert cache, "a batch has slots"
         if cancelled:
             batch.end(cancelled, "cancelled")
             self._retire(cache, batch)

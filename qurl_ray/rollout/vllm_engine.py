@@ -210,7 +210,7 @@ class VllmEngine:
 
     def _check_shapes(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> None:
         shape = self._shapes[record.name]
-        wanted = [(shape, np.dtype(np.float32))]
+        wanted: list[tuple[tuple[int, ...], np.dtype]] = [(shape, np.dtype(np.float32))]
         if record.format != "none":
             fmt = get_format(record.format)
             scales = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1])))

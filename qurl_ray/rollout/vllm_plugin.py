@@ -72,7 +72,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         self._tensors = tensors  # that the layer is fused from; 1 if the checkpoint has it fused
         self._emulate = emulate
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         layer.cpu_linear = nn.functional.linear  # what the base class calls on CPUs, here without packing
         if self.fmt is None:
             self.held = ()
@@ -83,7 +83,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         sizes = layer.output_partition_sizes if self._tensors > 1 else [len(layer.weight)]
         self.hold(layer, [self._quantized(layer, part, self.fmt) for part in layer.weight.detach().split(sizes)])
 
-    def hold(self, layer: nn.Module, parts: Sequence[torch.Tensor | QTensor]) -> None:
+    def hold(self, layer: Any, parts: Sequence[torch.Tensor | QTensor]) -> None:
         """Replace the weight by these parts of its rows, in their order.
 
         Raises:
@@ -96,12 +96,14 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         self.fmt, self.expected = formats.pop(), []
         device = layer.weight.device
         if self.fmt is None:
-            layer.weight.data = torch.cat(list(parts)).to(device, layer.params_dtype)
+            floats = [part for part in parts if isinstance(part, torch.Tensor)]
+            layer.weight.data = torch.cat(floats).to(device, layer.params_dtype)
             self.held = ()
             return
         layer.weight.data = torch.empty(0, dtype=layer.params_dtype, device=device)
         self._widened = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and _ranges_span_rows(self.fmt)
-        found = [q if not self._widened else _widened(q) for q in fuse(parts)]
+        codes = [part for part in parts if isinstance(part, QTensor)]
+        found = [q if not self._widened else _widened(q) for q in fuse(codes)]
         self.held = tuple(
             QuantizedLinear(
                 QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=q.fmt), None, emulate=self._emulate
@@ -109,7 +111,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             for q in found
         )
 
-    def hold_floats(self, layer: nn.Module) -> None:
+    def hold_floats(self, layer: Any) -> None:
         """Replace the weight by the codes that are in it as floats, with the scales that were announced."""
         parts = [q for _, q in sorted(self.expected, key=lambda item: item[0])]
         floats = layer.weight.detach().split([len(q.codes) for q in parts])
@@ -118,7 +120,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             layer, [QTensor(codes=part.to(q.fmt.dtype), scale=q.scale.to(part.device), fmt=q.fmt) for part, q in pairs]
         )
 
-    def show_floats(self, layer: nn.Module) -> None:
+    def show_floats(self, layer: Any) -> None:
         """The codes as floats in the weight, for vLLM to patch, until `hold_floats`."""
         layer.weight.data = torch.cat([q.codes.to(layer.params_dtype) for q in self.resident()])
 
@@ -129,7 +131,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             return found
         return [QTensor(codes=q.codes[:, :-_WIDER].contiguous(), scale=q.scale, fmt=q.fmt) for q in found]
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not self.held:
             return super().apply(layer, x, bias)
         if self._widened:
@@ -141,7 +143,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         return y if bias is None else y + bias
 
     @staticmethod
-    def _quantized(layer: nn.Module, part: torch.Tensor, fmt: Format) -> QTensor:
+    def _quantized(layer: Any, part: torch.Tensor, fmt: Format) -> QTensor:
         """Codes of a rank's part of a checkpoint tensor: those that the whole tensor would get there."""
         if layer.tp_size == 1:
             return quantize(part, fmt)
@@ -177,7 +179,7 @@ class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     supports_pre_processed_weights = False
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         layer.cpu_linear = nn.functional.linear
 
 
@@ -218,7 +220,7 @@ class QurlConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> "QurlConfig":
         return cls(**{key: value for key, value in config.items() if key != "quant_method"})
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             return QurlLinearMethod(self.format_of(prefix), tensors=len(self._names(prefix)), emulate=self.emulate)
         if isinstance(layer, VocabParallelEmbedding):

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from qurl_ray import errors
 from qurl_ray.errors import DeadlineExceeded, EngineError
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Finish, Request
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 Tell = Callable[[Any], None]
 """Takes vLLM's CompletionOutput."""
@@ -46,7 +43,7 @@ class VllmServer:
         self._timeout_s = timeout_s
         self._counter = itertools.count()
         self._running: dict[str, str] = {}  # uid by vLLM's id, of what has not ended; touched on the loop only
-        self._llm: AsyncLLM | None = None
+        self._llm: Any = None
         _set_environment(threads, settings["tensor_parallel_size"])
         if settings.get("weight_transfer_config") == {"backend": "ipc"}:
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory are pickled, within this machine

@@ -6,6 +6,7 @@ whole tensors, so every piece knows its rows in the tensor and in the layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -63,7 +64,10 @@ def pieces(sections: Sequence[Section], index: int | None, columns: tuple[int, i
     return found
 
 
-def cut(value: torch.Tensor | QTensor, piece: Piece) -> torch.Tensor | QTensor:
+Rows = TypeVar("Rows", torch.Tensor, QTensor)
+
+
+def cut(value: Rows, piece: Piece) -> Rows:
     """The piece of a tensor; codes and scales alike.
 
     Raises:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ Wire = list[Part]
 
 class WorkerExtension:
     """What vLLM's worker class gets besides its own."""
+
+    model_runner: Any
+    model_config: Any
 
     def qurl(self, method: str, *args: object) -> tuple[str, object]:
         """("ok", result) of a method of ResidentPolicy, or (name of the error, message)."""
@@ -64,7 +68,7 @@ class Place:
 
     parameter: str
     """vLLM's name of it."""
-    module: nn.Module
+    module: Any
     leaf: str
     pieces: tuple[Piece, ...]
     rows: int
@@ -82,7 +86,7 @@ class ResidentPolicy:
     """The policy's tensors, by their checkpoint names."""
 
     model: nn.Module
-    memory: object = None
+    memory: Any = None
     """The allocator of sleep mode."""
     _waiting: dict[str, list[tuple[int, torch.Tensor | QTensor]]] = field(default_factory=dict)
     _placed: dict[str, int] = field(default_factory=dict)
@@ -98,13 +102,14 @@ class ResidentPolicy:
         place = self._find(name)
         arrays = [_decoded(part) for part in parts]
         if format_name == "none":
-            value = torch.from_numpy(arrays[0])
+            value: Any = torch.from_numpy(arrays[0])
         elif place.method is None:
             raise SyncError(
                 f"{name} came as {format_name} codes, but vLLM holds it in full precision: add it to quantization.keep"
             )
         else:
-            value = QTensor.from_numpy(*arrays, get_format(format_name, weight_max_code))
+            codes, scale = arrays
+            value = QTensor.from_numpy(codes, scale, get_format(format_name, weight_max_code))
         own = [(piece.at, cut(value, piece)) for piece in place.pieces]
         done = self._placed[place.parameter] = self._placed.get(place.parameter, 0) + sum(p.rows for p in place.pieces)
         with self._weights_memory():
@@ -183,7 +188,7 @@ class ResidentPolicy:
         linears = [q for _, method in self._linears() for q in method.held]
         return sorted({linear.kernel or f"emulation of {linear.fmt.name}" for linear in linears})
 
-    def _linears(self) -> Iterator[tuple[nn.Module, QurlLinearMethod]]:
+    def _linears(self) -> Iterator[tuple[Any, QurlLinearMethod]]:
         for module in self.model.modules():
             if isinstance(method := getattr(module, "quant_method", None), QurlLinearMethod):
                 yield module, method
@@ -208,7 +213,7 @@ class ResidentPolicy:
             value = module.get_parameter(leaf)
         except AttributeError:
             raise SyncError(f"vLLM's {kind} has no place for {name}: {parameter} does not exist") from None
-        shard = getattr(marker, "shard_id", None)
+        shard: Any = getattr(marker, "shard_id", None)
         index = {"q": 0, "k": 1, "v": 2}.get(shard, shard)
         sections = _sections(module, value)
         columns = None
@@ -252,7 +257,7 @@ def _sections(module: nn.Module, parameter: torch.Tensor) -> list[Section]:
     return [Section.share(n, rank, ranks) for n in sizes]
 
 
-def _rows(module: nn.Module, parameter: torch.Tensor) -> int:
+def _rows(module: Any, parameter: torch.Tensor) -> int:
     """Rows of a parameter on this rank, without padding, whether it holds floats or codes now."""
     if isinstance(module, VocabParallelEmbedding):
         return module.num_org_embeddings_per_partition

@@ -4,7 +4,7 @@ Linears that read the same input (q, k, v; gate, up) are one product where the k
 bit depends on it. Their names, shapes and fingerprints stay those of the checkpoint: each is rows of the fused one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
@@ -29,6 +29,8 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 class RowsOf(nn.Module):
     """Rows start … stop of a fused linear, in the place of the linear that they belong to."""
+
+    bias: torch.Tensor | None
 
     def __init__(self, whole: QuantizedLinear, start: int, stop: int) -> None:
         super().__init__()
@@ -136,7 +138,8 @@ class EngineWeights:
             values = torch.from_numpy(parts[0]) if parts[0].flags.writeable else torch.tensor(parts[0])
             getattr(module, leaf).copy_(values)
             return
-        q = QTensor.from_numpy(*parts, get_format(record.format, max_code))
+        codes, scale = parts
+        q = QTensor.from_numpy(codes, scale, get_format(record.format, max_code))
         self._waiting[path] = QTensor(codes=q.codes.to(self._device), scale=q.scale.to(self._device), fmt=q.fmt)
 
     def _pack(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
@@ -223,7 +226,7 @@ class EngineWeights:
             if leaf != "weight" or not isinstance(module, QuantizedLinear | RowsOf):
                 yield name, (getattr(module, leaf).float(),)  # what it is computed with, exactly, in fewer bits
                 continue
-            whole = getattr(module, "whole", module)
+            whole = module.whole if isinstance(module, RowsOf) else module
             if whole not in wholes:
                 wholes[whole] = whole.resident()
             q = module.of(wholes[whole]) if isinstance(module, RowsOf) else wholes[whole]
@@ -235,6 +238,6 @@ class EngineWeights:
         return sorted({m.kernel or f"emulation of {m.fmt.name}" for m in quantized})
 
 
-def _incomplete(manifest: Manifest, expected: set[str], found: set[str]) -> SyncError:
+def _incomplete(manifest: Manifest, expected: Set[str], found: Set[str]) -> SyncError:
     missing, extra = sorted(expected - found), sorted(found - expected)
     return SyncError(f"version {manifest.version} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")

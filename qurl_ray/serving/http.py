@@ -7,7 +7,8 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -77,7 +78,7 @@ def http_app(service: Service, *, key_digest: str | None, exposition: Callable[[
         Route("/metrics", metrics),
     ]
     handlers = {ApiError: _refused, HTTPException: _not_routed, EngineError: _broken, Exception: _unforeseen}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=cast(Any, handlers))
     return _Guard(app, service, key_digest)
 
 
@@ -122,7 +123,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
 class EventStream(Response):
     """Server-sent events, each piece sent as it comes."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._events = events

@@ -10,13 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from qurl_ray.config.models import QuantizationConfig, RolloutConfig
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.export import is_quantized, read_quantized
+from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
-from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.rollout.make import make_engine
-from qurl_ray.sync.local import load_into
+from qurl_ray.sync.local import quantize_into, with_codes
 from qurl_ray.types import Manifest, PolicySpec
 
 _LONGEST = 2048  # tokens of prompt and answer, unless asked for more
@@ -47,7 +45,14 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
     tokenizer = load_tokenizer(spec)
     context_length(spec)  # whether max_length is in the model's own
     make = partial(_engine, spec, config, threads)
-    engine, manifest = _with_codes(make, folder, config) if spec.quantized else _quantizing(make, spec, config)
+    if spec.quantized:
+        engine, manifest = with_codes(make, config.kernel, _stored(folder, config), unquantized=config.dtype)
+    else:
+        engine = make(config.kernel)
+        fmt = "none" if config.quantization == "auto" else config.quantization
+        model = load_model(spec)
+        keep = QuantizationConfig().kept(model.config.num_hidden_layers)
+        manifest = quantize_into(engine, model, fmt, keep, unquantized=config.dtype)
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,
@@ -65,7 +70,7 @@ def fingerprint_of(manifest: Manifest) -> str:
     return digest.hexdigest()
 
 
-def _engine(spec: PolicySpec, config: ServingConfig, threads: int, *, kernel: str) -> Engine:
+def _engine(spec: PolicySpec, config: ServingConfig, threads: int, kernel: str) -> Engine:
     if config.engine == "torch":
         rollout = RolloutConfig(device=config.device, dtype=config.dtype, slots=config.slots)
         return make_engine(spec, rollout, kernel=kernel, threads=threads)
@@ -84,24 +89,8 @@ def _engine(spec: PolicySpec, config: ServingConfig, threads: int, *, kernel: st
     )
 
 
-def _with_codes(make: partial, folder: Path, config: ServingConfig) -> tuple[Engine, Manifest]:
+def _stored(folder: Path, config: ServingConfig) -> QuantizedPolicy:
     stored = read_quantized(folder)
     if config.quantization not in ("auto", stored.fmt.name):
         raise ConfigError(f"{folder} holds {stored.fmt.name} codes: it cannot be served in {config.quantization}")
-    engine = make(kernel=config.kernel)
-    if stored.fmt.weight_max > engine.weight_max_code(stored.fmt.name):
-        # Made where the kernel takes larger codes than the one here, which would saturate.
-        engine.close()
-        engine = make(kernel="emulation")
-    sent = load_into(engine, stored.parameters.items(), stored.fmt, quantized=frozenset(), unquantized=config.dtype)
-    return engine, sent
-
-
-def _quantizing(make: partial, spec: PolicySpec, config: ServingConfig) -> tuple[Engine, Manifest]:
-    model = load_model(spec)
-    engine = make(kernel=config.kernel)
-    name = "none" if config.quantization == "auto" else config.quantization
-    fmt = None if name == "none" else get_format(name, engine.weight_max_code(name))
-    kept = QuantizationConfig().kept(model.config.num_hidden_layers)
-    names = quantized_parameters(model, kept) if fmt else frozenset()
-    return engine, load_into(engine, model.named_parameters(), fmt, quantized=names, unquantized=config.dtype)
+    return stored

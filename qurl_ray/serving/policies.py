@@ -1,10 +1,10 @@
 """Which policy is meant: from a setting to one that stays the same, and from that to a folder on this machine."""
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import ConfigError
 
@@ -23,13 +23,9 @@ class Pinned:
     """When the folder's weights were written: another policy may take the place of one."""
 
 
-def output_dir(config: ServingConfig) -> Path:
-    return Path(config.output_dir or os.environ.get("QURL_RUNS") or "runs").expanduser().resolve()
-
-
 def tracking_uri(config: ServingConfig) -> str:
     """MLflow's server or database."""
-    return config.mlflow_uri or f"sqlite:///{output_dir(config) / 'mlflow.db'}"
+    return config.mlflow_uri or f"sqlite:///{runs_folder(config.output_dir) / 'mlflow.db'}"
 
 
 def pin(config: ServingConfig) -> Pinned:
@@ -42,14 +38,14 @@ def pin(config: ServingConfig) -> Pinned:
     if asked is not None and asked.startswith(_MODELS):
         return _registered(asked, tracking_uri(config))
     if asked is None:
-        run = _latest_run(output_dir(config))
+        run = _latest_run(runs_folder(config.output_dir))
     elif (Path(asked).expanduser() / "config.json").is_file():
         folder = Path(asked).expanduser().resolve()
         in_run = (folder.parent / "config.yaml").is_file()
         return _in_folder(folder, folder.parent.name if in_run else folder.name)
     else:
         folder = Path(asked).expanduser()
-        run = (folder if folder.is_dir() else output_dir(config) / asked).resolve()
+        run = (folder if folder.is_dir() else runs_folder(config.output_dir) / asked).resolve()
     return _in_folder(_of_run(run, config.quantization), run.name)
 
 

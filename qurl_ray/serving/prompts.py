@@ -1,6 +1,7 @@
 """From what a client sends to the tokens that a policy reads."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import jinja2
 import numpy as np
@@ -8,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.serving.protocol import ApiError, shown
 
+Messages = Sequence[dict[str, str]]
 
-def encode(
-    prompt: str | Sequence[int] | Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, template: str
-) -> np.ndarray:
+
+def encode(prompt: str | Sequence[int] | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str) -> np.ndarray:
     """Token ids, int32 [length].
 
     Args:
@@ -28,16 +29,16 @@ def encode(
         if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
             raise ApiError(400, f"token ids must be in 0 … {len(tokenizer) - 1}", param="prompt")
     elif tokenizer.chat_template is not None:
-        ids = _chat(prompt, tokenizer)
+        ids = _chat(cast(Messages, prompt), tokenizer)
     else:
-        said = "\n".join(message["content"] for message in prompt)
+        said = "\n".join(message["content"] for message in cast(Messages, prompt))
         ids = tokenizer(template.replace("{prompt}", said))["input_ids"]
     if len(ids) == 0:
         raise ApiError(400, "the prompt has no tokens", param="prompt" if isinstance(prompt, str) else None)
     return np.asarray(ids, dtype=np.int32)
 
 
-def _chat(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except jinja2.TemplateError as error:  # the policy's template speaks here, of the messages alone

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -195,8 +195,8 @@ class CompletionRequest(_Request):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt
+            return cast(list[list[int]], [self.prompt])
+        return cast(list[str] | list[list[int]], self.prompt)
 
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)

@@ -27,7 +27,9 @@ class Replica:
         threads: CPU threads of the engine.
     """
 
-    async def __init__(self, settings: dict[str, Any], *, name: str, key_digest: str | None, threads: int) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, settings: dict[str, Any], *, name: str, key_digest: str | None, threads: int
+    ) -> None:
         torch.set_num_threads(threads)
         config = ServingConfig.model_validate(settings)
         self._key_digest = key_digest

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from qurl_ray.serving.choice import Entry, Part, chat_logprobs, completion_logprobs
@@ -34,7 +34,7 @@ class Reply:
         choices = [self._choice(index, part) for index, part in enumerate(parts)]
         return self._head | {"object": kind, "choices": choices, "usage": self._answer.usage.as_dict()}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """Bytes of one or more events: what came since the last ones. An engine that dies ends them with an error."""
         if self._chat:
             roles = [self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._answer.count)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class Served:
         self.front.stream = self._stream(loaded)
 
     def _stream(self, loaded: Loaded) -> Stream:
-        calls = {
+        calls: dict[str, Any] = {
             "loop": asyncio.get_running_loop(),
             "deliver": self.front.deliver,
             "fail": self.front.fail,
@@ -73,7 +74,7 @@ class Served:
             return TorchStream(loaded.engine, slots=self._config.slots, length=loaded.length, **calls)
         from qurl_ray.serving.vllm_stream import VllmStream
 
-        return VllmStream(loaded.engine, **calls)
+        return VllmStream(cast(Any, loaded.engine), **calls)
 
     def close(self) -> None:
         """End the engine. Blocks; nothing may run any more."""

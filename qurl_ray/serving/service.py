@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError
-from qurl_ray.serving.load import load_policy
+from qurl_ray.serving.load import Loaded, load_policy
 from qurl_ray.serving.meters import Meters
 from qurl_ray.serving.policies import Pinned, folder_of, tracking_uri
 from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, unavailable
@@ -127,13 +127,14 @@ class Service:
             self._current = await self._load(pinned)
         except Exception as error:  # as in `swap`
             old.front.error = error  # unless it can be made anew
+            assert self._pinned
             self._current = await self._load(self._pinned)
             raise
         finally:
             self._ready.set()
 
     async def _load(self, pinned: Pinned) -> Served:
-        def load() -> object:
+        def load() -> Loaded:
             folder = folder_of(pinned, tracking_uri(self.config))
             return load_policy(folder, self.config, threads=self._threads)
 

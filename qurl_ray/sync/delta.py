@@ -52,6 +52,11 @@ class Payload:
     """What the deltas are added to."""
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All parts, of a payload that is whole."""
+        return tuple(part for part in self.parts if isinstance(part, np.ndarray))
+
+    @property
     def bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 

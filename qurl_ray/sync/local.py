@@ -1,12 +1,15 @@
-"""A sync inside one process: for evaluations, benchmarks and tests."""
+"""A sync inside one process: for evaluations, serving, benchmarks and tests."""
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Protocol, TypeVar
 
 import torch
+from torch import nn
 
-from qurl_ray.quant.formats import Format
+from qurl_ray.policy.export import QuantizedPolicy
+from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
+from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.publish import Publisher, Unquantized, assemble
 from qurl_ray.sync.receive import Arrays, unpack
 from qurl_ray.types import Manifest
@@ -15,8 +18,18 @@ from qurl_ray.types import Manifest
 class Receiver(Protocol):
     """The part of an engine that a sync needs."""
 
-    load: Callable[[Manifest, Iterable[Mapping[str, Arrays]]], None]
-    resident: Callable[[str], Arrays]
+    def load(self, manifest: Manifest, buckets: Iterable[Mapping[str, Arrays]]) -> None: ...
+    def resident(self, name: str) -> Arrays: ...
+
+
+class Quantizing(Receiver, Protocol):
+    """The part of an engine that takes codes."""
+
+    def weight_max_code(self, format_name: str) -> int: ...
+    def close(self) -> None: ...
+
+
+E = TypeVar("E", bound=Quantizing)
 
 
 def load_into(
@@ -35,3 +48,30 @@ def load_into(
     manifest = assemble(version, fmt, [bucket.records for bucket in buckets])
     engine.load(manifest, unpack((bucket.payloads for bucket in buckets), manifest, engine.resident))
     return manifest
+
+
+def with_codes(
+    make: Callable[[str], E], kernel: str, stored: QuantizedPolicy, *, unquantized: Unquantized = "float32"
+) -> tuple[E, Manifest]:
+    """An engine of `make(kernel)` with a checkpoint's codes as they are stored, and what it was sent."""
+    engine = make(kernel)
+    if stored.fmt.weight_max > engine.weight_max_code(stored.fmt.name):
+        # Made where the kernel takes larger codes than the one here, which would saturate.
+        engine.close()
+        engine = make("emulation")
+    sent = load_into(engine, stored.parameters.items(), stored.fmt, quantized=frozenset(), unquantized=unquantized)
+    return engine, sent
+
+
+def quantize_into(
+    engine: Quantizing,
+    model: nn.Module,
+    quantization: str,
+    keep: Sequence[str],
+    *,
+    unquantized: Unquantized = "float32",
+) -> Manifest:
+    """Quantize the model's linears but those that a pattern of `keep` finds ("none": no linear), and send all of it."""
+    fmt = None if quantization == "none" else get_format(quantization, engine.weight_max_code(quantization))
+    names = quantized_parameters(model, keep) if fmt else frozenset()
+    return load_into(engine, model.named_parameters(), fmt, quantized=names, unquantized=unquantized)

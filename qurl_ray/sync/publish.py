@@ -18,7 +18,7 @@ from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize
-from qurl_ray.sync.delta import Payload, encode
+from qurl_ray.sync.delta import Encoding, Payload, encode
 from qurl_ray.types import Manifest, TensorRecord
 
 Unquantized = Literal["float32", "bfloat16"]
@@ -143,7 +143,7 @@ def assemble(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecor
     tensors = tuple(record for records in parts for record in records)
     if len({record.name for record in tensors}) != len(tensors):
         raise SyncError(f"version {version}: a tensor was sent twice")
-    bases = {record.base_version for record in tensors} - {None}
+    bases = {record.base_version for record in tensors if record.base_version is not None}
     if len(bases) > 1:
         raise SyncError(f"version {version}: deltas to different versions, {sorted(bases)}")
     return Manifest(
@@ -157,7 +157,8 @@ def assemble(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecor
 
 def count_codes(records: Iterable[TensorRecord]) -> tuple[Counter[str], Counter[str]]:
     """(codes, of these changed) by the kind of their linear: q_proj, up_proj, …"""
-    codes, changed = Counter(), Counter()
+    codes: Counter[str] = Counter()
+    changed: Counter[str] = Counter()
     for record in records:
         if record.format != "none":
             kind = record.name.split(".")[-2]
@@ -168,6 +169,9 @@ def count_codes(records: Iterable[TensorRecord]) -> tuple[Counter[str], Counter[
 
 def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) -> tuple[TensorRecord, Payload]:
     """One tensor, encoded, with the fingerprint of what it is once decoded."""
+    held: tuple[torch.Tensor, ...]
+    sent: tuple[torch.Tensor, ...]
+    encoding: Encoding
     if isinstance(tensor, QTensor):
         held, sent = (tensor.codes, tensor.scale), (tensor.codes, tensor.scale)
         encoding, form = "codes", tensor.fmt.name
@@ -190,10 +194,10 @@ def _compared(
     record: TensorRecord, whole: Payload, before: Payload | None, base: int | None
 ) -> tuple[TensorRecord, Payload]:
     """What travels: each array as its delta to what was sent before, if that is what the engines hold and smaller."""
-    if before is None or before.encoding != whole.encoding or before.parts[0].shape != whole.parts[0].shape:
+    if before is None or before.encoding != whole.encoding or before.arrays[0].shape != whole.arrays[0].shape:
         return record, whole
-    deltas = tuple(map(encode, before.parts, whole.parts)) if base is not None else (None,)
-    changed = deltas[0].count if deltas[0] else int(np.count_nonzero(before.parts[0] != whole.parts[0]))
+    deltas = tuple(map(encode, before.arrays, whole.arrays)) if base is not None else (None,)
+    changed = deltas[0].count if deltas[0] else int(np.count_nonzero(before.arrays[0] != whole.arrays[0]))
     record = replace(record, changed=changed)
     if not any(deltas):
         return record, whole
@@ -210,7 +214,8 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 def _buckets(messages: Iterable[tuple[TensorRecord, Payload]], limit: int) -> Iterator[Bucket]:
     """Messages in their order, as many to a bucket as take `limit` bytes once they are decoded."""
-    held, size = [], 0
+    held: list[tuple[TensorRecord, Payload]] = []
+    size = 0
     for record, payload in messages:
         decoded = math.prod(record.shape) * _ITEM_BYTES[payload.encoding]
         if held and size + decoded > limit:

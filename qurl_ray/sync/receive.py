@@ -50,7 +50,7 @@ def _arrays(
     payload: Payload, record: TensorRecord, base_version: int | None, resident: Callable[[str], Arrays]
 ) -> Arrays:
     """Decode one payload."""
-    widths, parts = _WIDTHS.get(payload.encoding, ()), payload.parts
+    widths, parts, found = _WIDTHS.get(payload.encoding, ()), payload.parts, payload.arrays
     if (payload.encoding == "codes") != (record.format != "none") or len(parts) != len(widths):
         raise SyncError(f"unknown payload: {payload.encoding!r}, {len(parts)} arrays, for format {record.format!r}")
     if any(isinstance(part, Delta) for part in parts):
@@ -60,13 +60,13 @@ def _arrays(
         if len(base) != len(parts) or base[0].shape != record.shape:
             shapes = [part.shape for part in base]
             raise SyncError(f"a delta for {len(parts)} arrays, the first {record.shape}, but its base is {shapes}")
-        parts = tuple(map(_added, base, parts, widths))
-    for part, width in zip(parts, widths, strict=True):
+        found = tuple(map(_added, base, parts, widths))
+    for part, width in zip(found, widths, strict=True):
         if part.dtype != f"u{width}":
             raise SyncError(f"unknown payload: {part.dtype} in {payload.encoding}")
-    if parts[0].shape != record.shape:
-        raise SyncError(f"shape {parts[0].shape} was sent, expected {record.shape}")
-    return tuple(map(_widened, parts))
+    if found[0].shape != record.shape:
+        raise SyncError(f"shape {found[0].shape} was sent, expected {record.shape}")
+    return tuple(map(_widened, found))
 
 
 def _added(base: np.ndarray, part: np.ndarray | Delta, width: int) -> np.ndarray:

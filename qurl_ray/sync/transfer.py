@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,13 +68,13 @@ class Transfer:
         self._transport, self._publisher, self._timeout_s = transport, publisher, timeout_s
         self._client, self._workers = _client(call), workers
         self._source = _Floats(publisher, parameters)
-        self._engine = None
+        self._engine: Any = None
 
     def parcel(self, buckets: Iterable[Bucket], fmt: Format | None) -> Parcel:
         """What the publisher prepared, as it travels here."""
         sent = [item for bucket in buckets for item in zip(bucket.records, bucket.payloads, strict=True)]
         wholes = {payload.name: payload for bucket in self._publisher.resend() for payload in bucket.payloads}
-        scales = {name: whole.parts[1].view(np.float32) for name, whole in wholes.items() if len(whole.parts) == 2}
+        scales = {name: whole.arrays[1].view(np.float32) for name, whole in wholes.items() if len(whole.parts) == 2}
         found = [_patch(payload, wholes[payload.name], fmt) for _, payload in sent] if self.sparse else []
         patches = {patch.name: patch for patch in found if len(patch.indices)}
         records = []
@@ -106,7 +107,7 @@ class Transfer:
         else:
             self._engine.send_weights()
 
-    def _opened(self) -> object:
+    def _opened(self) -> Any:
         rank = self._publisher.rank
         packed = {"packed": True, "packed_buffer_size_bytes": max(self._publisher.bucket_bytes, self._source.largest())}
         meeting = {"master_address": get_ip(), "master_port": get_open_port(), "world_size": 1 + self._workers}
@@ -127,7 +128,8 @@ class Transfer:
             try:
                 if device is not None:
                     torch.cuda.set_device(device)  # a setting of each thread
-                done.set_result(work())
+                work()
+                done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)
 
@@ -159,7 +161,7 @@ class _Floats(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._parameters():
-            if self._coded(name):
+            if self.fmt and self._coded(name):
                 codes = self._publisher.quantizer(name, parameter.detach(), self.fmt).codes
                 yield name, codes.to(torch.bfloat16)
             else:
@@ -185,16 +187,16 @@ def _client(call: Callable[[str, dict], None]) -> SimpleNamespace:
 
 def _patch(payload: Payload, whole: Payload, fmt: Format | None) -> SparseWeightPatch:
     """A tensor's new values where they changed; everywhere if it is not a delta that was prepared."""
-    part, bits = payload.parts[0], whole.parts[0].reshape(-1)
+    part, bits = payload.parts[0], whole.arrays[0].reshape(-1)
     if isinstance(part, Delta):
         at = np.flatnonzero(decode(np.zeros_like(bits), part))  # added to zeros: how far each element moved
     else:
         at = np.arange(bits.size)
-    kinds = {"codes": fmt.dtype if fmt else None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+    kinds: dict[str, Any] = {"codes": fmt.dtype if fmt else None, "bfloat16": torch.bfloat16, "float32": torch.float32}
     values = torch.from_numpy(bits[at].view(f"i{bits.itemsize}")).view(kinds[whole.encoding])
     return SparseWeightPatch(
         name=payload.name,
         indices=torch.from_numpy(at.astype(np.int32)),
         values=values.to(torch.bfloat16) if whole.encoding == "codes" else values,
-        full_shape=whole.parts[0].shape,
+        full_shape=whole.arrays[0].shape,
     )

@@ -220,6 +220,14 @@ _SURVIVAL = (
 )
 
 
+_HEADINGS = {
+    "Learning": _LEARNING,
+    "Mismatch between rollouts and learner": _MISMATCH,
+    "Cost and optimizer": _COST,
+    "Guard, fleet and staleness": _SURVIVAL,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Charts under one heading, each with the rows that it is drawn from."""
@@ -233,15 +241,9 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
     quantized = settings.get("rollout.quantization") != "none"
     evaluations = evaluation_rows(record.evaluations, quantized=quantized)
     rows = record.rows if quantized else [(step, _without_codes(values)) for step, values in record.rows]
-    headings = {
-        "Learning": _LEARNING,
-        "Mismatch between rollouts and learner": _MISMATCH,
-        "Cost and optimizer": _COST,
-        "Guard, fleet and staleness": _SURVIVAL,
-    }
     return [
-        Group(title=title, charts=[(chart, evaluations if chart is ACCURACY else rows) for chart in charts])
-        for title, charts in headings.items()
+        Group(title=title, charts=[(chart, evaluations if chart is ACCURACY else rows) for chart in found])
+        for title, found in _HEADINGS.items()
     ]
 
 
@@ -252,10 +254,25 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
     """
     rows: dict[int, dict[str, float | None]] = {}
     for found in evaluations:
-        key = "rollout" if quantized and found.label not in ("before", "after") else "full"
+        key = "rollout" if quantized and is_quantized(found.label) else "full"
         values = {key: found.accuracy, f"{key}/low": found.low, f"{key}/high": found.high}
         rows.setdefault(found.step, {}).update(values)
     return sorted(rows.items())
+
+
+def is_quantized(label: str) -> bool:
+    """Whether an evaluation of this label is of what a run rolls out or exports, not of the full-precision policy."""
+    return label in ("during", "after, quantized")
+
+
+def charts() -> tuple[Chart, ...]:
+    """Every chart of a run's steps."""
+    return tuple(chart for part in _HEADINGS.values() for chart in part if chart is not ACCURACY)
+
+
+def metric_names() -> frozenset[str]:
+    """Names of a step's numbers that the charts are drawn from. They are what runs are compared by, and stay."""
+    return frozenset(series.key for chart in charts() for panel in chart.panels for series in panel.series)
 
 
 def _without_codes(values: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -14,12 +14,28 @@ from markupsafe import Markup, escape
 
 from qurl_ray.tracking.axes import Axis, linear_axis, log_axis, power_of_ten, round_step
 
+_FILE_STYLE = """
+svg { font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
+.page { fill: #fff; } text { fill: #1b1d20; } .tick, .unit { fill: #5d636b; }
+.title { font-size: 15px; font-weight: 600; }
+.c1 { --c: #0072b2; } .c2 { --c: #d55e00; } .c3 { --c: #009e73; } .c4 { --c: #cc79a7; } .c5 { --c: #e69f00; }
+.end { text-anchor: end; } .mid { text-anchor: middle; } .last tspan:first-child { font-weight: 600; }
+tspan[class] { fill: var(--c); } .grid { stroke: #ebebe6; } .bar { fill: var(--c); }
+.band { fill: var(--c); opacity: .22; }
+.line { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; } .dashed { stroke-dasharray: 5 4; }
+.dot { stroke: var(--c); stroke-width: 5.5; stroke-linecap: round; } .whisker { fill: none; stroke: var(--c); }
+.hit { display: none; }
+"""
+"""For a chart that is a file of its own: the report's colours by day, without what follows the pointer."""
+
 Row = tuple[int, Mapping[str, float | None]]
 """A step and its finite values by name; None, like a missing name, is a gap. Rows are in the order of their steps."""
 
 COLUMNS = 250
 _FEW = 40
 """Up to this many columns, points are drawn as dots and intervals as whiskers."""
+_FEW_SERIES = 3
+"""Of so many, the line above a drawing holds intervals beside the values."""
 _LOG_FROM = 30.0
 """Largest over smallest positive value from which a panel that may be logarithmic is."""
 
@@ -40,7 +56,7 @@ class Series:
     label: str
     key: str
     color: int = 1
-    """Class c1 … c5 of the style sheet."""
+    """Class c1 … of the style sheet."""
     low: str = ""
     high: str = ""
     """Keys of the ends of an interval around the value, if it has one."""
@@ -62,6 +78,8 @@ class Panel:
     log: bool = False
     """Logarithmic if the values span decades."""
     stacked: bool = False
+    sparse: bool = False
+    """Series have values at steps of their own: a line leads from one to the next, whatever is between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +119,27 @@ def draw(chart: Chart, rows: Sequence[Row]) -> Markup | None:
         return None
     columns = thin(rows, [series for panel in panels for series in panel.series])
     plots = _plots(panels, columns)
-    left = max(4, *(len(label) for plot in plots for _, label in plot.axis.ticks)) * _CHARACTER + 8
-    across = _Across(columns, left)
-    shapes = [shape for plot in plots for shape in (*_frame(plot, across), *_data(plot, across))]
-    top, bottom = plots[0].top, plots[-1].bottom
-    hits = [_hit(plots, across, i, top, bottom) for i, column in enumerate(columns) if column.cells]
     last = max(i for i, column in enumerate(columns) if column.cells)
-    readout = f'<text class="last" y="11">{_readout(plots, columns[last])}</text>'
     label = escape(f"{chart.title}: {_spoken(plots, columns[last])}")
-    content = "".join([*shapes, *_step_axis(across, bottom), readout, *hits])
+    content = _content(plots, columns, last)
     return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{content}</svg>')
+
+
+def standalone(chart: Chart, rows: Sequence[Row]) -> str | None:
+    """The chart as the text of an .svg file, with its title, its legend and colours of its own."""
+    panels = present(chart, rows)
+    if not panels:
+        return None
+    shown = [series for panel in panels for series in panel.series]
+    columns = thin(rows, shown)
+    last = max(i for i, column in enumerate(columns) if column.cells)
+    legend = " ".join(f'<tspan class="c{series.color}">●</tspan> {escape(series.label)}' for series in shown)
+    content = _content(_plots(panels, columns), columns, last)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 -52 {_WIDTH + 24} {_HEIGHT + 64}" width="{2 * _WIDTH}">'
+        f'<style>{_FILE_STYLE}</style><rect class="page" x="-12" y="-52" width="100%" height="100%"/>'
+        f'<text class="title" y="-32">{escape(chart.title)}</text><text y="-13">{legend}</text>{content}</svg>\n'
+    )
 
 
 def present(chart: Chart, rows: Sequence[Row]) -> list[Panel]:
@@ -136,6 +165,17 @@ def _column(rows: Sequence[Row], wanted: list[Series]) -> Column:
             mean = min(max(math.fsum(found) / len(found), low), high)  # rounding must not push it outside
             cells[series.key] = Cell(low, mean, high)
     return Column(rows[0][0], rows[-1][0], cells)
+
+
+def _content(plots: Sequence["_Plot"], columns: Sequence[Column], last: int) -> str:
+    """Frame, data, what shows under the pointer, and the values of column `last`, which show without one."""
+    left = max(4, *(len(label) for plot in plots for _, label in plot.axis.ticks)) * _CHARACTER + 8
+    across = _Across(columns, left)
+    shapes = [shape for plot in plots for shape in (*_frame(plot, across), *_data(plot, across))]
+    top, bottom = plots[0].top, plots[-1].bottom
+    hits = [_hit(plots, across, i, top, bottom) for i, column in enumerate(columns) if column.cells]
+    readout = f'<text class="last" y="11">{_readout(plots, columns[last])}</text>'
+    return "".join([*shapes, *_step_axis(across, bottom), readout, *hits])
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -172,7 +212,8 @@ class _Plot:
     def dodge(self, i: int) -> float:
         """Shift of series `i`, so that intervals at one step stand beside each other."""
         series = self.panel.series
-        return 6.0 * (i - (len(series) - 1) / 2) if any(s.low for s in series) else 0.0
+        apart = min(6.0, 24.0 / len(series))
+        return apart * (i - (len(series) - 1) / 2) if any(s.low for s in series) else 0.0
 
 
 class _Across:
@@ -226,9 +267,9 @@ def _data(plot: _Plot, across: _Across) -> Iterable[str]:
         return
     few = len(across.columns) <= _FEW
     for i, series in enumerate(plot.panel.series):
-        cells = [column.cells.get(series.key) for column in across.columns]
+        cells = {j: cell for j, column in enumerate(across.columns) if (cell := column.cells.get(series.key))}
         xs = [x + plot.dodge(i) for x in across.centers]
-        runs = _unbroken(cells)
+        runs = [list(cells)] if plot.panel.sparse and cells else _unbroken(cells)
         if few and series.low:
             yield _path("whisker", series, (_whisker(plot, xs[j], cells[j]) for run in runs for j in run))
         else:
@@ -288,19 +329,20 @@ def _values(plots: Sequence[_Plot], column: Column) -> Iterable[tuple[Series, st
             if cell := column.cells.get(series.key):
                 low, mean, high = (plot.axis.text(v * plot.factor) for v in (cell.low, cell.mean, cell.high))
                 if series.low:
-                    mean = f"{mean}{plot.axis.suffix} ({low}–{high})"
+                    interval = f" ({low}–{high})" if len(plot.panel.series) <= _FEW_SERIES else ""
+                    mean = f"{mean}{plot.axis.suffix}{interval}"
                 elif low != high and not plot.panel.stacked:
                     mean = f"{low}–{high}"
                 yield series, mean + ("" if series.low else plot.axis.suffix)
 
 
-def _unbroken(cells: Sequence[Cell | None]) -> list[list[int]]:
-    """Runs of neighbouring indices that have a cell."""
-    groups = groupby(range(len(cells)), key=lambda j: cells[j] is not None)
-    return [list(run) for there, run in groups if there]
+def _unbroken(indices: Iterable[int]) -> list[list[int]]:
+    """Runs of neighbouring indices, which rise."""
+    groups = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
+    return [[j for _, j in run] for _, run in groups]
 
 
-def _band(plot: _Plot, xs: Sequence[float], cells: Sequence[Cell], run: Sequence[int]) -> str:
+def _band(plot: _Plot, xs: Sequence[float], cells: Mapping[int, Cell], run: Sequence[int]) -> str:
     if all(cells[j].low == cells[j].high for j in run):
         return ""
     upper = [(xs[j], plot.y(cells[j].high)) for j in run]

@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl and prompts.jsonl: one strict JSON object per line, on disk as soon as it is written."""
+"""metrics.jsonl, samples.jsonl and their like: one strict JSON object per line, on disk as soon as it is written."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from typing import Any
 from qurl_ray.tracking.sink import Outcome
 from qurl_ray.tracking.values import plain
 from qurl_ray.types import Event
+
+_TIMELINE_BYTES = 32 << 20
 
 
 class JsonLines:
@@ -37,12 +39,24 @@ class JsonLines:
         self._open()
         return kept
 
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def halve(self) -> None:
+        """Drop the older half of the file."""
+        self._file.close()
+        content = self._path.read_bytes()
+        _replace(self._path, content[content.find(b"\n", len(content) // 2) + 1 :])
+        self._open()
+
     def close(self) -> None:
         self._file.close()
 
 
 class MetricsFile:
-    """Every event but the samples, one line each: kind, step, time (unix seconds), message, values."""
+    """Every event without a file of its own, one line each: kind, step, time (unix seconds), message, values."""
 
     name = "metrics.jsonl"
 
@@ -50,7 +64,7 @@ class MetricsFile:
         self._lines = JsonLines(folder / self.name)
 
     def handle(self, event: Event, at: float) -> None:
-        if event.kind in ("samples", "prompts"):
+        if event.kind in ("samples", "prompts", "timeline"):
             return
         record = {"kind": event.kind, "step": event.step, "time": at, "message": event.message, "values": event.values}
         self._lines.write([record])
@@ -85,16 +99,26 @@ class StepsFile:
 
     Args:
         records: of an event's values.
+        limit_bytes: a file that has grown beyond it loses its older half.
     """
 
-    def __init__(self, folder: Path, kind: str, records: Callable[[dict[str, Any]], Iterable[dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        records: Callable[[dict[str, Any]], Iterable[dict[str, Any]]],
+        limit_bytes: int | None = None,
+    ) -> None:
         self.name = f"{kind}.jsonl"
-        self._kind, self._records = kind, records
+        self._kind, self._records, self._limit_bytes = kind, records, limit_bytes
         self._lines = JsonLines(folder / self.name)
 
     def handle(self, event: Event, at: float) -> None:
-        if event.kind == self._kind:
-            self._lines.write({"step": event.step, "time": at, **record} for record in self._records(event.values))
+        if event.kind != self._kind:
+            return
+        self._lines.write({"step": event.step, "time": at, **record} for record in self._records(event.values))
+        if self._limit_bytes and self._lines.bytes > self._limit_bytes:
+            self._lines.halve()
 
     def notices(self) -> list[str]:
         return []
@@ -117,8 +141,13 @@ def prompts_file(folder: Path) -> StepsFile:
     return StepsFile(folder, "prompts", lambda values: [values])
 
 
+def timeline_file(folder: Path, limit_bytes: int = _TIMELINE_BYTES) -> StepsFile:
+    """One line per span of a process of the run: lane, name, start, seconds, figures."""
+    return StepsFile(folder, "timeline", lambda values: values["spans"], limit_bytes)
+
+
 def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep the wanted lines of a file; half lines go. Written aside and renamed."""
+    """Keep the wanted lines of a file; half lines go."""
     if not path.exists():
         return []
     kept = []
@@ -130,10 +159,15 @@ def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[s
             continue
         if wanted(record):
             kept.append(record)
-    aside = path.with_suffix(".rewound")
-    aside.write_text("".join(map(_line, kept)), encoding="utf-8", newline="\n")
-    aside.replace(path)
+    _replace(path, "".join(map(_line, kept)).encode())
     return kept
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Written aside and renamed."""
+    aside = path.with_suffix(".rewound")
+    aside.write_bytes(content)
+    aside.replace(path)
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -1,22 +1,22 @@
-"""One MLflow run per training run: parameters, metrics of every step; at the end artifacts and the registered policy.
+"""One MLflow run per training run: parameters, metrics of every step, sampled rollouts as traces, the machine's use; at
+the end plots, other artifacts and the registered policy.
 
 Importing this module imports MLflow (over a second), so only a run that wants it does. The database is opened and
 migrated, and everything is logged, in a background thread: a first sqlite migration takes another second, a dead
-server minutes. MLflow's own global "active run" is not used; a notebook's stays as it was.
+server minutes. What was lost on the way is made good at the end from the run's files, or later by `replay`. MLflow's
+own global "active run" is not used; a notebook's stays as it was.
 """
 
-import json
 import logging
 import os
-import re
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # Read when mlflow is imported, or at a request. Telemetry would look for a network that clusters often do not have;
 # retries are ours, because mlflow's take minutes inside one call.
@@ -24,47 +24,48 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the console is the run's
 
 from mlflow.entities import Experiment, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model
+from mlflow.store.tracking.rest_store import RestStore
+from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
-from mlflow.utils.validation import (
-    MAX_ENTITY_KEY_LENGTH,
-    MAX_METRICS_PER_BATCH,
-    MAX_PARAM_VAL_LENGTH,
-    MAX_PARAMS_TAGS_PER_BATCH,
-    MAX_TAG_VAL_LENGTH,
-)
+from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
 from sqlalchemy.exc import OperationalError
 
 from qurl_ray.config import RunConfig
+from qurl_ray.tracking import mlflow_policy
 from qurl_ray.tracking.background import Background
+from qurl_ray.tracking.machine import MachineWatch
+from qurl_ray.tracking.mlflow_records import (
+    event_metrics,
+    metric_name,
+    param_text,
+    to_metrics,
+    trace_id,
+    trace_info,
+    trace_spans,
+)
+from qurl_ray.tracking.plots import plots
+from qurl_ray.tracking.recorded import events, message_lines, samples
 from qurl_ray.tracking.sink import Outcome
-from qurl_ray.tracking.text import one_line, storable
-from qurl_ray.tracking.values import flatten, number, plain
+from qurl_ray.tracking.text import one_line, redacted
+from qurl_ray.tracking.values import flatten, plain
 from qurl_ray.types import Event
 
 _STATUS = {"finished": RunStatus.FINISHED, "failed": RunStatus.FAILED, "interrupted": RunStatus.KILLED}
 _ARTIFACTS = ("config.yaml", "config.json", "summary.json", "samples.jsonl", "metrics.jsonl", "report.html")
-_POLICY = "policy"  # the folder, and the artifact that it becomes
-_POLICY_TAGS = (
-    "accuracy_before",
-    "accuracy_after",
-    "accuracy_after_quantized",
-    "steps",
-    "precision_flow",
-    "quantization",
-    "correction",
-    "uaq_scale",
-)
-_COPY_LIMIT_BYTES = 2_000_000_000
-"""Policies up to this size are copied to the artifacts; of larger ones the registry only knows the folder."""
-_MAX_MODEL_NAME = 250  # the registry's column holds 256
 _RUN_ID_FILE = "mlflow_run_id"
 _DRAIN_S = 30.0
+_NUMBERS = ("step", "evaluation", "warning", "info", "summary")
+"""Kinds of events whose numbers are metrics."""
+_WAITING_SAMPLES = 50
+"""Steps' samples are queued only before so many operations: with long answers they are megabytes each."""
+_TRACES_PER_PAGE = 500
 _TOO_MANY_REQUESTS = 429
 _SERVER_ERROR = 500
+_Item = TypeVar("_Item")
 
 for _chatty in ("mlflow", "alembic"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
@@ -93,7 +94,7 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
         experiment=config.tracking.experiment,
         name=config.name,
         artifact_root=None if uri.startswith(("http", "databricks")) else folder / "mlartifacts",
-        params={metric_name(key): _param_text(value) for key, value in flatten(resolved, ".")},
+        params={metric_name(key): param_text(value) for key, value in flatten(resolved, ".")},
         tags={
             "quantization": config.rollout.quantization,
             "correction": config.algorithm.correction.type,
@@ -102,20 +103,20 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
     )
 
 
-def metric_name(key: str) -> str:
-    """The nearest name that MLflow accepts: letters, digits and _ . - space, in a path without empty or dot parts."""
-    parts = re.sub(r"[^\w.\- /]", "_", key).split("/")
-    path = "/".join(part for part in parts if part not in ("", ".", ".."))
-    path = re.sub(r"^\.+", "_", path)  # MLflow takes any name that starts with two dots for a parent folder
-    return path[:MAX_ENTITY_KEY_LENGTH].rstrip("/") or "_"
-
-
 class MlflowSink:
     """Queues what it is given; see Background for what happens when MLflow fails."""
 
     name = "MLflow"
 
-    def __init__(self, plan: RunPlan, *, run_dir: Path, resolved: Mapping[str, Any], drain_s: float = _DRAIN_S) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        run_dir: Path,
+        resolved: Mapping[str, Any],
+        drain_s: float = _DRAIN_S,
+        watch: bool = True,
+    ) -> None:
         """Start to open the run: that of the folder, if a run that was interrupted is gone on with, else a new one.
 
         Args:
@@ -123,6 +124,7 @@ class MlflowSink:
                 holds the id of the MLflow run.
             resolved: kept as the artifact config.json, unless the folder holds one.
             drain_s: deadline of close(), in seconds.
+            watch: record how busy this machine is.
         """
         self.uri = plan.uri
         self._plan = plan
@@ -131,12 +133,15 @@ class MlflowSink:
         self._drain_s = drain_s
         self._open_run: _OpenRun | None = None
         self._settled = threading.Event()
-        self._messages: list[str] = []
-        self._warnings = 0
-        self._last_step: int | None = None
+        self._warnings = self._step = 0
+        self._began = next((at for _, at in events(run_dir)), None)
+        self._ended: float | None = None
+        self._known: set[tuple[str, int]] | None = None
         self._notices: deque[str] = deque()
-        self._background = Background(self.name, first=self._open, is_transient=is_transient)
+        recourse = f"{run_dir} has all of them: jobs/track.py {run_dir} sends them"
+        self._background = Background(self.name, first=self._open, is_transient=is_transient, recourse=recourse)
         self._background.submit(self._log_plan)
+        self._watch = MachineWatch(self._take_readings) if watch else None
 
     def run_id(self, timeout_s: float) -> str | None:
         """Id of the MLflow run; None if it cannot be opened, or not within `timeout_s` seconds."""
@@ -144,18 +149,29 @@ class MlflowSink:
         return self._open_run.run_id if self._open_run else None
 
     def handle(self, event: Event, at: float) -> None:
-        self._background.offer(lambda: self._log(event, at))
+        self._step, self._ended = max(self._step, event.step), at
+        if event.kind == "samples":
+            self._background.offer(lambda: self._log_samples(event, at), _WAITING_SAMPLES)
+        elif event.kind in _NUMBERS:
+            self._background.offer(lambda: self._log(event, at))
 
     def notices(self) -> list[str]:
         own = [self._notices.popleft() for _ in range(len(self._notices))]
         return own + self._background.notices()
 
     def close(self, outcome: Outcome) -> None:
+        if self._watch:
+            self._watch.stop()
+        self._background.submit(self._make_good)
         self._background.submit(self._log_artifacts)
         self._background.submit(lambda: self._end(outcome))
         if outcome != "failed":
             self._background.submit(self._register_policy)  # last: of all this, only copying a policy may take long
         self._background.drain(self._drain_s)
+
+    def _take_readings(self, values: dict[str, float]) -> None:
+        metrics = to_metrics(values, step=self._step, at=time.time())
+        self._background.offer(lambda: self._run().log(metrics))
 
     # --- in the background thread ------------------------------------------------------------------
 
@@ -163,9 +179,15 @@ class MlflowSink:
         try:
             client = MlflowClient(self.uri, registry_uri=self.uri)
             earlier = self._earlier_run(client)
-            run = earlier or client.create_run(_experiment_id(client, self._plan), run_name=self._plan.name)
+            run = earlier or client.create_run(
+                _experiment_id(client, self._plan),
+                run_name=self._plan.name,
+                start_time=int(1000 * (self._began or time.time())),
+            )
             (self._run_dir / _RUN_ID_FILE).write_text(run.info.run_id)
-            self._open_run = _OpenRun(client=client, run_id=run.info.run_id, earlier=earlier)
+            self._open_run = _OpenRun(
+                client=client, run_id=run.info.run_id, experiment_id=run.info.experiment_id, earlier=earlier
+            )
         finally:  # also after a failure, so that nobody waits for an id that may never come
             self._settled.set()
 
@@ -181,7 +203,8 @@ class MlflowSink:
         except MlflowException as error:
             if is_transient(error):
                 raise
-            self._notices.append(f"MLflow run {run_id}, which this one goes on with, is not in {self.uri}: made anew")
+            store = redacted(self.uri)
+            self._notices.append(f"MLflow run {run_id}, which this one goes on with, is not in {store}: made anew")
             return None
         self._warnings = int(run.data.tags.get("warnings", 0))
         return run
@@ -193,41 +216,43 @@ class MlflowSink:
     def _log_plan(self) -> None:
         run = self._run()
         logged = run.earlier.data.params if run.earlier else {}  # a parameter cannot be logged twice
-        params = iter([Param(key, value) for key, value in self._plan.params.items() if key not in logged])
-        while batch := list(islice(params, MAX_PARAMS_TAGS_PER_BATCH)):
+        params = [Param(key, value) for key, value in self._plan.params.items() if key not in logged]
+        for batch in _batches(params, MAX_PARAMS_TAGS_PER_BATCH):
             run.client.log_batch(run.run_id, params=batch)
         run.tag(self._plan.tags)
 
     def _log(self, event: Event, at: float) -> None:
-        if event.kind in ("samples", "prompts"):
-            return  # they are in samples.jsonl, an artifact of the run
         run = self._run()
-        if event.kind in ("warning", "info"):
-            self._log_message(run, event, at)
-        prefix = "summary/" if event.kind == "summary" else ""
-        metrics = to_metrics(event.values, step=event.step, at=at, prefix=prefix)
-        repeatable = event.kind == "step" or (event.kind == "evaluation" and event.message == "during")
-        if repeatable and self._is_logged(run, metrics):
-            return
-        rest = iter(metrics)
-        while batch := list(islice(rest, MAX_METRICS_PER_BATCH)):
-            run.client.log_batch(run.run_id, metrics=batch)
-
-    def _is_logged(self, run: "_OpenRun", metrics: list[Metric]) -> bool:
-        """Whether the run had this step before it was gone on with from a checkpoint. The server is asked once."""
-        if not run.earlier or not metrics:
-            return False
-        if self._last_step is None:
-            history = run.client.get_metric_history(run.run_id, metrics[0].key)
-            self._last_step = max((metric.step for metric in history), default=-1)
-        return metrics[0].step <= self._last_step
-
-    def _log_message(self, run: "_OpenRun", event: Event, at: float) -> None:
-        record = {"time": at, "kind": event.kind, "step": event.step, "message": event.message, "values": event.values}
-        self._messages.append(json.dumps(plain(record)) + "\n")
         if event.kind == "warning":
             self._warnings += 1
             run.tag({"warnings": str(self._warnings), "last_warning": one_line(event.message, MAX_TAG_VAL_LENGTH)})
+        metrics = event_metrics(event, at)
+        if run.earlier and (event.kind == "step" or (event.kind == "evaluation" and event.message == "during")):
+            # The run may have had this step before it was gone on with from a checkpoint.
+            if self._known is None:
+                self._known = run.logged()
+            metrics = [metric for metric in metrics if (metric.key, metric.step) not in self._known]
+        run.log(metrics)
+
+    def _log_samples(self, event: Event, at: float) -> None:
+        self._run().trace([(event.step, at, sample) for sample in event.values.get("samples", [])])
+
+    def _make_good(self) -> None:
+        """Send what the files have and the run lacks: after an outage, and of the part before an interruption."""
+        if self._began is None and not self._background.lost:
+            return
+        run = self._run()
+        there, recorded = run.logged(), list(events(self._run_dir))
+        self._ended = max((at for _, at in recorded), default=self._ended)
+        metrics = [m for event, at in recorded if event.kind in _NUMBERS for m in event_metrics(event, at)]
+        run.log([metric for metric in metrics if (metric.key, metric.step) not in there])
+        traced = run.traced()
+        missing = (found for found in samples(self._run_dir) if trace_id(run.run_id, found[0], found[2]) not in traced)
+        for batch in _batches(missing, _WAITING_SAMPLES):
+            run.trace(batch)
+        if warnings := [event.message for event, _ in recorded if event.kind == "warning"]:
+            run.tag({"warnings": str(len(warnings)), "last_warning": one_line(warnings[-1], MAX_TAG_VAL_LENGTH)})
+        self._background.made_good()
 
     def _log_artifacts(self) -> None:
         run = self._run()
@@ -236,19 +261,23 @@ class MlflowSink:
                 run.client.log_artifact(run.run_id, str(self._run_dir / name))
         if not (self._run_dir / "config.json").is_file():
             run.client.log_dict(run.run_id, plain(self._resolved), "config.json")
-        if self._messages:
-            run.client.log_text(run.run_id, "".join(self._messages), "events.jsonl")
+        if messages := "".join(message_lines(self._run_dir)):
+            run.client.log_text(run.run_id, messages, "events.jsonl")
+        for name, drawing in plots(self._run_dir).items():
+            run.client.log_text(run.run_id, drawing, f"plots/{name}")
 
     def _end(self, outcome: Outcome) -> None:
         run = self._run()
-        run.client.set_terminated(run.run_id, RunStatus.to_string(_STATUS[outcome]))
+        ended = None if self._ended is None else int(1000 * self._ended)
+        run.client.set_terminated(run.run_id, RunStatus.to_string(_STATUS[outcome]), ended)
 
     def _register_policy(self) -> None:
-        folder = self._run_dir / _POLICY
+        folder = self._run_dir / mlflow_policy.FOLDER
         if not folder.is_dir():
             return
+        run, plan = self._run(), self._plan
         try:
-            _register(self._run(), folder, self._plan, _policy_tags(self._run_dir))
+            mlflow_policy.register(run.client, run.run_id, self._run_dir, f"{plan.experiment}-{plan.name}")
         except Exception as error:
             if is_transient(error):
                 raise
@@ -260,19 +289,54 @@ class MlflowSink:
 class _OpenRun:
     client: MlflowClient
     run_id: str
+    experiment_id: str
     earlier: Run | None
     """The run as it was when it was gone on with; None if it is new."""
 
     def tag(self, tags: Mapping[str, str]) -> None:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
+    def log(self, metrics: Iterable[Metric]) -> None:
+        for batch in _batches(metrics, MAX_METRICS_PER_BATCH):
+            self.client.log_batch(self.run_id, metrics=batch)
 
-def to_metrics(values: Mapping[str, Any], *, step: int, at: float, prefix: str = "") -> list[Metric]:
-    """The numbers among `values` under names that MLflow accepts; NaN stays NaN. `at` is unix time in seconds."""
-    leaves = ((key, number(value)) for key, value in flatten(values, "/"))
-    return [
-        Metric(metric_name(prefix + key), value, int(at * 1000), step) for key, value in leaves if value is not None
-    ]
+    def logged(self) -> set[tuple[str, int]]:
+        """(name, step) of all metrics that the run has."""
+        names = self.client.get_run(self.run_id).data.metrics
+        return {(m.key, m.step) for name in names for m in self.client.get_metric_history(self.run_id, name)}
+
+    def trace(self, found: Iterable[tuple[int, float, dict[str, Any]]]) -> None:
+        """One trace per (step, unix time, sample); one that is there already is written again."""
+        tracing, found = TracingClient(self.client.tracking_uri), list(found)
+        for step, at, sample in found:
+            tracing.start_trace(trace_info(self.run_id, self.experiment_id, step, sample, at))
+        try:
+            tracing.log_spans(
+                self.experiment_id,
+                [span for step, at, sample in found for span in trace_spans(self.run_id, step, sample, at)],
+            )
+        except NotImplementedError as error:
+            if "could not identify" not in str(error):
+                raise
+            RestStore._get_server_version.cache_clear()  # it would remember for ever that the server was away
+            raise ConnectionError(str(error)) from None
+
+    def traced(self) -> set[str]:
+        """Ids of the run's traces."""
+        ids: set[str] = set()
+        token: str | None = None
+        while True:
+            page = self.client.search_traces(
+                locations=[self.experiment_id],
+                run_id=self.run_id,
+                max_results=_TRACES_PER_PAGE,
+                page_token=token,
+                include_spans=False,
+            )
+            ids |= {trace.info.trace_id for trace in page}
+            token = page.token
+            if not token:
+                return ids
 
 
 def is_transient(error: Exception) -> bool:
@@ -298,68 +362,7 @@ def _experiment_id(client: MlflowClient, plan: RunPlan) -> str:
         return found.experiment_id
 
 
-def _register(run: _OpenRun, folder: Path, plan: RunPlan, tags: Mapping[str, str]) -> None:
-    """A version of the model <experiment>-<run name>, from the run's artifact policy/ or, if large, the folder.
-
-    A run has one version: going on with it replaces the artifact, and so what its version is.
-    """
-    client, name = run.client, model_name(f"{plan.experiment}-{plan.name}")
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    if sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= _COPY_LIMIT_BYTES:
-        client.log_artifacts(run.run_id, str(folder), _POLICY)
-        for file in folder.iterdir():
-            if file.suffix != ".safetensors":  # mlflow.transformers looks for the tokenizer here
-                client.log_artifact(run.run_id, str(file), f"{_POLICY}/components/tokenizer")
-        client.log_text(run.run_id, _mlmodel(folder, run.run_id), f"{_POLICY}/MLmodel")
-        source = f"{client.get_run(run.run_id).info.artifact_uri}/{_POLICY}"
-    else:
-        source = folder.resolve().as_uri()
-    for known in client.search_model_versions(f"run_id='{run.run_id}'"):
-        if (known.name, known.source) == (name, source):
-            for key, value in tags.items():
-                client.set_model_version_tag(name, known.version, key, value)
-            return
-    client.create_model_version(name, source, run_id=run.run_id, tags=dict(tags))
-
-
-def model_name(text: str) -> str:
-    """The nearest name that MLflow's registry accepts: letters, digits and _ . - space."""
-    return re.sub(r"[^\w.\- ]", "_", text)[:_MAX_MODEL_NAME]
-
-
-def _mlmodel(folder: Path, run_id: str) -> str:
-    """The file that lets mlflow.transformers load the checkpoint beside it, written out: its own writer loads torch
-    and the weights."""
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model = Model(artifact_path=_POLICY, run_id=run_id)
-    model.add_flavor(
-        "transformers",
-        task="text-generation",
-        instance_type="TextGenerationPipeline",
-        pipeline_model_type=architecture,
-        source_model_name=_POLICY,
-        model_binary=".",
-        components=["tokenizer"],
-        tokenizer_type="AutoTokenizer",
-        transformers_version=version("transformers"),
-        code=None,
-    )
-    return model.to_yaml()
-
-
-def _policy_tags(run_dir: Path) -> dict[str, str]:
-    """What summary.json, if there is one, says of the policy."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-    except FileNotFoundError:
-        return {}
-    return {key: storable(str(summary[key])) for key in _POLICY_TAGS if summary.get(key) is not None}
-
-
-def _param_text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(plain(value))
-    return storable(text)[:MAX_PARAM_VAL_LENGTH]
+def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch

@@ -1,38 +1,29 @@
-"""report.html: a run on one page that needs no network, no script and no server.
+"""report.html: a run on one page that needs no network, no script and no server."""
 
-Names, prompts and answers are untrusted. The template escapes every value, control characters become signs, and the
-page's own policy forbids scripts and everything that is not in the file.
-"""
-
-import base64
-import hashlib
 import math
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from qurl_ray.tracking import catalog
 from qurl_ray.tracking.axes import short
 from qurl_ray.tracking.charts import Chart, Row, Series, draw, present
+from qurl_ray.tracking.page import render_page, write_page
 from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run, read_samples
 from qurl_ray.tracking.sink import Outcome
-from qurl_ray.tracking.text import MISSING, duration, one_line
+from qurl_ray.tracking.text import MISSING, duration, redacted, shown
 from qurl_ray.tracking.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
 from qurl_ray.tracking.values import flatten
 
 NAME = "report.html"
+ROLLOUTS, TIMELINE = "rollouts/index.html", "timeline.html"
+"""Pages besides, linked to if they are there: see tracking.viewer and tracking.timeline."""
 _SAMPLED_STEPS, _SAMPLES_PER_STEP = 24, 4
 _WARNINGS = 20
-_TEXT_LIMIT = 2000
-"""Characters of a name, a setting or a warning."""
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 _STATES = {
     "finished": "All steps are done.",
     "interrupted": "It was asked to stop before its last step; it evaluated and saved what it had.",
@@ -83,60 +74,38 @@ def write_report(run_dir: Path, *, outcome: Outcome | None = None) -> Path:
     Raises:
         OSError: the folder is missing, or cannot be written to.
     """
-    page = render(run_dir, outcome=outcome)
-    path, draft = run_dir / NAME, run_dir / f".{NAME}.{os.getpid()}"
-    try:
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    path = run_dir / NAME
+    write_page(path, render(run_dir, outcome=outcome))
     return path
 
 
 def render(run_dir: Path, *, outcome: Outcome | None = None) -> str:
     """The page's text; see `write_report`."""
-    folder = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_safe,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    style = (folder / "report.css.j2").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    template = environment.get_template("report.html.j2")
-    return template.render(style=Markup(style), style_digest=digest, **_content(run_dir, outcome))
-
-
-def _safe(value: Any) -> Any:
-    """Every value that the template prints: markup as it is, text without control characters and not without end."""
-    return value if isinstance(value, Markup) else one_line(value, _TEXT_LIMIT)
+    styles = ("page.css.j2", "report.css.j2")
+    return render_page("report.html.j2", styles=styles, **_content(run_dir, outcome))
 
 
 def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
     record = read_run(run_dir)
-    settings = {key: _redacted(value) for key, value in flatten(record.config, ".")}
+    settings = {key: redacted(value) for key, value in flatten(record.config, ".")}
     samples = [
         (step, [view(sample) for sample in found[:_SAMPLES_PER_STEP]])
         for step, found in read_samples(run_dir, _SAMPLED_STEPS)
     ]
-    planned = finite(settings.get("steps"))
-    state = outcome or _state(record, planned)
+    state = outcome or record.state
     return {
         "name": settings.get("name") or run_dir.resolve().name,
         "state": state,
         "state_sentence": _STATES[state],
         "done": len(record.rows),
-        "planned": int(planned) if planned else None,
+        "planned": record.planned,
         "began": _utc(record.began),
         "ended": _utc(record.ended),
         "facts": list(_facts(settings)),
         "accuracies": list(_accuracies(record)),
         "figures": list(_figures(record)),
         "warnings": [
-            (_redacted(text), steps[0], len(steps)) for text, steps in list(record.warnings.items())[:_WARNINGS]
+            (redacted(text), steps[0], len(steps)) for text, steps in list(record.warnings.items())[:_WARNINGS]
         ],
         "more_warnings": max(0, len(record.warnings) - _WARNINGS),
         "unreadable": record.unreadable,
@@ -146,19 +115,14 @@ def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
         ],
         "samples": samples,
         "samples_per_step": _SAMPLES_PER_STEP,
+        "rollouts": ROLLOUTS if (run_dir / ROLLOUTS).exists() else None,
+        "timeline": TIMELINE if (run_dir / TIMELINE).exists() else None,
         "colorings": _colorings(samples),
         "gap_bounds": [f"{bound:g}" for bound in GAP_BOUNDS],
         "probability_bounds": [f"{bound:g}" for bound in PROBABILITY_BOUNDS],
         "settings": list(_settings(record.config)),
         "places": list(_places(run_dir, settings)),
     }
-
-
-def _state(record: RunRecord, planned: float | None) -> str:
-    if record.summary is None:
-        return "unfinished"
-    stopped_early = planned is not None and len(record.rows) < planned
-    return "interrupted" if record.summary.get("interrupted", stopped_early) else "finished"
 
 
 # --- head of the page -------------------------------------------------------------------------------------------------
@@ -264,24 +228,10 @@ def _colorings(samples: list[tuple[int, list[SampleView]]]) -> set[str]:
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """(section, its settings by dotted name); what is in no section comes first."""
-    yield "run", [(str(key), _shown(value)) for key, value in config.items() if not isinstance(value, Mapping)]
+    yield "run", [(str(key), shown(value)) for key, value in config.items() if not isinstance(value, Mapping)]
     for section, values in config.items():
         if isinstance(values, Mapping):
-            yield str(section), [(key, _shown(value)) for key, value in flatten(values, ".")]
-
-
-def _shown(value: Any) -> Any:
-    """As config.yaml has it."""
-    if value is None:
-        return MISSING
-    return str(value).lower() if isinstance(value, bool) else _redacted(value)
-
-
-def _redacted(value: Any) -> Any:
-    """Text without the user and password of an address; other values as they are."""
-    if isinstance(value, list):
-        return ", ".join(str(_redacted(item)) for item in value)
-    return _CREDENTIALS.sub("…@", value) if isinstance(value, str) else value
+            yield str(section), [(key, shown(value)) for key, value in flatten(values, ".")]
 
 
 def _places(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[_Place]:
@@ -291,6 +241,9 @@ def _places(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[_Place]:
         "checkpoints": "checkpoints/",
         "numbers of every step": "metrics.jsonl",
         "sampled rollouts": "samples.jsonl",
+        "a page per step of them": ROLLOUTS,
+        "timeline": TIMELINE,
+        "timeline for Perfetto": "timeline.json",
         "settings": "config.yaml",
         "summary": "summary.json",
     }

@@ -4,9 +4,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -29,6 +28,8 @@ class Evaluation:
     low: float | None
     high: float | None
     problems: float | None
+    outcomes: str = ""
+    """Problem by problem "1" where it was solved and "0" where not; "" if that was not recorded."""
 
 
 @dataclass(slots=True)
@@ -49,13 +50,27 @@ class RunRecord:
     unreadable: int = 0
     """Lines of metrics.jsonl that are no JSON object with a step."""
 
+    @property
+    def planned(self) -> int | None:
+        """Steps that the settings ask for."""
+        found = finite(self.config.get("steps"))
+        return int(found) if found else None
+
+    @property
+    def state(self) -> Literal["finished", "interrupted", "unfinished"]:
+        """Unfinished: going on, or ended by something that left no summary.json."""
+        if self.summary is None:
+            return "unfinished"
+        stopped_early = self.planned is not None and len(self.rows) < self.planned
+        return "interrupted" if self.summary.get("interrupted", stopped_early) else "finished"
+
 
 def read_run(run_dir: Path) -> RunRecord:
     """What is there of config.yaml, metrics.jsonl and summary.json; missing or torn files count as empty."""
     summary = _json_object(_bytes(run_dir / "summary.json"))
     record = RunRecord(config=_config(run_dir / "config.yaml"), summary=summary)
     steps: dict[int, Row] = {}
-    for _, event in _lines(run_dir / "metrics.jsonl"):
+    for _, event in lines(run_dir / "metrics.jsonl"):
         if event is None:
             record.unreadable += 1
             continue
@@ -74,18 +89,43 @@ def read_run(run_dir: Path) -> RunRecord:
     return record
 
 
+def run_name(run_dir: Path) -> str:
+    """As config.yaml has it, else the folder's."""
+    return str(_config(run_dir / "config.yaml").get("name") or run_dir.resolve().name)
+
+
 def read_samples(run_dir: Path, limit: int) -> list[tuple[int, list[dict[str, Any]]]]:
     """(step, its samples) of at most `limit` steps: the first, the last, and evenly chosen ones between.
 
     The file is read twice, so that only the chosen samples are held.
     """
-    path = run_dir / "samples.jsonl"
-    places = [(sample["step"], place) for place, sample in _lines(path) if sample is not None]
-    steps = sorted({step for step, _ in places})
-    chosen = set(spread(steps, limit))
-    wanted = sorted(place for place in places if place[0] in chosen)
-    samples = [] if not wanted else list(_samples_at(path, wanted))
-    return [(step, [s for _, s in group]) for step, group in groupby(samples, key=lambda pair: pair[0])]
+    places = sample_places(run_dir)
+    return [(step, samples_at(run_dir, places[step])) for step in spread(list(places), limit)]
+
+
+def sample_places(run_dir: Path) -> dict[int, list[int]]:
+    """Where in samples.jsonl each step's samples are, in bytes; in the order of the steps."""
+    places: dict[int, list[int]] = {}
+    for place, sample in lines(run_dir / "samples.jsonl"):
+        if sample is not None:
+            places.setdefault(sample["step"], []).append(place)
+    return dict(sorted(places.items()))
+
+
+def samples_at(run_dir: Path, places: Iterable[int]) -> list[dict[str, Any]]:
+    """The samples that `sample_places` found."""
+    with (run_dir / "samples.jsonl").open("rb") as file:
+        found = [_json_object(file.readline()) for place in places if file.seek(place) == place]
+    return [sample for sample in found if sample is not None]
+
+
+def read_spans(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Lines of timeline.jsonl that say who did what when."""
+    for _, span in lines(run_dir / "timeline.jsonl"):
+        if span and isinstance(span.get("lane"), str) and isinstance(span.get("name"), str):
+            start, seconds = finite(span.get("start")), finite(span.get("seconds"))
+            if start is not None and seconds is not None and seconds >= 0:
+                yield span
 
 
 def spread(items: list[int], limit: int) -> list[int]:
@@ -108,18 +148,19 @@ def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | N
     accuracy, low, high, problems = (finite(values.get(f"eval/{k}")) for k in ("accuracy", "low", "high", "problems"))
     if accuracy is None:
         return None
-    return Evaluation(step=step, label=str(label), accuracy=accuracy, low=low, high=high, problems=problems)
+    outcomes = values.get("outcomes")
+    return Evaluation(
+        step=step,
+        label=str(label),
+        accuracy=accuracy,
+        low=low,
+        high=high,
+        problems=problems,
+        outcomes=outcomes if isinstance(outcomes, str) else "",
+    )
 
 
-def _samples_at(path: Path, places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for step, place in places:
-            file.seek(place)
-            if (sample := _json_object(file.readline())) is not None:
-                yield step, sample
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """(offset in bytes, object) per line; None for a line that is no object with a step."""
     if not path.is_file():
         return

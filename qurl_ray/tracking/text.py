@@ -1,11 +1,13 @@
 """Numbers, durations and foreign text as the console shows them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from qurl_ray.tracking.values import number
 
 MISSING = "–"
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def duration(seconds: float) -> str:
@@ -30,3 +32,17 @@ def pairs(values: Mapping[str, Any], prefix: str = "") -> str:
     """`accuracy 0.382  problems 500`: the numbers among `values`, names without `prefix`."""
     found = ((key.removeprefix(prefix), number(value)) for key, value in values.items())
     return "  ".join(f"{one_line(key)} {value:.4g}" for key, value in found if value is not None)
+
+
+def shown(value: Any) -> Any:
+    """A setting as config.yaml has it."""
+    if value is None:
+        return MISSING
+    return str(value).lower() if isinstance(value, bool) else redacted(value)
+
+
+def redacted(value: Any) -> Any:
+    """Text without the user and password of an address; other values as they are."""
+    if isinstance(value, list):
+        return ", ".join(str(redacted(item)) for item in value)
+    return _CREDENTIALS.sub("…@", value) if isinstance(value, str) else value

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.tracking.console import open_console
-from qurl_ray.tracking.json_lines import MetricsFile, StepsFile, prompts_file, samples_file
+from qurl_ray.tracking.json_lines import MetricsFile, StepsFile, prompts_file, samples_file, timeline_file
 from qurl_ray.tracking.sink import Outcome, Sink
 from qurl_ray.types import Event
 
@@ -88,7 +89,7 @@ class Tracker:
             # The sinks opened last close first: MLflow copies the files, and its last words reach file and console.
             while self._sinks:
                 sink = self._sinks[-1]
-                self._guarded(sink, lambda sink=sink: sink.close(outcome))
+                self._guarded(sink, partial(sink.close, outcome))
                 self._sinks.pop()
                 for notice in sink.notices():
                     self._warn(notice)
@@ -119,9 +120,11 @@ class Tracker:
 
     def _deliver(self, event: Event, *, besides: str = "") -> None:
         at = time.time()
-        for sink in list(self._sinks):
+        # A timeline is nothing to be told, and no metric.
+        sinks = [sink for sink in self._sinks if event.kind != "timeline" or sink in self._files]
+        for sink in sinks:
             if sink.name != besides:
-                self._guarded(sink, lambda sink=sink: sink.handle(event, at))
+                self._guarded(sink, partial(sink.handle, event, at))
 
     def _guarded(self, sink: Sink, action: Callable[[], None]) -> None:
         """Run `action`; announce the sink's first failure on the others. It stays in use: a full disk may be freed."""
@@ -141,9 +144,9 @@ class Tracker:
         self._deliver(Event(kind="warning", step=self._step, message=message), besides=besides)
 
 
-def _open_files(run_dir: Path) -> tuple[MetricsFile, StepsFile, StepsFile]:
+def _open_files(run_dir: Path) -> tuple[MetricsFile, *tuple[StepsFile, ...]]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return MetricsFile(run_dir), samples_file(run_dir), prompts_file(run_dir)
+        return MetricsFile(run_dir), samples_file(run_dir), prompts_file(run_dir), timeline_file(run_dir)
     except OSError as error:
         raise ConfigError(f"cannot write to the run folder {run_dir} ({error.strerror}); set output_dir") from error

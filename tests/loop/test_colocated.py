@@ -1,28 +1,13 @@
 """Colocated runs: engines and learner take turns where they are, and what is learned does not know of it."""
 
-import threading
-import time
-
 import pytest
-import ray
 import torch
-from ray._private.state import available_resources_per_node
-from ray.cluster_utils import Cluster
 
 from qurl_ray.config import load_config
 from qurl_ray.loop.run import run
-from tests.loop.runs import ROOT, SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
+from tests.loop.runs import SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
 
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
 
 
 def small_run(folder, *overrides):
@@ -64,32 +49,3 @@ def test_processes_are_killed_one_after_the_other_and_the_run_ends_where_it_woul
     assert whole.returncode == 0, output[-3000:]
     hurt, undisturbed = (parameters(tmp_path / name / "run" / "policy") for name in ("hurt", "whole"))
     assert torch.equal(hurt, undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_engines_follow_ranks_that_come_back_on_another_node(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    both = [nodes.add_node(num_cpus=1) for _ in range(2)]
-    ray.init(address=nodes.address, log_to_driver=False)
-    run_dir = tmp_path / "run"
-
-    def lose_the_ranks_node() -> None:
-        while not (run_dir / "metrics.jsonl").is_file() or len(events(run_dir, "step")) < 3:
-            time.sleep(0.1)
-        free = available_resources_per_node()
-        (taken,) = (node for node in both if not free[node.node_id].get("CPU"))
-        nodes.remove_node(taken, allow_graceful=False)
-
-    loser = threading.Thread(target=lose_the_ranks_node, daemon=True)
-    loser.start()
-    try:
-        small_run(tmp_path, "placement=colocated", "steps=8", "rollout.silent_s=20")
-        assert not loser.is_alive()
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-    assert [line["step"] for line in events(run_dir, "step")] == list(range(1, 9))
-    said = [line["message"] for line in events(run_dir, "info")]
-    assert any("rollout worker 0 moves to where the learner's ranks are now" in message for message in said)

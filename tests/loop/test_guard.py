@@ -148,6 +148,15 @@ def test_the_gradient_is_compared_with_its_own_history():
     assert all(norm < 1e4 for norm in guard.state()["norms"])
 
 
+def test_what_began_at_nothing_is_not_compared():
+    """A policy without entropy, or gradients of rewards that are all alike."""
+    guard = Guard(QUICK.model_copy(update={"entropy_min": 0.2}), can_change_precision=True)
+    still = HEALTHY | {"policy/entropy": 0.0, "grad_norm": 0.0}
+    directives = run(guard, [still] * 30 + [HEALTHY] * 30)
+    assert levels(directives)[-1] == Level.NONE
+    assert not any(one.messages for one in directives)
+
+
 def test_rewards_that_are_never_positive_are_not_compared():
     steps = [HEALTHY | {"reward/mean": reward} for reward in [0.0] * 15 + [-1.0] * 40]
     assert levels(run(Guard(GuardConfig()), steps)) == [0] * 55

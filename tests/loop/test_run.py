@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,23 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qurl_ray.config import load_config
 from qurl_ray.errors import DeadlineExceeded, PlacementError, RewardError
 from qurl_ray.loop.run import run
-from tests.loop.runs import ROOT, SMALL, events, parameters, prompts, start_job, wait_for_steps
+from tests.loop.runs import SMALL, events, parameters, prompts, start_job, wait_for_steps
 
 pytestmark = pytest.mark.ray
 
 
 def small_run(tmp_path, *overrides: str):
     return run(load_config(None, [*SMALL, "steps=3", f"output_dir={tmp_path}", *overrides]))
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """One local Ray for the runs of this process; it finds tests.loop.rewards on PYTHONPATH."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
 
 
 def test_a_run_leaves_everything_that_is_promised(tmp_path, cluster):
@@ -96,6 +85,7 @@ def test_acr_is_active_where_the_format_is_coarse(tmp_path, cluster):
     assert result.summary["acr_active_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_two_learner_ranks_and_two_rollout_workers_train_together(tmp_path, cluster):
     small_run(tmp_path, "steps=2")
     together = small_run(tmp_path, "steps=2", "learner.workers=2", "rollout.workers=2")
@@ -156,6 +146,7 @@ def test_a_fleet_that_cannot_be_placed_says_what_is_missing(tmp_path, cluster):
         small_run(tmp_path, "rollout.workers=2", "rollout.start_timeout_s=3")
 
 
+@pytest.mark.slow
 def test_rollouts_that_take_too_long_end_the_run_and_say_how_far_they_came(tmp_path, cluster):
     with pytest.raises(
         DeadlineExceeded, match=r"waited 0.01 s for rollouts by rollout worker 0 .*: \d+ of 40 .* unfinished, after up"
@@ -163,6 +154,7 @@ def test_rollouts_that_take_too_long_end_the_run_and_say_how_far_they_came(tmp_p
         small_run(tmp_path, "rollout.timeout_s=0.01")
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_be_placed_end_the_run_and_not_in_a_hang(tmp_path, cluster):
     with others_hold(2), pytest.raises(DeadlineExceeded, match=r"2 learner rank\(s\).*were not placed within 4 s"):
         small_run(tmp_path, "learner.workers=2", "learner.timeout_s=4")
@@ -278,10 +270,8 @@ def test_vllm_generates_in_a_run_and_its_probe_agrees(tmp_path, cluster):
     assert not events(result.run_dir, "warning")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [["rollout.quantization=fp8_block"], pytest.param(["precision_flow=unified_int8"], marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [["rollout.quantization=fp8_block"], ["precision_flow=unified_int8"]])
 def test_a_unified_flow_trains_what_generates(tmp_path, cluster, settings):
     result = small_run(tmp_path, "precision_flow=unified", *settings, "algorithm.correction=ignore", "steps=2")
     steps = events(result.run_dir, "step")

@@ -44,6 +44,7 @@ def said(run_dir, kind, text):
     return [line["message"] for line in events(run_dir, kind) if text in line["message"]]
 
 
+@pytest.mark.slow
 def test_processes_are_killed_one_after_the_other_and_the_run_goes_on_by_itself(tmp_path, undisturbed):
     victims = ("ray::RolloutWorker", "ray::Coordinator", "ray::RayTrainWorker")
     run_dir = survivor(tmp_path, undisturbed, *victims)

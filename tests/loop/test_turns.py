@@ -45,6 +45,7 @@ class Gpu:
     def learn(self, mini_batches):
         assert self.held is Resident.ALL
         self.note("learn")
+        return SimpleNamespace(seconds={"logprob": 0.0, "update": 0.0})
 
     # the sender
     sent = "int8"

@@ -169,7 +169,8 @@ def with_stored_codes(model, folder: Path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("shape", ["model", pytest.param("odd_model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["model", "odd_model"])
 def test_stock_vllm_serves_it_with_our_log_probs(shape, tokenizer, tmp_path, request):
     model = request.getfixturevalue(shape)
     prompts = [tokenizer(problem.prompt).input_ids for problem in SUMS[:40:5]]

@@ -58,6 +58,7 @@ def objects() -> int:
     return len(gc.get_objects())
 
 
+@pytest.mark.slow
 def test_twenty_thousand_requests_leave_nothing_behind(engine, monkeypatch):
     rng = np.random.default_rng(0)
     finished, counts, widths, cache = Counter(), [], [], None

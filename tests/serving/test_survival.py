@@ -10,6 +10,7 @@ from collections import Counter
 import httpx2  # the openai client's own
 import openai
 import pytest
+from mlflow.tracking import MlflowClient
 
 from tests.serving.apps import save_run, serving
 
@@ -112,6 +113,19 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_answer(server):
             client.chat.completions.create(model=before, messages=SUM, max_tokens=4)
         assert server.swap("first").returncode == 0
         assert versions(client)[1] == before
+
+
+def test_a_registered_model_takes_the_place_of_a_run(server, runs):
+    registry = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    registry.create_registered_model("sums")
+    registry.create_model_version("sums", (runs / "second" / "policy-int8").as_uri())
+    with server.client() as client:
+        assert server.swap("second").returncode == 0
+        expected = versions(client)
+        assert server.swap("models:/sums/latest").returncode == 0
+        assert versions(client)[1].rpartition("@")[2] == expected[1].rpartition("@")[2], "the same weights"
+        assert client.chat.completions.create(model="first", messages=SUM, max_tokens=4).choices
+        assert server.swap("first").returncode == 0
 
 
 def test_a_policy_that_cannot_be_loaded_changes_nothing(server, runs):

@@ -52,9 +52,11 @@ def parameters() -> dict[str, torch.Tensor]:
     return {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def move(parameters, by: float = 1e-4) -> None:
+def move(parameters, by: float = 1e-3) -> None:
+    """Far enough that some code of every tensor changes."""
+    generator = torch.Generator().manual_seed(0)
     for parameter in parameters.values():
-        parameter += by * torch.randn(parameter.shape)
+        parameter += by * torch.randn(parameter.shape, generator=generator)
 
 
 def prepare(publishers, parameters, version, base=None, fmt=INT8, unquantized="bfloat16"):

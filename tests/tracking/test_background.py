@@ -96,3 +96,68 @@ def test_a_server_that_never_answered_is_not_passed_over_in_silence():
     (notice,) = background.notices()
     assert "lacks 1 of" in notice
     released.set()
+
+
+def test_a_first_operation_is_tried_for_as_long_as_the_run_lasts():
+    tries, seen = [], []
+
+    def first():
+        tries.append(1)
+        if len(tries) < 20:
+            raise ConnectionError("refused")
+
+    background = start(first, retry_delays_s=(0.001, 0.002))
+    background.offer(lambda: seen.append(1))
+    deadline = time.monotonic() + 10.0
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    background.drain(5.0)
+    assert seen == [1]
+
+
+def test_a_server_that_fails_as_the_run_ends_is_given_seconds_and_one_that_comes_back_the_whole_deadline(monkeypatch):
+    monkeypatch.setattr("qurl_ray.tracking.background._LAST_CHANCE_S", 1.0)
+    background = start()
+    for _ in range(100):
+        background.offer(lambda: fail(ConnectionError("down")))
+    began = time.monotonic()
+    background.drain(30.0)  # before the first failure is known
+    assert time.monotonic() - began < 10.0
+    down, seen = [1], []
+
+    def operation():
+        if down:
+            raise ConnectionError(str(down.pop()))
+        time.sleep(0.1)
+        seen.append(1)
+
+    background = start()
+    for _ in range(20):
+        background.offer(operation)
+    background.drain(30.0)
+    assert len(seen) == 20  # two seconds of work
+
+
+def test_what_an_operation_makes_good_is_not_lost():
+    background = start(recourse="it is elsewhere")
+    background.offer(lambda: fail(ValueError("bad")))
+    background.submit(lambda: background.made_good() if background.lost == 1 else None)
+    background.drain(5.0)
+    assert len(background.notices()) == 1
+    background = start(recourse="it is elsewhere")
+    background.offer(lambda: fail(ValueError("bad")))
+    background.drain(5.0)
+    assert background.notices()[-1] == "server lacks 1 of this run's records; it is elsewhere"
+
+
+def test_what_takes_much_memory_is_queued_only_behind_little():
+    gate, seen = threading.Event(), []
+    background = start()
+    background.submit(gate.wait)
+    for i in range(20):
+        background.offer(lambda i=i: seen.append(("large", i)), 5)
+        background.offer(lambda i=i: seen.append(("small", i)))
+    gate.set()
+    background.drain(5.0)
+    assert [i for kind, i in seen if kind == "small"] == list(range(20))
+    assert 1 <= sum(kind == "large" for kind, _ in seen) <= 5

@@ -1,6 +1,11 @@
 import json
 import math
+import re
+import shutil
+import socket
+import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -8,10 +13,26 @@ from hypothesis import strategies as st
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.models import TrackingConfig
+from qurl_ray.tracking import Tracker
 from qurl_ray.types import Event
 
 sink = pytest.importorskip("qurl_ray.tracking.mlflow_sink")
 mlflow = pytest.importorskip("mlflow")
+TRACKING = TrackingConfig(console="none")
+NO_MLFLOW = TrackingConfig(console="none", mlflow=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _empty_database(tmp_path_factory) -> Path:
+    """Made once: its migrations take longer than most tests."""
+    path = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _database(tmp_path, _empty_database):
+    shutil.copy(_empty_database, tmp_path)
 
 
 @settings(max_examples=300, deadline=None)
@@ -57,6 +78,37 @@ def test_a_busy_server_is_worth_another_try_and_a_refusal_is_not():
     assert not sink.is_transient(FileNotFoundError())
 
 
+# What runs of different versions are compared by: a name that goes, or changes, parts them. New ones may be added.
+STABLE = """
+    acr_active_tokens clip/dual clip/lower clip/upper clip/upper_negative fleet/deaths fleet/healthy fleet/hedged
+    fleet/repeated_requests grad_norm guard/beyond guard/level lr mismatch/dropped mismatch/ess mismatch/kl
+    mismatch/max_rho mismatch/rejected mismatch/truncated mismatch/weight_ess policy/entropy policy/kl
+    policy/kl_reference reward/mean reward/solved_share rollout/garbage_share rollout/mean_length rollout/staleness_max
+    rollout/staleness_mean rollout/tokens_per_second rollout/truncated_share sync/bytes_over_bf16 sync/codes_changed
+    sync/probe_gap time/logprob time/reward time/rollout time/sync time/update
+"""
+
+
+def test_names_of_metrics_stay():
+    from qurl_ray.tracking.catalog import metric_names
+
+    names = set(STABLE.split())
+    assert metric_names() == names
+    assert {metric.key for metric in sink.to_metrics(dict.fromkeys(names, 1.0), step=1, at=1.0)} == names
+
+
+def test_accuracy_as_rolled_out_has_names_of_its_own():
+    values = {"eval/accuracy": 0.5, "eval/low": 0.4, "outcomes": "01"}
+    for label, part in (
+        ("before", "eval"),
+        ("during", "eval_rollout"),
+        ("after", "eval"),
+        ("after, quantized", "eval_rollout"),
+    ):
+        metrics = sink.event_metrics(Event(kind="evaluation", step=3, message=label, values=values), 1.0)
+        assert {metric.key: metric.value for metric in metrics} == {f"{part}/accuracy": 0.5, f"{part}/low": 0.4}
+
+
 def test_two_runs_share_an_experiment_also_in_a_folder_with_odd_characters(tmp_path: Path):
     folder = tmp_path / "my runs [1] 100%"
     folder.mkdir()
@@ -82,6 +134,176 @@ def test_more_values_than_fit_in_one_request_are_all_kept(tmp_path):
     assert run.notices() == []
     data = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(run.run_id(0.0)).data
     assert (len(data.params), len(data.metrics)) == (230, 1100)
+
+
+# --- traces, the machine, plots -----------------------------------------------------------------------------------
+
+
+def a_sample(uid: str = "train-1/0", **values) -> dict:
+    return {
+        "uid": uid,
+        "prompt": "12+34=",
+        "answer": "46",
+        "expected": "46",
+        "reward": 1.0,
+        "status": "ok",
+        "tokens": ["4", "6", "<eos>"],
+        "logprobs": [-0.5, -0.2501, -0.001],
+        "proximal_logprobs": [-0.5, -0.2, None],
+    } | values
+
+
+def samples(step: int, *found: dict) -> Event:
+    return Event(kind="samples", step=step, values={"samples": list(found)})
+
+
+def traces_of(run_dir: Path) -> list:
+    client = client_of(run_dir)
+    (experiment,) = [e for e in client.search_experiments() if e.name == "qurl-ray"]
+    return client.search_traces(locations=[experiment.experiment_id])
+
+
+def test_sampled_rollouts_become_traces_with_the_gap_of_every_token(tmp_path):
+    run_dir = tmp_path / "demo"
+    run = open_sink(run_dir)
+    odd = "\ud800 \0 <b> \u202e"  # half a surrogate pair, which a tokenizer may decode to
+    failed = a_sample("train-2/0", answer=odd, tokens=[odd], reward=0.0, status="timeout", proximal_logprobs=None)
+    run.handle(samples(3, a_sample(), failed), 12.0)
+    run.close("finished")
+    assert run.notices() == []
+    good, bad = sorted(traces_of(run_dir), key=lambda trace: trace.info.tags["uid"])
+    assert (good.info.request_preview, good.info.response_preview) == ("12+34=", "46")
+    assert good.info.trace_metadata["mlflow.sourceRun"] == run.run_id(0.0)
+    wanted = {"step": "3", "uid": "train-1/0", "reward": "1", "largest_gap": "-0.0501"}
+    assert wanted.items() <= good.info.tags.items()
+    assert [(a.name, a.value, a.source.source_type) for a in good.info.assessments] == [("reward", 1.0, "CODE")]
+    root, generated, judged = good.data.spans
+    assert (generated.parent_id, judged.parent_id) == (root.span_id, root.span_id)
+    assert (root.inputs, root.outputs) == ("12+34=", {"answer": "46", "reward": 1.0, "status": "ok"})
+    assert generated.attributes["tokens"] == ["4", "6", "<eos>"]
+    assert generated.attributes["logprob_gap"] == [0.0, -0.0501, None]
+    assert generated.attributes["mean_abs_gap"] == pytest.approx(0.0501 / 2)
+    assert judged.inputs["expected"] == "46"
+    assert (good.info.state, bad.info.state) == ("OK", "ERROR")
+    assert "logprob_gap" not in bad.data.spans[1].attributes
+    assert bad.info.response_preview == "? ? <b> \u202e"
+
+
+def test_the_same_sample_is_one_trace_however_often_it_is_sent(tmp_path):
+    run_dir = tmp_path / "demo"
+    run = open_sink(run_dir)
+    for at in (1.0, 2.0):
+        run.handle(samples(3, a_sample()), at)
+    run.handle(samples(4, a_sample()), 3.0)
+    run.close("finished")
+    assert run.notices() == []
+    found = traces_of(run_dir)
+    assert sorted(trace.info.tags["step"] for trace in found) == ["3", "4"]
+    assert [len(trace.info.assessments) for trace in found] == [1, 1]
+
+
+def test_the_machines_use_is_recorded_under_mlflows_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
+    run_dir = tmp_path / "demo"
+    run = open_sink(run_dir)
+    run.handle(step(7, 0.5), 1.0)
+    deadline = time.monotonic() + 20
+    name = "system/cpu_utilization_percentage"
+    client = client_of(run_dir) if run.run_id(30.0) else None
+    while name not in client.get_run(run.run_id(0.0)).data.metrics and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.close("finished")
+    assert run.notices() == []
+    metrics = client.get_run(run.run_id(0.0)).data.metrics
+    assert {name, "system/system_memory_usage_megabytes", "system/network_receive_megabytes"} <= set(metrics)
+    assert {m.step for m in client.get_metric_history(run.run_id(0.0), name)} <= {0, 7}  # of the training
+
+
+def test_the_reports_charts_are_pictures_that_show_by_themselves(tmp_path):
+    run_dir = tmp_path / "demo"
+    with Tracker(run_dir, RunConfig(output_dir=tmp_path, name="demo", tracking=TRACKING), resolved={}) as tracker:
+        for number in (1, 2):
+            tracker.handle(step(number, number / 10))
+    client = client_of(run_dir)
+    (plot,) = client.list_artifacts(tracker.mlflow_run_id(), "plots")
+    assert plot.path == "plots/reward.svg"
+    (file,) = (tmp_path / "mlartifacts").rglob("reward.svg")
+    svg = ElementTree.fromstring(file.read_text())
+    texts = ["".join(text.itertext()) for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Reward", "● mean"} <= set(texts)
+    assert not re.search(r"href|url\(|@import|<script", file.read_text())
+
+
+# --- what a server missed -----------------------------------------------------------------------------------------
+
+
+def test_what_was_lost_on_the_way_is_made_good_at_the_end(tmp_path, monkeypatch):
+    run_dir = tmp_path / "demo"
+    log = sink._OpenRun.log
+
+    def refuse(run, metrics):
+        if not made_good and any(metric.step in (2, 3) for metric in metrics):
+            raise ValueError("no")
+        log(run, metrics)
+
+    made_good = []
+    make_good = sink.MlflowSink._make_good
+    monkeypatch.setattr(sink._OpenRun, "log", refuse)
+    monkeypatch.setattr(sink.MlflowSink, "_make_good", lambda self: made_good.append(1) or make_good(self))
+    config = RunConfig(output_dir=tmp_path, name="demo", tracking=TRACKING)
+    with Tracker(run_dir, config, resolved={}) as tracker:
+        for number in (1, 2, 3, 4):
+            tracker.handle(step(number, number / 10))
+    history = client_of(run_dir).get_metric_history(tracker.mlflow_run_id(), "reward/mean")
+    assert sorted((m.step, m.value) for m in history) == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (warning,) = [event["message"] for event in events if event["kind"] == "warning"]
+    assert "MLflow failed (ValueError: no)" in warning  # and nothing of what it would lack
+    times = {event["step"]: int(1000 * event["time"]) for event in events if event["kind"] == "step"}
+    assert {m.step: m.timestamp for m in history} == times
+
+
+def test_the_records_of_a_killed_process_are_made_good_when_its_run_goes_on(tmp_path):
+    run_dir = tmp_path / "demo"
+    config = RunConfig(output_dir=tmp_path, name="demo", tracking=TRACKING)
+    killed = Tracker(run_dir, config.model_copy(update={"tracking": NO_MLFLOW}), resolved={})
+    for number in (1, 2, 3):
+        killed.handle(step(number, number / 10))
+        killed.handle(samples(number, a_sample(f"train-{number}/0")))
+    killed.handle(Event(kind="warning", step=3, message="odd"))
+    with Tracker(run_dir, config, resolved={}) as tracker:
+        tracker.rewind(2)
+        tracker.handle(step(3, 0.7))
+    run = client_of(run_dir).get_run(tracker.mlflow_run_id())
+    history = client_of(run_dir).get_metric_history(run.info.run_id, "reward/mean")
+    assert sorted((m.step, m.value) for m in history) == [(1, 0.1), (2, 0.2), (3, 0.7)]
+    assert sorted(trace.info.tags["step"] for trace in traces_of(run_dir)) == ["1", "2"]
+    assert (run.data.tags["warnings"], run.data.tags["last_warning"]) == ("1", "odd")
+
+
+def test_a_server_that_accepts_and_never_answers_delays_no_step_and_the_end_little(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        tracking = TRACKING.model_copy(update={"mlflow_uri": uri})
+        tracker = Tracker(tmp_path / "demo", RunConfig(output_dir=tmp_path, tracking=tracking), resolved={})
+        seconds = []
+        for number in range(1, 201):
+            began = time.perf_counter()
+            tracker.handle(step(number, 0.5))
+            tracker.handle(samples(number, a_sample()))
+            seconds.append(time.perf_counter() - began)
+            time.sleep(0.01)
+        assert sorted(seconds)[100] < 0.005
+        assert max(seconds) < 0.5  # other work may take the core for a moment
+        assert tracker.mlflow_run_id() is None
+        began = time.monotonic()
+        tracker.close("finished")
+        assert time.monotonic() - began < 8.0
+    told = [json.loads(line)["message"] for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
+    (warning,) = filter(None, told)
+    assert "MLflow failed" in warning
+    assert "retrying in the background" in warning
 
 
 # --- going on ----------------------------------------------------------------------------------------------------
@@ -182,9 +404,34 @@ def test_the_policy_becomes_a_version_that_mlflow_loads(tmp_path, tiny_spec, out
     assert latest.run_id == run.run_id(0.0)
     assert latest.tags == {"accuracy_before": "0.25", "accuracy_after": "0.75", "steps": "9", "correction": "acr"}
     assert {"report.html", "policy", "summary.json"} <= {a.path for a in client.list_artifacts(latest.run_id)}
-    pipeline = mlflow.transformers.load_model(client.get_model_version_download_uri(latest.name, latest.version))
+    source = client.get_model_version_download_uri(latest.name, latest.version)
+    pipeline = mlflow.transformers.load_model(source)
     assert type(pipeline.model).__name__ == "Qwen2ForCausalLM"
     assert pipeline.tokenizer("1+2=").input_ids
+
+
+def test_the_policy_has_a_signature_and_answers_as_it_says(tmp_path, tiny_spec):
+    run_dir = tmp_path / "demo"
+    leave_policy(run_dir, tiny_spec)
+    run = open_sink(run_dir)
+    run.close("finished")
+    source = client_of(run_dir).get_model_version_download_uri("qurl-ray-demo", "1")
+    model = mlflow.pyfunc.load_model(source)
+    signature = model.metadata.signature
+    assert [column.type.name for column in signature.inputs] == ["string"]
+    assert [column.type.name for column in signature.outputs] == ["string"]
+    assert {param.name: param.default for param in signature.params} == {
+        "max_new_tokens": 64,
+        "do_sample": False,
+        "return_full_text": False,
+    }
+    pipeline = mlflow.transformers.load_model(source)
+    (expected,) = pipeline("1+2=", max_new_tokens=3, do_sample=False, return_full_text=False)
+    assert model.predict(["1+2="], params={"max_new_tokens": 3}) == [expected["generated_text"]]
+    with pytest.raises(mlflow.MlflowException, match="Incompatible input types"):
+        model.predict([1.5])
+    requirements = (Path(mlflow.artifacts.download_artifacts(source)) / "requirements.txt").read_text()
+    assert "\ntransformers==" in requirements
 
 
 def test_a_run_that_is_gone_on_with_keeps_its_version(tmp_path, tiny_spec):
@@ -200,7 +447,7 @@ def test_a_run_that_is_gone_on_with_keeps_its_version(tmp_path, tiny_spec):
 
 
 def test_a_large_policy_is_referred_to_and_not_copied(tmp_path, tiny_spec, monkeypatch):
-    monkeypatch.setattr(sink, "_COPY_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(sink.mlflow_policy, "_COPY_LIMIT_BYTES", 1000)
     run_dir = tmp_path / "demo"
     leave_policy(run_dir, tiny_spec)
     run = open_sink(run_dir)
@@ -218,7 +465,7 @@ def test_a_failed_run_registers_nothing_and_a_failed_registration_is_a_notice(tm
     run.close("failed")
     assert run.notices() == []
     assert not client_of(run_dir).search_registered_models()
-    monkeypatch.setattr(sink, "_register", lambda *_: [][0])
+    monkeypatch.setattr(sink.mlflow_policy, "register", lambda *_: [][0])
     run = open_sink(run_dir)
     run.close("finished")
     (notice,) = run.notices()

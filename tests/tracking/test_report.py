@@ -19,7 +19,7 @@ from qurl_ray.tracking.report import write_report
 from qurl_ray.tracking.run_files import read_run, read_samples, spread
 from qurl_ray.tracking.tokens import view
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "input"}
 HARMLESS = "harmless"
 HOSTILE = [
     "<script>alert(1)</script>",

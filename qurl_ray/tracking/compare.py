@@ -1,0 +1,284 @@
+"""Runs side by side: what they reached, how fast, how far their rollouts were from the learner, how they were set."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.tracking.axes import short, signed
+from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run
+from qurl_ray.tracking.text import MISSING, duration, shown
+from qurl_ray.tracking.values import flatten
+
+MOST = 16
+"""Runs that one page can tell apart."""
+PHASES = ("rollout", "reward", "logprob", "update", "sync")
+_ASIDE = ("name", "output_dir", "task.reward_timeout_s", "task.verifiers")
+"""Settings that differ without a meaning for a comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run under a name that no other run of the comparison has."""
+
+    name: str
+    record: RunRecord
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By dotted name, as config.yaml shows them."""
+        return {key: shown(value) for key, value in flatten(self.record.config, ".") if key not in _ASIDE}
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """Settings that decide which problems are held out."""
+        wanted = {key: value for key, value in self.settings.items() if key.startswith("task.")}
+        return wanted | {"evaluation.problems": self.settings.get("evaluation.problems")}
+
+    @property
+    def quantized(self) -> bool:
+        """Whether what it rolls out is not the full-precision policy."""
+        return self.settings.get("rollout.quantization") != "none"
+
+    def values(self, key: str) -> list[float]:
+        """What its steps recorded under this name."""
+        return [found for _, step in self.record.rows if (found := step.get(key)) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Of two accuracies on the same problems: second minus first, its 95 % interval, and the exact paired test's p."""
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+
+
+Pairing = Callable[[Sequence[bool], Sequence[bool]], Difference]
+"""Compares two policies by who solved which problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """A line of the table: a cell for every run."""
+
+    label: str
+    cells: list[str]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is shown, whatever shows it."""
+
+    runs: list[Run]
+    tables: dict[str, list[Measure]]
+    """Lines by heading; those that no run has a value for are left out."""
+    settings: list[Measure]
+    """Those that are not the same in all runs."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def compare(runs: Sequence[Run], pairing: Pairing) -> Comparison:
+    """Differences of accuracy are from the first run.
+
+    Raises:
+        ConfigError: fewer than two runs, or more than a page can tell apart.
+    """
+    if not 2 <= len(runs) <= MOST:
+        raise ConfigError(f"can compare 2 to {MOST} runs, not {len(runs)}")
+    tables = {
+        "Run": [
+            Measure(label="state", cells=[run.record.state for run in runs]),
+            Measure(label="steps", cells=[_steps(run) for run in runs]),
+        ],
+        "Held-out accuracy, %": list(_accuracies(runs, pairing)),
+        "Speed": list(_speeds(runs)),
+        "Mismatch and clipping": list(_mismatches(runs)),
+    }
+    told = {title: [m for m in measures if set(m.cells) != {MISSING}] for title, measures in tables.items()}
+    return Comparison(
+        runs=list(runs),
+        tables={title: measures for title, measures in told.items() if measures},
+        settings=differing(runs),
+        warnings=list(_warnings(runs)),
+    )
+
+
+# --- which runs -------------------------------------------------------------------------------------------------------
+
+
+def read_runs(names: Iterable[str], folder: Path) -> list[Run]:
+    """The runs of these names in `folder`, or of these paths.
+
+    Raises:
+        ConfigError: one is not there; the message names the nearest that is.
+    """
+    paths = list(dict.fromkeys(_found(name, folder).resolve() for name in names))
+    return named((path.name, str(path), read_run(path)) for path in paths)
+
+
+def newest(folder: Path, count: int) -> list[str]:
+    """Names of the latest runs in `folder` that recorded a step, the oldest of them first."""
+    paths = sorted(_run_folders(folder), key=lambda path: (path / "metrics.jsonl").stat().st_mtime, reverse=True)
+    with_steps = (path for path in paths if b'"kind": "step"' in (path / "metrics.jsonl").read_bytes())
+    return [str(path) for path, _ in zip(with_steps, range(count), strict=False)][::-1]
+
+
+def named(found: Iterable[tuple[str, str, RunRecord]]) -> list[Run]:
+    """Runs of (name, a longer name, record): by the longer one where several have the name."""
+    entries = list(found)
+    names = [name for name, _, _ in entries]
+    return [Run(name=name if names.count(name) == 1 else long, record=record) for name, long, record in entries]
+
+
+def _found(name: str, folder: Path) -> Path:
+    for path in (Path(name).expanduser(), folder / name):
+        if (path / "metrics.jsonl").is_file():
+            return path
+    known = [path.name for path in _run_folders(folder)]
+    nearest = difflib.get_close_matches(Path(name).name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"in {folder} are: {', '.join(sorted(known)) or 'none'}"
+    raise ConfigError(f"no run {name!r}: neither a run's folder nor the name of one in {folder}; {hint}")
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    return [path.parent for path in folder.glob("*/metrics.jsonl")]
+
+
+# --- what is told of them ---------------------------------------------------------------------------------------------
+
+
+def differing(runs: Sequence[Run]) -> list[Measure]:
+    """Settings that are not the same in all runs; a dash where a run does not have one."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = (Measure(label=key, cells=[str(run.settings.get(key, MISSING)) for run in runs]) for key in keys)
+    return [row for row in rows if len(set(row.cells)) > 1]
+
+
+def _warnings(runs: Sequence[Run]) -> Iterator[str]:
+    tasks = [run.task for run in runs]
+    keys = [
+        key for key in dict.fromkeys(k for task in tasks for k in task) if len({str(t.get(key)) for t in tasks}) > 1
+    ]
+    if keys:
+        yield (
+            f"These runs do not have the same problems ({', '.join(keys)} differ): their accuracies and rewards are of "
+            "different things."
+        )
+    for run in runs:
+        if run.record.state == "unfinished":
+            yield f"{run.name} is unfinished: it has no summary, and its figures are those until now."
+        elif run.record.state == "interrupted":
+            yield f"{run.name} was stopped before its last step."
+    for run in runs:
+        if run.record.unreadable:
+            yield f"{run.record.unreadable} line(s) of {run.name}'s metrics.jsonl could not be read and are left out."
+
+
+def _steps(run: Run) -> str:
+    planned = f" of {run.record.planned:,}" if run.record.planned else ""
+    return f"{len(run.record.rows):,}{planned}"
+
+
+def _accuracies(runs: Sequence[Run], pairing: Pairing) -> Iterator[Measure]:
+    latest = [{found.label: found for found in run.record.evaluations} for run in runs]
+    yield Measure(label="before", cells=[_accuracy(found.get("before")) for found in latest], note="95 % intervals")
+    full = [found.get("after") for found in latest]
+    yield Measure(label="after, full precision", cells=[_accuracy(found) for found in full])
+    yield from _against_first(runs, full, pairing)
+    rolled = [_as_rolled_out(run, found) for run, found in zip(runs, latest, strict=True)]
+    yield Measure(label="after, as rolled out", cells=[_accuracy(found) for found in rolled])
+    yield from _against_first(runs, rolled, pairing)
+
+
+def _as_rolled_out(run: Run, latest: Mapping[str, Evaluation]) -> Evaluation | None:
+    """The policy in the format of its rollouts at the end; of a run that has none yet, the latest on the way."""
+    return latest.get("after, quantized" if run.quantized else "after") or latest.get("during")
+
+
+def _accuracy(found: Evaluation | None) -> str:
+    if found is None:
+        return MISSING
+    interval = "" if found.low is None or found.high is None else f" [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    at = f" at step {found.step:,}" if found.label == "during" else ""
+    return f"{100 * found.accuracy:.1f}{interval}{at}"
+
+
+def _against_first(runs: Sequence[Run], found: Sequence[Evaluation | None], pairing: Pairing) -> Iterator[Measure]:
+    """Paired, problem by problem; a dash where the problems are not the same, or were not recorded one by one."""
+    first, shares, tests = found[0], [MISSING], [MISSING]
+    for run, other in zip(runs[1:], found[1:], strict=True):
+        paired = None
+        if first and other and run.task == runs[0].task and len(first.outcomes) == len(other.outcomes) > 0:
+            paired = pairing(_solved(first), _solved(other))
+        shares.append(_difference(paired) if paired else MISSING)
+        tests.append(f"{paired.p_value:.2g}" if paired else MISSING)
+    yield Measure(label="  less the first", cells=shares, note="paired, points")
+    yield Measure(label="  p of that", cells=tests, note="exact test")
+
+
+def _difference(found: Difference) -> str:
+    value, low, high = (signed(f"{100 * share:+.1f}") for share in (found.value, found.low, found.high))
+    return f"{value} [{low}, {high}]"
+
+
+def _solved(found: Evaluation) -> list[bool]:
+    return [outcome == "1" for outcome in found.outcomes]
+
+
+def _speeds(runs: Sequence[Run]) -> Iterator[Measure]:
+    seconds = [math.fsum(run.values("time/step")) for run in runs]
+    yield Measure(
+        label="training time", cells=[duration(s) if s else MISSING for s in seconds], note="without evaluations"
+    )
+    yield _ratio("samples per second", runs, "rollout/samples", "time/step")
+    yield _ratio("rollout tokens per second", runs, "rollout/tokens", "time/rollout")
+    yield Measure(label="seconds per step", cells=[_mean(run.values("time/step")) for run in runs])
+    for phase in PHASES:
+        yield Measure(label=f"  {phase}", cells=[_mean(run.values(f"time/{phase}")) for run in runs])
+
+
+def _mismatches(runs: Sequence[Run]) -> Iterator[Measure]:
+    means = {
+        "KL(b‖p)": "mismatch/kl",
+        "effective sample size": "mismatch/ess",
+        "abs. gap of the log-probs": "mismatch/abs_logprob_gap",
+    }
+    for label, key in means.items():
+        yield Measure(label=label, cells=[_mean(run.values(key)) for run in runs], note="mean of the steps")
+    yield Measure(label="smallest ESS", cells=[_end(min, run.values("mismatch/ess")) for run in runs])
+    yield Measure(label="largest rho", cells=[_end(max, run.values("mismatch/max_rho")) for run in runs])
+    shares = [[clipped(step) for _, step in run.record.rows] for run in runs]
+    known = [[share for share in of_run if share is not None] for of_run in shares]
+    yield Measure(
+        label="clipped tokens", cells=[_mean(of_run, percent=True) for of_run in known], note="mean of the steps"
+    )
+    truncated = [run.values("mismatch/truncated") for run in runs]
+    yield Measure(label="rho above the cap", cells=[_mean(of_run, percent=True) for of_run in truncated])
+
+
+def clipped(step: Mapping[str, float | None]) -> float | None:
+    """Share of a step's tokens whose gradient is cut off; None if it was not recorded."""
+    found = [step.get(f"clip/{side}") for side in ("upper", "lower", "dual")]
+    return None if found[0] is None else math.fsum(share or 0.0 for share in found)
+
+
+def _ratio(label: str, runs: Sequence[Run], above: str, below: str) -> Measure:
+    pairs = [(math.fsum(run.values(above)), math.fsum(run.values(below))) for run in runs]
+    return Measure(label=label, cells=[short(a / b) if b else MISSING for a, b in pairs])
+
+
+def _mean(values: Sequence[float], *, percent: bool = False) -> str:
+    if not values:
+        return MISSING
+    mean = math.fsum(values) / len(values)
+    return f"{short(100 * mean)} %" if percent else short(mean)
+
+
+def _end(pick: Callable[[Sequence[float]], float], values: Sequence[float]) -> str:
+    return short(pick(values)) if values and finite(pick(values)) is not None else MISSING

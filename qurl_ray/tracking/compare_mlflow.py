@@ -1,0 +1,101 @@
+"""The runs of an MLflow experiment, for a comparison: from their artifacts, or, where a run has not left any yet, from
+its metrics and parameters."""
+
+import difflib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("DO_NOT_TRACK", "true")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+
+from mlflow.entities import Run as MlflowRun
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.tracking.compare import MOST, Run, named
+from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run
+from qurl_ray.tracking.text import redacted
+
+_FILES = ("metrics.jsonl", "config.yaml", "summary.json")
+_ENDED = ("FINISHED", "KILLED")
+
+
+def experiment_runs(uri: str, experiment: str) -> list[Run]:
+    """The experiment's latest runs with a recorded step, the oldest of them first.
+
+    Raises:
+        ConfigError: no such experiment there (the message names the nearest), or MLflow cannot be reached.
+    """
+    client = MlflowClient(uri, registry_uri=uri)
+    try:
+        found = client.get_experiment_by_name(experiment)
+        if not found:
+            raise ConfigError(_no_experiment(client, uri, experiment))
+        runs = client.search_runs([found.experiment_id], max_results=MOST, order_by=["attributes.start_time DESC"])
+        read = ((run.info.run_name, f"{run.info.run_name} {run.info.run_id[:8]}", _record(client, run)) for run in runs)
+        return named([(name, long, record) for name, long, record in read if record.rows][::-1])
+    except (MlflowException, OSError) as error:
+        raise ConfigError(f"cannot read from MLflow at {redacted(uri)}: {error}") from None
+
+
+def _no_experiment(client: MlflowClient, uri: str, experiment: str) -> str:
+    known = [entry.name for entry in client.search_experiments()]
+    nearest = difflib.get_close_matches(experiment, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(sorted(known))}"
+    return f"no experiment {experiment!r} in {redacted(uri)}; {hint}"
+
+
+def _record(client: MlflowClient, run: MlflowRun) -> RunRecord:
+    kept = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    if "metrics.jsonl" not in kept:
+        return _from_metrics(client, run)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in kept & set(_FILES):
+            client.download_artifacts(run.info.run_id, name, folder)
+        return read_run(Path(folder))
+
+
+def _from_metrics(client: MlflowClient, run: MlflowRun) -> RunRecord:
+    """What a run that has no files yet has logged."""
+    rows: dict[int, dict[str, float | None]] = {}
+    evaluations: dict[tuple[str, int], dict[str, float | None]] = {}
+    for name in run.data.metrics:
+        part, _, key = name.partition("/")
+        for metric in client.get_metric_history(run.info.run_id, name):
+            if part in ("eval", "eval_rollout"):
+                evaluations.setdefault((part, metric.step), {})[key] = finite(metric.value)
+            elif part not in ("summary", "system"):
+                rows.setdefault(metric.step, {})[name] = finite(metric.value)
+    return RunRecord(
+        config={key: _plain(value) for key, value in run.data.params.items()},
+        summary={} if run.info.status in _ENDED else None,
+        rows=sorted(rows.items()),
+        evaluations=[_evaluation(*place, values) for place, values in sorted(evaluations.items())],
+    )
+
+
+def _evaluation(part: str, step: int, values: Mapping[str, float | None]) -> Evaluation:
+    label = "during" if part == "eval_rollout" else "after" if step else "before"
+    return Evaluation(
+        step=step,
+        label=label,
+        accuracy=values.get("accuracy") or 0.0,
+        low=values.get("low"),
+        high=values.get("high"),
+        problems=values.get("problems"),
+    )
+
+
+def _plain(text: str) -> Any:
+    """A parameter as it was before it became text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,173 @@
+"""A comparison on one page, and as a table for the console."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from markupsafe import Markup, escape
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from qurl_ray.tracking import catalog
+from qurl_ray.tracking.axes import short
+from qurl_ray.tracking.charts import Chart, Panel, Row, Series, draw
+from qurl_ray.tracking.compare import PHASES, Comparison, Run, clipped
+from qurl_ray.tracking.page import render_page
+from qurl_ray.tracking.text import one_line
+
+_COLORS = 8
+_OVERLAID = (
+    "reward/mean",
+    "mismatch/kl",
+    "mismatch/max_rho",
+    "mismatch/ess",
+    "policy/entropy",
+    "rollout/mean_length",
+    "rollout/tokens_per_second",
+    "grad_norm",
+)
+"""Of each, the report's chart with a line for every run."""
+_FULL = Chart(
+    "Held-out accuracy, full precision",
+    "Greedy answers to problems that are never trained on, with 95 % intervals.",
+    (Panel((), "of the problems", percent=True, sparse=True),),
+)
+_ROLLED_OUT = replace(_FULL, title="Held-out accuracy, as rolled out")
+_CLIPPED = Chart(
+    "Clipped tokens",
+    "Their gradient is cut off: the policy has moved far.",
+    (Panel((), "of all tokens", percent=True, zero=True),),
+)
+_SECONDS = Chart("Time", "Wall time of a step.", (Panel((), "s per step", zero=True),))
+_CELL_CHARACTERS = 200
+"""Of the console."""
+
+
+def render(comparison: Comparison, title: str) -> str:
+    """The page's text: tables, charts with a line for every run, and the settings that differ."""
+    runs = comparison.runs
+    cards = [
+        {"title": chart.title, "reading": chart.reading, "drawing": drawing}
+        for chart, rows in _charts(runs)
+        if (drawing := draw(chart, rows)) is not None
+    ]
+    return render_page(
+        "compare.html.j2",
+        styles=("page.css.j2", "report.css.j2", "compare.css.j2"),
+        title=title,
+        runs=[{"name": run.name, "color": _color(i), "dashed": _dashed(i)} for i, run in enumerate(runs)],
+        warnings=comparison.warnings,
+        tables=comparison.tables,
+        settings=comparison.settings,
+        cards=cards,
+        phases=[{"name": phase, "color": color} for color, phase in enumerate(PHASES, start=1)],
+        bars=_bars(runs),
+    )
+
+
+def console_table(comparison: Comparison) -> Table:
+    """The same table and the settings that differ; names and settings may hold anything, and are shown as text."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold", pad_edge=False)
+    table.add_column("", overflow="fold")
+    for run in comparison.runs:
+        table.add_column(_text(run.name), overflow="fold")
+    for title, measures in (comparison.tables | {"Settings that differ": comparison.settings}).items():
+        table.add_section()
+        table.add_row(Text(title, style="bold"))
+        for measure in measures:
+            table.add_row(_text(measure.label), *map(_text, measure.cells))
+    return table
+
+
+def _text(value: Any) -> Text:
+    return Text(one_line(value, _CELL_CHARACTERS))
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Row]]]:
+    accuracies = [dict(catalog.evaluation_rows(run.record.evaluations, quantized=run.quantized)) for run in runs]
+    full = [[(step, values) for step, values in of_run.items() if "full" in values] for of_run in accuracies]
+    rolled = [_as_rolled_out(run, of_run) for run, of_run in zip(runs, accuracies, strict=True)]
+    yield _overlay(_FULL, Series("", "full", low="full/low", high="full/high"), runs, full)
+    yield _overlay(_ROLLED_OUT, Series("", "rollout", low="rollout/low", high="rollout/high"), runs, rolled)
+    steps = [run.record.rows for run in runs]
+    for key in _OVERLAID:
+        chart, panel, series = _of_the_report(key)
+        yield _overlay(replace(chart, panels=(panel,)), series, runs, steps)
+    shares = [[(step, {"clipped": clipped(values)}) for step, values in of_run] for of_run in steps]
+    yield _overlay(_CLIPPED, Series("", "clipped"), runs, shares)
+    yield _overlay(_SECONDS, Series("", "time/step"), runs, steps)
+
+
+def _as_rolled_out(run: Run, rows: dict[int, Any]) -> list[Row]:
+    """What was evaluated of the policy that rolls out; of full-precision rollouts that is every evaluation."""
+    if run.quantized:
+        return [(step, values) for step, values in rows.items() if "rollout" in values]
+    return [(step, {key.replace("full", "rollout"): value for key, value in v.items()}) for step, v in rows.items()]
+
+
+def _of_the_report(key: str) -> tuple[Chart, Panel, Series]:
+    found = ((c, p, s) for c in catalog.charts() for p in c.panels for s in p.series if s.key == key)
+    return next(found)
+
+
+def _overlay(
+    chart: Chart, series: Series, runs: Sequence[Run], rows: Sequence[Sequence[Row]]
+) -> tuple[Chart, list[Row]]:
+    """The chart's first panel with one line per run, and the rows of all runs under names of their own."""
+    keys = [key for key in (series.key, series.low, series.high) if key]
+    merged: dict[int, dict[str, float | None]] = {}
+    for i, of_run in enumerate(rows):
+        for step, values in of_run:
+            merged.setdefault(step, {}).update({f"{i} {key}": values.get(key) for key in keys})
+    lines = tuple(
+        Series(
+            run.name,
+            f"{i} {series.key}",
+            _color(i),
+            series.low and f"{i} {series.low}",
+            series.high and f"{i} {series.high}",
+            dashed=_dashed(i),
+        )
+        for i, run in enumerate(runs)
+    )
+    return replace(chart, panels=(replace(chart.panels[0], series=lines),)), sorted(merged.items())
+
+
+def _color(i: int) -> int:
+    return i % _COLORS + 1
+
+
+def _dashed(i: int) -> bool:
+    return i >= _COLORS
+
+
+def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Mean seconds of a step by phase: the parts of a bar for every run that recorded its time."""
+    means = [[_mean(run.values(f"time/{phase}")) for phase in PHASES] for run in runs]
+    longest = max(map(sum, means), default=0.0)
+    return [
+        {"name": run.name, "seconds": f"{short(sum(parts))} s", "drawing": _bar(parts, longest)}
+        for run, parts in zip(runs, means, strict=True)
+        if sum(parts)
+    ]
+
+
+def _bar(parts: Sequence[float], longest: float) -> Markup:
+    """A bar of 1000 units for the longest."""
+    drawn, at = "", 0.0
+    for color, (phase, seconds) in enumerate(zip(PHASES, parts, strict=True), start=1):
+        width = 1000 * seconds / longest
+        title = escape(f"{phase} {short(seconds)} s")
+        drawn += (
+            f'<path class="bar c{color}" d="M{at:.1f} 0h{width:.1f}v20h-{width:.1f}z"><title>{title}</title></path>'
+        )
+        at += width
+    return Markup(f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>')
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,88 @@
+"""What the pages of a run share: one file each, which needs no network and no server, and lets no foreign text act.
+
+Names, prompts and answers are untrusted. Templates escape every value, data for a script cannot leave its element, and
+a page's own policy forbids whatever is not in the file: any script but the page's own, any address.
+"""
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from qurl_ray.tracking.text import one_line
+
+_FOLDER = Path(__file__).parent
+TEXT_LIMIT = 2000
+"""Characters of a name, a setting or a warning."""
+
+
+def render_page(template: str, *, styles: Sequence[str], script: str = "", **content: Any) -> str:
+    """The page's text, for people and browsers.
+
+    Args:
+        template: name of its file, as are `styles` and `script`.
+        content: what the template prints; text without control characters and not without end.
+    """
+    style = "".join(_source(name) for name in styles)
+    code = _source(script) if script else ""
+    policy = f"default-src 'none'; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
+    if code:
+        policy += f"; script-src {_digest(code)}"
+    return (
+        _templates()
+        .get_template(template)
+        .render(style=Markup(style), script=Markup(code), policy=Markup(policy), **content)
+    )
+
+
+def script_data(value: Any) -> Markup:
+    """JSON for a <script type="application/json">: without "<", nothing in it ends the element or begins a comment."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))
+
+
+def write_page(path: Path, page: str) -> None:
+    """A reader sees the old page or the new one, never half of one.
+
+    Raises:
+        OSError: the folder is missing, or cannot be written to.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@cache  # a run has a page per step
+def _templates() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_safe,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+@cache
+def _source(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _digest(source: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
+
+
+def _safe(value: Any) -> Any:
+    """Markup as it is, all else as one line."""
+    return value if isinstance(value, Markup) else one_line(value, TEXT_LIMIT)

@@ -1,0 +1,24 @@
+"""A run's charts as files: what the report shows, for places that show pictures."""
+
+import re
+from pathlib import Path
+
+from qurl_ray.tracking.catalog import groups
+from qurl_ray.tracking.charts import standalone
+from qurl_ray.tracking.run_files import read_run
+from qurl_ray.tracking.values import flatten
+
+
+def plots(run_dir: Path) -> dict[str, str]:
+    """{"held-out-accuracy.svg": its text, …}; charts of which the run recorded nothing are left out."""
+    record = read_run(run_dir)
+    found = {
+        _file_name(chart.title): standalone(chart, rows)
+        for group in groups(record, dict(flatten(record.config, ".")))
+        for chart, rows in group.charts
+    }
+    return {name: drawing for name, drawing in found.items() if drawing is not None}
+
+
+def _file_name(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower().replace("‖", "-")).strip("-") + ".svg"

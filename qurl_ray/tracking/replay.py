@@ -1,0 +1,89 @@
+"""A run's folder sent to MLflow after the run: what a server that was down for too long did not get."""
+
+import fcntl
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from qurl_ray.config import RunConfig
+from qurl_ray.errors import ConfigError
+from qurl_ray.tracking.run_files import RunRecord, read_run
+from qurl_ray.tracking.sink import Outcome
+from qurl_ray.tracking.text import redacted
+
+_OPEN_S = 60.0
+_SEND_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Where the run is now."""
+
+    uri: str
+    run_id: str
+    notices: list[str]
+    """What did not work, one sentence each."""
+
+
+def replay(run_dir: Path, uri: str | None = None) -> Replayed:
+    """Send what the folder of an ended run holds and its MLflow run lacks. Once more changes nothing.
+
+    The run is that of the file mlflow_run_id, or a new one if the folder has none or MLflow does not know it.
+
+    Args:
+        uri: server or database, instead of the one that the run was tracked by.
+
+    Raises:
+        ConfigError: no run there, one that is still going on, or MLflow cannot be reached.
+    """
+    from qurl_ray.tracking.mlflow_sink import MlflowSink, plan_run  # takes over a second
+
+    run_dir = run_dir.resolve()
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise ConfigError(f"{run_dir} holds no metrics.jsonl; give the folder of a run, such as runs/quickstart")
+    if _going_on(run_dir):
+        raise ConfigError(f"the run in {run_dir} is still going on, and sends its records itself")
+    config = _config(run_dir, uri)
+    plan = plan_run(run_dir, config, config.model_dump(mode="json"))
+    sink = MlflowSink(plan, run_dir=run_dir, resolved={}, drain_s=_SEND_S, watch=False)
+    run_id = sink.run_id(_OPEN_S)
+    if run_id is None:
+        told = sink.notices()
+        sink.close("failed")  # or it would go on trying
+        raise ConfigError(" ".join(told) or f"{redacted(plan.uri)} has not answered within {_OPEN_S:.0f} s")
+    sink.close(_outcome(read_run(run_dir)))
+    return Replayed(uri=plan.uri, run_id=run_id, notices=sink.notices())
+
+
+def _config(run_dir: Path, uri: str | None) -> RunConfig:
+    """The run's own, but that files lie where the folder lies now."""
+    try:
+        config = RunConfig.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{run_dir / 'config.yaml'} cannot be read: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"{run_dir / 'config.yaml'} is of another version, whose settings are not all known here: {first['msg']} "
+            f"({'.'.join(map(str, first['loc']))})"
+        ) from None
+    tracking = config.tracking.model_copy(update={"mlflow_uri": uri or config.tracking.mlflow_uri})
+    return config.model_copy(update={"output_dir": run_dir.parent, "tracking": tracking})
+
+
+def _outcome(record: RunRecord) -> Outcome:
+    return "failed" if record.state == "unfinished" else record.state
+
+
+def _going_on(run_dir: Path) -> bool:
+    """Whether a process holds the run's lock."""
+    try:
+        with (run_dir.parent / f".{run_dir.name}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, or a file system without them
+        return False
+    return False

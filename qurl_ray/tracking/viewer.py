@@ -1,0 +1,164 @@
+"""rollouts/: every recorded rollout of a run, a page per step, and a table of the steps.
+
+A page holds its samples as data, and draws those that are looked at, so that hundreds of long answers open at once.
+Its script makes text nodes only: whatever a policy writes stays text.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qurl_ray.tracking.page import TEXT_LIMIT, render_page, script_data, write_page
+from qurl_ray.tracking.run_files import finite, run_name, sample_places, samples_at
+from qurl_ray.tracking.text import one_line
+from qurl_ray.tracking.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch, numbers
+
+FOLDER = "rollouts"
+_STYLES = ("page.css.j2", "viewer.css.j2")
+_LINKS = {"timeline": "timeline.html", "report": "report.html"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """A line of the table of steps; None where nothing was recorded."""
+
+    step: int
+    samples: int
+    solved: int
+    failed: int
+    truncated: int
+    reward: float | None
+    """Mean over the samples that have one."""
+    gap: float | None
+    """The largest by size, engine's log-prob minus the learner's, in nats."""
+    color: str
+    """Class of that gap."""
+    max_rho: float | None
+    ess: float | None
+    """The smallest of a sample."""
+
+
+def write_rollouts(run_dir: Path, *, limit_bytes: float = math.inf) -> Path | None:
+    """Write `run_dir`/rollouts/ from samples.jsonl: index.html and step-<n>.html. Returns the index; None if no rollout
+    was recorded. May be called while the run goes on; pages of steps that are no longer recorded go.
+
+    Args:
+        limit_bytes: of samples.jsonl, beyond which nothing is written: None again.
+
+    Raises:
+        OSError: the folder is missing, or cannot be written to.
+    """
+    recorded = run_dir / "samples.jsonl"
+    places = sample_places(run_dir) if recorded.is_file() and recorded.stat().st_size <= limit_bytes else {}
+    if not places:
+        return None
+    folder, name = run_dir / FOLDER, run_name(run_dir)
+    folder.mkdir(exist_ok=True)
+    wanted = {page_name(step) for step in places}
+    for old in folder.glob("step-*.html"):
+        if old.name not in wanted:
+            old.unlink()
+    links = {label: f"../{file}" for label, file in _LINKS.items()}
+    steps, rows = list(places), []
+    for i, step in enumerate(steps):
+        samples = [card(sample) for sample in samples_at(run_dir, places[step])]
+        around = {"before": steps[i - 1] if i else None, "after": steps[i + 1] if i + 1 < len(steps) else None}
+        write_page(folder / page_name(step), step_page(name, step, samples, links, **around))
+        rows.append(step_row(step, samples))
+    page = render_page("viewer_index.html.j2", styles=_STYLES, name=name, rows=rows, links=links, page_name=page_name)
+    write_page(folder / "index.html", page)
+    return folder / "index.html"
+
+
+def page_name(step: int) -> str:
+    return f"step-{step}.html"
+
+
+def step_page(
+    name: str,
+    step: int,
+    samples: list[dict[str, Any]],
+    links: dict[str, str],
+    *,
+    before: int | None = None,
+    after: int | None = None,
+) -> str:
+    """A page's text.
+
+    Args:
+        samples: as `card` gives them.
+        before, after: the steps next to it.
+    """
+    data = {"samples": samples, "gap_bounds": GAP_BOUNDS, "probability_bounds": PROBABILITY_BOUNDS}
+    return render_page(
+        "viewer.html.j2",
+        styles=_STYLES,
+        script="viewer.js.j2",
+        name=name,
+        step=step,
+        before=page_name(before) if before is not None else None,
+        after=page_name(after) if after is not None else None,
+        links=links,
+        gap_bounds=[f"{bound:g}" for bound in GAP_BOUNDS],
+        probability_bounds=[f"{bound:g}" for bound in PROBABILITY_BOUNDS],
+        recorded=len(samples),
+        data=script_data(data),
+    )
+
+
+def card(sample: dict[str, Any]) -> dict[str, Any]:
+    """A line of samples.jsonl as the page's script takes it; what it lacks, or has as something else, is None."""
+    tokens = sample.get("tokens")
+    tokens = tokens if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
+    engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
+    found = mismatch(engine, learner)
+    return {
+        "uid": one_line(sample.get("uid", ""), TEXT_LIMIT),
+        "prompt": str(sample.get("prompt", "")),
+        "answer": None if tokens else str(sample.get("answer", "")),
+        "expected": None if sample.get("expected") is None else str(sample["expected"]),
+        "reward": finite(sample.get("reward")),
+        "status": one_line(sample.get("status", "ok"), TEXT_LIMIT),
+        "finish": one_line(sample["finish"], TEXT_LIMIT) if sample.get("finish") else None,
+        "advantage": finite(sample.get("advantage")),
+        "gap": found and _short(found.gap),
+        "max_rho": found and _short(found.max_rho),
+        "ess": found and _short(found.ess),
+        "tokens": tokens,
+        "engine": engine[: len(tokens or ())],
+        "learner": learner[: len(tokens or ())],
+        "versions": list(_runs(sample.get("versions"))),
+    }
+
+
+def step_row(step: int, samples: list[dict[str, Any]]) -> StepRow:
+    """What a step's samples come to; they are as `card` gives them."""
+    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
+    seen = [sample for sample in samples if sample["gap"] is not None]
+    gap = max((sample["gap"] for sample in seen), key=abs, default=None)
+    return StepRow(
+        step=step,
+        samples=len(samples),
+        solved=sum(reward > 0.5 for reward in rewards),
+        failed=sum(sample["status"] != "ok" for sample in samples),
+        truncated=sum(sample["finish"] == "length" for sample in samples),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        gap=gap,
+        color=gap_class(gap) if gap is not None else "",
+        max_rho=max((sample["max_rho"] for sample in seen), default=None),
+        ess=min((sample["ess"] for sample in seen), default=None),
+    )
+
+
+def _runs(versions: Any) -> Iterator[list[int]]:
+    """[version, how many tokens], as far as they can be read."""
+    for run in versions if isinstance(versions, list) else []:
+        if not (isinstance(run, list) and len(run) == 2 and all(isinstance(value, int) for value in run)):
+            return
+        yield run
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,110 @@
+"""The public API, frozen: whoever changes a line here breaks somebody's code, and says so in CHANGELOG.md."""
+
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import qurl_ray
+from qurl_ray import errors
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "api.md").read_text()
+
+SIGNATURES = {
+    "Problem": "(*, uid: str, prompt: str, answer: str, meta: dict = <factory>) -> None",
+    "Report": (
+        "(*, policy: str, quantization: str, kernels: list[str], accuracy: Estimate, samples: int, temperature: float, "
+        "avg_at_k: Estimate | None, pass_at_k: Estimate | None, failed_rewards: int, seconds: float) -> None"
+    ),
+    "RunResult": "(*, run_dir: Path, policy: Path, summary: dict[str, Any], interrupted: bool) -> None",
+    "evaluate": (
+        "(config: RunConfig, policy: Path, *, quantization: str | None = None, samples: int = 0, "
+        "temperature: float = 1.0, progress: Callable[[int, int], None] = <function <lambda>>) -> Report"
+    ),
+    "load_config": "(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig",
+    "run": "(config: RunConfig, *, fresh: bool = False) -> RunResult",
+}
+
+SECTIONS = (
+    "name seed steps output_dir model task precision_flow placement rollout quantization algorithm learner guard sync "
+    "tracking evaluation checkpoint export"
+)
+
+ERRORS = {
+    "QurlError": "Exception",
+    "CheckpointError": "QurlError",
+    "ConfigError": "QurlError",
+    "CoordinatorDied": "QurlError",
+    "DataError": "QurlError",
+    "DeadlineExceeded": "QurlError",
+    "EngineError": "QurlError",
+    "PlacementError": "QurlError",
+    "QuantizationError": "QurlError",
+    "RewardError": "QurlError",
+    "StaleWeights": "EngineError",
+    "SyncError": "QurlError",
+}
+"""With the first of their bases."""
+
+
+def signature(name: str) -> str:
+    """Types by their own names: where they are defined is not public."""
+    shown = re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(getattr(qurl_ray, name))))
+    return re.sub(r"[a-z_][\w.]*\.(?=[A-Z])", "", shown)
+
+
+def test_the_names_are_these():
+    assert sorted(qurl_ray.__all__) == sorted([*SIGNATURES, *ERRORS, "RunConfig", "__version__"])
+    assert set(qurl_ray.__all__) <= set(dir(qurl_ray))
+    assert re.fullmatch(r"\d+\.\d+\.\d+", qurl_ray.__version__)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_name_takes_and_returns_what_it_did(name):
+    assert signature(name) == SIGNATURES[name]
+
+
+def test_a_runs_settings_have_the_sections_that_they_had():
+    assert list(qurl_ray.RunConfig.model_fields) == SECTIONS.split()
+
+
+def test_all_errors_are_public_and_in_their_places():
+    found = {name: kind.__bases__[0].__name__ for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    assert found == ERRORS
+    assert all(getattr(qurl_ray, name) is getattr(errors, name) for name in ERRORS)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'qurl_ray' has no attribute 'no_such_name'"):
+        _ = qurl_ray.no_such_name
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import sys, qurl_ray; qurl_ray.QurlError; print({'torch', 'ray', 'pydantic', 'numpy'} & set(sys.modules));"
+        "qurl_ray.RunConfig, qurl_ray.load_config, qurl_ray.Problem; print({'torch', 'ray'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split("\n")[:2] == ["set()", "set()"]
+
+
+def test_the_page_has_every_name():
+    assert {name for name in qurl_ray.__all__ if not re.search(rf"\b{name}\b", PAGE)} == set()
+    tree = inspect.getdoc(errors)
+    assert tree
+    first = [re.split(r"\s{2,}\(", line)[0].rstrip() for line in tree.split("\n\n")[1].splitlines()]
+    assert "\n".join(first) in PAGE
+
+
+def test_the_package_ships_its_types_and_is_cited_by_its_version():
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["qurl_ray"]
+    assert "py.typed" in shipped
+    assert (ROOT / "qurl_ray" / "py.typed").exists()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["title"], citation["version"]) == ("qurl-ray", qurl_ray.__version__)
