@@ -1,0 +1,67 @@
+"""What a plan comes to, in words and as settings."""
+
+from qurl_ray.planning.machines import EIGHT_BIT
+from qurl_ray.planning.plan import PAYS, Estimate, Plan
+
+
+def verdict(plan: Plan) -> str:
+    """Whether quantization pays, and why."""
+    base = plan.best["bf16"]
+    if base is None:
+        return f"Quantization pays: in bf16 nothing fits on these GPUs, in {plan.chosen} it does."
+    better = max(EIGHT_BIT, key=lambda name: plan.gain(name) or 0)
+    took = f"{base.share:.0%} of a step"
+    if base.overlapped:
+        took = f"{base.rollout:,.0f} s beside the learner's {base.learn:,.0f}"
+    found = f"In bf16's layout rollouts, {took}, become {plan.rollout_gain(better) or 1:.2f}×"
+    if plan.chosen != "bf16":
+        other = plan.best[plan.chosen]
+        learner = f", the learner {base.learn / other.learn:.2f}×" if plan.work.fp8_learner and other else ""
+        gain = f"{plan.gain(plan.chosen):.2f}× with {plan.chosen}"
+        return f"Quantization pays: {gain}. {found}{learner}; {_reason(plan, base, 'weights and products')}."
+    gain = f"{plan.gain(better) or 1:.2f}×, less than {PAYS}×"
+    return f"Quantization does not pay here: {gain}. {found}; {_reason(plan, base)}."
+
+
+def _reason(plan: Plan, base: Estimate, part: str | None = None) -> str:
+    """What a full decode step in bf16 is spent on: that part, or the largest."""
+    parts = base.engine.parts(base.batch, plan.work.prompt + plan.work.age)
+    part = part or max(parts, key=lambda name: parts[name])
+    share = f"{parts[part] / sum(parts.values()):.0%} of a full decode step"
+    if part == "keys and values":
+        rest = f"with those in FP8 too rollouts would become {plan.rollout_gain('fp8', 1) or 1:.2f}×"
+        return f"{share} reads keys and values, which stay as they are ({rest})"
+    if part == "overhead":
+        return f"{share} is launches, sampling and all-reduces, which no format shortens"
+    return f"{share} reads and multiplies weights, more of it as the batch drains"
+
+
+def recommended(plan: Plan) -> list[str]:
+    """The chosen layout as a run's settings."""
+    estimate = plan.best[plan.chosen]
+    if estimate is None:
+        return []
+    layout = estimate.layout
+    precision = ["quantization=none", "uaq_scale=1"] if plan.chosen == "bf16" else [f"quantization={plan.chosen}"]
+    return [
+        f"placement={layout.placement}",
+        f"rollout.{precision[0]}",
+        *(f"quantization.{setting}" for setting in precision[1:]),
+        f"rollout.workers={layout.engines}",
+        f"rollout.vllm.tensor_parallel={layout.tensor_parallel}",
+        "learner.backend=deepspeed",
+        f"learner.workers={layout.ranks}",
+        f"learner.zero_stage={layout.stage}",
+    ]
+
+
+def notes(plan: Plan) -> list[str]:
+    """What to know besides."""
+    found = []
+    chosen, drawn = plan.best[plan.chosen], plan.work.rounds[0]
+    if chosen and chosen.layout.engines > drawn:
+        idle = chosen.layout.engines - int(drawn)
+        found.append(f"{chosen.layout.engines:,} engines draw {drawn:,.0f} answers: {idle:,} have nothing to do")
+    if chosen and chosen.slots < min(plan.work.slots, drawn / chosen.layout.engines):
+        found.append(f"an engine has room for {chosen.slots} answers at a time, and others wait")
+    return found

@@ -1,0 +1,127 @@
+"""Seconds of a step's phases: rollouts, the learner's passes, the sync, and the turns of those who share GPUs."""
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from qurl_ray.planning.machines import CONSTANTS, NETWORK, NODE, Constants, Gpu, Precision
+from qurl_ray.planning.memory import STATES, Stage
+from qurl_ray.planning.roofline import BLOCK_BYTES
+from qurl_ray.planning.shapes import Shape
+from qurl_ray.planning.workload import Workload
+
+_BINS = 48  # of an answer's length
+
+
+class Decoding(Protocol):
+    """An engine's speed, by formula or measured."""
+
+    def decode_s(self, batch: float, context: float) -> float: ...
+
+    def prefill_s(self, prompts: float, length: float) -> float: ...
+
+    def kv_of(self, context: float) -> float:
+        """Bytes that a sequence of so many tokens holds."""
+        ...
+
+
+def rollout_s(engine: Decoding, work: Workload, samples: float, slots: float, room: float = math.inf) -> float:
+    """Seconds in which one engine draws `samples` answers, in `slots` and `room` bytes. Prompts are computed once for
+    each group.
+
+    Sequences by the tokens that they have drawn, in `_BINS` classes, all at a time: in each tick of the clock classes
+    move on by one, less the answers that end there, and free places are taken by those that wait, the longest first.
+    Where keys and values outgrow their room the shortest wait again, and are computed anew, as vLLM does.
+    """
+    tick = work.response / _BINS
+    starts = np.arange(_BINS) * tick
+    alive = np.array([work.running(drawn) for drawn in [*starts, work.response]])
+    ending = 1 - np.divide(alive[1:], alive[:-1], out=np.zeros(_BINS), where=alive[:-1] > 0)
+    contexts = work.prompt + starts + tick / 2
+    held = np.array([engine.kv_of(context) for context in contexts])
+    running, waiting = np.zeros(_BINS), np.zeros(_BINS)
+    waiting[0] = samples
+    seconds = engine.prefill_s(max(1.0, samples / work.samples), work.prompt)
+    while running.sum() + waiting.sum() >= 0.5:  # less than half of the last one is over
+        for index in _move(running, waiting, held, slots, room):
+            seconds += engine.prefill_s(1.0, work.prompt + starts[index])
+        ends = running * ending
+        counted = running if waiting.sum() > ends.sum() else running - ends / 2  # a place that is free is taken at once
+        batch = counted.sum()
+        seconds += tick * engine.decode_s(max(1.0, batch), float(counted @ contexts / batch))
+        running[1:], running[0] = (running - ends)[:-1], 0.0
+    return seconds
+
+
+def _move(running: np.ndarray, waiting: np.ndarray, held: np.ndarray, slots: float, room: float) -> list[int]:
+    """Between two ticks, in place: out of what has no room, or into what is free. The classes of sequences that had
+    drawn tokens and are computed again, once for each."""
+    free = room - running @ held if math.isfinite(room) else math.inf
+    again = []
+    for index in range(_BINS) if free < 0 else ():
+        moved = min(running[index], max(0.0, -free) / held[index])
+        running[index] -= moved
+        waiting[index] += moved
+        free += moved * held[index]
+    places = slots - running.sum()
+    for index in np.flatnonzero(waiting)[::-1] if free > 0 else ():
+        moved = min(waiting[index], places, free / held[index] if held[index] else math.inf)
+        running[index] += moved
+        waiting[index] -= moved
+        places, free = places - moved, free - moved * held[index]
+        again += [int(index)] * math.ceil(moved) if index else []
+    return again
+
+
+def pass_flops(shape: Shape, length: float) -> float:
+    """Of a token's forward pass in a sequence of `length`: two per weight, and causal attention."""
+    weights = shape.block_params + shape.head_params
+    return 2 * weights + 2 * shape.layers * shape.heads * shape.head_dim * length
+
+
+def learn_s(
+    shape: Shape, gpu: Gpu, work: Workload, *, ranks: int, stage: Stage, fp8: bool = False, c: Constants = CONSTANTS
+) -> float:
+    """Seconds of the log-prob passes before the first update, and of all updates. Communication runs beside products.
+
+    A backward pass is two forward ones, and one more with checkpointing. A sequence stays on one rank.
+    """
+    rate = gpu.flops["bf16"] * c.learner_flops * (c.learner_fp8 if fp8 else 1)
+    busy = min(ranks, max(1.0, work.sequences / work.updates))
+    forward = work.tokens * pass_flops(shape, work.attended) / (busy * rate)
+    longest = work.prompt + work.longest(work.sequences / work.updates)
+    forward = max(forward, work.updates * longest * pass_flops(shape, longest) / rate)
+    scored = (work.updates - 1) / work.updates + work.reference + work.critic
+    trained = (4 if work.checkpointing else 3) * (2 if work.critic else 1)
+    sent = 0.0
+    if ranks > 1:
+        passes = max(1.0, work.tokens / work.updates / busy / work.micro_tokens)
+        per_pass, per_update = {0: (0, 8), 1: (0, 8), 2: (4, 4), 3: (12, 0)}[stage]
+        scoring = 4 * passes * scored if stage == 3 else 0
+        line = (gpu.link if ranks <= NODE else NETWORK) * c.link
+        sent = work.updates * shape.params * (per_pass * passes + per_update + scoring) / line
+    moments = work.updates * 28 * shape.params / ranks / (gpu.bandwidth * c.bandwidth)  # read 16 bytes, write 12
+    return max(forward * (scored + trained), sent) + moments
+
+
+def sync_bytes(shape: Shape, precision: Precision, *, delta: bool, c: Constants = CONSTANTS) -> float:
+    """That leave the learner: codes and what lies beside them in bfloat16, or a delta of them."""
+    return 2 * shape.params * c.delta if delta else shape.weight_bytes(BLOCK_BYTES[precision])
+
+
+def sync_s(
+    shape: Shape, gpu: Gpu, precision: Precision, *, ranks: int, gpus: int, delta: bool, c: Constants = CONSTANTS
+) -> float:
+    """Seconds in which bytes pass: out of the ranks, each its share; to the other nodes, once each, as a pipeline; into
+    every engine. Both sides look at all weights once. What hosts compute is not in it."""
+    sent = sync_bytes(shape, precision, delta=delta, c=c)
+    host = sent / (gpu.host * c.link) * (1 / min(ranks, NODE) + 1)
+    network = sent / (NETWORK * c.link) if gpus > NODE else 0.0
+    looked_at = 5 * shape.params / ranks + shape.weight_bytes(BLOCK_BYTES[precision])
+    return host + network + looked_at / (gpu.bandwidth * c.bandwidth)
+
+
+def turn_s(shape: Shape, gpu: Gpu, *, ranks: int, c: Constants = CONSTANTS) -> float:
+    """Seconds in which the learner's states go to the host and come back, where engines take turns with it."""
+    return 2 * STATES * shape.params / ranks / (gpu.host * c.link)

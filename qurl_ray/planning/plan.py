@@ -1,0 +1,219 @@
+"""The fastest layout of a step in each format, and whether quantization pays at all."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import ceil
+from typing import Literal
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.planning.machines import EIGHT_BIT, NODE, PRECISIONS, Gpu, Precision
+from qurl_ray.planning.memory import Stage, kv_room, kv_slots, learner_bytes, zero_stage
+from qurl_ray.planning.phases import learn_s, rollout_s, sync_s, turn_s
+from qurl_ray.planning.roofline import Engine, widths
+from qurl_ray.planning.shapes import Shape
+from qurl_ray.planning.workload import Workload
+
+PAYS = 1.05
+"""Gain of a step below which quantization is not worth its mismatch."""
+MOST_GPUS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Who computes where."""
+
+    placement: Literal["colocated", "disaggregated"]
+    engines: int
+    tensor_parallel: int
+    ranks: int
+    stage: Stage
+
+    @property
+    def gpus(self) -> int:
+        rollout = self.engines * self.tensor_parallel
+        return self.ranks if self.placement == "colocated" else self.ranks + rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A step in one format and layout. Seconds."""
+
+    engine: Engine
+    layout: Layout
+    slots: int
+    """Of each engine."""
+    batch: float
+    """Sequences that an engine decodes while it is full."""
+    rollout: float
+    learn: float
+    sync: float
+    turns: float
+    overlapped: bool
+    """Rollouts run while the learner does."""
+    answers: float
+    """Tokens that are drawn in a step."""
+
+    @property
+    def step(self) -> float:
+        both = max(self.rollout, self.learn) if self.overlapped else self.rollout + self.learn
+        return both + self.sync + self.turns
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Drawn by all engines while they generate."""
+        return self.answers / self.rollout
+
+    @property
+    def share(self) -> float:
+        """Rollouts' part of the step."""
+        return self.rollout / self.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was found for a model, GPUs and a step."""
+
+    shape: Shape
+    gpu: Gpu
+    gpus: int
+    work: Workload
+    best: dict[Precision, Estimate | None]
+    """None where nothing fits."""
+
+    @cached_property
+    def chosen(self) -> Precision:
+        """The fastest format; bf16 unless another is `PAYS` times as fast. FP8 before INT8 where both are as fast and
+        the GPU multiplies it: its KL to full precision is smaller (docs/results.md)."""
+        found = {name: estimate.step for name, estimate in self.best.items() if estimate}
+        base = found.get("bf16", float("inf"))
+        quantized = [name for name in reversed(EIGHT_BIT) if name in found and base / found[name] >= PAYS]
+        fastest = min(quantized, key=lambda name: round(found[name], 9), default=PRECISIONS[0])
+        near = [name for name in quantized if name in self.gpu.flops and found[name] <= 1.01 * found[fastest]]
+        return near[0] if near else fastest
+
+    def gain(self, precision: Precision) -> float | None:
+        """BF16's step over this format's, each with the layout that suits it best."""
+        base, other = self.best["bf16"], self.best[precision]
+        return base.step / other.step if base and other else None
+
+    def rollout_gain(self, precision: Precision, kv_bytes: float = 2) -> float | None:
+        """How much faster rollouts are in BF16's own layout."""
+        base = self.best["bf16"]
+        if not base:
+            return None
+        engine = replace(base.engine, precision=precision, kv_bytes=kv_bytes)
+        return base.rollout / all_rounds_s(engine, self.work, base.layout.engines)
+
+    @property
+    def amdahl(self) -> float | None:
+        """The step's gain from the chosen format's, or if that is bf16 from the better one's rollouts, in BF16's
+        layout."""
+        base = self.best["bf16"]
+        if not base or base.overlapped:
+            return None
+        return amdahl(base.share, max(self.rollout_gain(name) or 1.0 for name in ("int8", "fp8")))
+
+
+def all_rounds_s(engine: Engine, work: Workload, engines: int) -> float:
+    """Seconds of a step's rollouts, each round shared out over the engines."""
+    room = kv_room(engine)
+    return sum(rollout_s(engine, work, ceil(drawn / engines), work.slots, room) for drawn in work.rounds)
+
+
+def amdahl(share: float, speedup: float) -> float:
+    """Of the whole, if `share` of it becomes `speedup` times as fast: 1 / (1 - share + share / speedup)."""
+    return 1 / (1 - share + share / speedup)
+
+
+def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | None = None) -> Plan:
+    """The best of all layouts, for each format.
+
+    Args:
+        width: GPUs of each engine; any if absent.
+
+    Raises:
+        ConfigError: the number of GPUs, or of those of an engine, makes no sense, or nothing fits in any format.
+    """
+    if not 1 <= gpus <= MOST_GPUS:
+        raise ConfigError(f"{gpus} GPUs: plans are for 1 to {MOST_GPUS:,}")
+    if work.staleness and gpus < 2:
+        raise ConfigError("with staleness engines and learner work at the same time: that needs 2 GPUs or more")
+    possible = widths(shape, gpus)
+    if width is not None and width not in possible:
+        raise ConfigError(f"an engine of {width} GPUs: {shape.name} on {gpus} of them can have {possible}")
+    tried = [width] if width else possible
+    best = {precision: search(shape, gpu, gpus, work, precision, tried) for precision in PRECISIONS}
+    if not any(best.values()):
+        least = min(learner_bytes(shape, work, ranks=gpus, stage=stage) for stage in (0, 3))
+        raise ConfigError(
+            f"{shape.name} does not fit on {gpus} × {gpu.name} in any format: with all GPUs for the learner each would "
+            f"hold {least / 1e9:,.0f} GB, or an engine of a node has no room for one answer of {work.response:,} "
+            f"tokens; take more GPUs, shorter answers or a smaller micro-batch"
+        )
+    return Plan(shape=shape, gpu=gpu, gpus=gpus, work=work, best=best)
+
+
+def search(
+    shape: Shape, gpu: Gpu, gpus: int, work: Workload, precision: Precision, tried: Sequence[int]
+) -> Estimate | None:
+    """The layout with the shortest step on at most so many GPUs, all splits tried; None if none fits.
+
+    Args:
+        tried: GPUs of an engine.
+    """
+    fp8 = work.fp8_learner and precision == "fp8"
+
+    @cache
+    def learner(ranks: int) -> tuple[Stage, float] | None:
+        stage = zero_stage(shape, gpu, work, ranks=ranks)
+        if stage is None:
+            return None
+        return stage, learn_s(shape, gpu, work, ranks=ranks, stage=stage, fp8=fp8)
+
+    found: Estimate | None = None
+    rounds = work.rounds
+    for width in tried:
+        engine = Engine(shape=shape, gpu=gpu, precision=precision, tensor_parallel=width)
+        slots = kv_slots(engine, work)
+        room = kv_room(engine)
+        rollout = cache(lambda samples, e=engine, r=room: rollout_s(e, work, samples, work.slots, r))
+        for placement, engines, ranks in _splits(gpus, width, work) if slots else ():
+            learned = learner(ranks)
+            if learned is None or (found and learned[1] >= found.step):
+                continue
+            seconds = sum(rollout(ceil(drawn / engines)) for drawn in rounds)
+            if found and seconds >= found.step:
+                if placement == "disaggregated":
+                    break  # those that follow have fewer engines
+                continue
+            layout = Layout(placement=placement, engines=engines, tensor_parallel=width, ranks=ranks, stage=learned[0])
+            estimate = Estimate(
+                engine=engine,
+                layout=layout,
+                slots=slots,
+                batch=min(ceil(rounds[0] / engines), slots),
+                rollout=seconds,
+                learn=learned[1],
+                sync=sync_s(shape, gpu, precision, ranks=ranks, gpus=layout.gpus, delta=work.delta),
+                turns=turn_s(shape, gpu, ranks=ranks) if placement == "colocated" else 0.0,
+                overlapped=work.staleness > 0,
+                answers=work.drawn * work.answer,
+            )
+            if found is None or estimate.step < found.step:
+                found = estimate
+    return found
+
+
+def _splits(gpus: int, width: int, work: Workload) -> Iterator[tuple[Literal["colocated", "disaggregated"], int, int]]:
+    """(placement, engines, ranks), most engines first. A learner of one node is tried too: across nodes it may be
+    slower."""
+    if not work.staleness:
+        for used in sorted({gpus - gpus % width, min(gpus, NODE) // width * width}):
+            yield "colocated", used // width, used
+    counts = [1]
+    while counts[-1] * width < gpus:
+        counts.append(max(counts[-1] + 1, round(counts[-1] * 1.05)))  # all up to thirty, then a twentieth more
+    for engines in reversed(counts[:-1]):
+        for ranks in {gpus - engines * width, min(gpus - engines * width, NODE)}:
+            yield "disaggregated", engines, ranks

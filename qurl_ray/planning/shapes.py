@@ -1,0 +1,171 @@
+"""Shapes of models: what memory, reads and products follow from. A table, or a local config.json; no network."""
+
+import json
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from qurl_ray.config.models import GgufModel, ModelConfig, TinyModel
+from qurl_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A dense decoder with a gated MLP. Norms and biases, under 0.1 % of all parameters, are left out."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    """The head is the embedding."""
+    window: int = 0
+    """Tokens that a local layer attends to; 0 if all layers attend to all."""
+    full_every: int = 1
+    """One layer in so many attends to all tokens."""
+
+    @property
+    def block_params(self) -> int:
+        """Weights of the block linears: what a format quantizes."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+
+    @property
+    def head_params(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        return self.block_params + self.head_params * (1 if self.tied else 2)
+
+    def weight_bytes(self, block_bytes: float) -> float:
+        """Resident weights: `block_bytes` for each weight of the block linears, two for the others."""
+        return self.block_params * block_bytes + 2 * (self.params - self.block_params)
+
+    def kv_bytes(self, context: float, bytes_each: float = 2) -> float:
+        """Keys and values of one sequence of so many tokens."""
+        full = -(-self.layers // self.full_every)
+        local = min(context, self.window) if self.window else context
+        tokens = full * context + (self.layers - full) * local
+        return 2 * self.kv_heads * self.head_dim * bytes_each * tokens
+
+
+# hidden, layers, heads, key heads, head width, intermediate, vocabulary, tied, window, full every
+_TABLE = {
+    "Llama-3.2-1B": (2048, 16, 32, 8, 64, 8192, 128256, True),
+    "Llama-3.2-3B": (3072, 28, 24, 8, 128, 8192, 128256, True),
+    "Llama-3.1-8B": (4096, 32, 32, 8, 128, 14336, 128256, False),
+    "Llama-3.1-70B": (8192, 80, 64, 8, 128, 28672, 128256, False),
+    "Llama-3.3-70B": (8192, 80, 64, 8, 128, 28672, 128256, False),
+    "Qwen2.5-0.5B": (896, 24, 14, 2, 64, 4864, 151936, True),
+    "Qwen2.5-1.5B": (1536, 28, 12, 2, 128, 8960, 151936, True),
+    "Qwen2.5-3B": (2048, 36, 16, 2, 128, 11008, 151936, True),
+    "Qwen2.5-7B": (3584, 28, 28, 4, 128, 18944, 152064, False),
+    "Qwen2.5-14B": (5120, 48, 40, 8, 128, 13824, 152064, False),
+    "Qwen2.5-32B": (5120, 64, 40, 8, 128, 27648, 152064, False),
+    "Qwen2.5-72B": (8192, 80, 64, 8, 128, 29568, 152064, False),
+    "Qwen2.5-Math-1.5B": (1536, 28, 12, 2, 128, 8960, 151936, True),
+    "Qwen2.5-Math-7B": (3584, 28, 28, 4, 128, 18944, 152064, False),
+    "Qwen2.5-Math-72B": (8192, 80, 64, 8, 128, 29568, 152064, False),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (1536, 28, 12, 2, 128, 8960, 151936, False),
+    "Qwen3-0.6B": (1024, 28, 16, 8, 128, 3072, 151936, True),
+    "Qwen3-1.7B": (2048, 28, 16, 8, 128, 6144, 151936, True),
+    "Qwen3-4B": (2560, 36, 32, 8, 128, 9728, 151936, True),
+    "Qwen3-8B": (4096, 36, 32, 8, 128, 12288, 151936, False),
+    "Qwen3-14B": (5120, 40, 40, 8, 128, 17408, 151936, False),
+    "Qwen3-32B": (5120, 64, 64, 8, 128, 25600, 151936, False),
+    "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152, True),
+    "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152, True),
+    "SmolLM2-1.7B": (2048, 24, 32, 32, 64, 8192, 49152, True),
+    "gemma-2-2b": (2304, 26, 8, 4, 256, 9216, 256000, True, 4096, 2),
+    "gemma-2-9b": (3584, 42, 16, 8, 256, 14336, 256000, True, 4096, 2),
+    "gemma-3-270m": (640, 18, 4, 1, 256, 2048, 262144, True, 512, 6),
+    "gemma-3-1b": (1152, 26, 4, 1, 256, 6912, 262144, True, 512, 6),
+    "gemma-3-4b": (2560, 34, 8, 4, 256, 10240, 262208, True, 1024, 6),
+    "tiny": (256, 4, 4, 2, 64, 512, 18, True),
+}
+_FIELDS = [name for name in Shape.__dataclass_fields__ if name != "name"]
+SHAPES = {name: Shape(name=name, **dict[str, Any](zip(_FIELDS, row, strict=False))) for name, row in _TABLE.items()}
+"""As in the models' own config.json. `tiny` is the quickstart's policy."""
+
+
+def find_shape(model: str) -> Shape:
+    """By name, whatever stands around it (`Qwen/Qwen2.5-7B-Instruct`), or from a folder with a config.json.
+
+    Raises:
+        ConfigError: no such model is known (the nearest are named), or it is not one that this package trains.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return _from_folder(folder)
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    within = [key for key in SHAPES if re.search(rf"(?<![a-z0-9.]){re.escape(key.lower())}(?![a-z0-9])", name)]
+    if within:
+        return SHAPES[max(within, key=len)]
+    nearest = get_close_matches(name, [key.lower() for key in SHAPES], n=3, cutoff=0.5)
+    hint = ", ".join(key for key in SHAPES if key.lower() in nearest) or ", ".join(SHAPES)
+    raise ConfigError(f"no shape of {model!r} is known, and it is no folder here; near it: {hint}")
+
+
+def configured_shape(model: ModelConfig) -> Shape:
+    """Of a run's settings.
+
+    Raises:
+        ConfigError: see find_shape.
+    """
+    if isinstance(model, TinyModel):
+        return Shape(
+            name="tiny",
+            hidden=model.hidden_size,
+            layers=model.layers,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.hidden_size // model.heads,
+            intermediate=model.intermediate_size,
+            vocab=SHAPES["tiny"].vocab,
+            tied=True,
+        )
+    return find_shape(Path(model.path).name if isinstance(model, GgufModel) else model.path)
+
+
+def _from_folder(folder: Path) -> Shape:
+    path = folder / "config.json"
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    config = (read.get("text_config") or read) if isinstance(read, dict) else {}
+    if any((config.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ConfigError(f"{path}: a mixture of experts, which this package does not train")
+
+    def count(key: str, default: int | None = None) -> int:
+        value = config.get(key) or default
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{path}: {key} is {value!r}, expected a whole number above 0")
+        return value
+
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    return Shape(
+        name=folder.resolve().name,
+        hidden=hidden,
+        layers=count("num_hidden_layers"),
+        heads=heads,
+        kv_heads=count("num_key_value_heads", heads),
+        head_dim=count("head_dim", max(1, hidden // heads)),
+        intermediate=count("intermediate_size"),
+        vocab=count("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", _ties(config))),
+    )
+
+
+def _ties(config: dict[str, Any]) -> bool:
+    """Where the file does not say: Gemma ties, Llama and Qwen do not."""
+    return str(config.get("model_type", "")).startswith("gemma")

@@ -1,0 +1,192 @@
+"""A plan as a table for people, and as plain values for programs."""
+
+import json
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from qurl_ray.planning.advice import notes, recommended, verdict
+from qurl_ray.planning.machines import PRECISIONS, Precision
+from qurl_ray.planning.memory import kv_slots, learner_bytes
+from qurl_ray.planning.phases import sync_bytes, sync_s
+from qurl_ray.planning.plan import PAYS, Estimate, Plan
+from qurl_ray.planning.published import Point, fitted_points, points
+from qurl_ray.planning.roofline import BLOCK_BYTES
+from qurl_ray.planning.shapes import Shape
+from qurl_ray.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from qurl_ray.planning.measure import Machine
+
+
+def as_values(plan: Plan) -> dict[str, Any]:
+    """Everything that the table shows, and the step's settings. Seconds, bytes, ratios."""
+    work = plan.work
+    fields = {name: getattr(work, name) for name in work.__dataclass_fields__}
+    return {
+        "model": plan.shape.name,
+        "parameters": plan.shape.params,
+        "gpu": plan.gpu.name,
+        "gpus": plan.gpus,
+        "work": fields | {"mean": work.answer},
+        "formats": {name: _values(plan, name, plan.best[name]) for name in PRECISIONS},
+        "fp8_keys_and_values_rollout_gain": plan.rollout_gain("fp8", 1),
+        "recommended": plan.chosen,
+        "settings": recommended(plan),
+        "quantization_pays": plan.chosen != "bf16",
+        "amdahl": plan.amdahl,
+        "verdict": verdict(plan),
+        "notes": notes(plan),
+    }
+
+
+def _values(plan: Plan, precision: Precision, estimate: Estimate | None) -> dict[str, Any] | None:
+    if estimate is None:
+        return None
+    layout, shape = estimate.layout, plan.shape
+    where: dict[str, Any] = {"ranks": layout.ranks, "gpus": layout.gpus}
+    sync = {"full": False, "delta": True}
+    return {
+        "placement": layout.placement,
+        "engines": layout.engines,
+        "tensor_parallel": layout.tensor_parallel,
+        "learner_gpus": layout.ranks,
+        "zero_stage": layout.stage,
+        "kv_slots": kv_slots(estimate.engine, plan.work),
+        "weights_bytes_per_gpu": shape.weight_bytes(BLOCK_BYTES[precision]) / layout.tensor_parallel,
+        "learner_bytes_per_gpu": learner_bytes(shape, plan.work, ranks=layout.ranks, stage=layout.stage),
+        "tokens_per_s": estimate.tokens_per_s,
+        "rollout_s": estimate.rollout,
+        "learn_s": estimate.learn,
+        "sync_s": estimate.sync,
+        "turns_s": estimate.turns,
+        "step_s": estimate.step,
+        "rollout_share": estimate.share,
+        "sync": {f"{kind}_bytes": sync_bytes(shape, precision, delta=delta) for kind, delta in sync.items()}
+        | {f"{kind}_s": sync_s(shape, plan.gpu, precision, delta=delta, **where) for kind, delta in sync.items()},
+        "rollout_gain": plan.rollout_gain(precision),
+        "step_gain": plan.gain(precision),
+    }
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print it."""
+    work, shape = plan.work, plan.shape
+    console.print(
+        f"[bold]{shape.name}[/] ({shape.params / 1e9:.2f} B) on {plan.gpus:,} × {plan.gpu.name}. A step: "
+        f"{work.prompts:,} × {work.samples} answers of up to {work.response:,} tokens (mean {work.answer:,.0f}), "
+        f"prompts of {work.prompt:,}; {work.updates} updates",
+        highlight=False,
+    )
+    columns = {name: _values(plan, name, plan.best[name]) for name in PRECISIONS}
+    table = Table(show_edge=False)
+    table.add_column("")
+    for name in PRECISIONS:
+        table.add_column(name + (" ◀" if name == plan.chosen else ""), justify="right")
+    for label, text in _ROWS.items():
+        table.add_row(label, *("–" if values is None else text(values) for values in columns.values()))
+    console.print(table)
+    console.print(f"\n{verdict(plan)}", highlight=False)
+    if (gain := plan.amdahl) and (base := plan.best["bf16"]):
+        best = max(plan.rollout_gain(name) or 1 for name in ("int8", "fp8"))
+        console.print(
+            f"By Amdahl: {base.share:.0%} of the step {best:.2f}× as fast makes the step {gain:.2f}×; free rollouts, "
+            f"{1 / (1 - base.share):.2f}×.",
+            highlight=False,
+        )
+    console.print(f"Recommended: {' '.join(recommended(plan))}", highlight=False)
+    for note in notes(plan):
+        console.print(f"Note: {note}.", highlight=False)
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+_ROWS = {
+    "placement": lambda v: v["placement"],
+    "engines": lambda v: f"{v['engines']:,} × {v['tensor_parallel']} GPU",
+    "learner": lambda v: f"{v['learner_gpus']:,} GPU, ZeRO {v['zero_stage']}",
+    "GB/GPU, weights / learner": lambda v: "{weights_bytes_per_gpu:.1f} / {learner_bytes_per_gpu:.1f}".format(
+        **{name: value / 1e9 for name, value in v.items() if name.endswith("per_gpu")}
+    ),
+    "KV slots of an engine": lambda v: f"{v['kv_slots']:,}",
+    "tokens/s drawn": lambda v: f"{v['tokens_per_s']:,.0f}",
+    "rollouts, s": lambda v: f"{v['rollout_s']:,.1f} ({v['rollout_share']:.0%})",
+    "learner, s": lambda v: f"{v['learn_s']:,.1f}",
+    "sync full / delta, s": lambda v: f"{v['sync']['full_s']:.2f} / {v['sync']['delta_s']:.2f}",
+    "sync full / delta, GB": lambda v: f"{v['sync']['full_bytes'] / 1e9:.2f} / {v['sync']['delta_bytes'] / 1e9:.2f}",
+    "turns, s": lambda v: f"{v['turns_s']:.1f}",
+    "step, s": lambda v: f"{v['step_s']:,.1f}",
+    "gain of rollouts": lambda v: _times(v["rollout_gain"]),
+    "gain of the step": lambda v: _times(v["step_gain"]),
+}
+
+
+def show_published(console: Console, *, as_json: bool) -> None:
+    """Published figures beside what the formulas give."""
+    rows, fitted = points(), fitted_points()
+    errors = [abs(point.error()) for point in fitted]
+    held_out = [abs(point.error()) for point in rows if not point.fitted]
+    if as_json:
+        console.print_json(
+            json.dumps({"fitted_steps": [as_point(p) for p in fitted], "points": [as_point(p) for p in rows]})
+        )
+        return
+    table = Table(show_edge=False)
+    for name in ("source", "figure", "published", "planner", "error"):
+        table.add_column(name, justify="left" if name in ("source", "figure") else "right")
+    for point in rows:
+        name = point.what + (" (fitted)" if point.fitted else "")
+        table.add_row(point.source, name, *figure(point), f"{point.error():+.0%}")
+    console.print(table)
+    console.print(
+        f"\n{len(fitted)} decode steps that the constants were fitted to: mean error {statistics.mean(errors):.1%}, "
+        f"largest {max(errors):.1%}.\nOf {len(held_out)} figures not fitted {sum(e <= 0.15 for e in held_out)} are "
+        f"within 15 % of the middle of what was published.",
+        highlight=False,
+    )
+
+
+def figure(point: Point) -> tuple[str, str]:
+    """What was published, and what the planner finds."""
+
+    def number(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+    unit = point.unit if point.unit == "×" else f" {point.unit}"
+    published = number(point.low) + (f"–{number(point.high)}" if point.high > point.low else "")
+    return published, number(point.predict()) + unit
+
+
+def as_point(point: Point) -> dict[str, Any]:
+    """As plain values."""
+    names = ("source", "what", "unit", "low", "high", "fitted")
+    return {name: getattr(point, name) for name in names} | {"planner": point.predict(), "error": point.error()}
+
+
+def show_machine(shape: Shape, work: Workload, machine: "Machine", console: Console, *, as_json: bool) -> None:
+    """Phases of a step on the machine that was measured."""
+    phases = {name: machine.phases(work, name) for name in machine.engines}
+    steps = {name: sum(seconds.values()) for name, seconds in phases.items()}
+    if as_json:
+        console.print_json(json.dumps({"model": shape.name, "seconds": phases, "measuring_s": machine.seconds}))
+        return
+    table = Table(show_edge=False)
+    table.add_column(f"{shape.name} on this machine, s of a step")
+    for name in phases:
+        table.add_column({"none": "float32"}.get(name, name), justify="right")
+    for phase in next(iter(phases.values())):
+        table.add_row(phase, *(f"{seconds[phase]:.3f}" for seconds in phases.values()))
+    table.add_row("step", *(f"{seconds:.3f}" for seconds in steps.values()))
+    console.print(table)
+    share, faster = phases["none"]["rollout"] / steps["none"], phases["none"]["rollout"] / phases["int8"]["rollout"]
+    gain = steps["none"] / steps["int8"]
+    pays = "pays" if gain >= PAYS else "does not pay here"
+    console.print(
+        f"\nQuantization {pays}: {gain:.2f}×. Rollouts, {share:.0%} of a step in float32, become {faster:.2f}× in "
+        f"INT8. Measured in {machine.seconds:.0f} s.",
+        highlight=False,
+    )

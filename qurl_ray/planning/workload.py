@@ -1,0 +1,150 @@
+"""What is asked of a cluster in one step: sequences, their lengths, and what is learned from them."""
+
+from dataclasses import dataclass
+
+from qurl_ray.config.models import RunConfig
+from qurl_ray.errors import ConfigError
+
+PROMPT = 256
+"""Tokens, where nothing says how long prompts are."""
+DYNAMIC_KEPT = 1 / 3
+"""Share of groups that dynamic sampling keeps, where nothing says: verl's recipe for DAPO draws three times as many."""
+_MOST_ROUNDS = 10  # algorithm.max_refill_rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One step. Answers are `response` · u^k tokens long, u uniform, with the k that gives their mean: a mean of half
+    the limit makes lengths uniform, the limit itself makes all alike, and less leaves a long tail."""
+
+    prompts: int = 128
+    """Whose groups are learned from."""
+    samples: int = 8
+    """Answers to each."""
+    prompt: int = PROMPT
+    """Tokens of a prompt, on average."""
+    response: int = 8192
+    """Limit of an answer, in tokens."""
+    mean: float | None = None
+    """Tokens of an answer on average; a quarter of the limit if absent."""
+    updates: int = 4
+    kept: float = 1.0
+    """Share of groups that dynamic sampling keeps: the others are drawn in vain."""
+    reference: bool = False
+    """A KL penalty has a reference model score every token."""
+    critic: bool = False
+    """A value model of the policy's size is trained beside it."""
+    fp8_learner: bool = False
+    """The learner's products are FP8 too (precision_flow=unified) where rollouts are."""
+    checkpointing: bool = True
+    micro_tokens: int = 8192
+    """Of one forward and backward pass."""
+    slots: int = 512
+    """Sequences that an engine decodes at a time at most."""
+    staleness: int = 0
+    """Steps that rollouts may run ahead of the learner."""
+    delta: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "samples", "prompt", "response", "updates", "micro_tokens", "slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, and must be at least 1")
+        if self.mean is not None and not 1 <= self.mean <= self.response:
+            raise ConfigError(f"a mean answer of {self.mean:g} tokens must be between 1 and the limit, {self.response}")
+        if not 0 < self.kept <= 1:
+            raise ConfigError(f"a kept share of {self.kept:g} must be above 0 and at most 1")
+        if self.staleness < 0:
+            raise ConfigError(f"staleness is {self.staleness}, and must be at least 0")
+        if self.updates > self.prompts:
+            raise ConfigError(f"{self.updates} updates need as many prompts: a mini-batch holds whole groups")
+
+    @property
+    def sequences(self) -> int:
+        """That are learned from."""
+        return self.prompts * self.samples
+
+    @property
+    def rounds(self) -> list[float]:
+        """Sequences that are drawn at a time: first all, then what will probably fill the groups that were dropped, but
+        never more than all (loop.collect)."""
+        asked: list[float] = []
+        missing = float(self.prompts)
+        while missing > self.prompts / 1000 and len(asked) < _MOST_ROUNDS:
+            asked.append(min(self.prompts, missing / self.kept if asked else self.prompts))
+            missing -= asked[-1] * self.kept
+        return [prompts * self.samples for prompts in asked]
+
+    @property
+    def drawn(self) -> float:
+        """Sequences that are generated."""
+        return sum(self.rounds)
+
+    @property
+    def answer(self) -> float:
+        """Tokens of an answer on average."""
+        return self.mean or max(1.0, self.response / 4)
+
+    @property
+    def spread(self) -> float:
+        """k of the lengths response · u^k, whose mean is response / (k + 1)."""
+        return self.response / self.answer - 1
+
+    @property
+    def square(self) -> float:
+        """Mean of the squared lengths of answers."""
+        return self.response**2 / (2 * self.spread + 1)
+
+    @property
+    def tokens(self) -> float:
+        """That are learned from, prompts and all."""
+        return self.sequences * (self.prompt + self.answer)
+
+    @property
+    def attended(self) -> float:
+        """Length of a token's sequence, on average over tokens."""
+        return (self.prompt**2 + 2 * self.prompt * self.answer + self.square) / (self.prompt + self.answer)
+
+    @property
+    def age(self) -> float:
+        """Tokens that a running sequence has drawn, on average, where finished ones are replaced."""
+        return self.square / (2 * self.answer)
+
+    def longest(self, answers: float) -> float:
+        """Tokens of the longest of so many answers, expected: the k-th power of the largest of n uniform numbers."""
+        return self.response * answers / (answers + self.spread)
+
+    def running(self, drawn: float) -> float:
+        """Share of answers longer than `drawn` tokens."""
+        share = min(1.0, drawn / self.response)
+        return 1 - share ** (1 / self.spread) if self.spread else float(share < 1)
+
+
+def configured_workload(config: RunConfig) -> Workload:
+    """Of a run's settings. How long prompts and answers are on average, and how many groups dynamic sampling keeps, no
+    setting says: PROMPT, a quarter of the limit, and DYNAMIC_KEPT."""
+    rollout, algorithm, learner = config.rollout, config.algorithm, config.learner
+    longest = getattr(config.model, "max_length", None)
+    room = longest - rollout.max_new_tokens if longest else PROMPT
+    return Workload(
+        prompts=rollout.prompts_per_step,
+        samples=rollout.samples_per_prompt,
+        prompt=max(1, min(PROMPT, room)),
+        response=rollout.max_new_tokens,
+        updates=algorithm.updates_per_rollout,
+        kept=DYNAMIC_KEPT if algorithm.dynamic_sampling else 1.0,
+        reference=algorithm.kl_coef > 0,
+        critic=algorithm.type == "ppo" and algorithm.critic == "separate",
+        fp8_learner=config.precision_flow == "unified",
+        checkpointing=learner.gradient_checkpointing,
+        micro_tokens=learner.tokens_per_micro_batch,
+        slots=rollout.slots,
+        staleness=rollout.max_staleness,
+        delta=config.sync.delta,
+    )
+
+
+def gpus_of(config: RunConfig) -> int:
+    """That a run's settings take; those of the learner and of engines beside it."""
+    rollout = config.rollout
+    engines = rollout.workers * (rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1)
+    return config.learner.workers + (engines if config.placement == "disaggregated" else 0)

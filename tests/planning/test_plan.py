@@ -1,0 +1,242 @@
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from qurl_ray import planning
+from qurl_ray.config import RunConfig
+from qurl_ray.config.load import load_config
+from qurl_ray.errors import ConfigError
+from qurl_ray.planning.__main__ import app
+from qurl_ray.planning.machines import GPUS, PRECISIONS
+from qurl_ray.planning.plan import PAYS, amdahl, make_plan, search
+from qurl_ray.planning.published import fitted_points, points
+from qurl_ray.planning.roofline import widths
+from qurl_ray.planning.shapes import SHAPES
+from qurl_ray.planning.workload import Workload, configured_workload, gpus_of
+
+CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+H100 = GPUS["h100"]
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+def seconds_of(model, gpus, work):
+    """Of the best step in INT8; infinite where nothing fits."""
+    found = search(SHAPES[model], H100, gpus, work, "int8", widths(SHAPES[model], gpus))
+    return found.step if found else float("inf")
+
+
+workloads = st.builds(
+    Workload,
+    prompts=st.integers(4, 100),
+    samples=st.integers(1, 16),
+    response=st.integers(64, 8192),
+    updates=st.integers(1, 4),
+    kept=st.sampled_from([1.0, 0.4]),
+    staleness=st.integers(0, 1),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(workloads, st.sampled_from(["Qwen2.5-0.5B", "Qwen3-8B"]), st.integers(2, 20), st.integers(1, 12))
+def test_more_gpus_never_make_a_step_slower(work, model, gpus, more):
+    assert seconds_of(model, gpus + more, work) <= seconds_of(model, gpus, work) * 1.0001
+
+
+@settings(max_examples=15, deadline=None)
+@given(workloads, st.sampled_from(["SmolLM2-135M", "Qwen2.5-7B"]), st.sampled_from(["a100", "h100", "b200"]))
+def test_gains_stay_within_amdahls_bounds(work, model, gpu):
+    try:
+        plan = make_plan(SHAPES[model], GPUS[gpu], 8, work)
+    except ConfigError:
+        return
+    base = plan.best["bf16"]
+    if base is None or base.overlapped:
+        return
+    assert 1 <= amdahl(base.share, 2) <= min(2, 1 / (1 - base.share))
+    assert plan.amdahl <= 1 / (1 - base.share) + 1e-9
+    assert plan.chosen == "bf16" or plan.gain(plan.chosen) >= PAYS
+
+
+def test_amdahls_law_by_hand():
+    assert amdahl(0.7, 1.7) == pytest.approx(1 / (0.3 + 0.7 / 1.7))
+    assert amdahl(0.0, 100) == 1
+    assert amdahl(1.0, 1.5) == pytest.approx(1.5)
+
+
+def test_turns_or_beside_each_other():
+    work = Workload(prompts=64, response=4096)
+    turns = make_plan(SHAPES["Qwen2.5-7B"], H100, 8, work).best["bf16"]
+    assert turns.layout.placement == "colocated"
+    assert turns.layout.engines * turns.layout.tensor_parallel == turns.layout.ranks
+    assert turns.step == pytest.approx(turns.rollout + turns.learn + turns.sync + turns.turns)
+    ahead = make_plan(SHAPES["Qwen2.5-7B"], H100, 8, Workload(prompts=64, response=4096, staleness=1)).best["bf16"]
+    assert ahead.layout.placement == "disaggregated"
+    assert ahead.step == pytest.approx(max(ahead.rollout, ahead.learn) + ahead.sync)
+    assert ahead.layout.gpus == 8
+
+
+def test_ten_thousand_gpus_are_planned():
+    plan = make_plan(SHAPES["Qwen2.5-32B"], H100, 10_000, Workload(prompts=4096, samples=16))
+    assert plan.best["fp8"].layout.gpus <= 10_000
+
+
+@pytest.mark.parametrize(
+    ("gpus", "width", "work", "says"),
+    [
+        (0, None, {}, "0 GPUs"),
+        (20_000, None, {}, "1 to 10,000"),
+        (1, None, {"staleness": 1}, "needs 2 GPUs"),
+        (8, 3, {}, r"an engine of 3 GPUs.*\[1, 2, 4\]"),
+        (1, None, {}, "does not fit"),
+    ],
+)
+def test_what_cannot_be_is_refused(gpus, width, work, says):
+    with pytest.raises(ConfigError, match=says):
+        make_plan(SHAPES["Qwen2.5-7B"], H100, gpus, Workload(**work), width)
+
+
+# --- whether it pays -----------------------------------------------------------------------------
+
+
+def verdict_of(options):
+    result = CliRunner().invoke(app, options.split())
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+def test_short_answers_of_a_large_model_pay():
+    said = verdict_of("--model Qwen2.5-32B --gpus 32 --response-length 2048 --prompts 64 --updates 1")
+    assert "Quantization pays" in said
+    assert "reads and multiplies weights" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--model Qwen3-1.7B --response-length 32768 --mean-length 20000", "reads keys and values"),
+        ("--model SmolLM2-135M --gpus 1 --response-length 512", "launches, sampling"),
+        ("--model Qwen2.5-0.5B --gpus 8 --prompts 256 --samples 1 --response-length 512", "launches, sampling"),
+    ],
+)
+def test_where_it_does_not_pay_the_reason_is_named(options, why):
+    said = verdict_of(options)
+    assert "Quantization does not pay here" in said
+    assert why in said
+
+
+def test_a_gpu_that_bf16_does_not_fit_is_a_reason():
+    said = verdict_of("--model Qwen2.5-32B --gpu l40s --gpus 64 --tensor-parallel 1 --response-length 8192")
+    assert "in bf16 nothing fits" in said
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_json_has_what_the_table_has():
+    result = CliRunner().invoke(
+        app, ["--model", "Qwen/Qwen2.5-7B", "--gpus", "8", "--response-length", "8192", "--json"]
+    )
+    found = json.loads(result.output)
+    assert (found["model"], found["gpus"], found["work"]["mean"]) == ("Qwen2.5-7B", 8, 2048)
+    assert set(found["formats"]) == set(PRECISIONS)
+    assert found["quantization_pays"] == (found["recommended"] != "bf16")
+    int8 = found["formats"]["int8"]
+    assert int8["weights_bytes_per_gpu"] * int8["tensor_parallel"] == pytest.approx(8.71e9, rel=0.01)
+
+
+def test_what_is_recommended_is_a_run():
+    path = CONFIGS / "dapo_7b_math.yaml"
+    found = json.loads(CliRunner().invoke(app, ["--config", str(path), "--gpus", "16", "--json"]).output)
+    config = load_config(path, found["settings"])
+    assert (config.placement, config.rollout.quantization) == ("colocated", found["recommended"])
+    assert config.learner.workers == config.rollout.workers * config.rollout.vllm.tensor_parallel == 16
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_has_a_plan(path):
+    result = CliRunner().invoke(app, ["--config", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "Quantization" in result.output
+
+
+def test_a_config_gives_its_own_step_and_options_come_on_top():
+    config = load_config(CONFIGS / "dapo_7b_math.yaml")
+    work = configured_workload(config)
+    assert (work.prompts, work.samples, work.response, work.updates) == (512, 16, 8192, 16)
+    assert gpus_of(config) == 8
+    assert gpus_of(RunConfig()) == 2
+    result = CliRunner().invoke(
+        app, ["--config", str(CONFIGS / "dapo_7b_math.yaml"), "--gpus", "64", "--mean-length", "4000", "--json"]
+    )
+    found = json.loads(result.output)
+    assert (found["gpus"], found["work"]["mean"], found["work"]["prompts"]) == (64, 4000, 512)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--model Qwen/Qwen2.5-6B", "near it: Qwen2.5-"),
+        ("--model Qwen2.5-7B --gpu h10", "did you mean h100"),
+        ("--model Qwen2.5-7B --gpus -3", "-3 GPUs"),
+        ("--model Qwen2.5-7B --response-length 0", "response is 0"),
+        ("--model Qwen2.5-7B --mean-length 9999", "between 1 and the limit"),
+        ("--config nowhere.yaml", "does not exist"),
+        ("--model Qwen2.5-7B --measure", "--measure is for up to"),
+        ("", "name a --model"),
+    ],
+)
+def test_errors_say_the_way_out(options, says):
+    result = CliRunner().invoke(app, options.split())
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_help_names_models_and_gpus():
+    said = CliRunner().invoke(app, ["--help"], terminal_width=200).output
+    assert all(name in said for name in ("Qwen2.5-Math-7B", "b200", "--measure", "--json", "--validate"))
+
+
+# --- against others ------------------------------------------------------------------------------
+
+
+def test_most_published_figures_are_met():
+    errors = [abs(point.error()) for point in points() if not point.fitted]
+    assert sum(error <= 0.15 for error in errors) >= 0.75 * len(errors)
+    assert max(errors) < 0.4
+
+
+def test_the_steps_that_constants_were_fitted_to_are_met():
+    errors = [abs(point.error()) for point in fitted_points()]
+    assert sum(errors) / len(errors) < 0.015
+    assert max(errors) < 0.06
+
+
+def test_validation_shows_every_figure():
+    said = CliRunner().invoke(app, ["--validate"]).output
+    assert all(point.what in said for point in points())
+    assert len(json.loads(CliRunner().invoke(app, ["--validate", "--json"]).output)["points"]) == len(points())
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+PURE = {"config", "errors", "planning"}
+"""What the model of costs may import of this package; only `measure` times the rest of it."""
+
+
+def test_all_but_measuring_is_pure():
+    for path in Path(planning.__file__).parent.glob("*.py"):
+        if path.name == "measure.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            names = [name] if name else [alias.name for alias in getattr(node, "names", ())]
+            for found in names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                assert not found.startswith(("torch", "ray", "transformers")), f"{path.name} imports {found}"
+                if found.startswith("qurl_ray."):
+                    assert found.split(".")[1] in PURE, f"{path.name} imports {found}"
