@@ -1,0 +1,78 @@
+"""Compare runs: python jobs/compare.py --runs quickstart quickstart.1"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from qurl_ray.config.load import runs_folder
+from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_test
+from qurl_ray.tracking.compare import Difference, Run, compare, newest, read_runs
+from qurl_ray.tracking.compare_page import console_table, render
+from qurl_ray.tracking.page import write_page
+
+NEWEST = 4
+
+
+def main(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN...", help="Runs by folder, or by name. Without any: the newest.")
+    ] = None,
+    runs: Annotated[bool, typer.Option("--runs", help="Say what the arguments are; may be left out.")] = False,
+    experiment: Annotated[str | None, typer.Option(help="The runs of this MLflow experiment instead.")] = None,
+    uri: Annotated[str | None, typer.Option(help="MLflow's server or database; else FOLDER/mlflow.db.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where runs are.", show_default="$QURL_RUNS, or runs")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page.", show_default="FOLDER/compare.html")] = None,
+) -> None:
+    """Put runs side by side: a table here, and one page with charts that needs no network and no server.
+
+    Accuracy with intervals, differences on the same problems, speed, mismatch, and the settings that differ.
+    """
+    place = runs_folder(folder)
+    try:
+        found = chosen(names or [], experiment, uri or f"sqlite:///{place / 'mlflow.db'}", place)
+        comparison = compare(found, difference)
+        path = (out or place / "compare.html").expanduser().resolve()
+        write_page(path, render(comparison, experiment or "Comparison of runs"))
+    except QurlError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        typer.echo(f"error: cannot write {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
+    for warning in comparison.warnings:
+        typer.echo(f"note: {warning}", err=True)
+    Console().print(console_table(comparison))
+    print(path)
+
+
+def chosen(names: list[str], experiment: str | None, uri: str, folder: Path) -> list[Run]:
+    """The runs that are meant.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    if experiment is None:
+        return read_runs(names or newest(folder, NEWEST), folder)
+    if names:
+        raise ConfigError("give runs or --experiment, not both")
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
+        raise ConfigError(f"no MLflow database {uri}; give --uri")  # MLflow would make an empty one
+    from qurl_ray.tracking.compare_mlflow import experiment_runs  # takes over a second
+
+    return experiment_runs(uri, experiment)
+
+
+def difference(first: Sequence[bool], second: Sequence[bool]) -> Difference:
+    """Bootstrap over the problems, and the exact test."""
+    change = mean_with_bootstrap_interval(np.asarray(second, dtype=float) - np.asarray(first, dtype=float))
+    p_value = paired_test(first, second).p_value
+    return Difference(value=change.value, low=change.low, high=change.high, p_value=p_value)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,68 @@
+"""jobs/compare.py as a user types it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from jobs import compare as job
+from tests.tracking.test_compare import a_run, whole
+
+ROOT = Path(__file__).parents[2]
+
+
+def invoke(*arguments: object):
+    app = typer.Typer()
+    app.command()(job.main)
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    a_run(tmp_path / "one", whole(after="1110"), summary={})
+    a_run(tmp_path / "two", whole(after="1111"), summary={})
+    return tmp_path
+
+
+def test_the_command_of_the_readme_prints_a_table_and_writes_a_page(folder):
+    command = [sys.executable, "jobs/compare.py", "--runs", "one", "two", "--folder", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(folder / "compare.html")
+    assert "after, full" in done.stdout
+    assert "<h1>Comparison of runs</h1>" in (folder / "compare.html").read_text()
+
+
+def test_without_runs_the_newest_are_compared_and_out_says_where_to(folder, tmp_path):
+    done = invoke("--folder", folder, "--out", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    assert {"one", "two"} <= set(done.stdout.split())
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_the_difference_is_that_of_the_statistics():
+    found = job.difference([True, False, False, True] * 50, [True, True, False, True] * 50)
+    assert found.value == 0.25
+    assert 0.18 < found.low < 0.25 < found.high < 0.32
+    assert found.p_value == 2 / 2**50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tow", "one"], "did you mean 'two'?"),
+        (["one"], "can compare 2 to 16 runs, not 1"),
+        (["one", "two", "--experiment", "x"], "not both"),
+        (["--experiment", "x"], "no MLflow database"),
+        (["one", "two", "--out", "/no/such/folder/page.html"], "cannot write"),
+    ],
+)
+def test_errors_are_one_line(folder, arguments, message):
+    done = invoke(*arguments, "--folder", folder)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
