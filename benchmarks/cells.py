@@ -1,6 +1,7 @@
 """Tables of training runs: each cell is a job of its own, whose folder is kept: a second call runs what is missing."""
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -53,19 +54,31 @@ class Cell:
         return max(self.summary["accuracy_after"], self.summary["accuracy_after_quantized"])
 
 
-def cell(table: str, config: str, common: Sequence[str], arm: Arm, seed: int, runs: Path) -> Cell:
+def cell(
+    table: str, config: str, common: Sequence[str], arm: Arm, seed: int, runs: Path, *, job: str = "qurl_dapo"
+) -> Cell:
     """The run of an arm and seed, made if it is not there."""
-    name = f"{table}-{arm.name.replace(' ', '-').replace(',', '')}-{seed}"
-    folder = runs / name
-    if not (folder / "summary.json").exists():
+    folder = runs / cell_name(table, arm, seed)
+    name = folder.name
+    if not finished(folder):
         settings = [f"name={name}", f"seed={seed}", f"output_dir={runs}", "export.quantized=none"]
         settings += ["tracking.mlflow=false", "tracking.console=plain", *common, *arm.settings]
-        command = [sys.executable, "jobs/qurl_dapo.py", "--config", config, *settings]
+        command = [sys.executable, f"jobs/{job}.py", "--config", config, *settings]
         # 3: the guard has stopped it, which is an outcome, too
         if (status := subprocess.run(command, cwd=ROOT).returncode) not in (0, 3):
             raise SystemExit(f"{name} ended with status {status}")
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Cell(seed=seed, summary=json.loads((folder / "summary.json").read_text()), events=events)
+
+
+def cell_name(table: str, arm: Arm, seed: int) -> str:
+    """What its run is called."""
+    return re.sub(r"[^\w.]+", "-", f"{table}-{arm.name}-{seed}")
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run has ended in this folder."""
+    return (folder / "summary.json").exists()
 
 
 def percent(cells: Sequence[Cell], key: str) -> float:

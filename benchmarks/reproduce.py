@@ -1,0 +1,268 @@
+"""The papers' tables at the size of a laptop: python benchmarks/reproduce.py [TABLE ...] --seeds 3, or --render.
+
+Every cell, a table's row with one seed, is a job of its own of at most 90 seconds (cells.py), and is kept: the same
+command goes on where it was stopped. Cells that were not run print as such. First come all rows with the first seed.
+Tables stand beside the papers' own in benchmarks/results/reproduce.{json,md}, curves in reproduce.png.
+
+The policy has 2.4 M parameters and adds two-digit numbers; its cold start answers 43.6 % of held-out sums. Formats:
+INT8; INT4 in groups of 64; and "coarse", codes of -1, 0, 1 in such groups, where KL(b‖p) and max rho are beyond what
+the papers see late in long runs.
+"""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from cells import RESULTS, Arm, Cell, cell, cell_name, draw_series, finished
+from loop import ROOT, machine
+from matplotlib import pyplot as plt
+
+FULL = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.correction=ignore")
+FORMATS = {
+    "INT8": ("rollout.quantization=int8",),
+    "INT4": ("rollout.quantization=int4",),
+    "coarse": ("rollout.quantization=int4", "quantization.weight_max_code=1"),
+}
+CORRECTIONS = {
+    "naive": ("algorithm.correction=naive", "#D55E00"),
+    "FlashRL (TIS)": ("algorithm.correction=flashrl", "#E69F00"),
+    "QuRL (ACR)": ("algorithm.correction=qurl", "#0072B2"),
+}
+NO_UAQ = "quantization.uaq_scale=1"
+SMALL = ("rollout.prompts_per_step=32", "algorithm.max_refill_rounds=2", "guard.enabled=false")
+DIGITS = (8, 16, 32)
+"""Tokens of an answer in the table of long answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows, what they have in common, and what the paper's table says."""
+
+    title: str
+    common: tuple[str, ...]
+    arms: tuple[Arm, ...]
+    paper: tuple[str, ...]
+    """Markdown."""
+    config: str = "jobs/configs/quickstart.yaml"
+    job: str = "qurl_dapo"
+    curves: dict[str, str] | None = None
+    """Figures of steps to draw, with their labels."""
+
+
+def formats(corrections: dict[str, tuple[str, str]], *names: str, uaq: bool = False) -> tuple[Arm, ...]:
+    """Full precision, and each correction in each format; with `uaq`, the last one also with s = 1.5."""
+    arms = [Arm(name="full precision", settings=FULL, color="#777777")]
+    for name in names:
+        for label, (correction, color) in corrections.items():
+            arms.append(Arm(name=f"{name} {label}", settings=(*FORMATS[name], correction, NO_UAQ), color=color))
+        if uaq:
+            settings = (*FORMATS[name], correction, "quantization.uaq_scale=1.5")
+            arms.append(Arm(name=f"{name} {label} and UAQ", settings=settings, color="#009E73"))
+    return tuple(arms)
+
+
+def uaq_arms() -> tuple[Arm, ...]:
+    return tuple(
+        Arm(
+            name=f"s = {s:g}, lr × {lr:g}",
+            settings=(f"quantization.uaq_scale={s:g}", f"learner.lr={4e-5 * lr:g}"),
+            color="#0072B2",
+        )
+        for s, lr in product((1, 1.5, 2), (1, 1.5, 2))
+    )
+
+
+def long_arms() -> tuple[Arm, ...]:
+    """Rollouts alone in FP8 blocks, unified, and in full precision, for each length."""
+    flows = {
+        "full precision": (*FULL, "precision_flow=rollout_only"),
+        "rollouts alone": ("rollout.quantization=fp8_block", "precision_flow=rollout_only", NO_UAQ),
+        "unified": ("rollout.quantization=fp8_block", "precision_flow=unified", NO_UAQ),
+    }
+    colors = dict(zip(flows, ("#777777", "#D55E00", "#0072B2"), strict=True))
+    return tuple(
+        Arm(name=f"{digits} tokens, {flow}", settings=(*settings, *long_task(digits)), color=colors[flow])
+        for digits in DIGITS
+        for flow, settings in flows.items()
+    )
+
+
+def long_task(digits: int) -> tuple[str, ...]:
+    """Sums so far of a row of digits, modulo 10: as many tokens of answer as digits, each of which needs the last."""
+    path = ROOT / "runs" / "reproduce" / f"running-sums-{digits}.jsonl"
+    return (
+        "task.type=dataset",
+        f"task.path={path}",
+        "task.prompt_column=prompt",
+        "task.answer_column=answer",
+        "task.reward=exact",
+        f"rollout.max_new_tokens={digits + 1}",
+        f"model.max_length={2 * digits + 4}",
+    )
+
+
+def write_long_task(digits: int, path: Path) -> None:
+    draw, rows = random.Random(digits), []
+    for _ in range(8000):
+        given = [draw.randrange(10) for _ in range(digits)]
+        sums = [sum(given[: i + 1]) % 10 for i in range(digits)]
+        rows.append({"prompt": "".join(map(str, given)) + "=", "answer": "".join(map(str, sums))})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+ONE_EACH = (
+    "algorithm.type=ppo",
+    "algorithm.critic_lr=1e-4",
+    "algorithm.updates_per_rollout=4",
+    "rollout.samples_per_prompt=1",
+    "rollout.prompts_per_step=256",
+)
+TABLES = {
+    "dapo": Table(
+        title="DAPO, with and without UAQ",
+        common=(*SMALL, "steps=60", "learner.lr=8e-5", "learner.lr_final_share=1"),
+        arms=formats(CORRECTIONS, "INT8", "INT4", "coarse", uaq=True),
+        paper=(
+            "QuRL, DAPO, Qwen2.5-7B-Math, AIME24 avg@32 %, INT8: BF16 rollouts 31.67 · naive 0.001 · FlashRL 30.29 · "
+            "QuRL without UAQ 30.63 · with UAQ 31.25",
+        ),
+    ),
+    "collapse": Table(
+        title="Collapse: a long run with coarse codes",
+        common=(*SMALL, *FORMATS["coarse"], NO_UAQ, "steps=150", "learner.lr_final_share=1"),
+        arms=tuple(
+            Arm(name=label, settings=(setting,), color=color) for label, (setting, color) in CORRECTIONS.items()
+        ),
+        paper=(
+            "QuRL: naive collapses within a few steps, its clipped share first 1.5 %, then 0; TIS after about 1000 "
+            "steps; ACR is stable to 1200. KL(b‖p) 0.002 → 0.025, max rho up to 1e5",
+        ),
+        curves={
+            "reward/mean": "reward of the rollouts",
+            "mismatch/kl": "KL(b‖p)",
+            "mismatch/max_rho": "max rho",
+            "clip/upper": "clipped above, share of tokens",
+        },
+    ),
+    "uaq": Table(
+        title="UAQ ablation, INT4, ACR",
+        common=(*SMALL, *FORMATS["INT4"], "algorithm.correction=qurl", "steps=60", "learner.lr_final_share=1"),
+        arms=uaq_arms(),
+        paper=(
+            "QuRL, DAPO INT8, avg@32 %: s 1, lr × 1 30.63 · 1.5, × 1 31.25 · 2, × 1 29.15 · 1, × 1.5 29.06 · "
+            "1, × 2 26.66",
+        ),
+    ),
+    "ppo": Table(
+        title="PPO, with a value model",
+        job="qurl_ppo",
+        common=(*ONE_EACH, "guard.enabled=false", "steps=60", "learner.lr=8e-5", "learner.lr_final_share=1"),
+        arms=formats(CORRECTIONS, "INT8", "coarse"),
+        paper=(
+            "QuRL, PPO, Qwen2.5-0.5B, GSM8K %: BF16 rollouts 55.35 · naive INT8 48.78, FP8 0.0 · FlashRL 51.40, 53.60 "
+            "· QuRL 53.55, 54.28",
+        ),
+    ),
+    "jet": Table(
+        title="Jet-RL: FP8 blocks as answers get longer",
+        common=(*SMALL, "algorithm.correction=ignore", "steps=40", "learner.lr=8e-5", "learner.lr_final_share=1"),
+        arms=long_arms(),
+        paper=(
+            "Jet-RL: FP8 in rollouts alone is fine to 4K tokens, worse at 8K, collapses within 20 steps at 16K. "
+            "Llama3.1-8B, 8K: BF16 23.2 · rollouts alone 13.0 · Jet-RL 25.2",
+        ),
+    ),
+}
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and the seeds, in percent."""
+    each = " · ".join(f"{100 * value:.1f}" for value in values)
+    return f"{100 * statistics.mean(values):.1f} ({each})"
+
+
+def rows(table: Table, cells: dict[str, list[Cell]]) -> list[str]:
+    """A Markdown table; "not run" where no seed was."""
+    lines = [
+        "| | before % | after %: mean (seeds) | of the gain in full precision % | in its format % | KL(b‖p), largest | "
+        "max ρ | kept by ACR, tokens |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    base = gain(cells.get("full precision", []))
+    for arm in table.arms:
+        if not (found := cells[arm.name]):
+            lines.append(f"| {arm.name} | not run | | | | | | |")
+            continue
+        after = [one.summary["accuracy_after"] for one in found]
+        kl = max(max(v for v in one.series("mismatch/kl") if v == v) for one in found)
+        of_full = f"{100 * gain(found) / base:.0f}" if base else ""
+        lines.append(
+            f"| {arm.name} | {100 * found[0].summary['accuracy_before']:.1f} | {spread(after)} | {of_full} | "
+            f"{100 * statistics.mean(one.summary['accuracy_after_quantized'] for one in found):.1f} | {kl:.2g} | "
+            f"{max(one.summary['max_rho'] for one in found):.3g} | "
+            f"{sum(one.summary['acr_active_tokens'] for one in found):,} |"
+        )
+    return lines
+
+
+def gain(cells: Sequence[Cell]) -> float:
+    """Mean rise of the accuracy, 0 without cells."""
+    return statistics.mean(c.summary["accuracy_after"] - c.summary["accuracy_before"] for c in cells) if cells else 0.0
+
+
+def draw(table: Table, cells: dict[str, list[Cell]], path: Path) -> None:
+    shown = {name: found for name, found in cells.items() if found}
+    figure, axes = plt.subplots(1, len(table.curves), figsize=(4 * len(table.curves), 3.4), constrained_layout=True)
+    for axis, (key, label) in zip(axes, table.curves.items(), strict=True):
+        draw_series(axis, table.arms, shown, key, width=5)
+        axis.set_title(label)
+        if key.startswith("mismatch/"):
+            axis.set_yscale("log")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main(
+    tables: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(TABLES)}; all if absent.")] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each row.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Begin no cell after so long.")] = float("inf"),
+    render: Annotated[bool, typer.Option(help="Run nothing: tables of what is there.")] = False,
+    runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "reproduce",
+    out: Annotated[Path, typer.Option(help="The JSON file; the rest goes beside it.")] = RESULTS / "reproduce.json",
+) -> None:
+    """Run the papers' tables and put them beside the papers'."""
+    until = 0.0 if render else time.monotonic() + 60 * minutes
+    for digits in DIGITS:
+        write_long_task(digits, ROOT / "runs" / "reproduce" / f"running-sums-{digits}.jsonl")
+    figures, text = (
+        {},
+        ["# The papers' tables", "", f"`python benchmarks/reproduce.py --seeds {seeds}`; {machine()}", ""],
+    )
+    for key in TABLES:
+        table, cells = TABLES[key], {arm.name: [] for arm in TABLES[key].arms}
+        for seed, arm in product(range(seeds), table.arms):
+            asked = not tables or key in tables
+            if (asked and time.monotonic() < until) or finished(runs / cell_name(key, arm, seed)):
+                cells[arm.name].append(cell(key, table.config, table.common, arm, seed, runs.resolve(), job=table.job))
+        seconds = [one.summary["train_seconds"] for found in cells.values() for one in found]
+        text += [f"## {table.title}", "", *rows(table, cells), "", *table.paper, ""]
+        text += [f"{len(seconds)} of {seeds * len(table.arms)} cells, {sum(seconds) / 60:.0f} minutes of training.", ""]
+        if table.curves and seconds:
+            draw(table, cells, out.with_name(f"reproduce_{key}.png"))
+            text += [f"![{table.title}](reproduce_{key}.png)", ""]
+        figures[key] = {name: [one.summary for one in found] for name, found in cells.items()}
+    print("\n".join(text))
+    out.write_text(json.dumps(figures | {"machine": machine()}, indent=2) + "\n")
+    out.with_suffix(".md").write_text("\n".join(text))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,291 @@
+"""A cluster of any size around the real coordinator: its clock skips what modelled engines and learners wait for.
+
+Real: coordinator, fleet, collector, guard, batching, refit, manifests, in one process, with the real tokenizer and
+answers of real lengths. Modelled: how long engines generate and load, how long ranks learn (qurl_ray.planning), and
+what a call to an actor costs its caller, which is measured where this runs. The clock is that of the process, plus all
+that it would have slept: what the coordinator computes takes the time that it takes.
+"""
+
+import asyncio
+import selectors
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+from coordinator import Judge
+
+import qurl_ray.actors.fleet
+import qurl_ray.actors.spans
+import qurl_ray.loop.collect
+from qurl_ray.actors.cluster import own_seat
+from qurl_ray.actors.health import Pulse
+from qurl_ray.actors.rollout_worker import Loaded
+from qurl_ray.actors.verifier import VerifierPool
+from qurl_ray.config import RunConfig
+from qurl_ray.learner.protocol import StepResult
+from qurl_ray.loop.coordinator import Coordinator
+from qurl_ray.loop.prepare import Prepared
+from qurl_ray.loop.refit import Offer
+from qurl_ray.planning.phases import learn_s, sync_bytes
+from qurl_ray.planning.roofline import Engine as Roofline
+from qurl_ray.planning.workload import Workload
+from qurl_ray.types import Completion, TensorRecord
+
+_BINS = 64  # of the lengths that end one after the other in a piece
+
+
+class Clock:
+    """Skips what an event loop would sleep."""
+
+    def __init__(self) -> None:
+        self.skipped = 0.0
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.perf_counter() + self.skipped
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """An event loop on this clock, which the coordinator's modules read from now on."""
+        made = asyncio.SelectorEventLoop(_Skipping(self))
+        made.time = self.now
+        shim = SimpleNamespace(monotonic=self.now, perf_counter=self.now, time=self.now)
+        for module in (qurl_ray.actors.fleet, qurl_ray.actors.spans, qurl_ray.loop.collect):
+            module.time = shim
+        return made
+
+
+class _Skipping(selectors.DefaultSelector):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list:
+        ready = super().select(timeout if timeout is None else 0)
+        if not ready and timeout:
+            self._clock.skipped += timeout
+        return ready
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    """What the modelled parts share.
+
+    Args:
+        call_s: what a call to an actor costs its caller.
+        load_s: of a version into an engine, verified.
+        mean: of the answers' lengths, which are uniform up to twice it.
+    """
+
+    clock: Clock
+    roofline: Roofline
+    call_s: float
+    load_s: float
+    mean: int
+    busy_s: float = 0.0
+    """Of all engines together, generating."""
+    calls: int = 0
+
+    def piece_s(self, lengths: np.ndarray, prompt: int) -> float:
+        """Of requests that begin together, and end one after the other."""
+        seconds = self.roofline.prefill_s(len(lengths), prompt)
+        for tokens in np.array_split(np.arange(lengths.max()), min(_BINS, lengths.max())):
+            seconds += len(tokens) * self.roofline.decode_s((lengths > tokens[0]).sum(), prompt + tokens.mean())
+        return seconds
+
+
+class Remote:
+    """Stands for an actor's handle: calls cost the caller `call_s`, and are answered after the callee's seconds."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return SimpleNamespace(remote=self._caller(name), options=lambda **_: getattr(self, name))
+
+    def _caller(self, name: str) -> Callable[..., asyncio.Future]:
+        def call(*args: Any) -> asyncio.Future:
+            cluster, loop = self._cluster, asyncio.get_running_loop()
+            cluster.clock.skipped += cluster.call_s
+            cluster.calls += 1
+            answer, seconds = getattr(type(self), f"_{name}")(self, *args)
+            future = loop.create_future()
+            loop.call_later(seconds, lambda: future.done() or future.set_result(answer))
+            return future
+
+        return call
+
+
+class ModelledEngine(Remote):
+    """One tensor-parallel group."""
+
+    def __init__(self, index: int, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._index, self._version = index, None
+
+    def _pulse(self) -> tuple[Pulse, float]:
+        return Pulse(boot=str(self._index), pid=self._index, node="", version=self._version, log=""), 1e-3
+
+    def _load(self, manifest: Any, *_: Any) -> tuple[Loaded, float]:
+        self._version = manifest.version
+        return Loaded(kernels=["modelled"], probe=[]), self._cluster.load_s
+
+    def _weight_max_code(self, _: str) -> tuple[int, float]:
+        return 127, 1e-3
+
+    def _cancel(self, _: list[str]) -> tuple[None, float]:
+        return None, 1e-3
+
+    def _generate(self, requests: list, version: int, _: float) -> tuple[list[Completion], float]:
+        rng = np.random.default_rng(requests[0].seed)
+        lengths = rng.integers(1, 2 * self._cluster.mean, len(requests))
+        seconds = self._cluster.piece_s(lengths, len(requests[0].prompt_ids))
+        self._cluster.busy_s += seconds
+        made = [
+            Completion(
+                uid=request.uid,
+                token_ids=rng.integers(3, 13, length, dtype=np.int32),
+                logprobs=np.full(length, -1.0, np.float32),
+                versions=np.full(length, version, np.int32),
+                finish="stop",
+            )
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        return made, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A cluster and what it is asked for."""
+
+    gpus: int
+    rollout_share: float
+    config: RunConfig
+    work: Workload
+    roofline: Roofline
+    network: float
+    """B/s of each node to others."""
+    delta: bool
+    steps: int
+    tensors: int = 200
+
+    @property
+    def engines(self) -> int:
+        return max(1, round(self.gpus * self.rollout_share) // self.roofline.tensor_parallel)
+
+    @property
+    def ranks(self) -> int:
+        return max(1, self.gpus - self.engines * self.roofline.tensor_parallel)
+
+    @property
+    def load_s(self) -> float:
+        """Of a version: through the network once, as a pipeline over nodes, and into the GPUs."""
+        sent = sync_bytes(self.roofline.shape, self.roofline.precision, delta=self.delta)
+        nodes = self.gpus > 8
+        return (sent / self.network if nodes else 0.0) + sent / self.roofline.gpu.host
+
+    @property
+    def learn_s(self) -> float:
+        return learn_s(self.roofline.shape, self.roofline.gpu, self.work, ranks=self.ranks, stage=2)
+
+
+class Simulation:
+    """An actor, as the coordinator asks what actor it is in."""
+
+    def run(self, scenario: Scenario, prepared: Prepared, call_s: float) -> dict[str, float]:
+        clock = Clock()
+        loop = clock.loop()
+        asyncio.set_event_loop(loop)
+        cluster = Cluster(
+            clock=clock,
+            roofline=scenario.roofline,
+            call_s=call_s,
+            load_s=scenario.load_s,
+            mean=int(scenario.work.answer),
+        )
+        return loop.run_until_complete(_run(scenario, prepared, cluster))
+
+
+async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict[str, float]:
+    workers = [ModelledEngine(index, cluster) for index in range(scenario.engines)]
+    pool = VerifierPool(verifiers=(Judge(),))
+    coordinator = Coordinator(scenario.config, prepared.spec, workers, pool, Path(scenario.config.output_dir), None)
+    task = asyncio.get_running_loop().create_future()
+    task.set_result(prepared.task)
+    ranks, seat = range(scenario.ranks), own_seat()
+    await asyncio.gather(*(coordinator.begin(rank, "group", (task,), seat) for rank in ranks))
+    await coordinator.weight_max_code("int8")
+    await _sync(scenario, coordinator, 1)
+    step_s, share_s, sync_s, clock = [], [], [], cluster.clock
+    for step in range(1, scenario.steps + 1):
+        began = clock.now()
+        await asyncio.gather(*(coordinator.share(step, rank, 0) for rank in ranks))
+        share_s.append(clock.now() - began)
+        await asyncio.sleep(scenario.learn_s)
+        result = StepResult(
+            sums={}, seconds={"logprob": 0.0, "update": scenario.learn_s}, grad_norm=1.0, lr=0.0, skipped_updates=0,
+            proximal={},
+        )  # fmt: skip
+        await asyncio.gather(*(coordinator.report(step, rank, result) for rank in ranks))
+        synced = clock.now()
+        await _sync(scenario, coordinator, step + 1)
+        sync_s.append(clock.now() - synced)
+        seconds = {"wait": share_s[-1], "sync": sync_s[-1], "step": clock.now() - began}
+        await asyncio.gather(*(coordinator.close(step, rank, seconds, []) for rank in ranks))
+        step_s.append(clock.now() - began)
+        await coordinator.drain()
+        if step == 1:  # the first one warms up
+            cluster.busy_s = cluster.calls = 0
+    step = statistics.median(step_s[1:])
+    generating = cluster.busy_s / scenario.engines / (scenario.steps - 1)
+    return {
+        "gpus": scenario.gpus,
+        "engines": scenario.engines,
+        "ranks": scenario.ranks,
+        "trajectories": scenario.work.sequences,
+        "step_s": step,
+        "wait_s": statistics.median(share_s[1:]),
+        "learn_s": scenario.learn_s,
+        "sync_s": statistics.median(sync_s[1:]),
+        "load_s": scenario.load_s,
+        "engines_idle": 1 - generating / step,
+        "calls": cluster.calls / (scenario.steps - 1),
+    }
+
+
+async def _sync(scenario: Scenario, coordinator: Coordinator, version: int) -> None:
+    """All ranks offer their tensors, of a model of so many."""
+    owned = [list(range(rank, scenario.tensors, scenario.ranks)) for rank in range(scenario.ranks)]
+
+    async def one(rank: int) -> None:
+        records = tuple(
+            TensorRecord(name=f"layers.{index}.weight", shape=(1, 1), format="none", fingerprint=0, bytes=4)
+            for index in owned[rank]
+        )
+        offer = Offer(version=version, attempt=0, rank=rank, format="none", weight_max_code=None, records=records)
+        await coordinator.offer(offer, [])
+        await coordinator.conclude(version, 0, rank, [])
+
+    await asyncio.gather(*(one(rank) for rank in range(scenario.ranks)))
+
+
+@ray.remote(num_cpus=0)
+class _Answers:
+    def nothing(self) -> None:
+        pass
+
+
+def call_cost(count: int = 2000) -> float:
+    """Seconds of the caller's processor for a call to an actor and its answer."""
+    actor = _Answers.remote()
+    ray.get(actor.nothing.remote())
+    began = time.process_time()
+    ray.get([actor.nothing.remote() for _ in range(count)])
+    return (time.process_time() - began) / count
