@@ -10,7 +10,9 @@ import json
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -36,21 +38,13 @@ class Modelled:
     """Stands for a handle of an actor whose calls are answered at once, in the caller's process."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
-        return _Method(getattr(type(self), f"_{name}"), self)
+        return SimpleNamespace(remote=partial(self._call, name), options=lambda **_: getattr(self, name))
 
-
-class _Method:
-    def __init__(self, function: Any, owner: Modelled) -> None:
-        self._function, self._owner = function, owner
-
-    def options(self, **_: Any) -> "_Method":
-        return self
-
-    def remote(self, *args: Any) -> asyncio.Future:
+    def _call(self, name: str, *args: Any) -> asyncio.Future:
         future = asyncio.get_running_loop().create_future()
-        future.set_result(self._function(self._owner, *args))
+        future.set_result(getattr(self, f"_{name}")(*args))
         return future
 
 
@@ -70,14 +64,18 @@ class Engine(Modelled):
     def _weight_max_code(self, _: str) -> int:
         return 127
 
+    def _lengths(self, rng: np.random.Generator, requests: list) -> np.ndarray:
+        return np.full(len(requests), TOKENS)
+
     def _generate(self, requests: list, version: int, _: float) -> list[Completion]:
         rng = np.random.default_rng(requests[0].seed)
-        tokens = rng.integers(4, 14, (len(requests), TOKENS), dtype=np.int32)
-        logprobs = np.full((len(requests), TOKENS), -1.0, np.float32)
-        versions = np.full(TOKENS, version, np.int32)
+        lengths = self._lengths(rng, requests)
+        tokens = rng.integers(4, 14, (len(requests), lengths.max()), dtype=np.int32)
+        logprobs = np.full(lengths.max(), -1.0, np.float32)
+        versions = np.full(lengths.max(), version, np.int32)
         return [
-            Completion(uid=r.uid, token_ids=t, logprobs=p, versions=versions, finish="length")
-            for r, t, p in zip(requests, tokens, logprobs, strict=True)
+            Completion(uid=r.uid, token_ids=t[:n], logprobs=logprobs[:n], versions=versions[:n], finish="length")
+            for r, t, n in zip(requests, tokens, lengths, strict=True)
         ]
 
 

@@ -96,10 +96,9 @@ def long_arms() -> tuple[Arm, ...]:
 
 def long_task(digits: int) -> tuple[str, ...]:
     """Sums so far of a row of digits, modulo 10: as many tokens of answer as digits, each of which needs the last."""
-    path = ROOT / "runs" / "reproduce" / f"running-sums-{digits}.jsonl"
     return (
         "task.type=dataset",
-        f"task.path={path}",
+        f"task.path={_long_path(digits)}",
         "task.prompt_column=prompt",
         "task.answer_column=answer",
         "task.reward=exact",
@@ -108,7 +107,15 @@ def long_task(digits: int) -> tuple[str, ...]:
     )
 
 
-def write_long_task(digits: int, path: Path) -> None:
+def _long_path(digits: int) -> Path:
+    return ROOT / "runs" / f"running-sums-{digits}.jsonl"
+
+
+def write_long_task(digits: int) -> None:
+    """Write the problems, unless they are there."""
+    path = _long_path(digits)
+    if path.exists():
+        return
     draw, rows = random.Random(digits), []
     for _ in range(8000):
         given = [draw.randrange(10) for _ in range(digits)]
@@ -240,8 +247,8 @@ def main(
 ) -> None:
     """Run the papers' tables and put them beside the papers'."""
     until = 0.0 if render else time.monotonic() + 60 * minutes
-    for digits in DIGITS:
-        write_long_task(digits, ROOT / "runs" / "reproduce" / f"running-sums-{digits}.jsonl")
+    for digits in () if render else DIGITS:
+        write_long_task(digits)
     figures, text = (
         {},
         ["# The papers' tables", "", f"`python benchmarks/reproduce.py --seeds {seeds}`; {machine()}", ""],

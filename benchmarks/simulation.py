@@ -10,7 +10,6 @@ import asyncio
 import selectors
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import ray
-from coordinator import Judge
+from coordinator import Engine, Judge
 
 import qurl_ray.actors.fleet
 import qurl_ray.actors.spans
 import qurl_ray.loop.collect
 from qurl_ray.actors.cluster import own_seat
-from qurl_ray.actors.health import Pulse
 from qurl_ray.actors.rollout_worker import Loaded
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
@@ -35,7 +33,7 @@ from qurl_ray.loop.refit import Offer
 from qurl_ray.planning.phases import learn_s, sync_bytes
 from qurl_ray.planning.roofline import Engine as Roofline
 from qurl_ray.planning.workload import Workload
-from qurl_ray.types import Completion, TensorRecord
+from qurl_ray.types import TensorRecord
 
 _BINS = 64  # of the lengths that end one after the other in a piece
 
@@ -99,66 +97,35 @@ class Cluster:
         return seconds
 
 
-class Remote:
-    """Stands for an actor's handle: calls cost the caller `call_s`, and are answered after the callee's seconds."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return SimpleNamespace(remote=self._caller(name), options=lambda **_: getattr(self, name))
-
-    def _caller(self, name: str) -> Callable[..., asyncio.Future]:
-        def call(*args: Any) -> asyncio.Future:
-            cluster, loop = self._cluster, asyncio.get_running_loop()
-            cluster.clock.skipped += cluster.call_s
-            cluster.calls += 1
-            answer, seconds = getattr(type(self), f"_{name}")(self, *args)
-            future = loop.create_future()
-            loop.call_later(seconds, lambda: future.done() or future.set_result(answer))
-            return future
-
-        return call
-
-
-class ModelledEngine(Remote):
-    """One tensor-parallel group."""
+class ModelledEngine(Engine):
+    """One tensor-parallel group: a call costs its caller `call_s`, and is answered after the engine's seconds."""
 
     def __init__(self, index: int, cluster: Cluster) -> None:
-        super().__init__(cluster)
-        self._index, self._version = index, None
+        super().__init__(index)
+        self._cluster, self._seconds = cluster, 0.0
 
-    def _pulse(self) -> tuple[Pulse, float]:
-        return Pulse(boot=str(self._index), pid=self._index, node="", version=self._version, log=""), 1e-3
+    def _call(self, name: str, *args: Any) -> asyncio.Future:
+        cluster, loop = self._cluster, asyncio.get_running_loop()
+        cluster.clock.skipped += cluster.call_s
+        cluster.calls += 1
+        self._seconds = 1e-3
+        answer = getattr(self, f"_{name}")(*args)
+        future = loop.create_future()
+        loop.call_later(self._seconds, lambda: future.done() or future.set_result(answer))
+        return future
 
-    def _load(self, manifest: Any, *_: Any) -> tuple[Loaded, float]:
-        self._version = manifest.version
-        return Loaded(kernels=["modelled"], probe=[]), self._cluster.load_s
+    def _load(self, *args: Any) -> Loaded:
+        self._seconds = self._cluster.load_s
+        return super()._load(*args)
 
-    def _weight_max_code(self, _: str) -> tuple[int, float]:
-        return 127, 1e-3
+    def _cancel(self, _: list[str]) -> None:
+        pass
 
-    def _cancel(self, _: list[str]) -> tuple[None, float]:
-        return None, 1e-3
-
-    def _generate(self, requests: list, version: int, _: float) -> tuple[list[Completion], float]:
-        rng = np.random.default_rng(requests[0].seed)
+    def _lengths(self, rng: np.random.Generator, requests: list) -> np.ndarray:
         lengths = rng.integers(1, 2 * self._cluster.mean, len(requests))
-        seconds = self._cluster.piece_s(lengths, len(requests[0].prompt_ids))
-        self._cluster.busy_s += seconds
-        made = [
-            Completion(
-                uid=request.uid,
-                token_ids=rng.integers(3, 13, length, dtype=np.int32),
-                logprobs=np.full(length, -1.0, np.float32),
-                versions=np.full(length, version, np.int32),
-                finish="stop",
-            )
-            for request, length in zip(requests, lengths, strict=True)
-        ]
-        return made, seconds
+        self._seconds = self._cluster.piece_s(lengths, len(requests[0].prompt_ids))
+        self._cluster.busy_s += self._seconds
+        return lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

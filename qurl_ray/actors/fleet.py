@@ -30,6 +30,8 @@ _SLOTFULS = 4  # requests of a piece, in slots of an engine: enough to keep them
 _DIED_FOR_GOOD = (ActorDiedError, ActorUnschedulableError)  # it cannot be made at all, or not where it should be
 _DIED = (RayActorError, ActorUnschedulableError)
 
+Tell = Callable[[Literal["info", "warning"], str], None]
+
 
 class Fleet:
     """Of the coordinator, in whose event loop it lives.
@@ -39,12 +41,7 @@ class Fleet:
         tell: what has to be seen: a warning or a piece of information, and its sentence.
     """
 
-    def __init__(
-        self,
-        actors: Sequence[ActorHandle],
-        config: RolloutConfig,
-        tell: Callable[[Literal["info", "warning"], str], None],
-    ) -> None:
+    def __init__(self, actors: Sequence[ActorHandle], config: RolloutConfig, tell: Tell) -> None:
         self._config, self._tell = config, tell
         self.members: list[Member] = []
         self.version = -1

@@ -17,7 +17,7 @@ from qurl_ray.evaluation.statistics import (
     mean_with_bootstrap_interval,
     pass_at_k,
 )
-from qurl_ray.policy.export import is_quantized, read_quantized
+from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
@@ -78,17 +78,13 @@ def evaluate(
     spec = PolicySpec(source=str(policy), max_length=config.model.max_length, quantized=stored is not None)
     tokenizer = load_tokenizer(spec)
     task = load_task(config.task, eval_problems=config.evaluation.problems)
-    encode = lambda p: encode_prompt(p, tokenizer, template=config.task.template, chat=config.task.chat)  # noqa: E731
+
+    def encode(problem: Problem) -> np.ndarray:
+        return encode_prompt(problem, tokenizer, template=config.task.template, chat=config.task.chat)
+
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
-    kernel = config.quantization.kernel
-    make = lambda kernel: TorchEngine(spec, slots=config.rollout.slots, kernel=kernel)  # noqa: E731
-    if stored:
-        engine, _ = with_codes(make, kernel, stored)
-    else:
-        engine = make(kernel)
-        model = load_model(spec)
-        quantize_into(engine, model, quantization, config.quantization.kept(model.config.num_hidden_layers))
+    engine = _engine(config, spec, stored, quantization)
     stops = stop_ids(spec, tokenizer)
     rounds = [(SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops), 1)]
     if samples:
@@ -128,6 +124,20 @@ def evaluate(
         failed_rewards=failed,
         seconds=time.perf_counter() - started,
     )
+
+
+def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None, quantization: str) -> TorchEngine:
+    """With the stored codes, or with the policy quantized here."""
+
+    def make(kernel: str) -> TorchEngine:
+        return TorchEngine(spec, slots=config.rollout.slots, kernel=kernel)
+
+    kernel = config.quantization.kernel
+    if stored:
+        return with_codes(make, kernel, stored)[0]
+    engine, model = make(kernel), load_model(spec)
+    quantize_into(engine, model, quantization, config.quantization.kept(model.config.num_hidden_layers))
+    return engine
 
 
 def _chunks(problems: Sequence[Problem], size: int) -> list[Sequence[Problem]]:

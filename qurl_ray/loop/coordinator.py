@@ -212,10 +212,8 @@ class Coordinator:
                 while self._seated != self._seats:  # the driver hires them
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            message = (
-                f"waited {limit:g} s for the driver to put rollout workers on {'; '.join(map(str, self._seats or ()))}"
-            )
-            raise DeadlineExceeded(message) from None
+            seats = "; ".join(map(str, self._seats or ()))
+            raise DeadlineExceeded(f"waited {limit:g} s for the driver to put rollout workers on {seats}") from None
         await (self._fleet.some_alive() if self._made_anew else self._fleet.started())
         await self.rest()
         return self._fleet.highest()  # now that all are known
