@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
+import frozen
 import typer
 from cells import RESULTS, Arm, Cell, cell, cell_name, draw_series, finished
 from loop import ROOT, machine
@@ -237,8 +238,30 @@ def draw(table: Table, cells: dict[str, list[Cell]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def frozen_actor(seeds: int, until: float, runs: Path, picture: Path) -> tuple[list[str], list[dict]]:
+    """Text and figures of frozen.py's cells, one for each seed."""
+    cells = []
+    for seed in range(seeds):
+        path = runs / f"frozen-{seed}.json"
+        if time.monotonic() < until and not path.exists():
+            since = time.monotonic()
+            figures = frozen.measure(seed)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"figures": figures, "seconds": time.monotonic() - since}))
+        if path.exists():
+            cells.append(json.loads(path.read_text()))
+    text = ["## The frozen actor", ""]
+    if not cells:
+        return [*text, "not run", ""], []
+    found = [cell["figures"] for cell in cells]
+    frozen.draw(found, picture)
+    minutes = sum(cell["seconds"] for cell in cells) / 60
+    text += [*frozen.rows(found), "", f"{len(cells)} of {seeds} cells, {minutes:.0f} minutes.", ""]
+    return [*text, f"![The frozen actor]({picture.name})", ""], found
+
+
 def main(
-    tables: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(TABLES)}; all if absent.")] = None,
+    tables: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(TABLES)}, frozen; all if absent.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each row.")] = 3,
     minutes: Annotated[float, typer.Option(help="Begin no cell after so long.")] = float("inf"),
     render: Annotated[bool, typer.Option(help="Run nothing: tables of what is there.")] = False,
@@ -266,6 +289,9 @@ def main(
             draw(table, cells, out.with_name(f"reproduce_{key}.png"))
             text += [f"![{table.title}](reproduce_{key}.png)", ""]
         figures[key] = {name: [one.summary for one in found] for name, found in cells.items()}
+    asked = not tables or "frozen" in tables
+    more, figures["frozen"] = frozen_actor(seeds, until if asked else 0.0, runs, out.with_name("reproduce_frozen.png"))
+    text += more
     print("\n".join(text))
     out.write_text(json.dumps(figures | {"machine": machine()}, indent=2) + "\n")
     out.with_suffix(".md").write_text("\n".join(text))

@@ -19,8 +19,9 @@ from typing import Annotated
 
 import torch
 import typer
+from engines import SMOLLM2
 from loop import ROOT, machine
-from rollout import SMOLLM2, kl, text
+from rollout import kl, text
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -1,0 +1,228 @@
+"""The frozen actor: how far one update moves the codes that generate, and what they generate. For reproduce.py.
+
+Every arm makes the same updates, on answers that the starting policy gave in INT8: arms differ in nothing but the fold
+of UAQ, the learning rate and the rounding. Under AdamW, but for its eps and the clipping of gradients, a fold by s is
+a learning rate of s times on the folded linears and 1/s on their norms: the control row makes such updates, no fold.
+"""
+
+import copy
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from loop import ROOT
+from matplotlib import pyplot as plt
+from rounding import with_codes
+from transformers import PreTrainedModel
+
+from qurl_ray.config import RunConfig, load_config
+from qurl_ray.data.prompts import encode_prompt
+from qurl_ray.data.tasks import Task, load_task
+from qurl_ray.learner.batching import plan
+from qurl_ray.learner.learner import make_learner
+from qurl_ray.loop.objectives import objective_settings
+from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.tiny import cached_tiny_policy
+from qurl_ray.quant.experiments import Rounding
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.quantize import QTensor, quantize
+from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.uaq import fold, norm_fed_linears
+from qurl_ray.rl.advantages import advantages
+from qurl_ray.rollout.requests import make_requests
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.local import quantize_into
+from qurl_ray.types import PolicySpec, Problem, SamplingParams, Trajectory
+
+RATES = (1e-6, 4e-5)
+"""The papers', and the quickstart's."""
+UPDATES = 10
+FORMAT = get_format("int8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """What differs: the fold, or the learning rate of what would be folded, or the rounding."""
+
+    scale: float = 1.0
+    control: float = 1.0
+    rounding: str = "nearest"
+
+
+ARMS = {
+    "s = 1": Arm(),
+    "s = 1.5": Arm(scale=1.5),
+    "s = 2": Arm(scale=2.0),
+    "lr × 1.5 there, no fold": Arm(control=1.5),
+    "lr × 2 there, no fold": Arm(control=2.0),
+    "stochastic": Arm(rounding="stochastic"),
+    "error feedback": Arm(rounding="error_feedback"),
+}
+
+
+class Setting:
+    """The quickstart's cold-started policy and the answers that it gives in INT8, of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.config = load_config(ROOT / "jobs" / "configs" / "quickstart.yaml", [f"seed={seed}"])
+        self._task = load_task(self.config.task, eval_problems=64)
+        self.spec = PolicySpec(source=str(cached_tiny_policy(self.config.model, self._task.train, lambda *_: None)))
+        self.updates, self.held_out = _answers(self.config, self._task, self.spec)
+
+
+def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list], list[torch.Tensor]]:
+    """Mini-batches of each update, and ids [B, T] of held-out prompts with an answer, of one length each."""
+    tokenizer, engine = load_tokenizer(spec), TorchEngine(spec, slots=config.rollout.slots)
+    quantize_into(engine, load_model(spec), "int8", config.quantization.keep)
+    sampling = SamplingParams(
+        temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, stop_ids=stop_ids(spec, tokenizer)
+    )
+
+    def groups(problems: list[Problem], samples: int) -> list[list[Trajectory]]:
+        def encode(problem: Problem) -> np.ndarray:
+            return encode_prompt(problem, tokenizer, template=config.task.template, chat=config.task.chat)
+
+        requests = make_requests(problems, encode, samples=samples, sampling=sampling, seed=config.seed, salt="frozen")
+        made = engine.generate(requests, version=1)
+        texts = tokenizer.batch_decode([one.token_ids.tolist() for one in made], skip_special_tokens=True)
+        owners = [problem for problem in problems for _ in range(samples)]
+        rewards_PG = np.array([float(t == p.answer) for t, p in zip(texts, owners, strict=True)]).reshape(-1, samples)
+        credit = advantages(rewards_PG, "grpo").ravel()
+        found = [
+            Trajectory(
+                uid=one.uid, prompt_ids=request.prompt_ids, token_ids=one.token_ids, logprobs=one.logprobs,
+                reward=float(reward), advantage=float(advantage), versions=one.versions,
+            )
+            for one, request, reward, advantage in zip(made, requests, rewards_PG.ravel(), credit, strict=True)
+        ]  # fmt: skip
+        return [found[i : i + samples] for i in range(0, len(found), samples)]
+
+    order = np.random.default_rng(config.seed).permutation(len(task.train))[: 64 * UPDATES]
+    drawn = groups([task.train[i] for i in order], 8)
+    updates = [
+        plan(drawn[i : i + 64], updates=1, ranks=1, token_budget=config.learner.tokens_per_micro_batch, seed=i)[0]
+        for i in range(0, len(drawn), 64)
+    ]
+    by_length = defaultdict(list)
+    for (one,) in groups(list(task.held_out), 1):
+        by_length[one.length].append([*one.prompt_ids, *one.token_ids])
+    return updates, [torch.tensor(rows) for rows in by_length.values()]
+
+
+def follow(setting: Setting, arm: Arm, lr: float) -> Iterator[dict[str, float]]:
+    """After each update: share of codes that the sync changes, KL of the new actor to the last, KL(b‖p)."""
+    config = setting.config
+    model = load_model(setting.spec)
+    paths = quantized_linears(model, config.quantization.keep)
+    if arm.scale != 1:
+        fold(model, arm.scale)
+    learner = make_learner(
+        model,
+        config.learner.model_copy(update={"lr": lr, "lr_final_share": 1.0}),
+        objective_settings(config),
+        temperature=1.0,
+        total_updates=UPDATES,
+    )
+    rounding = Rounding(arm.rounding, config.seed) if arm.rounding != "nearest" else None
+    first = codes = _codes(model, paths, rounding)
+    actor = _logprobs(with_codes(model, codes), setting.held_out)
+    for update in setting.updates:
+        before = copy.deepcopy(model.state_dict())
+        learner.learn(update)
+        _stretch(model, before, arm.control)
+        last, codes = codes, _codes(model, paths, rounding)
+        behind, actor = actor, _logprobs(with_codes(model, codes), setting.held_out)
+        yield {
+            "changed": _changed(last, codes),
+            "changed_since_start": _changed(first, codes),
+            "kl": _kl(actor, behind),
+            "kl_to_policy": _kl(actor, _logprobs(model, setting.held_out)),
+        }
+
+
+@torch.no_grad()
+def _stretch(model: PreTrainedModel, before: dict[str, torch.Tensor], factor: float) -> None:
+    """Make the last update `factor` times as long where UAQ folds, and as much shorter on the norms before.
+
+    That is the update of such a learning rate: AdamW's moments do not depend on the weights.
+    """
+    if factor == 1:
+        return
+    names = {module: name for name, module in model.named_modules()}
+    for norm, linears in norm_fed_linears(model, "qkv+mlp"):
+        for module, by in ((norm, 1 / factor), *((linear, factor) for linear in linears)):
+            start = before[f"{names[module]}.weight"]
+            module.weight.copy_(start + by * (module.weight - start))
+
+
+@torch.no_grad()
+def _codes(model: PreTrainedModel, paths: list[str], rounding: Rounding | None) -> dict[str, QTensor]:
+    weights = {path: model.get_submodule(path).weight for path in paths}
+    return {path: rounding(path, w, FORMAT) if rounding else quantize(w, FORMAT) for path, w in weights.items()}
+
+
+def _changed(before: dict[str, QTensor], after: dict[str, QTensor]) -> float:
+    """Share of the codes."""
+    changed = sum(int((before[path].codes != q.codes).sum()) for path, q in after.items())
+    return changed / sum(q.codes.numel() for q in after.values())
+
+
+@torch.inference_mode()
+def _logprobs(model: PreTrainedModel, texts: list[torch.Tensor]) -> torch.Tensor:
+    """Of every next token [tokens, V]."""
+    return torch.cat([model(ids_BT).logits.double().log_softmax(-1).flatten(0, 1) for ids_BT in texts])
+
+
+def _kl(a_NV: torch.Tensor, b_NV: torch.Tensor) -> float:
+    """KL(a‖b), nats per token."""
+    return float((a_NV.exp() * (a_NV - b_NV)).sum(-1).mean())
+
+
+def measure(seed: int) -> dict[str, dict[str, dict[str, float]]]:
+    """{learning rate: {arm: means over the updates}}; the share of codes since the start is the last one's."""
+    setting, found = Setting(seed), {}
+    for lr in RATES:
+        for name, arm in ARMS.items():
+            steps = list(follow(setting, arm, lr))
+            means = {key: statistics.mean(step[key] for step in steps) for key in steps[0]}
+            means["changed_since_start"] = steps[-1]["changed_since_start"]
+            found.setdefault(f"{lr:g}", {})[name] = means
+    return found
+
+
+def rows(cells: list[dict]) -> list[str]:
+    """A Markdown table of means over seeds."""
+    lines = [
+        f"| lr | | codes changed by a sync % | in all {UPDATES} % | KL of actor to the last | KL(b‖p) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for lr in map("{:g}".format, RATES):
+        for name in ARMS:
+            m = {key: statistics.mean(c[lr][name][key] for c in cells) for key in cells[0][lr][name]}
+            lines.append(
+                f"| {lr} | {name} | {100 * m['changed']:.3f} | {100 * m['changed_since_start']:.2f} | {m['kl']:.2e} | "
+                f"{m['kl_to_policy']:.2e} |"
+            )
+    return lines
+
+
+def draw(cells: list[dict], path: Path) -> None:
+    """Bars of each arm, a dot for each seed."""
+    figure, axes = plt.subplots(2, 2, figsize=(10, 5), sharey=True, constrained_layout=True)
+    for row, lr in zip(axes, map("{:g}".format, RATES), strict=True):
+        for axis, (key, label) in zip(
+            row, {"changed": "codes changed by a sync", "kl": "KL of an actor to the last, nats"}.items(), strict=True
+        ):
+            for at, (name, arm) in enumerate(ARMS.items()):
+                values = [cell[lr][name][key] for cell in cells]
+                color = "#D55E00" if arm.rounding != "nearest" else "#999999" if arm.control != 1 else "#0072B2"
+                axis.barh(at, statistics.mean(values), color=color)
+                axis.plot(values, [at] * len(values), "k.", markersize=3)
+            axis.set(xscale="log", title=f"{label}; lr {lr}", yticks=range(len(ARMS)), yticklabels=list(ARMS))
+            axis.grid(alpha=0.3, axis="x")
+    axes[0, 0].invert_yaxis()  # all share it
+    figure.savefig(path, dpi=110)
