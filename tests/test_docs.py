@@ -301,6 +301,7 @@ def test_make_smollm2_trains(workspace, cluster):
     assert (workspace.folder / "runs" / "smollm2_135m" / "policy-int8").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_example_in_python_runs(workspace, cluster, monkeypatch):
     (block,) = (block for kind, block in FENCE.findall((ROOT / "docs" / "api.md").read_text()) if kind == "python")

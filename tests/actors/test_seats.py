@@ -145,12 +145,12 @@ def test_engines_for_which_others_leave_no_room_end_in_a_deadline_that_says_so(s
     others = placement_group([{"GPU": 9}], strategy="PACK")
     assert others.wait(10)
     crew = crew_of(
-        preset(JET, *APART, "rollout.vllm.tensor_parallel=4", "rollout.workers=3", "rollout.start_timeout_s=8")
+        preset(JET, *APART, "rollout.vllm.tensor_parallel=4", "rollout.workers=3", "rollout.start_timeout_s=4")
     )
     try:
         with pytest.raises(
             DeadlineExceeded,
-            match=r"2 of 3 rollout worker\(s\) of 1 CPU, 4 GPU were not placed within 8 s; the cluster has .* 16 GPU,",
+            match=r"2 of 3 rollout worker\(s\) of 1 CPU, 4 GPU were not placed within 4 s; the cluster has .* 16 GPU,",
         ):
             crew.start()
     finally:

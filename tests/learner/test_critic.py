@@ -79,6 +79,7 @@ def _rank(rank: int, ranks: int, spec, out: str) -> None:
         torch.save(flat(trained), f"{out}/{backend}.few.{rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_updates_of_one(tiny_spec, tmp_path):
     alone = learner(tiny_spec)
     start = flat(alone)

@@ -168,6 +168,7 @@ def train(rank: int, ranks: int, spec, out: str) -> None:
             torch.save(found, f"{out}/{stage}.pt")
 
 
+@pytest.mark.slow
 def test_sharded_weights_give_the_updates_of_whole_ones(tiny_spec, tmp_path):
     run_ranks(2, train, tiny_spec, str(tmp_path))
     start = torch.cat([p.detach().reshape(-1) for p in load_model(tiny_spec).parameters()])

@@ -144,6 +144,7 @@ def _rank(rank: int, ranks: int, spec, out: str) -> None:
     torch.save((advantages, strength, calibrating._bounds), f"{out}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one_on_what_is_of_the_whole_step(tiny_spec, tmp_path):
     run_ranks(2, _rank, tiny_spec, str(tmp_path))
     (mine, strength, bounds), (other, *same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

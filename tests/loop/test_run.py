@@ -101,6 +101,7 @@ def test_uaq_is_folded_while_training_and_unfolded_in_what_is_saved(tmp_path, cl
     torch.testing.assert_close(parameters(result.policy), start, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_failing_rewards_are_counted_and_their_samples_left_out(tmp_path, cluster):
     result = small_run(tmp_path, "task.reward=tests.loop.rewards:sometimes_nan", "algorithm.dynamic_sampling=false")
     steps = events(result.run_dir, "step")
@@ -171,8 +172,10 @@ def forget_after(run_dir: Path, step: int) -> None:
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param(["quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"], marks=pytest.mark.slow),
-        ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
+        ["quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"],
+        pytest.param(
+            ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"], marks=pytest.mark.slow
+        ),
         pytest.param(
             ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"], marks=pytest.mark.slow
         ),
@@ -258,6 +261,7 @@ def test_rollouts_run_ahead_no_further_than_they_may_and_a_resumed_run_draws_the
     assert [line["step"] for line in events(result.run_dir, "step")] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_vllm_generates_in_a_run_and_its_probe_agrees(tmp_path, cluster):
     pytest.importorskip("vllm")
     result = small_run(tmp_path, "rollout.engine=vllm", "rollout.slots=32", "steps=2")

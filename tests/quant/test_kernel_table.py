@@ -158,7 +158,7 @@ def int8_by_integers(x: np.ndarray, q: QTensor, bias: np.ndarray) -> np.ndarray:
     return codes @ q.codes.long().numpy().T * q.scale[:, 0].double().numpy() * top.astype(np.float64) / 127 + bias
 
 
-@pytest.mark.parametrize("name", ["int_mm", "onednn"])  # the latter, without AMX, is slow and right
+@pytest.mark.parametrize("name", ["int_mm", "onednn"])
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("columns", [64, 1024, 4096])
 def test_integers_are_summed_exactly(name, rows, columns):
@@ -167,7 +167,8 @@ def test_integers_are_summed_exactly(name, rows, columns):
     found = kernel.forward(x, kernel.pack(q), bias)
     expected = int8_by_integers(x.numpy(), q, bias.numpy())
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-    if columns <= 2**24 // 127**2:  # then the sums of the definition are exact too
+    # The definition is exact, too, up to so many columns. Without AMX oneDNN takes a plain loop that scales otherwise.
+    if columns <= 2**24 // 127**2 and (name != "onednn" or HAS_AMX):
         assert torch.equal(found, reference_linear(x, q, bias))
     assert torch.equal(found[:1], kernel.forward(x[:1], kernel.pack(q), bias))
 

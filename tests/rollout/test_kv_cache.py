@@ -297,6 +297,7 @@ def score_sharded(rank: int, ranks: int, spec, drawn, prompt) -> None:
             np.testing.assert_array_equal(completion.logprobs, logprobs)
 
 
+@pytest.mark.slow
 def test_a_sharded_learner_computes_what_the_engine_does(tiny_spec, tokenizer):
     requests = of_one_prompt(tokenizer)
     drawn = engine_with(tiny_spec, load_model(tiny_spec), "int8").generate(requests, version=1)

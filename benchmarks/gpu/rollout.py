@@ -1,0 +1,140 @@
+"""How fast the torch engine generates: decode steps by format and batch, launched one by one and as CUDA graphs.
+
+Engines have a few layers and a small vocabulary, since a sync checks every byte of it on the CPU. What the whole
+vocabulary takes longer, the product with the head and the draw, is measured beside them. So a step of the whole model
+is that of the few layers, plus the slope over layers for the others, plus what the head takes longer.
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from benchmarks.gpu.bench import Bench, Call, Figures, policy_of, ratio, whole
+from qurl_ray.config.models import QuantizationConfig
+from qurl_ray.planning.shapes import Shape
+from qurl_ray.rollout.batch import RunningBatch
+from qurl_ray.rollout.graphs import Capture, CudaCapture
+from qurl_ray.rollout.sampling import sample
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.local import quantize_into
+from qurl_ray.types import Request, SamplingParams
+
+FORMATS = ("none", "int8", "fp8", "fp8_block")
+VOCABULARY = 1024  # of the engines
+
+Engines = dict[int, TorchEngine]
+"""Of one format, by their layers."""
+
+
+def run(bench: Bench) -> None:
+    ways = {"eager": None, "graphs": CudaCapture} if bench.cuda else {"eager": None}
+    for shape in bench.scale.shapes:
+        for way, capture in ways.items():
+            bench.attempt(f"{shape.name}, {way}", partial(measure, bench, shape, way, capture))
+
+
+def measure(bench: Bench, shape: Shape, way: str, capture: Callable[[], Capture] | None) -> None:
+    """All formats side by side, batch after batch: small ones first, as a cache stays if it is large enough."""
+    bench.free()
+    made: dict[str, Engines] = {}
+    for name in FORMATS:
+        pair = bench.attempt(f"{shape.name}, {way}, {name}", partial(engines, bench, shape, name, capture))
+        if pair:
+            made[name] = pair
+    for count in bench.scale.batches:
+        key, calls = f"{shape.name}, {way}, batch {count}", {}
+        for name, pair in made.items():
+            calls |= bench.attempt(f"{key}, {name}", partial(turns, bench, name, pair, count)) or {}
+        if calls and (figures := bench.attempt(key, partial(timed, bench, shape, count, calls))):
+            for name, one in figures["formats"].items():
+                one["kernels"] = made[name][bench.scale.layers[0]].kernels()
+            bench.add(key, figures, summary(figures))
+
+
+def engines(bench: Bench, shape: Shape, name: str, capture: Callable[[], Capture] | None) -> Engines:
+    """With random weights in this format, as a sync leaves them."""
+    made: Engines = {}
+    for layers in bench.scale.layers:
+        with policy_of(shape, layers, min(VOCABULARY, shape.vocab)) as spec:
+            one = TorchEngine(
+                spec, slots=max(bench.scale.batches), device=str(bench.device), dtype=bench.dtype, capture=capture
+            )
+        unquantized = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
+        quantize_into(one, one._model, name, QuantizationConfig().keep, unquantized=unquantized)
+        made[layers] = one
+    return made
+
+
+def turns(bench: Bench, name: str, pair: Engines, count: int) -> dict[tuple[str, int], Call]:
+    """By (format, layers): some decode steps of so many sequences."""
+    return {(name, layers): endless(bench, one, count) for layers, one in pair.items()}
+
+
+def endless(bench: Bench, one: TorchEngine, count: int) -> Call:
+    """Steps of a batch that never ends; its prompts, which are one, are in the cache when this returns."""
+    answer = bench.scale.steps * (bench.scale.rounds + 1) + 3  # a turn to warm up, two draws here, and one to spare
+    prompt = np.arange(bench.scale.prompt, dtype=np.int32)
+    sampling = SamplingParams(max_new_tokens=answer, ignore_eos=True)
+    asked = [Request(uid=str(i), prompt_ids=prompt, seed=i, sampling=sampling) for i in range(count)]
+    one.reserve(count, bench.scale.prompt + answer)
+    batch = RunningBatch(asked, version=1)
+    one.step(batch, list(enumerate(asked)))
+
+    def turn() -> None:
+        for _ in range(bench.scale.steps):
+            one.step(batch, [])
+        assert batch.count == count
+
+    return turn
+
+
+def timed(bench: Bench, shape: Shape, count: int, calls: dict[tuple[str, int], Call]) -> Figures:
+    """Milliseconds and tokens per second: as measured, and extrapolated to all layers and the whole vocabulary."""
+    steps, layers = bench.scale.steps, bench.scale.layers
+    seconds = bench.take_turns(calls)
+    took = {key: 1000 * statistics.median(each) / steps for key, each in seconds.items()}
+    head = head_ms(bench, shape, count)
+    found: Figures = {}
+    for name in dict.fromkeys(name for name, _ in calls):
+        few, more = (took[name, number] for number in layers)
+        step = whole(few, more, layers, shape) + head
+        found[name] = {
+            "measured_ms": {str(number): took[name, number] for number in layers},
+            "measured_tokens_per_second": {str(number): 1000 * count / took[name, number] for number in layers},
+            "ms_per_layer": (more - few) / (layers[1] - layers[0]),
+            "extrapolated_ms": step,
+            "extrapolated_tokens_per_second": 1000 * count / step,
+        }
+    for name, one in found.items() if "none" in found else ():
+        one["measured_times_as_fast"] = ratio(seconds["none", layers[1]], seconds[name, layers[1]])
+        one["extrapolated_times_as_fast"] = found["none"]["extrapolated_ms"] / one["extrapolated_ms"]
+    own = {"layers": shape.layers, "head_ms": head, "dtype": str(bench.dtype).removeprefix("torch.")}
+    return own | {"context": bench.scale.prompt, "formats": found}
+
+
+@torch.inference_mode()
+def head_ms(bench: Bench, shape: Shape, count: int) -> float:
+    """What product with the head and draw take longer of the whole vocabulary than of the engines'."""
+    new = partial(torch.randn, device=bench.device, dtype=bench.dtype)
+    states_Bd, uniform_B = new(count, shape.hidden), torch.rand(count, dtype=torch.float64)
+    sizes = {min(VOCABULARY, shape.vocab), shape.vocab}
+    heads = {size: 0.02 * new(size, shape.hidden) for size in sizes}
+
+    def draw(size: int) -> None:
+        tokens_B, logprobs_B = sample(linear(states_Bd, heads[size]), SamplingParams(), uniform_B)
+        tokens_B.cpu(), logprobs_B.cpu()  # as the engine, which waits for both
+
+    took = bench.take_turns({size: partial(draw, size) for size in sizes})
+    return 1000 * (statistics.median(took[max(sizes)]) - statistics.median(took[min(sizes)]))
+
+
+def summary(figures: Figures) -> str:
+    parts = []
+    for name, one in figures["formats"].items():
+        few = " and ".join(f"{ms:.2f} ms with {layers}" for layers, ms in one["measured_ms"].items())
+        parts.append(f"{name} {few}, {one['extrapolated_tokens_per_second']:.0f} tokens/s with all")
+    return "; ".join(parts) + f" of {figures['layers']} layers, extrapolated"
