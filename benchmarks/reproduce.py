@@ -38,6 +38,7 @@ CORRECTIONS = {
 }
 NO_UAQ = "quantization.uaq_scale=1"
 SMALL = ("rollout.prompts_per_step=32", "algorithm.max_refill_rounds=2", "guard.enabled=false")
+_PLACES = ("initial_policy", "mlflow_run_id")
 DIGITS = (8, 16, 32)
 """Tokens of an answer in the table of long answers."""
 
@@ -238,6 +239,12 @@ def draw(table: Table, cells: dict[str, list[Cell]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def kept(table: Table, one: Cell) -> dict:
+    """Of a cell, in the JSON file."""
+    series = {"series": {key: one.series(key) for key in table.curves}} if table.curves else {}
+    return {key: value for key, value in one.summary.items() if key not in _PLACES} | series
+
+
 def frozen_actor(seeds: int, until: float, runs: Path, picture: Path) -> tuple[list[str], list[dict]]:
     """Text and figures of frozen.py's cells, one for each seed."""
     cells = []
@@ -288,7 +295,7 @@ def main(
         if table.curves and seconds:
             draw(table, cells, out.with_name(f"reproduce_{key}.png"))
             text += [f"![{table.title}](reproduce_{key}.png)", ""]
-        figures[key] = {name: [one.summary for one in found] for name, found in cells.items()}
+        figures[key] = {name: [kept(table, one) for one in found] for name, found in cells.items()}
     asked = not tables or "frozen" in tables
     more, figures["frozen"] = frozen_actor(seeds, until if asked else 0.0, runs, out.with_name("reproduce_frozen.png"))
     text += more

@@ -6,6 +6,7 @@ them, with the formulas that plans for GPUs use. Weights are random, and have th
 
 import json
 import os
+import pickle
 import statistics
 import tempfile
 import time
@@ -32,7 +33,7 @@ from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.publish import Publisher, Unquantized, assemble
 from qurl_ray.sync.receive import unpack
-from qurl_ray.types import PolicySpec, Request, SamplingParams, Trajectory
+from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams, Trajectory
 
 FORMATS = ("none", "int8")
 LARGEST = 2e9
@@ -41,6 +42,7 @@ _TIMES = 3  # of each timing; the median counts
 _STEPS = 4  # decode steps of one timing
 _CONTEXT, _HELD_TOKENS = 1024, 8192  # of a sequence and of a batch, at most
 _PASS_TOKENS = 512  # of the larger timed pass: some seconds at 135 M parameters
+_MESSAGES = 128
 _PROBES, _PROBE_TOKENS, _PROBE_PROMPT = 2, 4, 24  # as loop.collect and sync.probe_tokens have it
 
 
@@ -96,6 +98,8 @@ class Machine:
     update: Line
     """Of tokens: forward, backward and the optimizer's step."""
     sync: dict[str, float]
+    message: float
+    """Of an answer: its request and itself are written and read again, on their way to an engine and back."""
     seconds: float
     """That the measuring took."""
 
@@ -105,8 +109,9 @@ class Machine:
         scored = (work.updates - 1) * self.score.at(tokens) + (work.reference + work.critic) * self.score.at(
             work.tokens
         )
+        drawing = sum(rollout_s(engine, work, drawn, work.slots) for drawn in work.rounds)
         return {
-            "rollout": sum(rollout_s(engine, work, drawn, work.slots) for drawn in work.rounds),
+            "rollout": drawing + work.drawn * self.message,
             "logprob": scored,
             "update": work.updates * self.update.at(tokens) * (2 if work.critic else 1),
             "sync": self.sync[format_name],
@@ -136,10 +141,11 @@ def measure(shape: Shape, work: Workload, formats: Sequence[str] = FORMATS) -> M
                 link = _Link(spec, work, learner, name)
                 engines[name] = _decoding(link.engine, shape, work)
                 syncs[name] = link.seconds()
+            message = _message(link.engine, shape, work)
     finally:
         torch.set_num_threads(threads)
     taken = time.perf_counter() - started
-    return Machine(engines=engines, score=score, update=update, sync=syncs, seconds=taken)
+    return Machine(engines=engines, score=score, update=update, sync=syncs, message=message, seconds=taken)
 
 
 def _spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
@@ -163,7 +169,7 @@ def _spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
     return PolicySpec(source=str(folder))
 
 
-def _median(call: Callable[[], None], *, warm: bool = False) -> float:
+def _median(call: Callable[[], object], *, warm: bool = False) -> float:
     """Seconds that `call` takes; `warm` calls it once before."""
     if warm:
         call()
@@ -193,9 +199,21 @@ def _decoding(engine: TorchEngine, shape: Shape, work: Workload) -> MeasuredEngi
     return MeasuredEngine(steps=tuple(steps), prefill=Line.through(prefills[0], prefills[-1]))
 
 
-def _generate(engine: TorchEngine, requests: list[Request]) -> None:
+def _generate(engine: TorchEngine, requests: list[Request]) -> list[Completion]:
     assert engine.version is not None
-    engine.generate(requests, version=engine.version)
+    return engine.generate(requests, version=engine.version)
+
+
+def _message(engine: TorchEngine, shape: Shape, work: Workload) -> float:
+    requests = _requests(shape, _MESSAGES, work.samples, min(work.prompt, _CONTEXT), 1)
+    both = requests, _generate(engine, requests)
+
+    def there_and_back() -> None:
+        buffers: list[pickle.PickleBuffer] = []
+        written = pickle.dumps(both, protocol=5, buffer_callback=buffers.append)
+        pickle.loads(written, buffers=[bytes(buffer) for buffer in buffers])
+
+    return _median(there_and_back, warm=True) / _MESSAGES
 
 
 def _requests(shape: Shape, count: int, samples: int, prompt: int, tokens: int) -> list[Request]:
@@ -268,6 +286,7 @@ class _Link:
     def __init__(self, spec: PolicySpec, work: Workload, learner: PolicyLearner, format_name: str) -> None:
         self.engine = TorchEngine(spec, slots=work.slots)
         self._learner, self._delta, self._version = learner, work.delta, 0
+        self._moved = work.lr * work.updates
         self._fmt: Format | None = None
         names: set[str] = set()
         if format_name != "none":
@@ -280,12 +299,12 @@ class _Link:
         self._send()
 
     def seconds(self) -> float:
-        """Of one sync with its probe, a few weights having changed."""
+        """Of one sync with its probe, each weight having moved by about the learning rate in each update."""
         found = []
         for _ in range(_TIMES):
             with torch.no_grad():
                 for _, parameter in self._learner.named_parameters():
-                    parameter.view(-1)[::997].mul_(1.01)
+                    parameter.add_(torch.empty_like(parameter).uniform_(-1, 1), alpha=self._moved)
             started = time.perf_counter()
             self._send()
             completions = self.engine.generate(self._probe, version=self._version)

@@ -44,6 +44,8 @@ class Workload:
     staleness: int = 0
     """Steps that rollouts may run ahead of the learner."""
     delta: bool = True
+    lr: float = 1e-6
+    """Of an update: how far the weights move, and so what a delta carries."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "samples", "prompt", "response", "updates", "micro_tokens", "slots"):
@@ -140,6 +142,7 @@ def configured_workload(config: RunConfig) -> Workload:
         slots=rollout.slots,
         staleness=rollout.max_staleness,
         delta=config.sync.delta,
+        lr=learner.lr,
     )
 
 

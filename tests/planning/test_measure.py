@@ -28,12 +28,13 @@ def test_phases_are_counted_from_what_was_timed():
         score=Line(fixed=1.0, each=0.0),
         update=Line(fixed=2.0, each=0.1),
         sync={"int8": 0.7},
+        message=0.01,
         seconds=1.0,
     )
     work = Workload(prompts=9, samples=1, prompt=10, response=4, mean=4.0, updates=3)
     phases = machine.phases(work, "int8")
     # nine alike answers of four tokens; two of three mini-batches are scored; 9 · 14 tokens in three updates
-    assert phases["rollout"] == pytest.approx(0.2 + 0.01 * 90 + 4 * 0.5, rel=0.01)
+    assert phases["rollout"] == pytest.approx(0.2 + 0.01 * 90 + 4 * 0.5 + 9 * 0.01, rel=0.01)
     assert phases["logprob"] == pytest.approx(2.0)
     assert phases["update"] == pytest.approx(3 * (2.0 + 0.1 * 42))
     assert phases["sync"] == 0.7
