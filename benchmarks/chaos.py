@@ -151,7 +151,8 @@ def _restored(row: dict[str, Any]) -> Row:
 def report(kept: dict[str, Any], runs: Path, out: Path) -> None:
     """Print and write what there is."""
     rows = {name: _restored(row) for name, row in kept.get("rows", {}).items()}
-    text = [f"`python benchmarks/chaos.py`; {machine()}", "", *_HEAD, *(row.markdown() for row in rows.values())]
+    text = ["`python benchmarks/chaos.py`", *_where(kept.get("machines", {})), "", *_HEAD]
+    text += [row.markdown() for row in rows.values()]
     if ratios := kept.get("overhead"):
         median = statistics.median(ratios)
         each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
@@ -166,7 +167,15 @@ def report(kept: dict[str, Any], runs: Path, out: Path) -> None:
     print("\n".join(text))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(without_places("\n".join(text), runs) + "\n")
-    out.write_text(without_places(json.dumps({**kept, "machine": machine()}, indent=1), runs) + "\n")
+    out.write_text(without_places(json.dumps(kept, indent=1), runs) + "\n")
+
+
+def _where(machines: dict[str, str]) -> list[str]:
+    """Rows need not have been measured at once."""
+    return [""] + [
+        f"- {machine}: {', '.join(name for name, one in machines.items() if one == machine)}"
+        for machine in dict.fromkeys(machines.values())
+    ]
 
 
 def main(
@@ -185,8 +194,9 @@ def main(
     runs = runs.resolve()
     runs.mkdir(parents=True, exist_ok=True)
     place, file = Place(runs=runs, logs=runs), runs / "rows.json"
-    kept = json.loads(file.read_text()) if file.exists() else {"rows": {}}
+    kept = json.loads(file.read_text()) if file.exists() else {"rows": {}, "machines": {}}
     for name in only or _ROWS:
+        before = json.dumps(kept)
         if name == "soak":
             if not kept.get(name):
                 kept[name] = [asdict(sample) for sample in soak(place, minutes)]
@@ -197,6 +207,8 @@ def main(
             times, row = max(1, _TIMES[name] // (5 if quick else 1)), kept["rows"].get(name)
             if not (row and row["ok"] and row["times"] >= times):
                 kept["rows"][name] = asdict(measure(name, place, times))
+        if json.dumps(kept) != before:
+            kept["machines"][name] = machine()
         file.write_text(json.dumps(kept))
     report(kept, runs, out)
 
