@@ -207,7 +207,7 @@ def _generate(engine: TorchEngine, requests: list[Request]) -> list[Completion]:
 def _message(engine: TorchEngine, shape: Shape, work: Workload) -> float:
     requests = _requests(shape, _MESSAGES, work.samples, min(work.prompt, _CONTEXT), 1)
     both = requests, _generate(engine, requests)
-    # Ray took twice as long there and back as a deep copy, which reads and makes the same objects: 105 and 50 µs.
+    # There and back Ray takes about twice as long as a deep copy, which reads and makes the same objects.
     return 2 * _median(partial(copy.deepcopy, both), warm=True) / _MESSAGES
 
 
