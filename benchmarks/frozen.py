@@ -10,6 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,23 +70,21 @@ class Setting:
 
     def __init__(self, seed: int) -> None:
         self.config = load_config(ROOT / "jobs" / "configs" / "quickstart.yaml", [f"seed={seed}"])
-        self._task = load_task(self.config.task, eval_problems=64)
-        self.spec = PolicySpec(source=str(cached_tiny_policy(self.config.model, self._task.train, lambda *_: None)))
-        self.updates, self.held_out = _answers(self.config, self._task, self.spec)
+        task = load_task(self.config.task, eval_problems=64)
+        self.spec = PolicySpec(source=str(cached_tiny_policy(self.config.model, task.train, lambda *_: None)))
+        self.updates, self.held_out = _answers(self.config, task, self.spec)
 
 
 def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list], list[torch.Tensor]]:
     """Mini-batches of each update, and ids [B, T] of held-out prompts with an answer, of one length each."""
     tokenizer, engine = load_tokenizer(spec), TorchEngine(spec, slots=config.rollout.slots)
     quantize_into(engine, load_model(spec), "int8", config.quantization.keep)
+    encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
     sampling = SamplingParams(
         temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, stop_ids=stop_ids(spec, tokenizer)
     )
 
     def groups(problems: list[Problem], samples: int) -> list[list[Trajectory]]:
-        def encode(problem: Problem) -> np.ndarray:
-            return encode_prompt(problem, tokenizer, template=config.task.template, chat=config.task.chat)
-
         requests = make_requests(problems, encode, samples=samples, sampling=sampling, seed=config.seed, salt="frozen")
         made = engine.generate(requests, version=1)
         texts = tokenizer.batch_decode([one.token_ids.tolist() for one in made], skip_special_tokens=True)

@@ -24,7 +24,10 @@ COLORS = {
 
 
 def read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: the benchmark that writes it has not run")
+    return json.loads(path.read_text())
 
 
 def accuracy(axis: plt.Axes) -> None:

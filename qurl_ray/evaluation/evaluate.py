@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -78,10 +79,7 @@ def evaluate(
     spec = PolicySpec(source=str(policy), max_length=config.model.max_length, quantized=stored is not None)
     tokenizer = load_tokenizer(spec)
     task = load_task(config.task, eval_problems=config.evaluation.problems)
-
-    def encode(problem: Problem) -> np.ndarray:
-        return encode_prompt(problem, tokenizer, template=config.task.template, chat=config.task.chat)
-
+    encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
     engine = _engine(config, spec, stored, quantization)
