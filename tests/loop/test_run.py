@@ -24,22 +24,30 @@ def small_run(tmp_path, *overrides: str):
     return run(load_config(None, [*SMALL, "steps=3", f"output_dir={tmp_path}", *overrides]))
 
 
-def test_a_run_leaves_everything_that_is_promised(tmp_path, cluster):
-    result = small_run(
-        tmp_path, "tracking.mlflow=true", "checkpoint.every=1", "checkpoint.keep=2", "evaluation.every=2"
-    )
-    run_dir = result.run_dir
+WHOLE = [*SMALL, "steps=4", "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=2"]
+FOLDED = [*WHOLE, "quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cluster):
+    """An undisturbed run, tracked in MLflow."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(load_config(None, [*FOLDED, "tracking.mlflow=true", f"output_dir={folder}"]))
+
+
+def test_a_run_leaves_everything_that_is_promised(whole):
+    run_dir = whole.run_dir
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary == result.summary
+    assert summary == whole.summary
     assert not {
         "accuracy_before", "accuracy_after", "accuracy_after_quantized", "eval_problems", "steps", "train_seconds",
         "samples_per_second", "rollout_tokens_per_second", "phase_seconds", "precision_flow", "quantization",
         "correction", "uaq_scale", "acr_active_tokens", "mlflow_run_id", "interrupted", "accuracy_p_value",
     } - set(summary)  # fmt: skip
     assert set(summary["phase_seconds"]) == {"rollout", "reward", "logprob", "update", "sync"}
-    assert (summary["steps"], summary["eval_problems"], summary["quantization"]) == (3, 40, "int8")
+    assert (summary["steps"], summary["eval_problems"], summary["quantization"]) == (4, 40, "int8")
     steps = events(run_dir, "step")
-    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
     for line in steps:
         changed = {key: share for key, share in line["values"].items() if key.startswith("sync/codes_changed")}
         assert len(changed) == 8  # all, and q, k, v, o, gate, up, down
@@ -54,16 +62,16 @@ def test_a_run_leaves_everything_that_is_promised(tmp_path, cluster):
         "after, quantized",
         "after",
     ]
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [f"step-{step:06d}" for step in (2, 3, 4)]
     policy = AutoModelForCausalLM.from_pretrained(run_dir / "policy")
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "policy")
     assert policy.generate(**tokenizer("3+4=", return_tensors="pt"), max_new_tokens=3).shape[1] > 4
 
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = MlflowClient(f"sqlite:///{run_dir.parent}/mlflow.db")
     history = client.get_metric_history(summary["mlflow_run_id"], "reward/mean")
-    assert [point.step for point in history] == [1, 2, 3]
+    assert [point.step for point in history] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -169,38 +177,42 @@ def forget_after(run_dir: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        ["quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"],
-        pytest.param(
-            ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"], marks=pytest.mark.slow
-        ),
-    ],
-    ids=["torch", "deepspeed", "ppo"],
-)
-def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_does(tmp_path, cluster, backend):
-    setting = [*SMALL, "steps=4", f"output_dir={tmp_path}", "checkpoint.every=1", "checkpoint.keep=9", *backend]
-    whole = run(load_config(None, setting))
-    expected, summary = parameters(whole.policy), whole.summary
+def assert_resumed_ends_like(whole, tmp_path, settings: list[str]) -> None:
+    """Interrupt a copy of a finished run of these settings after step 2, and resume it."""
+    folder = tmp_path / "copy"
+    shutil.copytree(whole.run_dir, folder / whole.run_dir.name)
+    forget_after(folder / whole.run_dir.name, 2)
+    resumed = run(load_config(None, [*settings, f"output_dir={folder}"]))
+    assert resumed.run_dir == folder / whole.run_dir.name
+    assert torch.equal(parameters(resumed.policy), parameters(whole.policy))
     steps = [line["values"] for line in events(whole.run_dir, "step")]
-    forget_after(whole.run_dir, 2)
-    resumed = run(load_config(None, setting))
-    assert resumed.run_dir == whole.run_dir
-    found = parameters(resumed.policy)
-    assert torch.equal(found, expected)
     again = [line["values"] for line in events(resumed.run_dir, "step")]
     kept = [key for key in steps[0] if not key.startswith("time/") and "per_second" not in key]
     for before, after in zip(steps, again, strict=True):
         for key in kept:
             assert after[key] == pytest.approx(before[key], rel=1e-5, nan_ok=True), key
     for key in ("accuracy_before", "accuracy_after", "accuracy_after_quantized", "steps"):
-        assert resumed.summary[key] == summary[key]
+        assert resumed.summary[key] == whole.summary[key]
     assert any("going on after step 2 of 4" in line["message"] for line in events(resumed.run_dir, "info"))
     assert [line["message"] for line in events(resumed.run_dir, "evaluation")].count("before") == 1
+
+
+def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_does(tmp_path, whole):
+    assert_resumed_ends_like(whole, tmp_path, FOLDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
+        ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"],
+    ],
+    ids=["deepspeed", "ppo"],
+)
+def test_other_learners_are_resumed_to_the_bit_as_well(tmp_path, cluster, settings):
+    whole = run(load_config(None, [*WHOLE, *settings, f"output_dir={tmp_path}"]))
+    assert_resumed_ends_like(whole, tmp_path, [*WHOLE, *settings])
 
 
 def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
