@@ -24,7 +24,7 @@ def small_run(tmp_path, *overrides: str):
     return run(load_config(None, [*SMALL, "steps=3", f"output_dir={tmp_path}", *overrides]))
 
 
-WHOLE = [*SMALL, "steps=4", "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=2"]
+WHOLE = [*SMALL, "steps=4", "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=3"]
 FOLDED = [*WHOLE, "quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"]
 
 
