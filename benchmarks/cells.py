@@ -1,6 +1,8 @@
 """Tables of training runs: each cell is a job of its own, whose folder is kept: a second call runs what is missing."""
 
+import hashlib
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -26,6 +28,8 @@ class Arm:
     name: str
     settings: tuple[str, ...]
     color: str
+    base: str = "full precision"
+    """The arm with which its gain is compared, where a table does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +59,26 @@ class Cell:
 
 
 def cell(
-    table: str, config: str, common: Sequence[str], arm: Arm, seed: int, runs: Path, *, job: str = "qurl_dapo"
-) -> Cell:
-    """The run of an arm and seed, made if it is not there."""
-    folder = runs / cell_name(table, arm, seed)
-    name = folder.name
-    if not finished(folder):
-        settings = [f"name={name}", f"seed={seed}", f"output_dir={runs}", "export.quantized=none"]
-        settings += ["tracking.mlflow=false", "tracking.console=plain", *common, *arm.settings]
+    table: str,
+    config: str,
+    common: Sequence[str],
+    arm: Arm,
+    seed: int,
+    runs: Path,
+    *,
+    job: str = "qurl_dapo",
+    begin: bool = True,
+) -> Cell | None:
+    """The run of an arm and seed, made if it is not there; None where `begin` forbids that. Its folder's name ends with
+    a digest of the settings: where they are changed, it is another run."""
+    settings = [f"seed={seed}", "export.quantized=none", *common, *arm.settings]
+    digest = hashlib.sha256("\n".join([job, (ROOT / config).read_text(), *settings]).encode()).hexdigest()[:6]
+    name = re.sub(r"[^\w.]+", "-", f"{table}-{arm.name}-{seed}-{digest}")
+    folder = runs / name
+    if not _finished(folder):
+        if not begin:
+            return None
+        settings += [f"name={name}", f"output_dir={runs}", "tracking.mlflow=false", "tracking.console=plain"]
         command = [sys.executable, f"jobs/{job}.py", "--config", config, *settings]
         # 3: the guard has stopped it, which is an outcome, too
         if (status := subprocess.run(command, cwd=ROOT).returncode) not in (0, 3):
@@ -71,14 +87,12 @@ def cell(
     return Cell(seed=seed, summary=json.loads((folder / "summary.json").read_text()), events=events)
 
 
-def cell_name(table: str, arm: Arm, seed: int) -> str:
-    """What its run is called."""
-    return re.sub(r"[^\w.]+", "-", f"{table}-{arm.name}-{seed}")
-
-
-def finished(folder: Path) -> bool:
-    """Whether a run has ended in this folder."""
-    return (folder / "summary.json").exists()
+def _finished(folder: Path) -> bool:
+    """Whether a run has ended in this folder, by itself or by its guard."""
+    if not (folder / "summary.json").exists():
+        return False
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["stopped_by_guard"] or not summary["interrupted"]
 
 
 def percent(cells: Sequence[Cell], key: str) -> float:
@@ -93,11 +107,17 @@ def draw_series(axis: plt.Axes, arms: Sequence[Arm], cells: dict[str, list[Cell]
         curves = [_smooth(one.series(key), width) for one in found]
         for curve in curves:
             axis.plot(range(1, len(curve) + 1), curve, color=colors[name], linewidth=0.6, alpha=0.5)
-        mean = [statistics.mean(values) for values in zip(*curves, strict=False)]
+        mean = [mean_of_numbers(values) for values in zip(*curves, strict=False)]
         axis.plot(range(1, len(mean) + 1), mean, color=colors[name], linewidth=2, label=name)
     axis.set_xlabel("step")
     axis.grid(alpha=0.3)
 
 
 def _smooth(values: list[float], width: int) -> list[float]:
-    return [statistics.mean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+    return [mean_of_numbers(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+
+
+def mean_of_numbers(values: Sequence[float]) -> float:
+    """Without nan, which steps without an update have; nan if all are."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return statistics.mean(numbers) if numbers else math.nan

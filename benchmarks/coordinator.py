@@ -49,7 +49,7 @@ class Modelled:
 
 
 class Engine(Modelled):
-    """Draws TOKENS tokens per request, of no meaning."""
+    """Draws as many tokens as it may, of no meaning."""
 
     def __init__(self, index: int) -> None:
         self._index, self._version = index, None
@@ -65,7 +65,7 @@ class Engine(Modelled):
         return 127
 
     def _lengths(self, rng: np.random.Generator, requests: list) -> np.ndarray:
-        return np.full(len(requests), TOKENS)
+        return np.full(len(requests), requests[0].sampling.max_new_tokens)
 
     def _generate(self, requests: list, version: int, _: float) -> list[Completion]:
         rng = np.random.default_rng(requests[0].seed)

@@ -75,8 +75,8 @@ class Setting:
         self.updates, self.held_out = _answers(self.config, task, self.spec)
 
 
-def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list], list[torch.Tensor]]:
-    """Mini-batches of each update, and ids [B, T] of held-out prompts with an answer, of one length each."""
+def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list], list[tuple[torch.Tensor, int]]]:
+    """Mini-batches of each update, and ids [B, T] of held-out prompts with answers, with how much of T is prompt."""
     tokenizer, engine = load_tokenizer(spec), TorchEngine(spec, slots=config.rollout.slots)
     quantize_into(engine, load_model(spec), "int8", config.quantization.keep)
     encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
@@ -108,8 +108,8 @@ def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list
     ]
     by_length = defaultdict(list)
     for (one,) in groups(list(task.held_out), 1):
-        by_length[one.length].append([*one.prompt_ids, *one.token_ids])
-    return updates, [torch.tensor(rows) for rows in by_length.values()]
+        by_length[len(one.prompt_ids), one.length].append([*one.prompt_ids, *one.token_ids])
+    return updates, [(torch.tensor(rows), prompt) for (prompt, _), rows in by_length.items()]
 
 
 def follow(setting: Setting, arm: Arm, lr: float) -> Iterator[dict[str, float]]:
@@ -171,9 +171,10 @@ def _changed(before: dict[str, QTensor], after: dict[str, QTensor]) -> float:
 
 
 @torch.inference_mode()
-def _logprobs(model: PreTrainedModel, texts: list[torch.Tensor]) -> torch.Tensor:
-    """Of every next token [tokens, V]."""
-    return torch.cat([model(ids_BT).logits.double().log_softmax(-1).flatten(0, 1) for ids_BT in texts])
+def _logprobs(model: PreTrainedModel, texts: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """Of what may stand in the place of each token of the answers [tokens, V]."""
+    logits = [model(ids_BT).logits[:, prompt - 1 : -1] for ids_BT, prompt in texts]
+    return torch.cat([one_BTV.double().log_softmax(-1).flatten(0, 1) for one_BTV in logits])
 
 
 def _kl(a_NV: torch.Tensor, b_NV: torch.Tensor) -> float:

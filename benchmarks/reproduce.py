@@ -1,15 +1,16 @@
 """The papers' tables at the size of a laptop: python benchmarks/reproduce.py [TABLE ...] --seeds 3, or --render.
 
-Every cell, a table's row with one seed, is a job of its own of at most 90 seconds (cells.py), and is kept: the same
-command goes on where it was stopped. Cells that were not run print as such. First come all rows with the first seed.
-Tables stand beside the papers' own in benchmarks/results/reproduce.{json,md}, curves in reproduce.png.
+Every cell, a table's row with one seed, is a job of its own (cells.py), and is kept: the same command goes on where it
+was stopped. Cells that were not run print as such. In each table, all rows come with the first seed first. Tables stand
+beside the papers' own in benchmarks/results/reproduce.{json,md}, curves in reproduce_*.png.
 
 The policy has 2.4 M parameters and adds two-digit numbers; its cold start answers 43.6 % of held-out sums. Formats:
-INT8; INT4 in groups of 64; and "coarse", codes of -1, 0, 1 in such groups, where KL(b‖p) and max rho are beyond what
-the papers see late in long runs.
+INT8; INT4 in groups of 128; and "coarse", codes of -1, 0, 1 in such groups, where KL(b‖p) and max rho are beyond what
+the papers see late in long runs. As in the papers' recipes the dual clip is 10, and 3 in PPO.
 """
 
 import json
+import math
 import random
 import statistics
 import time
@@ -21,7 +22,7 @@ from typing import Annotated
 
 import frozen
 import typer
-from cells import RESULTS, Arm, Cell, cell, cell_name, draw_series, finished
+from cells import RESULTS, Arm, Cell, cell, draw_series
 from loop import ROOT, machine
 from matplotlib import pyplot as plt
 
@@ -37,7 +38,12 @@ CORRECTIONS = {
     "QuRL (ACR)": ("algorithm.correction=qurl", "#0072B2"),
 }
 NO_UAQ = "quantization.uaq_scale=1"
-SMALL = ("rollout.prompts_per_step=32", "algorithm.max_refill_rounds=2", "guard.enabled=false")
+SMALL = (
+    "rollout.prompts_per_step=32",
+    "algorithm.max_refill_rounds=2",
+    "algorithm.dual_clip=10",
+    "guard.enabled=false",
+)
 _PLACES = ("initial_policy", "mlflow_run_id")
 DIGITS = (8, 16, 32)
 """Tokens of an answer in the table of long answers."""
@@ -90,7 +96,12 @@ def long_arms() -> tuple[Arm, ...]:
     }
     colors = dict(zip(flows, ("#777777", "#D55E00", "#0072B2"), strict=True))
     return tuple(
-        Arm(name=f"{digits} tokens, {flow}", settings=(*settings, *long_task(digits)), color=colors[flow])
+        Arm(
+            name=f"{digits} tokens, {flow}",
+            settings=(*settings, *long_task(digits)),
+            color=colors[flow],
+            base=f"{digits} tokens, full precision",
+        )
         for digits in DIGITS
         for flow, settings in flows.items()
     )
@@ -124,11 +135,19 @@ def write_long_task(digits: int) -> None:
         sums = [sum(given[: i + 1]) % 10 for i in range(digits)]
         rows.append({"prompt": "".join(map(str, given)) + "=", "answer": "".join(map(str, sums))})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of it or nothing, as it counts as done when it is there."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
 
 
 ONE_EACH = (
     "algorithm.type=ppo",
+    "algorithm.dual_clip=3",
     "algorithm.critic_lr=1e-4",
     "algorithm.updates_per_rollout=4",
     "rollout.samples_per_prompt=1",
@@ -168,6 +187,8 @@ TABLES = {
         paper=(
             "QuRL, DAPO INT8, avg@32 %: s 1, lr × 1 30.63 · 1.5, × 1 31.25 · 2, × 1 29.15 · 1, × 1.5 29.06 · "
             "1, × 2 26.66",
+            "The rate here is that of all weights; the control of s times the rate on the folded ones alone, without a "
+            "fold, is in the table of the frozen actor.",
         ),
     ),
     "ppo": Table(
@@ -205,13 +226,13 @@ def rows(table: Table, cells: dict[str, list[Cell]]) -> list[str]:
         "max ρ | kept by ACR, tokens |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    base = gain(cells.get("full precision", []))
     for arm in table.arms:
         if not (found := cells[arm.name]):
             lines.append(f"| {arm.name} | not run | | | | | | |")
             continue
         after = [one.summary["accuracy_after"] for one in found]
-        kl = max(max(v for v in one.series("mismatch/kl") if v == v) for one in found)
+        kl = max(max(v for v in one.series("mismatch/kl") if not math.isnan(v)) for one in found)
+        base = gain(cells.get(arm.base, []))
         of_full = f"{100 * gain(found) / base:.0f}" if base else ""
         lines.append(
             f"| {arm.name} | {100 * found[0].summary['accuracy_before']:.1f} | {spread(after)} | {of_full} | "
@@ -241,7 +262,11 @@ def draw(table: Table, cells: dict[str, list[Cell]], path: Path) -> None:
 
 def kept(table: Table, one: Cell) -> dict:
     """Of a cell, in the JSON file."""
-    series = {"series": {key: one.series(key) for key in table.curves}} if table.curves else {}
+
+    def numbers(key: str) -> list[float | None]:  # JSON has no nan
+        return [None if math.isnan(value) else value for value in one.series(key)]
+
+    series = {"series": {key: numbers(key) for key in table.curves}} if table.curves else {}
     return {key: value for key, value in one.summary.items() if key not in _PLACES} | series
 
 
@@ -254,7 +279,7 @@ def frozen_actor(seeds: int, until: float, runs: Path, picture: Path) -> tuple[l
             since = time.monotonic()
             figures = frozen.measure(seed)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"figures": figures, "seconds": time.monotonic() - since}))
+            write_whole(path, json.dumps({"figures": figures, "seconds": time.monotonic() - since}))
         if path.exists():
             cells.append(json.loads(path.read_text()))
     text = ["## The frozen actor", ""]
@@ -285,13 +310,19 @@ def main(
     )
     for key in TABLES:
         table, cells = TABLES[key], {arm.name: [] for arm in TABLES[key].arms}
+        asked = not tables or key in tables
         for seed, arm in product(range(seeds), table.arms):
-            asked = not tables or key in tables
-            if (asked and time.monotonic() < until) or finished(runs / cell_name(key, arm, seed)):
-                cells[arm.name].append(cell(key, table.config, table.common, arm, seed, runs.resolve(), job=table.job))
+            begin = asked and time.monotonic() < until
+            where = (table.config, table.common, arm, seed, runs.resolve())
+            if one := cell(key, *where, job=table.job, begin=begin):
+                cells[arm.name].append(one)
         seconds = [one.summary["train_seconds"] for found in cells.values() for one in found]
         text += [f"## {table.title}", "", *rows(table, cells), "", *table.paper, ""]
-        text += [f"{len(seconds)} of {seeds * len(table.arms)} cells, {sum(seconds) / 60:.0f} minutes of training.", ""]
+        text += [
+            f"{len(seconds)} of {seeds * len(table.arms)} cells, {sum(seconds) / 60:.0f} minutes of steps, at most "
+            f"{max(seconds, default=0):.0f} s in a cell.",
+            "",
+        ]
         if table.curves and seconds:
             draw(table, cells, out.with_name(f"reproduce_{key}.png"))
             text += [f"![{table.title}](reproduce_{key}.png)", ""]

@@ -47,8 +47,8 @@ def here(rounds: int, runs: Path) -> dict[str, dict[str, float]]:
 def simulated(sizes: tuple[int, ...], steps: int, each: int, mean: int) -> list[dict[str, Any]]:
     """A row per cluster, network and form of sync."""
     rows = []
-    cost = call_cost()
-    print(f"a call to an actor costs its caller {1e6 * cost:.0f} µs")
+    cost = call_cost(requests=max(1, round(each / 0.75)), prompt=128, tokens=mean)
+    print(f"a call that sends requests costs its caller {1e6 * cost:.0f} µs, with the answers")
     for gpus in sizes:
         prompts = each * gpus // 8
         work = Workload(prompts=prompts, response=2 * mean, mean=mean, updates=4, prompt=128)
@@ -88,14 +88,14 @@ def simulated(sizes: tuple[int, ...], steps: int, each: int, mean: int) -> list[
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| GPUs | network | sync | trajectories | step s | waits s | learns s | syncs s | of it, bytes on their way "
-        "s | engines idle % |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| GPUs | network | sync | trajectories | step s | waits s | slowest engine s | learns s | syncs s | of it, "
+        "bytes on their way s | engines idle % |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     return lines + [
         f"| {r['gpus']:,} | {r['network']} | {r['sync']} | {r['trajectories']:,} | {r['step_s']:.1f} | "
-        f"{r['wait_s']:.1f} | {r['learn_s']:.1f} | {r['sync_s']:.2f} | {r['load_s']:.2f} | "
-        f"{100 * r['engines_idle']:.0f} |"
+        f"{r['wait_s']:.1f} | {r['slowest_engine_s']:.1f} | {r['learn_s']:.1f} | {r['sync_s']:.2f} | "
+        f"{r['load_s']:.2f} | {100 * r['engines_idle']:.0f} |"
         for r in rows
     ]
 
@@ -129,14 +129,14 @@ def main(
 ) -> None:
     """Measure two of each here, and simulate many."""
     figures = json.loads(out.read_text()) if out.exists() else {}
-    figures["machine"] = machine()
+    machines = figures.setdefault("machines", {})
     if only != "simulated":
-        figures["here"] = here(rounds, ROOT / "runs" / "scaling")
+        figures["here"], machines["here"] = here(rounds, ROOT / "runs" / "scaling"), machine()
     if only != "here":
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-        figures["simulated"] = simulated(tuple(sizes or SIZES), steps, each, mean)
+        figures["simulated"], machines["simulated"] = simulated(tuple(sizes or SIZES), steps, each, mean), machine()
         draw(figures["simulated"], out.with_suffix(".png"))
-    text = [f"`python benchmarks/scaling.py`; {machine()}", ""]
+    text = ["`python benchmarks/scaling.py`", *(f"- {name}: {where}" for name, where in machines.items()), ""]
     if "here" in figures:
         text += ["| a core each | rollouts s | updates s |", "|---|---|---|"]
         text += [f"| {name} | {one['rollout']:.2f} | {one['update']:.2f} |" for name, one in figures["here"].items()]

@@ -1,22 +1,25 @@
 """A cluster of any size around the real coordinator: its clock skips what modelled engines and learners wait for.
 
 Real: coordinator, fleet, collector, guard, batching, refit, manifests, in one process, with the real tokenizer and
-answers of real lengths. Modelled: how long engines generate and load, how long ranks learn (qurl_ray.planning), and
-what a call to an actor costs its caller, which is measured where this runs. The clock is that of the process, plus all
-that it would have slept: what the coordinator computes takes the time that it takes.
+answers of real lengths; and packing what each rank is sent. Modelled: how long engines generate and load, how long
+ranks learn (qurl_ray.planning), and what a call that sends requests and gets answers costs its caller, which is
+measured where this runs. Judging takes no time, and what ranks send arrives for nothing. The clock is that of the
+process, plus all that it would have slept: what the coordinator computes takes the time that it takes.
 """
 
 import asyncio
 import selectors
 import statistics
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import ray
+import ray.cloudpickle
 from coordinator import Engine, Judge
 
 import qurl_ray.actors.fleet
@@ -30,10 +33,11 @@ from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.coordinator import Coordinator
 from qurl_ray.loop.prepare import Prepared
 from qurl_ray.loop.refit import Offer
+from qurl_ray.planning.machines import CONSTANTS
 from qurl_ray.planning.phases import learn_s, sync_bytes
 from qurl_ray.planning.roofline import Engine as Roofline
 from qurl_ray.planning.workload import Workload
-from qurl_ray.types import TensorRecord
+from qurl_ray.types import Completion, Request, SamplingParams, TensorRecord
 
 _BINS = 64  # of the lengths that end one after the other in a piece
 
@@ -75,7 +79,7 @@ class Cluster:
     """What the modelled parts share.
 
     Args:
-        call_s: what a call to an actor costs its caller.
+        call_s: what a call that sends a piece of requests to an actor costs its caller, with the answers.
         load_s: of a version into an engine, verified.
         mean: of the answers' lengths, which are uniform up to twice it.
     """
@@ -85,8 +89,8 @@ class Cluster:
     call_s: float
     load_s: float
     mean: int
-    busy_s: float = 0.0
-    """Of all engines together, generating."""
+    busy_s: Counter[int] = field(default_factory=Counter)
+    """Of each engine, generating, in a step."""
     calls: int = 0
 
     def piece_s(self, lengths: np.ndarray, prompt: int) -> float:
@@ -108,8 +112,9 @@ class ModelledEngine(Engine):
         cluster, loop = self._cluster, asyncio.get_running_loop()
         cluster.clock.skipped += cluster.call_s
         cluster.calls += 1
-        self._seconds = 1e-3
+        self._seconds, began = 1e-3, time.perf_counter()
         answer = getattr(self, f"_{name}")(*args)
+        cluster.clock.skipped -= time.perf_counter() - began  # the engine's, not the coordinator's
         future = loop.create_future()
         loop.call_later(self._seconds, lambda: future.done() or future.set_result(answer))
         return future
@@ -124,7 +129,7 @@ class ModelledEngine(Engine):
     def _lengths(self, rng: np.random.Generator, requests: list) -> np.ndarray:
         lengths = rng.integers(1, 2 * self._cluster.mean, len(requests))
         self._seconds = self._cluster.piece_s(lengths, len(requests[0].prompt_ids))
-        self._cluster.busy_s += self._seconds
+        self._cluster.busy_s[self._index] += self._seconds
         return lengths
 
 
@@ -156,7 +161,8 @@ class Scenario:
         """Of a version: through the network once, as a pipeline over nodes, and into the GPUs."""
         sent = sync_bytes(self.roofline.shape, self.roofline.precision, delta=self.delta)
         nodes = self.gpus > 8
-        return (sent / self.network if nodes else 0.0) + sent / self.roofline.gpu.host
+        seconds = (sent / self.network if nodes else 0.0) + sent / self.roofline.gpu.host
+        return seconds / CONSTANTS.link
 
     @property
     def learn_s(self) -> float:
@@ -190,10 +196,11 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
     await asyncio.gather(*(coordinator.begin(rank, "group", (task,), seat) for rank in ranks))
     await coordinator.weight_max_code("int8")
     await _sync(scenario, coordinator, 1)
-    step_s, share_s, sync_s, clock = [], [], [], cluster.clock
+    step_s, share_s, sync_s, busy_s, slowest_s, clock = [], [], [], [], [], cluster.clock
     for step in range(1, scenario.steps + 1):
         began = clock.now()
-        await asyncio.gather(*(coordinator.share(step, rank, 0) for rank in ranks))
+        for share in await asyncio.gather(*(coordinator.share(step, rank, 0) for rank in ranks)):
+            ray.cloudpickle.dumps(share, protocol=5)
         share_s.append(clock.now() - began)
         await asyncio.sleep(scenario.learn_s)
         result = StepResult(
@@ -208,10 +215,12 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
         await asyncio.gather(*(coordinator.close(step, rank, seconds, []) for rank in ranks))
         step_s.append(clock.now() - began)
         await coordinator.drain()
+        busy_s.append(cluster.busy_s.total() / scenario.engines)
+        slowest_s.append(max(cluster.busy_s.values()))
+        cluster.busy_s.clear()
         if step == 1:  # the first one warms up
-            cluster.busy_s = cluster.calls = 0
+            cluster.calls = 0
     step = statistics.median(step_s[1:])
-    generating = cluster.busy_s / scenario.engines / (scenario.steps - 1)
     return {
         "gpus": scenario.gpus,
         "engines": scenario.engines,
@@ -219,10 +228,11 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
         "trajectories": scenario.work.sequences,
         "step_s": step,
         "wait_s": statistics.median(share_s[1:]),
+        "slowest_engine_s": statistics.median(slowest_s[1:]),
         "learn_s": scenario.learn_s,
         "sync_s": statistics.median(sync_s[1:]),
         "load_s": scenario.load_s,
-        "engines_idle": 1 - generating / step,
+        "engines_idle": 1 - statistics.median(busy_s[1:]) / step,
         "calls": cluster.calls / (scenario.steps - 1),
     }
 
@@ -245,14 +255,19 @@ async def _sync(scenario: Scenario, coordinator: Coordinator, version: int) -> N
 
 @ray.remote(num_cpus=0)
 class _Answers:
-    def nothing(self) -> None:
-        pass
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        return Engine(0)._generate(requests, 1, 0.0)
 
 
-def call_cost(count: int = 2000) -> float:
-    """Seconds of the caller's processor for a call to an actor and its answer."""
+def call_cost(requests: int, prompt: int, tokens: int, count: int = 1000) -> float:
+    """Seconds of the caller's processor for a call that sends requests to an actor, and for their answers."""
+    sampling = SamplingParams(max_new_tokens=tokens)
+    piece = [
+        Request(uid=str(index), prompt_ids=np.zeros(prompt, np.int32), seed=index, sampling=sampling)
+        for index in range(requests)
+    ]
     actor = _Answers.remote()
-    ray.get(actor.nothing.remote())
+    ray.get(actor.generate.remote(piece))
     began = time.process_time()
-    ray.get([actor.nothing.remote() for _ in range(count)])
+    ray.get([actor.generate.remote(piece) for _ in range(count)])
     return (time.process_time() - began) / count

@@ -1,101 +1,103 @@
-"""A real pretrained model, from command to curve: python benchmarks/smollm2.py (20 minutes on 2 shared cores).
+"""A real pretrained model, INT8 rollouts against full precision: python benchmarks/smollm2.py (3 hours on 2 cores).
 
-Runs jobs/configs/smollm2_135m.yaml as its own job and leaves a table, the figures and the curve under
-benchmarks/results/smollm2_135m.*. `--run FOLDER` takes a finished run instead. `make smollm2` installs the weights.
+Two arms of jobs/configs/smollm2_135m.yaml, `--steps` long: INT8 with ACR and UAQ, and full precision, uncorrected.
+Each is a job of its own and goes on where it was stopped; what is finished is kept. A table, the figures and the curves
+go to benchmarks/results/smollm2_135m.{md,json,png}. `make smollm2` installs the weights.
 """
 
 import json
-import subprocess
-import sys
+import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import matplotlib
 import typer
-from loop import machine
+from cells import RESULTS, Arm, Cell, cell, draw_series
+from loop import ROOT, machine
+from matplotlib import pyplot as plt
 
 from qurl_ray.tracking.text import duration
 
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 NAME = "smollm2_135m"
-COMMAND = f"python jobs/qurl_dapo.py --config jobs/configs/{NAME}.yaml"
+ARMS = (
+    Arm(name="INT8, ACR, UAQ", settings=(), color="#0072B2"),
+    Arm(
+        name="full precision",
+        settings=("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.correction=ignore"),
+        color="#777777",
+    ),
+)
+PANELS = {"reward/mean": "reward of the rollouts (T = 1)", "mismatch/kl": "KL(b‖p), nats per token"}
 
 
-def read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(summary, events) of a finished run."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return json.loads((run_dir / "summary.json").read_text()), [json.loads(line) for line in lines]
+def evaluations(one: Cell) -> list[dict]:
+    """Of the policy in full precision."""
+    return [event for event in one.events if event["kind"] == "evaluation" and "quantized" not in event["message"]]
 
 
-def draw(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path) -> None:
-    """Reward of the rollouts, held-out accuracy with its intervals, and the mismatch, over steps."""
-    figure, (reward, accuracy, mismatch) = plt.subplots(1, 3, figsize=(12, 3.2), constrained_layout=True)
-    at = [line["step"] for line in steps]
-    reward.plot(at, [line["values"]["reward/mean"] for line in steps], color="#0072B2", marker="o", markersize=3)
-    reward.set_title("reward of the rollouts (T = 1)")
-    shown = [line for line in evaluations if line["message"] != "after, quantized"]
-    middle = [100 * line["values"]["eval/accuracy"] for line in shown]
-    below = [m - 100 * line["values"]["eval/low"] for m, line in zip(middle, shown, strict=True)]
-    above = [100 * line["values"]["eval/high"] - m for m, line in zip(middle, shown, strict=True)]
-    accuracy.errorbar(
-        [line["step"] for line in shown], middle, yerr=[below, above], color="#D55E00", marker="o", capsize=3
-    )
-    accuracy.set_title("held-out accuracy, greedy, % (95 %)")
-    mismatch.semilogy(at, [line["values"]["mismatch/kl"] for line in steps], color="#009E73", marker="o", markersize=3)
-    mismatch.set_title("KL(b‖p), nats per token")
-    for axes in (reward, accuracy, mismatch):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
+def rows(cells: dict[str, Cell]) -> list[str]:
+    """A Markdown table."""
+    lines = [
+        "| | before % | after % (95 %) | after, its rollout format % | steps | of it rollouts | s/step, median | "
+        "rollout tokens/s | smallest ESS | largest ρ |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, one in cells.items():
+        s, last = one.summary, evaluations(one)[-1]["values"]
+        lines.append(
+            f"| {name} | {100 * s['accuracy_before']:.1f} | {100 * s['accuracy_after']:.1f} "
+            f"({100 * last['eval/low']:.1f} to {100 * last['eval/high']:.1f}) | "
+            f"{100 * s['accuracy_after_quantized']:.1f} | {duration(s['train_seconds'])} | "
+            f"{100 * s['phase_seconds']['rollout'] / s['train_seconds']:.0f} % | "
+            f"{statistics.median(one.series('time/step')):.1f} | {s['rollout_tokens_per_second']:.0f} | "
+            f"{min(v for v in one.series('mismatch/ess') if v == v):.2f} | {s['max_rho']:.1f} |"
+        )
+    return lines
+
+
+def draw(cells: dict[str, Cell], path: Path) -> None:
+    """Held-out accuracy with its intervals, reward and mismatch, over steps."""
+    figure, (accuracy, *others) = plt.subplots(1, 3, figsize=(12, 3.2), constrained_layout=True)
+    for arm in ARMS:
+        shown = evaluations(cells[arm.name])
+        middle = [100 * line["values"]["eval/accuracy"] for line in shown]
+        below = [m - 100 * line["values"]["eval/low"] for m, line in zip(middle, shown, strict=True)]
+        above = [100 * line["values"]["eval/high"] - m for m, line in zip(middle, shown, strict=True)]
+        accuracy.errorbar(
+            [line["step"] for line in shown], middle, yerr=[below, above], color=arm.color, marker="o", capsize=3,
+            label=arm.name,
+        )  # fmt: skip
+    accuracy.set(title="held-out accuracy, greedy, % (95 %)", xlabel="step")
+    accuracy.legend(fontsize=8)
+    accuracy.grid(alpha=0.3)
+    for axis, (key, title) in zip(others, PANELS.items(), strict=True):
+        draw_series(axis, ARMS, {name: [one] for name, one in cells.items()}, key, width=3)
+        axis.set_title(title)
+    others[-1].set_yscale("symlog", linthresh=1e-4)
     figure.savefig(path, dpi=110)
 
 
-def table(summary: dict[str, Any], steps: list[dict[str, Any]], wall: float) -> str:
-    """Markdown: what the run reached, and what each part took."""
-    rows = {
-        "held-out problems, greedy": f"{summary['eval_problems']}",
-        "accuracy before": f"{summary['accuracy_before']:.1%}",
-        "accuracy after": f"{summary['accuracy_after']:.1%}",
-        "accuracy after, the exported INT8 policy": f"{summary['accuracy_after_quantized']:.1%}",
-        "exact paired test, after against before": f"p = {summary['accuracy_p_value']:.2g}",
-        "steps": f"{summary['steps']}",
-        "from the first evaluation to the last, both included": duration(wall),
-        "steps alone": duration(summary["train_seconds"]),
-        "rollout tokens per second": f"{summary['rollout_tokens_per_second']:.0f}",
-        "seconds by phase": " · ".join(f"{name} {value:.0f}" for name, value in summary["phase_seconds"].items()),
-        "largest ρ": f"{summary['max_rho']:.1f}",
-        "smallest effective sample size": f"{min(line['values']['mismatch/ess'] for line in steps):.2f}",
-        "tokens where ACR was active": f"{summary['acr_active_tokens']}",
-    }
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
-
-
 def main(
-    run: Annotated[Path | None, typer.Option(help="A finished run of the preset; it is run if absent.")] = None,
-    output_dir: Annotated[Path, typer.Option(help="Where the run goes.")] = ROOT / "runs",
+    steps: Annotated[int, typer.Option(help="Of each arm.")] = 60,
+    runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "smollm2",
+    out: Annotated[Path, typer.Option(help="The JSON file; the rest goes beside it.")] = RESULTS / f"{NAME}.json",
 ) -> None:
-    """Run the preset and write its curve, table and figures."""
-    if run is None:
-        command = [sys.executable, *COMMAND.split()[1:], f"output_dir={output_dir.resolve()}"]
-        subprocess.run(command, cwd=ROOT, check=True)
-        run = output_dir / NAME
-    summary, events = read(run)
-    steps = [line for line in events if line["kind"] == "step"]
-    evaluations = [line for line in events if line["kind"] == "evaluation"]
-    wall = events[-1]["time"] - events[0]["time"]
-    RESULTS.mkdir(exist_ok=True)
-    draw(steps, evaluations, RESULTS / f"{NAME}.png")
-    text = f"`{COMMAND}`\n\n{machine()}\n\n{table(summary, steps, wall)}\n"
-    (RESULTS / f"{NAME}.md").write_text(f"# SmolLM2-135M-Instruct\n\n{text}\n![curves]({NAME}.png)\n")
-    kept = {key: value for key, value in summary.items() if key not in ("initial_policy", "mlflow_run_id")}
-    figures = {"command": COMMAND, "machine": machine(), "wall_seconds": wall, "summary": kept}
-    figures["rewards"] = [line["values"]["reward/mean"] for line in steps]
-    figures["evaluations"] = [{"step": line["step"], **line["values"]} for line in evaluations]
-    (RESULTS / f"{NAME}.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(text)
+    """Train both arms and compare them."""
+    common = (f"steps={steps}", "evaluation.every=10", "checkpoint.every=2")
+    config = f"jobs/configs/{NAME}.yaml"
+    cells = {arm.name: cell(f"smollm2-{steps}", config, common, arm, 0, runs.resolve()) for arm in ARMS}
+    text = [f"`python benchmarks/smollm2.py --steps {steps}`; {machine()}", "", *rows(cells), ""]
+    print("\n".join(text))
+    draw(cells, out.with_suffix(".png"))
+    out.with_suffix(".md").write_text("\n".join(["# SmolLM2-135M-Instruct", "", *text, f"![curves]({NAME}.png)", ""]))
+    figures = {
+        name: {
+            "summary": {k: v for k, v in one.summary.items() if k not in ("initial_policy", "mlflow_run_id")},
+            "evaluations": [{"step": line["step"], **line["values"]} for line in evaluations(one)],
+            **{key: one.series(key) for key in (*PANELS, "time/step", "time/rollout")},
+        }
+        for name, one in cells.items()
+    }
+    out.write_text(json.dumps(figures | {"machine": machine()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
