@@ -156,7 +156,7 @@ ONE_EACH = (
 TABLES = {
     "dapo": Table(
         title="DAPO, with and without UAQ",
-        common=(*SMALL, "steps=60", "learner.lr=8e-5", "learner.lr_final_share=1"),
+        common=(*SMALL, "steps=120", "learner.lr=8e-5", "learner.lr_final_share=1"),
         arms=formats(CORRECTIONS, "INT8", "INT4", "coarse", uaq=True),
         paper=(
             "QuRL, DAPO, Qwen2.5-7B-Math, AIME24 avg@32 %, INT8: BF16 rollouts 31.67 · naive 0.001 · FlashRL 30.29 · "
@@ -182,7 +182,7 @@ TABLES = {
     ),
     "uaq": Table(
         title="UAQ ablation, INT4, ACR",
-        common=(*SMALL, *FORMATS["INT4"], "algorithm.correction=qurl", "steps=60", "learner.lr_final_share=1"),
+        common=(*SMALL, *FORMATS["INT4"], "algorithm.correction=qurl", "steps=120", "learner.lr_final_share=1"),
         arms=uaq_arms(),
         paper=(
             "QuRL, DAPO INT8, avg@32 %: s 1, lr × 1 30.63 · 1.5, × 1 31.25 · 2, × 1 29.15 · 1, × 1.5 29.06 · "
