@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from engines import SMOLLM2
+from engines import SMOLLM2, requests
 from loop import ROOT, machine
-from rollout import ANSWER, PROMPT, SLOTS, TEXT
-from transformers import AutoModelForCausalLM
+from rollout import ANSWER, PROMPT, SLOTS
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl_ray.config import load_config
 from qurl_ray.data.tasks import load_task
 from qurl_ray.policy.gguf import cached_gguf_policy
-from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.types import PolicySpec
 
@@ -133,10 +132,8 @@ def curve(events: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 def continuous_batching(rounds: int, threads: int, folder: Path) -> dict[str, Any]:
     """Tokens per second of transformers', on the prompts of rollout.py."""
     spec = PolicySpec(source=str(cached_gguf_policy(SMOLLM2)))
-    tokenizer = load_tokenizer(spec)
-    words = tokenizer("\n".join((ROOT / name).read_text() for name in TEXT)).input_ids
-    prompts = [words[PROMPT * i : PROMPT * (i + 1)] for i in range(SLOTS)]
-    assert all(len(prompt) == PROMPT for prompt in prompts)
+    asked = requests(AutoConfig.from_pretrained(spec.source).vocab_size, [ANSWER] * SLOTS, PROMPT)
+    prompts = [request.prompt_ids.tolist() for request in asked]
     found = trl(
         "generate", folder, model=spec.source, prompts=prompts, new_tokens=ANSWER, rounds=rounds, threads=threads
     )
@@ -153,13 +150,13 @@ def main(
     if not PEER.exists():
         raise SystemExit("TRL's environment is missing: make peers")
     runs = runs.resolve()
-    parts = {
-        "throughput": lambda: throughput(1 if quick else 3, 4 if quick else 8, threads, runs),
-        "continuous_batching": lambda: {"continuous_batching": continuous_batching(2 if quick else 4, threads, runs)},
-        "time": lambda: {} if quick else {"time_to_85_percent": time_to_accuracy(160, 2, threads, runs)},
-    }
+    parts = (
+        lambda: throughput(1 if quick else 3, 4 if quick else 8, threads, runs),
+        lambda: {"continuous_batching": continuous_batching(2 if quick else 4, threads, runs)},
+        lambda: {} if quick else {"time_to_85_percent": time_to_accuracy(160, 2, threads, runs)},
+    )
     figures = {"machine": machine(), "threads": threads}
-    for part in parts.values():
+    for part in parts:
         figures |= part()
         if out:  # what was measured stays, whatever the next part does
             out.write_text(json.dumps(figures, indent=2) + "\n")

@@ -47,7 +47,7 @@ def here(rounds: int, runs: Path) -> dict[str, dict[str, float]]:
 def simulated(sizes: tuple[int, ...], steps: int, each: int, mean: int) -> list[dict[str, Any]]:
     """A row per cluster, network and form of sync."""
     rows = []
-    cost = call_cost(requests=max(1, round(each / 0.75)), prompt=128, tokens=mean)
+    cost = call_cost(answers=max(1, round(each / 0.75)), prompt=128, tokens=mean)
     print(f"a call that sends requests costs its caller {1e6 * cost:.0f} µs, with the answers")
     for gpus in sizes:
         prompts = each * gpus // 8

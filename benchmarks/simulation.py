@@ -21,6 +21,7 @@ import numpy as np
 import ray
 import ray.cloudpickle
 from coordinator import Engine, Judge
+from engines import requests
 
 import qurl_ray.actors.fleet
 import qurl_ray.actors.spans
@@ -37,7 +38,7 @@ from qurl_ray.planning.machines import CONSTANTS
 from qurl_ray.planning.phases import learn_s, sync_bytes
 from qurl_ray.planning.roofline import Engine as Roofline
 from qurl_ray.planning.workload import Workload
-from qurl_ray.types import Completion, Request, SamplingParams, TensorRecord
+from qurl_ray.types import Completion, Request, TensorRecord
 
 _BINS = 64  # of the lengths that end one after the other in a piece
 
@@ -259,13 +260,9 @@ class _Answers:
         return Engine(0)._generate(requests, 1, 0.0)
 
 
-def call_cost(requests: int, prompt: int, tokens: int, count: int = 1000) -> float:
+def call_cost(answers: int, prompt: int, tokens: int, count: int = 1000) -> float:
     """Seconds of the caller's processor for a call that sends requests to an actor, and for their answers."""
-    sampling = SamplingParams(max_new_tokens=tokens)
-    piece = [
-        Request(uid=str(index), prompt_ids=np.zeros(prompt, np.int32), seed=index, sampling=sampling)
-        for index in range(requests)
-    ]
+    piece = requests(10, [tokens] * answers, prompt)
     actor = _Answers.remote()
     ray.get(actor.generate.remote(piece))
     began = time.process_time()
