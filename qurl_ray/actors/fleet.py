@@ -55,7 +55,7 @@ class Fleet:
         self._works: list[Work] = []
         self._busy: dict[int, tuple[Work, Piece]] = {}
         self._paused = False
-        self._changed = asyncio.Event()
+        self._changed, self._offered = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._tending: dict[int, tuple[asyncio.Task, ...]] = {}
         """By worker."""
@@ -135,7 +135,7 @@ class Fleet:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 while not condition():
-                    await self._wait_for_change()
+                    await self._changed.wait()
         except TimeoutError:
             message = f"waited {self._config.start_timeout_s:g} s for {what}: {self.roster()}"
             raise DeadlineExceeded(message) from None
@@ -185,6 +185,7 @@ class Fleet:
             seconds = self.recovery_seconds[-1]
             self._tell("info", f"{member.where()} is back after {seconds:.1f} s, with verified weights {version}")
         self._notify()
+        self._offer()
 
     async def expect(self, manifest: Manifest, scales: Sequence[ObjectRef], timeout_s: float) -> None:
         """Make all workers ready for a version through vLLM's own transfer, also those that are left out: they are part
@@ -216,11 +217,11 @@ class Fleet:
         healthy = max(1, len(self.those(Health.HEALTHY)))
         work = Work(requests, size=min(-(-len(requests) // healthy), _SLOTFULS * self._config.slots))
         self._works.append(work)
-        self._notify()
+        self._offer()
         began = time.monotonic()
         try:
             while not work.over:
-                await self._wait_for_change(1.0)
+                await _wait(self._changed, 1.0)
                 # What is done twice may take twice as long, and wait for a worker to start.
                 again = self._config.start_timeout_s + self._config.timeout_s if work.repeated else 0.0
                 limit = self._config.timeout_s + again
@@ -265,15 +266,18 @@ class Fleet:
     def resume(self) -> None:
         """Go on with the weights that are now held."""
         self._paused = False
-        self._notify()
+        self._offer()
 
     async def _interrupt(self, which: Callable[[Work, Piece], bool]) -> None:
-        """Cancel what runs of these, until none runs: a cancel that overtakes its call does nothing."""
+        """Cancel what runs of these, again and again until none runs: a cancel that overtakes its call does nothing."""
         while targets := [index for index, busy in self._busy.items() if which(*busy)]:
             for index in targets:
                 work, piece = self._busy[index]
                 control(self.members[index].actor.cancel).remote([request.uid for request in work.requests(piece)])
-            await self._wait_for_change(_TICK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    while any(which(*busy) for busy in self._busy.values()):
+                        await self._changed.wait()
 
     async def _serve(self, member: Member) -> None:
         """Give a worker one piece after the other."""
@@ -281,7 +285,7 @@ class Fleet:
             found = None if self._paused or member.health is not Health.HEALTHY else self._next(member)
             if found is None:
                 running = any(work.running for work in self._works)
-                await self._wait_for_change(1.0 if running else None)  # a straggler is noticed by the clock
+                await _wait(self._offered, 1.0 if running else None)  # a straggler is noticed by the clock
                 continue
             self._busy[member.index] = found
             member.doing, member.awake = "generate", True
@@ -292,6 +296,8 @@ class Fleet:
                 self._busy.pop(member.index, None)
                 member.doing = "idle"
                 self._notify()
+                if found[0].waiting:  # also what this worker has not done
+                    self._offer()
 
     def _next(self, member: Member) -> tuple[Work, Piece] | None:
         for work in self._works:
@@ -420,15 +426,16 @@ class Fleet:
         found = await asyncio.gather(*(outcome(index, call) for index, call in calls.items()))
         return dict(zip(calls, found, strict=True))
 
-    async def _wait_for_change(self, timeout_s: float | None = None) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-
     def _notify(self) -> None:
-        """Wake up all that wait."""
+        """Wake up those that wait for a condition: it may hold now."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _offer(self) -> None:
+        """Wake up the workers without work: there may be some. Not at every change, of which thousands of workers make
+        as many: each would wake up all others."""
+        self._offered.set()
+        self._offered = asyncio.Event()
 
     def _spawn(self, what: Coroutine) -> asyncio.Task:
         task = asyncio.ensure_future(what)
@@ -443,6 +450,12 @@ class Fleet:
                 work.error = error if isinstance(error, QurlError) else EngineError(f"the fleet failed: {error!r}")
             self._tell("warning", f"the fleet failed: {error!r}")
             self._notify()
+
+
+async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 def _raise_first(found: dict[int, Any]) -> None:

@@ -6,6 +6,7 @@ waiting ─► running on a worker (a straggler's on two) ─► answered, each 
 """
 
 import statistics
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,9 +49,11 @@ class Work:
         self._parts: list[list[Completion]] = [[] for _ in requests]
         self._answers: list[Completion | None] = [None] * len(requests)
         self._seconds: list[float] = []
+        """That pieces took, sorted."""
         places = range(len(self._requests))
         self.waiting = deque(Piece(tuple(places[i : i + size])) for i in range(0, len(places), size))
-        self.running: list[Piece] = []
+        self.running: dict[Piece, None] = {}
+        """In the order in which they were begun."""
         self.open = len(self._requests)
         """Requests without an answer."""
         self.error: QurlError | None = None
@@ -62,19 +65,19 @@ class Work:
         return not self.open or self.error is not None
 
     def next(self, worker: int, now: float, *, hedge_after: float) -> Piece | None:
-        """What this idle worker is to do: a piece that waits, or one that runs elsewhere for longer than `hedge_after`
-        times the median of those that are done."""
+        """What this idle worker is to do: a piece that waits, or else the one that runs on one worker for longest, if
+        that is `hedge_after` times the median of those that are done."""
         piece = None
         if self.over:
             return None
         if self.waiting:
             piece = self.waiting.popleft()
-            self.running.append(piece)
-        elif self._seconds:
-            limit = hedge_after * statistics.median(self._seconds)
-            late = [p for p in self.running if len(p.runners) == 1 and now - min(p.runners.values()) > limit]
-            piece = next((p for p in late if worker not in p.runners), None)
-            self.hedged += piece is not None
+            self.running[piece] = None
+        elif self._seconds and (alone := next((p for p in self.running if len(p.runners) == 1), None)):
+            (since,) = alone.runners.values()
+            if now - since > hedge_after * statistics.median(self._seconds):
+                piece = alone
+                self.hedged += 1
         if piece:
             piece.runners[worker] = now
         return piece
@@ -102,7 +105,7 @@ class Work:
                     self._parts[place].append(completion)
             self._again([place for place, _ in cut])
         if not cut:
-            self._seconds.append(now - since)
+            insort(self._seconds, now - since)
         self._settle(piece)
 
     def give_back(self, piece: Piece, worker: int) -> int:
@@ -124,5 +127,6 @@ class Work:
             self.waiting.appendleft(Piece(tuple(places)))
 
     def _settle(self, piece: Piece) -> None:
-        if not piece.runners:
-            self.running.remove(piece)
+        del self.running[piece]
+        if piece.runners:
+            self.running[piece] = None  # the second began later

@@ -189,7 +189,7 @@ class Collector:
         collected.tokens += int(lengths.sum())
         collected.rewards += [v.reward for v in verdicts if v.status == "ok"]
         collected.lengths += lengths.tolist()
-        collected.garbage += sum(garbage_tokens(c.token_ids) for c in completions)
+        collected.garbage += garbage_tokens([c.token_ids for c in completions])
         collected.truncated += sum(c.finish == "length" for c in completions)
         collected.all_groups += len(rewards_PG)
         collected.uniform_groups += int(uniform_P.sum())

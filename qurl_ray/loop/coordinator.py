@@ -158,6 +158,8 @@ class Coordinator:
         self._results: dict[int, tuple[list[StepResult], dict[str, float]]] = {}
         self._wanted = 0
         """How often engines have waited for weights while ranks waited here."""
+        self._look: asyncio.Task | None = None
+        """For engines that wait so."""
         self._drawn_at: dict[int, int] = {}
         """By version of the weights: steps that they have learned from."""
         self._dropped = False
@@ -266,14 +268,18 @@ class Coordinator:
     async def _or_wanted(self, task: asyncio.Task, sent: int) -> Any:
         """What the task returns, unless engines wait for weights before it does. All ranks hear the same: none has an
         answer of a task that is not done."""
-        while True:
-            if self._wanted > sent:
-                return WeightsWanted()
-            if task.done():
-                return task.result()
+        while self._wanted <= sent and not task.done():
+            if self._look is None or self._look.done():
+                self._look = asyncio.ensure_future(self._look_for_stale(task))
+            await asyncio.wait({task, self._look}, return_when=asyncio.FIRST_COMPLETED)
+        return WeightsWanted() if self._wanted > sent else task.result()
+
+    async def _look_for_stale(self, task: asyncio.Task) -> None:
+        """For all ranks that wait for the task: thousands would look at thousands of engines, each for itself."""
+        while not task.done():
             if self._fleet.those(Health.STALE):
                 self._wanted += 1
-                continue
+                return
             await asyncio.wait({task}, timeout=_STALE_S)
 
     async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:

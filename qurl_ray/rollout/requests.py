@@ -69,6 +69,8 @@ def continued(request: Request, part: Completion) -> Request:
 
 def joined(parts: Sequence[Completion]) -> Completion:
     """The answer that was drawn in parts, each of a request that continues the part before."""
+    if len(parts) == 1:
+        return parts[0]
     return Completion(
         uid=parts[0].uid,
         token_ids=np.concatenate([part.token_ids for part in parts]),

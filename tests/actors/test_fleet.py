@@ -36,7 +36,7 @@ class Worker:
         self.pace, self.boots, self.version = pace, 0, None
         self.dead = self.hung = asyncio.Event()
         self.cancelled: set[str] = set()
-        self.calls = self.naps = 0
+        self.calls = self.naps = self.cancels = 0
         self.begin()
 
     def begin(self) -> None:
@@ -96,6 +96,7 @@ class Worker:
 
     def cancel(self, uids) -> None:
         self.cancelled |= set(uids)
+        self.cancels += 1
 
     async def sleep(self) -> None:
         self.naps += 1
@@ -206,6 +207,25 @@ def test_a_straggler_is_asked_for_by_an_idle_worker_and_the_first_answer_counts(
         assert rig.fleet.counts.hedged == 1
         assert rig.workers[0].calls == 2
         check(requests[:1], await rig.fleet.generate(requests[:1]))  # the loser does not block the fleet
+
+    run(scenario())
+
+
+def test_what_many_workers_do_wakes_up_no_more_of_the_others_than_there_is_work_for():
+    async def scenario():
+        rig = Rig(*(Worker(pace=0.002 + 0.0005 * index) for index in range(64)))
+        await rig.fleet.started()
+        await rig.refit(1)
+        looks, look = [], rig.fleet._next
+        rig.fleet._next = lambda member: looks.append(member.index) or look(member)
+        check(requests := asked(32), await rig.fleet.generate(requests))
+        assert len(looks) < 2 * 64 + 32  # each once for this work, and after it; 32 * 32 if each end woke all up
+        generating = asyncio.ensure_future(rig.fleet.generate(asked(64)))
+        await asyncio.sleep(0.005)
+        await rig.fleet.pause()
+        assert {worker.cancels for worker in rig.workers} == {1}
+        rig.fleet.resume()
+        await generating
 
     run(scenario())
 

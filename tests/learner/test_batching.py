@@ -1,5 +1,8 @@
 """Plans: every sample exactly once, budgets kept, ranks in step."""
 
+import pickle
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,6 +62,23 @@ def test_packing_fills_micro_batches_to_more_than_half(lengths, budget):
     packed = micro_batches([trajectory(f"{i}", n) for i, n in enumerate(lengths)], budget, packed=True)
     half_empty = [batch for batch in packed if 2 * tokens_computed(batch, packed=True) <= budget]
     assert len(half_empty) <= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=groups_of, updates=st.integers(1, 3), ranks=st.integers(1, 4))
+def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks):
+    groups = [[trajectory(f"{p}/{g}", n, prompt=p + 1) for g, n in enumerate(group)] for p, group in enumerate(lengths)]
+    for share in plan(groups, updates=updates, ranks=ranks, token_budget=40, seed=1):
+        arrived = pickle.loads(pickle.dumps(share, protocol=5))
+        assert [m.denominators for m in arrived] == [m.denominators for m in share]
+        for batch, same in zip(
+            [b for m in share for b in m.micro_batches], [b for m in arrived for b in m.micro_batches], strict=True
+        ):
+            for sample, twin in zip(batch, same, strict=True):
+                for field in fields(sample):
+                    value, found = getattr(sample, field.name), getattr(twin, field.name)
+                    np.testing.assert_array_equal(found, value, strict=True)
+                    assert type(found) is type(value)
 
 
 def test_packing_puts_short_answers_beside_a_long_one():

@@ -33,7 +33,14 @@ pieces = st.one_of(
 @given(parts=st.lists(pieces, max_size=4))
 def test_matches_a_search_of_every_stretch(parts):
     tokens = [token for part in parts for token in part]
-    assert garbage_tokens(np.array(tokens, dtype=np.int32)) == by_search(tokens)
+    assert garbage_tokens([np.array(tokens, dtype=np.int32)]) == by_search(tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(answers=st.lists(st.lists(pieces, max_size=4), max_size=5))
+def test_answers_are_counted_by_themselves(answers):
+    each = [[token for part in parts for token in part] for parts in answers]
+    assert garbage_tokens([np.array(tokens, dtype=np.int32) for tokens in each]) == sum(map(by_search, each))
 
 
 @pytest.mark.parametrize(
@@ -56,4 +63,4 @@ def test_matches_a_search_of_every_stretch(parts):
     ],
 )
 def test_examples(tokens, count):
-    assert garbage_tokens(np.array(tokens, dtype=np.int32)) == count
+    assert garbage_tokens([np.array(tokens, dtype=np.int32)]) == count
