@@ -26,6 +26,7 @@ from qurl_ray.types import Completion, Manifest, Request
 
 _MARGIN_S = 30.0  # engines notice their deadline between two tokens
 _TICK_S = 0.25  # how often a starting worker, and one that is being interrupted, is asked again
+_PULSE_S = 0.002  # between any two heartbeats: thousands of workers must not keep the coordinator busy with theirs
 _SLOTFULS = 4  # requests of a piece, in slots of an engine: enough to keep them filled, few enough to be done twice
 _DIED_FOR_GOOD = (ActorDiedError, ActorUnschedulableError)  # it cannot be made at all, or not where it should be
 _DIED = (RayActorError, ActorUnschedulableError)
@@ -356,7 +357,7 @@ class Fleet:
                 await asyncio.sleep(_TICK_S)
                 continue
             self._heard(member, pulse)
-            await asyncio.sleep(self._config.heartbeat_s)
+            await asyncio.sleep(max(self._config.heartbeat_s, _PULSE_S * len(self.members)))
 
     def _heard(self, member: Member, pulse: Pulse) -> None:
         silent, member.heard = time.monotonic() - member.heard, time.monotonic()

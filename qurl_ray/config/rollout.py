@@ -70,7 +70,7 @@ class RolloutConfig(Section):
     start_timeout_s: float = Field(180.0, gt=0)
     """Deadline for placing and starting the workers, and for one to come back when none is left."""
     heartbeat_s: float = Field(2.0, gt=0)
-    """Seconds between two questions whether a worker lives."""
+    """Seconds between two questions whether a worker lives; at least 2 ms times the number of workers."""
     silent_s: float = Field(60.0, gt=0)
     """A worker that does not answer for a quarter of this is suspect; for all of it, it is ended and started anew."""
     hedge_after: float = Field(3.0, ge=1)

@@ -5,6 +5,7 @@ All lengths are known where this runs, so the number of micro-batches is agreed 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from heapq import heapreplace
 from itertools import islice
 
 import numpy as np
@@ -110,11 +111,11 @@ def plan(
 def balance(samples: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]:
     """Longest first, each to the rank that has the fewest tokens so far."""
     shares: list[list[Trajectory]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    loads = [(0, rank) for rank in range(ranks)]  # a heap
     for sample in sorted(samples, key=lambda s: -s.length):
-        rank = loads.index(min(loads))
+        load, rank = loads[0]
         shares[rank].append(sample)
-        loads[rank] += sample.length
+        heapreplace(loads, (load + sample.length, rank))
     return shares
 
 

@@ -227,7 +227,7 @@ class Collector:
         )
 
     def _answers(self, completions: Sequence[Completion]) -> list[str]:
-        return self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+        return self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
 
     def _texts(self, ids: list[int]) -> list[str]:
         """Of each token by itself."""

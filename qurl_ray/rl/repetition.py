@@ -7,6 +7,7 @@ import numpy as np
 _LONGEST_PERIOD = 8
 _LEAST_REPEATS = 4
 _LEAST_TOKENS = 16
+_AT_ONCE = 256  # answers: enough that numpy's calls cost little beside their work, few enough for the cache
 
 
 def garbage_tokens(answers: Sequence[np.ndarray]) -> int:
@@ -15,16 +16,17 @@ def garbage_tokens(answers: Sequence[np.ndarray]) -> int:
     That is an n-gram, n <= 8, at least 4 times in a row and over at least 16 tokens. The "error tokens" of quantized
     rollouts (https://arxiv.org/abs/2604.07853) are described as repetitive or garbled; this counts repetitions.
     """
-    if not answers:
-        return 0
-    # All in one row: a step has thousands of answers, and numpy's calls would take longer than what they compute.
+    return sum(_garbage(answers[start : start + _AT_ONCE]) for start in range(0, len(answers), _AT_ONCE))
+
+
+def _garbage(answers: Sequence[np.ndarray]) -> int:
     tokens = np.concatenate(answers)
-    owner = np.repeat(np.arange(len(answers)), [len(answer) for answer in answers])
-    begins_less_ends = np.zeros(len(tokens) + 1, dtype=np.int64)
+    owner = np.repeat(np.arange(len(answers), dtype=np.int32), [len(answer) for answer in answers])
+    begins_less_ends = np.zeros(len(tokens) + 1, dtype=np.int32)
     for period in range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1):
-        same = (tokens[period:] == tokens[:-period]) & (owner[period:] == owner[:-period])
-        turns = np.diff(same.astype(np.int8), prepend=0, append=0)
-        starts, ends = np.flatnonzero(turns == 1), np.flatnonzero(turns == -1)
+        same = np.zeros(len(tokens) - period + 2, dtype=bool)  # False at both ends
+        same[1:-1] = (tokens[period:] == tokens[:-period]) & (owner[period:] == owner[:-period])
+        starts, ends = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2).T
         long = ends - starts >= max(_LEAST_REPEATS * period, _LEAST_TOKENS) - period
         begins_less_ends[starts[long]] += 1  # no place occurs twice among the starts, nor among the ends
         begins_less_ends[ends[long] + period] -= 1

@@ -1,6 +1,7 @@
 """The fleet with workers that answer by rule and die, hang and refuse on demand; every request is answered once."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ class Worker:
         self.pace, self.boots, self.version = pace, 0, None
         self.dead = self.hung = asyncio.Event()
         self.cancelled: set[str] = set()
-        self.calls = self.naps = self.cancels = 0
+        self.calls = self.naps = self.cancels = self.pulses = 0
         self.begin()
 
     def begin(self) -> None:
@@ -57,6 +58,8 @@ class Worker:
         raise ActorUnavailableError("killed", bytes(16))
 
     async def pulse(self) -> Pulse:
+        self.pulses += 1
+
         async def answer():
             while self.hung.is_set():
                 await asyncio.sleep(0.01)
@@ -213,7 +216,7 @@ def test_a_straggler_is_asked_for_by_an_idle_worker_and_the_first_answer_counts(
 
 def test_what_many_workers_do_wakes_up_no_more_of_the_others_than_there_is_work_for():
     async def scenario():
-        rig = Rig(*(Worker(pace=0.002 + 0.0005 * index) for index in range(64)))
+        rig, began = Rig(*(Worker(pace=0.002 + 0.0005 * index) for index in range(64))), time.monotonic()
         await rig.fleet.started()
         await rig.refit(1)
         looks, look = [], rig.fleet._next
@@ -226,6 +229,7 @@ def test_what_many_workers_do_wakes_up_no_more_of_the_others_than_there_is_work_
         assert {worker.cancels for worker in rig.workers} == {1}
         rig.fleet.resume()
         await generating
+        assert sum(worker.pulses for worker in rig.workers) <= 2 * 64 + (time.monotonic() - began) / 0.002
 
     run(scenario())
 
