@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,10 @@ def cell(
     *,
     job: str = "qurl_dapo",
     begin: bool = True,
+    quiet: bool = False,
 ) -> Cell | None:
     """The run of an arm and seed, made if it is not there; None where `begin` forbids that. Its folder's name ends with
-    a digest of the settings: where they are changed, it is another run."""
+    a digest of the settings: where they are changed, it is another run. `quiet`: its console goes to a file beside."""
     settings = [f"seed={seed}", "export.quantized=none", *common, *arm.settings]
     digest = hashlib.sha256("\n".join([job, (ROOT / config).read_text(), *settings]).encode()).hexdigest()[:6]
     name = re.sub(r"[^\w.]+", "-", f"{table}-{arm.name}-{seed}-{digest}")
@@ -80,9 +82,12 @@ def cell(
             return None
         settings += [f"name={name}", f"output_dir={runs}", "tracking.mlflow=false", "tracking.console=plain"]
         command = [sys.executable, f"jobs/{job}.py", "--config", config, *settings]
-        # 3: the guard has stopped it, which is an outcome, too
-        if (status := subprocess.run(command, cwd=ROOT).returncode) not in (0, 3):
-            raise SystemExit(f"{name} ended with status {status}")
+        log = runs / f"{name}.log"
+        runs.mkdir(parents=True, exist_ok=True)
+        with log.open("w") if quiet else nullcontext() as console:
+            status = subprocess.run(command, cwd=ROOT, stdout=console, stderr=console).returncode
+        if status not in (0, 3):  # 3: the guard has stopped it, which is an outcome, too
+            raise SystemExit(f"{name} ended with status {status}{f'; see {log}' if quiet else ''}")
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Cell(seed=seed, summary=json.loads((folder / "summary.json").read_text()), events=events)
 
