@@ -312,10 +312,11 @@ def run(key: str, seeds: int, jobs: int, until: float, runs: Path) -> list[tuple
     wanted = list(product(range(seeds), table.arms))
 
     def one(seed: int, arm: Arm) -> Cell | None:
-        began, begin = time.monotonic(), time.monotonic() < until
-        found = cell(key, table.config, table.common, arm, seed, runs.resolve(), job=table.job, begin=begin, quiet=True)
-        if begin and found:
-            accuracy, seconds = 100 * found.summary["accuracy_after"], time.monotonic() - began
+        began = time.monotonic()
+        where = (key, table.config, table.common, arm, seed, runs.resolve())
+        found = cell(*where, job=table.job, begin=began < until, quiet=True)
+        if (seconds := time.monotonic() - began) > 1 and found:  # else it was there
+            accuracy = 100 * found.summary["accuracy_after"]
             place = wanted.index((seed, arm)) + 1
             left = (len(wanted) - place) * seconds / jobs / 60
             what = f"{arm.name}, seed {seed}: {accuracy:.1f} % after {seconds:.0f} s"
