@@ -180,7 +180,10 @@ def node(job: Job) -> Strike | None:
     without = job.reaches(step + 3)
     returned = time.time()
     place.node = place.cluster.add_node(num_cpus=1)
-    back = without and job.until(lambda: job.told(".* is back after", at), "the worker to come back")
+    # A rank that was on it takes the room of a worker, in whose place another one is hired later.
+    back = without and job.until(
+        lambda: job.told(".* (is back after|joins the fleet)", returned), "a second worker to come back"
+    )
     return Strike(
         what="SIGKILL the second node",
         step=step,

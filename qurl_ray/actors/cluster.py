@@ -6,6 +6,7 @@ import ray
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state
 from ray.experimental.internal_kv import _internal_kv_get
+from ray.util import placement_group_table
 
 from qurl_ray.actors.placement import Demand, Seat, counts, what_is_missing
 from qurl_ray.errors import PlacementError
@@ -41,6 +42,18 @@ def there_is() -> str:
     return (
         f"the cluster has {counts(kinds | ray.cluster_resources())}, "
         f"free now {counts(kinds | ray.available_resources())}"
+    )
+
+
+def without_room(asked: Demand) -> bool:
+    """Whether Ray looks in vain for room for the ranks. Ray Train's groups have no name: anybody's of the same bundles
+    is taken for theirs."""
+    return any(
+        group["state"] == "PENDING"
+        and group["stats"]["scheduling_state"] in ("NO_RESOURCES", "INFEASIBLE")
+        and group["strategy"] == "PACK"
+        and list(group["bundles"].values()) == [asked.rank] * asked.ranks
+        for group in placement_group_table().values()
     )
 
 

@@ -85,7 +85,7 @@ class Crew:
         """
         if tuple(seats) == self.seats:
             return
-        self._dismiss()
+        self._dismiss(self.actors)
         self.seats = tuple(seats)
         for seat in guests(seats, max(1, gpus_of_worker(self.config))):
             self.actors.append(self._make(self._at(seat)))
@@ -113,19 +113,29 @@ class Crew:
         remove_placement_group(group)
         return None
 
+    @property
+    def spare(self) -> bool:
+        """Whether there are more than `workers`."""
+        return not self.colocated and len(self.actors) > self.config.workers
+
+    def shrink(self) -> None:
+        """End the worker that was hired last, and give its room back."""
+        self._dismiss(self.actors[-1:])
+        remove_placement_group(self._placements.pop())
+
     def stop(self) -> None:
         """End the workers and give their resources back."""
-        self._dismiss()
+        self._dismiss(self.actors)
         for group in (*self._placements, *([self._wanted] if self._wanted else [])):
             remove_placement_group(group)
 
-    def _dismiss(self) -> None:
-        closing = [actor.close.remote() for actor in self.actors]
+    def _dismiss(self, actors: list[ActorHandle]) -> None:
+        closing = [actor.close.remote() for actor in actors]
         if closing:  # an engine may have processes of its own
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
-        for actor in self.actors:
+        for actor in actors:
             ray.kill(actor)
-        self.actors = []
+        self.actors = self.actors[: -len(actors) or None]
 
     def _place(self) -> PlacementGroup:
         return placement_group([worker_resources(self.config)], strategy="STRICT_PACK")

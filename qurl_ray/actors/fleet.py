@@ -80,6 +80,17 @@ class Fleet:
         self._tend(self.members[index])
         self._notify()
 
+    def leave(self) -> None:
+        """The last worker is taken away on purpose; what it had to do is asked of others."""
+        member = self.members.pop()
+        for task in self._tending.pop(member.index):
+            task.cancel()
+        if busy := self._busy.pop(member.index, None):
+            work, piece = busy
+            work.give_back(piece, member.index)
+        self._notify()
+        self._offer()
+
     def _tend(self, member: Member) -> None:
         self._tending[member.index] = (self._spawn(self._watch(member)), self._spawn(self._serve(member)))
 

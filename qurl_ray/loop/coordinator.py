@@ -382,6 +382,12 @@ class Coordinator:
                 self._tell("info", f"rollout worker {index} moves to where the learner's ranks are now")
         self._seated = seats
 
+    async def leave(self, stay: int) -> None:
+        """The fleet's workers are now the first `stay` of them: the learner's ranks need the room."""
+        while len(self._fleet.members) > stay:
+            self._fleet.leave()
+            self._tell("warning", f"rollout worker {len(self._fleet.members)} leaves, as the learner needs its room")
+
     async def tell(self, event: Event) -> None:
         """Pass an event on to the driver."""
         self._events.append(event)

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from qurl_ray.actors.cluster import check_room, there_is
+from qurl_ray.actors.cluster import check_room, there_is, without_room
 from qurl_ray.actors.crew import Crew
 from qurl_ray.actors.placement import counts, demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
@@ -47,6 +47,8 @@ from qurl_ray.types import Event
 
 _POLL_S = 0.2
 _DRAIN_S = 120.0
+_LOOK_S = 3.0
+_LOOKS = 3  # in a row: Ray Train may just be placing its ranks
 _ROLLOUTS_BYTES = 32 << 20  # of samples.jsonl; of more, jobs/report.py writes pages when asked
 _CALLS = 1000  # that may wait in the coordinator at a time: they hold no threads
 
@@ -231,6 +233,8 @@ class _Watch:
         self._config, self._coordinator, self._crew = config, coordinator, crew
         self._summary, self._tracker = summary, tracker
         self._heard = time.monotonic()
+        self._looked, self._short = 0.0, 0
+        """When it was asked whether the ranks have room, and how often in a row they had none."""
         self._log = "not known yet"
 
     def until_over(self, fit: _Fit) -> dict[str, Any]:
@@ -289,15 +293,35 @@ class _Watch:
     def _man(self, found: Drained) -> None:
         """Put colocated workers where the ranks are, or add a worker if there is room for one, and tell the coordinator
         of those that it does not know: another one was started in its place."""
+        short = self._make_room()
         if self._crew.colocated:
             if found.seats and found.seats != found.seated:
                 self._crew.sit(found.seats)
                 self._coordinator.join.remote(self._crew.actors, self._crew.seats)
             return
-        if found.seats:  # before, it could take the ranks' room
+        if found.seats and not short:  # before, it could take the ranks' room
             self._crew.grow()
         if found.workers < len(self._crew.actors):
             self._coordinator.join.remote(self._crew.actors, None)
+
+    def _make_room(self) -> bool:
+        """Whether the ranks wait for room, as far as is known. They come before workers above `rollout.workers`; where
+        there are none of these, it is said what is waited for."""
+        if time.monotonic() - self._looked < _LOOK_S:
+            return self._short > 0
+        self._looked = time.monotonic()
+        asked = demand(self._config)
+        self._short = self._short + 1 if without_room(asked) else 0
+        if self._short == _LOOKS and self._crew.spare:
+            with suppress(RayActorError, GetTimeoutError):  # a coordinator that is made anew knows none of them
+                ray.get(self._coordinator.leave.remote(len(self._crew.actors) - 1), timeout=_DRAIN_S)
+            self._crew.shrink()
+            self._short = 0
+        elif self._short == 2 * _LOOKS:
+            ranks = f"{asked.ranks} learner rank(s) of {counts(asked.rank)}"
+            message = f"{ranks} wait for room, for {self._config.learner.timeout_s:g} s at most; {there_is()}"
+            self._tracker.handle(Event(kind="warning", step=0, message=message))
+        return self._short > 0
 
 
 @contextmanager

@@ -252,6 +252,30 @@ def test_a_worker_that_joins_works_once_it_has_weights():
     run(scenario())
 
 
+def test_what_a_worker_that_is_taken_away_had_to_do_is_done_by_others():
+    async def scenario():
+        rig = Rig(Worker(), Worker(pace=5.0))
+        await rig.fleet.started()
+        await rig.refit(1)
+        requests = asked(8)
+        generating = asyncio.ensure_future(rig.fleet.generate(requests))
+        await asyncio.sleep(0.05)
+        assert rig.workers[1].calls == 1
+        rig.fleet.leave()
+        check(requests, await generating)
+        assert [member.index for member in rig.fleet.members] == [0]
+        assert rig.fleet.counts.hedged == 0
+        rig.workers[1] = Worker()
+        rig.fleet.join(LocalActor(rig.workers[1]))  # in its place
+        await rig.fleet.started()
+        await rig.refit(2)
+        check(requests, await rig.fleet.generate(requests))
+        assert rig.workers[1].calls == 1
+        assert not rig.said
+
+    run(scenario())
+
+
 def test_those_that_are_awake_are_put_to_sleep_when_nothing_runs_any_more():
     async def scenario():
         rig = Rig(Worker(), Worker(pace=5.0))

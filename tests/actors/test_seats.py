@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from qurl_ray.actors.cluster import check_room, own_seat
+from qurl_ray.actors.cluster import check_room, own_seat, without_room
 from qurl_ray.actors.crew import Crew
 from qurl_ray.actors.placement import demand
 from qurl_ray.errors import DeadlineExceeded, PlacementError
@@ -267,3 +267,28 @@ def test_room_is_taken_once_it_stays_and_not_from_a_rank_that_is_placed_anew(six
         assert workers_after(0.6) == 1
     assert workers_after(6.0) == 2
     assert len(reports(crew.actors)[1].own.gpus) == 8
+
+
+def test_a_worker_beyond_those_asked_for_makes_room_for_ranks_that_wait(sixteen, crew_of, monkeypatch):
+    monkeypatch.setattr("qurl_ray.actors.crew._ASK_S", 0.2)
+    monkeypatch.setattr("qurl_ray.actors.crew._TIMES", 1)
+    sizes = ("learner.workers=8", "rollout.workers=1", "rollout.max_workers=2", "rollout.vllm.tensor_parallel=8")
+    config = preset(JET, *APART, *sizes)
+    asked, crew = demand(config), crew_of(config)
+    crew.start()
+    until = time.monotonic() + 20
+    while len(crew.actors) < 2 and time.monotonic() < until:
+        crew.grow()
+    assert crew.spare
+    assert not without_room(asked)
+    ranks = placement_group([asked.rank] * asked.ranks, strategy="PACK")
+    try:
+        assert not ranks.wait(3)
+        assert without_room(asked)
+        crew.shrink()
+        assert ranks.wait(10)
+        assert not without_room(asked)
+        assert not crew.spare
+        assert len(reports(crew.actors)) == 1
+    finally:
+        remove_placement_group(ranks)
