@@ -49,12 +49,12 @@ def parameters(folder: Path) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
 
 
-def start_job(*settings: str) -> subprocess.Popen:
-    """jobs/qurl_dapo.py in a process of its own."""
+def start_job(*settings: str, address: str | None = None) -> subprocess.Popen:
+    """jobs/qurl_dapo.py in a process of its own; `address`: of the cluster that it attaches to."""
     return subprocess.Popen(
         [sys.executable, "jobs/qurl_dapo.py", *settings],
         cwd=ROOT,
-        env=ALONE,
+        env=ALONE | ({"RAY_ADDRESS": address} if address else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,14 +1,16 @@
 """Processes of a run are killed while it trains; it ends where the undisturbed one does, to the bit."""
 
 import signal
+import time
 
 import pytest
 import torch
+from ray.cluster_utils import Cluster
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.run import run
-from tests.loop.runs import SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
+from tests.loop.runs import ROOT, SMALL, descendants, events, parameters, prompts, start_job, strike, wait_for_steps
 
 pytestmark = pytest.mark.ray
 
@@ -16,7 +18,10 @@ SETTINGS = [*SMALL, "steps=12", "checkpoint.every=2", "checkpoint.keep=9", "roll
 
 
 def finished(job, run_dir):
-    output, _ = job.communicate(timeout=240)
+    try:
+        output, _ = job.communicate(timeout=240)
+    finally:
+        job.kill()  # if it was late
     assert job.returncode == 0, output[-3000:]
     return parameters(run_dir / "policy"), [line["step"] for line in events(run_dir, "step")], prompts(run_dir)
 
@@ -74,3 +79,46 @@ def test_a_worker_that_hangs_is_ended_and_started_anew(tmp_path, undisturbed):
     quick = ("rollout.silent_s=4", "rollout.heartbeat_s=0.5")
     run_dir = survivor(tmp_path, undisturbed, "ray::RolloutWorker", settings=quick, with_signal=signal.SIGSTOP)
     assert said(run_dir, "warning", "has not answered for")
+
+
+@pytest.fixture
+def nodes():
+    """A cluster whose head has room for nothing, and two nodes with room for one process each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        yield cluster, [cluster.add_node(num_cpus=1) for _ in range(2)]
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_node_of_the_learner_is_lost_and_a_worker_beyond_those_asked_for_makes_room(tmp_path, nodes):
+    cluster, places = nodes
+    settings = [*SMALL, "steps=160", "checkpoint.every=2", "rollout.max_new_tokens=24"]
+    settings += ["learner.threads=1", "rollout.threads=1"]
+    expected = finished(start_job(*settings, f"output_dir={tmp_path / 'undisturbed'}"), tmp_path / "undisturbed/run")
+    run_dir = tmp_path / "run"
+    grown = (*settings, "rollout.max_workers=2", f"output_dir={tmp_path}")
+    job = start_job(*grown, address=cluster.address)
+    try:
+        wait_for_steps(run_dir, 1, job)
+        raylets = [place.all_processes["raylet"][0].process.pid for place in places]
+        with_learner = [
+            any(command.startswith("ray::RayTrainWorker") for _, command in descendants(pid)) for pid in raylets
+        ]
+        assert sum(with_learner) == 1
+        cluster.add_node(num_cpus=1)  # which a second worker takes
+        deadline = time.monotonic() + 120
+        while not said(run_dir, "info", "joins the fleet"):
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        cluster.remove_node(places[with_learner.index(True)], allow_graceful=False)
+        found = finished(job, run_dir)
+    finally:
+        job.kill()
+    assert said(run_dir, "warning", "rollout worker 1 leaves, as the learner needs its room")
+    assert said(run_dir, "warning", "the learner was started anew and goes on from the checkpoint of step")
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
