@@ -50,7 +50,7 @@ _DRAIN_S = 120.0
 _LOOK_S = 3.0
 _LOOKS = 3  # in a row: Ray Train may just be placing its ranks
 _ROLLOUTS_BYTES = 32 << 20  # of samples.jsonl; of more, jobs/report.py writes pages when asked
-_CALLS = 1000  # that may wait in the coordinator at a time: they hold no threads
+_CALLS = 1000  # that may wait in the coordinator at a time, besides two of each rank: they hold no threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def _train(
     try:
         coordinator = (
             ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
-            .options(max_concurrency=_CALLS)
+            .options(max_concurrency=_CALLS + 2 * config.learner.workers)
             .remote(config, prepared.spec, crew.actors, verifiers, place.path, place.resume)
         )
         context = {
