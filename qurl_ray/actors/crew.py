@@ -123,10 +123,17 @@ class Crew:
         self._dismiss(self.actors[-1:])
         remove_placement_group(self._placements.pop())
 
+    def forgo(self) -> None:
+        """Take back the wish for one more worker: others need the room."""
+        if self._wanted:
+            remove_placement_group(self._wanted)
+        self._wanted, self._found = None, 0
+
     def stop(self) -> None:
         """End the workers and give their resources back."""
         self._dismiss(self.actors)
-        for group in (*self._placements, *([self._wanted] if self._wanted else [])):
+        self.forgo()
+        for group in self._placements:
             remove_placement_group(group)
 
     def _dismiss(self, actors: list[ActorHandle]) -> None:

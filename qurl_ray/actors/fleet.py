@@ -379,6 +379,7 @@ class Fleet:
             fit = pulse.version == self.version
             self._tell("info", f"{member.where()} answers again")
             member.turn(Health.HEALTHY if fit else Health.STALE)
+            self._offer()
         elif member.health in (Health.DEAD, Health.RESTARTING):
             member.turn(Health.RESTARTING)
             member.turn(Health.STALE)

@@ -25,7 +25,7 @@ class MiniBatch:
     """Of the whole update, all ranks."""
 
     def __reduce__(self) -> tuple:
-        """It travels as a few long arrays, as every array by itself costs Ray 10 µs."""
+        """It travels as a few long arrays, as Ray handles every array by itself."""
         samples = [sample for batch in self.micro_batches for sample in batch]
         ids = [part for s in samples for part in (s.prompt_ids, s.token_ids, s.versions)]
         rest = [(len(s.prompt_ids), s.length, s.uid, s.reward, s.advantage, s.group, s.watched) for s in samples]

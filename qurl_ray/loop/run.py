@@ -312,6 +312,8 @@ class _Watch:
         self._looked = time.monotonic()
         asked = demand(self._config)
         self._short = self._short + 1 if without_room(asked) else 0
+        if self._short:
+            self._crew.forgo()
         if self._short == _LOOKS and self._crew.spare:
             with suppress(RayActorError, GetTimeoutError):  # a coordinator that is made anew knows none of them
                 ray.get(self._coordinator.leave.remote(len(self._crew.actors) - 1), timeout=_DRAIN_S)

@@ -252,6 +252,22 @@ def test_a_worker_that_joins_works_once_it_has_weights():
     run(scenario())
 
 
+def test_a_suspect_that_answers_again_is_given_what_came_meanwhile():
+    async def scenario():
+        rig = Rig(Worker())
+        await rig.fleet.started()
+        await rig.refit(1)
+        rig.workers[0].hung.set()
+        while not rig.fleet.those(Health.SUSPECT):
+            await asyncio.sleep(0.01)
+        generating = asyncio.ensure_future(rig.fleet.generate(requests := asked(4)))
+        await asyncio.sleep(0.02)
+        rig.workers[0].hung.clear()
+        check(requests, await asyncio.wait_for(generating, 5))
+
+    run(scenario())
+
+
 def test_what_a_worker_that_is_taken_away_had_to_do_is_done_by_others():
     async def scenario():
         rig = Rig(Worker(), Worker(pace=5.0))

@@ -285,6 +285,7 @@ def test_a_worker_beyond_those_asked_for_makes_room_for_ranks_that_wait(sixteen,
     try:
         assert not ranks.wait(3)
         assert without_room(asked)
+        crew.forgo()
         crew.shrink()
         assert ranks.wait(10)
         assert not without_room(asked)
