@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -245,28 +246,39 @@ def test_engines_of_a_whole_box_each_sit_with_the_ranks_of_ray_train_on_it(boxes
     assert all(gpus == ["0", "1"] for _, gpus in engines)
 
 
-def test_room_is_taken_once_it_stays_and_not_from_a_rank_that_is_placed_anew(sixteen, crew_of, monkeypatch):
-    monkeypatch.setattr("qurl_ray.actors.crew._ASK_S", 0.2)
-    monkeypatch.setattr("qurl_ray.actors.crew._TIMES", 4)
-    sizes = ("rollout.workers=1", "rollout.max_workers=2", "rollout.vllm.tensor_parallel=8")
-    crew = crew_of(preset(JET, *APART, *sizes))
-    crew.start()
+def test_room_is_taken_once_it_stays_and_not_from_a_rank_that_is_placed_anew(monkeypatch):
+    """Ray looks again for room once a second, so its own answers come too unevenly to count them: these come from a
+    clock that the test turns."""
+    now, free, given_back = [100.0], [True], []
+    monkeypatch.setattr("qurl_ray.actors.crew.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "qurl_ray.actors.crew.placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: free[0])
+    )
+    monkeypatch.setattr("qurl_ray.actors.crew.remove_placement_group", given_back.append)
+    monkeypatch.setattr(Crew, "_hire", lambda self, group: self.actors.append(group))
+    config = preset(JET, *APART, "rollout.workers=1", "rollout.max_workers=2").rollout
+    growing = Crew(config=config, spec=PolicySpec(source="nowhere"), kernel="auto", threads=1, actors=["the first"])
 
-    def workers_after(seconds: float) -> int:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            crew.grow()
-            time.sleep(0.02)
-        return len(crew.actors)
+    def grow_for(seconds: float) -> int:
+        for _ in range(round(seconds / 0.1)):
+            growing.grow()
+            now[0] += 0.1
+        return len(growing.actors)
 
-    for _ in range(2):  # the room is the rank's but for a moment
-        rank = placement_group([{"GPU": 8}], strategy="PACK")
-        assert rank.wait(10)
-        assert workers_after(1.0) == 1
-        remove_placement_group(rank)
-        assert workers_after(0.6) == 1
-    assert workers_after(6.0) == 2
-    assert len(reports(crew.actors)[1].own.gpus) == 8
+    for _ in range(3):  # the room is the rank's but for a moment
+        free[0] = True
+        assert grow_for(12) == 1
+        free[0] = False
+        assert grow_for(5) == 1
+    asked = len(given_back)
+    assert 18 <= asked <= 24
+    free[0] = True
+    assert grow_for(15) == 1
+    assert grow_for(10) == 2
+    assert growing.actors[1] not in given_back
+    asked = len(given_back)
+    assert grow_for(30) == 2
+    assert len(given_back) == asked  # there are as many as there may be
 
 
 def test_a_worker_beyond_those_asked_for_makes_room_for_ranks_that_wait(sixteen, crew_of, monkeypatch):
