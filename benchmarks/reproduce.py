@@ -5,7 +5,7 @@ was stopped. Cells that were not run print as such. In each table, all rows come
 beside the papers' own in benchmarks/results/reproduce.{json,md}, curves in reproduce_*.png.
 
 The policy has 2.4 M parameters and adds two-digit numbers; its cold start answers 43.6 % of held-out sums. Formats:
-INT8; INT4 in groups of 128; and "coarse", codes of -1, 0, 1 in such groups, where KL(b‖p) and max rho are beyond what
+INT8; FP8; INT4 in groups of 128; and "coarse", codes of -1, 0, 1 in such groups, where KL(b‖p) and max rho are beyond what
 the papers see late in long runs. As in the papers' recipes the dual clip is 10, and 3 in PPO.
 """
 
@@ -31,6 +31,7 @@ from matplotlib import pyplot as plt
 FULL = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.correction=ignore")
 FORMATS = {
     "INT8": ("rollout.quantization=int8",),
+    "FP8": ("rollout.quantization=fp8",),
     "INT4": ("rollout.quantization=int4",),
     "coarse": ("rollout.quantization=int4", "quantization.weight_max_code=1"),
 }
@@ -209,7 +210,7 @@ TABLES = {
         title="PPO, with a value model",
         job="qurl_ppo",
         common=(*FREE, *ONE_EACH, "steps=60", "learner.lr=8e-5", "learner.lr_final_share=1"),
-        arms=formats(CORRECTIONS, "INT8", "coarse"),
+        arms=formats(CORRECTIONS, "INT8", "FP8", "coarse"),
         paper=(
             "QuRL, PPO, Qwen2.5-0.5B, GSM8K %: BF16 rollouts 55.35 · naive INT8 48.78, FP8 0.0 · FlashRL 51.40, 53.60 "
             "· QuRL 53.55, 54.28",
