@@ -94,13 +94,12 @@ def uaq_arms() -> tuple[Arm, ...]:
 
 
 def long_arms() -> tuple[Arm, ...]:
-    """Rollouts alone in FP8 blocks, unified, and in full precision, for each length."""
-    flows = {
-        "full precision": (*FULL, "precision_flow=rollout_only"),
-        "rollouts alone": ("rollout.quantization=fp8_block", "precision_flow=rollout_only", NO_UAQ),
-        "unified": ("rollout.quantization=fp8_block", "precision_flow=unified", NO_UAQ),
-    }
-    colors = dict(zip(flows, ("#777777", "#D55E00", "#0072B2"), strict=True))
+    """For each length: full precision, and FP8 blocks and INT4, each in rollouts alone and unified."""
+    flows = {"full precision": (*FULL, "precision_flow=rollout_only")}
+    for name, form in {"FP8": "fp8_block", "INT4": "int4"}.items():
+        for flow, setting in {"rollouts alone": "rollout_only", "unified": "unified"}.items():
+            flows[f"{name}, {flow}"] = (f"rollout.quantization={form}", f"precision_flow={setting}", NO_UAQ)
+    colors = dict(zip(flows, ("#777777", "#E69F00", "#56B4E9", "#D55E00", "#0072B2"), strict=True))
     return tuple(
         Arm(
             name=f"{digits} tokens, {flow}",
@@ -217,8 +216,8 @@ TABLES = {
         ),
     ),
     "jet": Table(
-        title="Jet-RL: FP8 blocks as answers get longer",
-        common=(*SMALL, "algorithm.correction=ignore", "steps=40", "learner.lr=8e-5", "learner.lr_final_share=1"),
+        title="Jet-RL: rollouts alone and unified, as answers get longer",
+        common=(*SMALL, "algorithm.correction=ignore", "steps=20", "learner.lr=8e-5", "learner.lr_final_share=1"),
         arms=long_arms(),
         paper=(
             "Jet-RL: FP8 in rollouts alone is fine to 4K tokens, worse at 8K, collapses within 20 steps at 16K. "
