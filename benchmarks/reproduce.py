@@ -5,8 +5,8 @@ was stopped. Cells that were not run print as such. In each table, all rows come
 beside the papers' own in benchmarks/results/reproduce.{json,md}, curves in reproduce_*.png.
 
 The policy has 2.4 M parameters and adds two-digit numbers; its cold start answers 43.6 % of held-out sums. Formats:
-INT8; FP8; INT4 in groups of 128; and "coarse", codes of -1, 0, 1 in such groups, where KL(b‖p) and max rho are beyond what
-the papers see late in long runs. As in the papers' recipes the dual clip is 10, and 3 in PPO.
+INT8; FP8; INT4 in groups of 128; and "coarse", codes of -1, 0, 1 in such groups, where KL(b‖p) and max rho are beyond
+what the papers see late in long runs. As in the papers' recipes the dual clip is 10, and 3 in PPO.
 """
 
 import json
@@ -57,13 +57,15 @@ DIGITS = (8, 16, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows, what they have in common, and what the paper's table says."""
+    """Rows, what they have in common, and the paper's beside them."""
 
     title: str
     common: tuple[str, ...]
     arms: tuple[Arm, ...]
-    paper: tuple[str, ...]
-    """Markdown."""
+    paper: dict[str, str]
+    """What the paper has for these rows."""
+    note: str
+    """Markdown: of what the paper's figures are."""
     config: str = "jobs/configs/quickstart.yaml"
     job: str = "qurl_dapo"
     curves: dict[str, str] | None = None
@@ -163,10 +165,14 @@ TABLES = {
         title="DAPO, with and without UAQ",
         common=(*SMALL, "steps=80", "learner.lr=8e-5", "learner.lr_final_share=1"),
         arms=formats(CORRECTIONS, "INT8", "INT4", "coarse", uaq=True),
-        paper=(
-            "QuRL, DAPO, Qwen2.5-7B-Math, AIME24 avg@32 %, INT8: BF16 rollouts 31.67 · naive 0.001 · FlashRL 30.29 · "
-            "QuRL without UAQ 30.63 · with UAQ 31.25",
-        ),
+        paper={
+            "full precision": "31.67",
+            "INT8 naive": "0.001",
+            "INT8 FlashRL (TIS)": "30.29",
+            "INT8 QuRL (ACR)": "30.63",
+            "INT8 QuRL (ACR) and UAQ": "31.25",
+        },
+        note="The paper's: QuRL, DAPO, Qwen2.5-7B-Math, AIME24 avg@32 %.",
     ),
     "preset": Table(
         title="The preset of the quickstart, whole",
@@ -175,7 +181,8 @@ TABLES = {
             Arm(name="full precision", settings=FULL, color="#777777"),
             Arm(name="INT8 QuRL (ACR) and UAQ", settings=(), color="#009E73"),
         ),
-        paper=("QuRL, DAPO, AIME24 avg@32 %, INT8: 31.25 with UAQ, of 31.67 with BF16 rollouts.",),
+        paper={"full precision": "31.67", "INT8 QuRL (ACR) and UAQ": "31.25"},
+        note="The paper's: QuRL, DAPO, Qwen2.5-7B-Math, AIME24 avg@32 %.",
     ),
     "collapse": Table(
         title="Collapse: a long run with coarse codes",
@@ -183,10 +190,12 @@ TABLES = {
         arms=tuple(
             Arm(name=label, settings=(setting,), color=color) for label, (setting, color) in CORRECTIONS.items()
         ),
-        paper=(
-            "QuRL: naive collapses within a few steps, its clipped share first 1.5 %, then 0; TIS after about 1000 "
-            "steps; ACR is stable to 1200. KL(b‖p) 0.002 → 0.025, max rho up to 1e5",
-        ),
+        paper={
+            "naive": "collapses within a few steps",
+            "FlashRL (TIS)": "collapses after about 1000",
+            "QuRL (ACR)": "stable to 1200",
+        },
+        note="The paper's: QuRL, INT8. KL(b‖p) 0.002 → 0.025, max ρ to 1e5; naive's clipped share first 1.5 %, then 0.",
         curves={
             "reward/mean": "reward of the rollouts",
             "mismatch/kl": "KL(b‖p)",
@@ -198,31 +207,39 @@ TABLES = {
         title="UAQ ablation, INT4, ACR",
         common=(*SMALL, *FORMATS["INT4"], "algorithm.correction=qurl", "steps=80", "learner.lr_final_share=1"),
         arms=uaq_arms(),
-        paper=(
-            "QuRL, DAPO INT8, avg@32 %: s 1, lr × 1 30.63 · 1.5, × 1 31.25 · 2, × 1 29.15 · 1, × 1.5 29.06 · "
-            "1, × 2 26.66",
-            "The rate here is that of all weights; the control of s times the rate on the folded ones alone, without a "
-            "fold, is in the table of the frozen actor.",
-        ),
+        paper={
+            "s = 1, lr × 1": "30.63",
+            "s = 1.5, lr × 1": "31.25",
+            "s = 2, lr × 1": "29.15",
+            "s = 1, lr × 1.5": "29.06",
+            "s = 1, lr × 2": "26.66",
+        },
+        note="The paper's: QuRL, DAPO, INT8, AIME24 avg@32 %. The rate here is that of all weights; the control of s "
+        "times the rate on the folded ones alone, without a fold, is in the table of the frozen actor.",
     ),
     "ppo": Table(
         title="PPO, with a value model",
         job="qurl_ppo",
         common=(*FREE, *ONE_EACH, "steps=60", "learner.lr=8e-5", "learner.lr_final_share=1"),
         arms=formats(CORRECTIONS, "INT8", "FP8", "coarse"),
-        paper=(
-            "QuRL, PPO, Qwen2.5-0.5B, GSM8K %: BF16 rollouts 55.35 · naive INT8 48.78, FP8 0.0 · FlashRL 51.40, 53.60 "
-            "· QuRL 53.55, 54.28",
-        ),
+        paper={
+            "full precision": "55.35",
+            "INT8 naive": "48.78",
+            "INT8 FlashRL (TIS)": "51.40",
+            "INT8 QuRL (ACR)": "53.55",
+            "FP8 naive": "0.0",
+            "FP8 FlashRL (TIS)": "53.60",
+            "FP8 QuRL (ACR)": "54.28",
+        },
+        note="The paper's: QuRL, PPO, Qwen2.5-0.5B-Instruct, GSM8K %.",
     ),
     "jet": Table(
         title="Jet-RL: rollouts alone and unified, as answers get longer",
         common=(*SMALL, "algorithm.correction=ignore", "steps=20", "learner.lr=8e-5", "learner.lr_final_share=1"),
         arms=long_arms(),
-        paper=(
-            "Jet-RL: FP8 in rollouts alone is fine to 4K tokens, worse at 8K, collapses within 20 steps at 16K. "
-            "Llama3.1-8B, 8K: BF16 23.2 · rollouts alone 13.0 · Jet-RL 25.2",
-        ),
+        paper={},
+        note="The paper's: FP8 in rollouts alone is fine to 4K tokens, worse at 8K, and collapses within 20 steps at "
+        "16K. Jet-RL, Llama3.1-8B, 8K, mean of its tasks: BF16 23.2, rollouts alone 13.0, unified 25.2.",
     ),
 }
 
@@ -237,12 +254,13 @@ def rows(table: Table, cells: dict[str, list[Cell]]) -> list[str]:
     """A Markdown table; "not run" where no seed was."""
     lines = [
         "| | before % | after %: mean (seeds) | of the gain in full precision % | in its format % | KL(b‖p), largest | "
-        "max ρ | kept by ACR, tokens |",
-        "|---|---|---|---|---|---|---|---|",
+        "max ρ | kept by ACR, tokens | the paper's |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in table.arms:
+        published = table.paper.get(arm.name, "")
         if not (found := cells[arm.name]):
-            lines.append(f"| {arm.name} | not run | | | | | | |")
+            lines.append(f"| {arm.name} | not run | | | | | | | {published} |")
             continue
         after = [one.summary["accuracy_after"] for one in found]
         kl = max(max(v for v in one.series("mismatch/kl") if not math.isnan(v)) for one in found)
@@ -252,7 +270,7 @@ def rows(table: Table, cells: dict[str, list[Cell]]) -> list[str]:
             f"| {arm.name} | {100 * found[0].summary['accuracy_before']:.1f} | {spread(after)} | {of_full} | "
             f"{100 * statistics.mean(one.summary['accuracy_after_quantized'] for one in found):.1f} | {kl:.2g} | "
             f"{max(one.summary['max_rho'] for one in found):.3g} | "
-            f"{sum(one.summary['acr_active_tokens'] for one in found):,} |"
+            f"{sum(one.summary['acr_active_tokens'] for one in found):,} | {published} |"
         )
     return lines
 
@@ -350,7 +368,7 @@ def main(
         for arm, one in run(key, seeds, jobs, until if not tables or key in tables else 0.0, runs):
             cells[arm.name].append(one)
         seconds = [one.summary["train_seconds"] for found in cells.values() for one in found]
-        text += [f"## {table.title}", "", *rows(table, cells), "", *table.paper, ""]
+        text += [f"## {table.title}", "", *rows(table, cells), "", table.note, ""]
         text += [
             f"{len(seconds)} of {seeds * len(table.arms)} cells, {sum(seconds) / 60:.0f} minutes of steps, at most "
             f"{max(seconds, default=0):.0f} s in a cell.",
