@@ -6,6 +6,7 @@ a learning rate of s times on the folded linears and 1/s on their norms: the con
 """
 
 import copy
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from loop import ROOT
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 from rounding import with_codes
 from transformers import PreTrainedModel
 
@@ -217,12 +219,15 @@ def draw(cells: list[dict], path: Path) -> None:
         for axis, (key, label) in zip(
             row, {"changed": "codes changed by a sync", "kl": "KL of an actor to the last, nats"}.items(), strict=True
         ):
+            least, most = (pick(cell[lr][name][key] for cell in cells for name in ARMS) for pick in (min, max))
             for at, (name, arm) in enumerate(ARMS.items()):
                 values = [cell[lr][name][key] for cell in cells]
                 color = "#D55E00" if arm.rounding != "nearest" else "#999999" if arm.control != 1 else "#0072B2"
                 axis.barh(at, statistics.mean(values), color=color)
                 axis.plot(values, [at] * len(values), "k.", markersize=3)
             axis.set(xscale="log", title=f"{label}; lr {lr}", yticks=range(len(ARMS)), yticklabels=list(ARMS))
+            axis.set_xlim(10 ** math.floor(math.log10(least)), 10 ** math.ceil(math.log10(most)))
+            axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.3, axis="x")
     axes[0, 0].invert_yaxis()  # all share it
     figure.savefig(path, dpi=110)
