@@ -275,7 +275,7 @@ def rows(table: Table, cells: dict[str, list[Cell]]) -> list[str]:
         after = [one.summary["accuracy_after"] for one in found]
         kl = max(max(v for v in one.series("mismatch/kl") if not math.isnan(v)) for one in found)
         base = gain(cells.get(arm.base, []))
-        of_full = f"{100 * gain(found) / base:.0f}" if base else ""
+        of_full = f"{100 * gain(found) / base:.0f}" if base > 0 else ""
         lines.append(
             f"| {arm.name} | {100 * found[0].summary['accuracy_before']:.1f} | {spread(after)} | {of_full} | "
             f"{100 * statistics.mean(one.summary['accuracy_after_quantized'] for one in found):.1f} | {kl:.2g} | "
