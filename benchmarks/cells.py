@@ -109,7 +109,7 @@ def draw_series(axis: plt.Axes, arms: Sequence[Arm], cells: dict[str, list[Cell]
     """A thin line per seed and a thick one for their mean, each a mean over the last `width` steps."""
     colors = {arm.name: arm.color for arm in arms}
     for name, found in cells.items():
-        curves = [_smooth(one.series(key), width) for one in found]
+        curves = [smooth(one.series(key), width) for one in found]
         for curve in curves:
             axis.plot(range(1, len(curve) + 1), curve, color=colors[name], linewidth=0.6, alpha=0.5)
         mean = [mean_of_numbers(values) for values in zip(*curves, strict=False)]
@@ -118,7 +118,8 @@ def draw_series(axis: plt.Axes, arms: Sequence[Arm], cells: dict[str, list[Cell]
     axis.grid(alpha=0.3)
 
 
-def _smooth(values: list[float], width: int) -> list[float]:
+def smooth(values: list[float], width: int) -> list[float]:
+    """Means over the last `width` values."""
     return [mean_of_numbers(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 

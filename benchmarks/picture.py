@@ -9,7 +9,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import typer
-from cells import RESULTS
+from cells import RESULTS, smooth
 from loop import ROOT
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
@@ -72,9 +72,8 @@ def collapse(axis: plt.Axes) -> None:
     for name, found in read("reproduce")["collapse"].items():
         if found:
             steps = zip(*(one["series"]["reward/mean"] for one in found), strict=False)
-            mean = [statistics.mean(values) for values in steps]
-            smooth = [statistics.mean(mean[max(0, i - 4) : i + 1]) for i in range(len(mean))]
-            axis.plot(range(1, len(smooth) + 1), smooth, color=COLORS[name])
+            mean = smooth([statistics.mean(values) for values in steps], width=5)
+            axis.plot(range(1, len(mean) + 1), mean, color=COLORS[name])
     axis.set(title="Reward of ternary rollouts", xlabel="step", ylim=(0, None))
 
 
