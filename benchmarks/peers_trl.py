@@ -3,7 +3,8 @@
     .venv-peers/bin/python benchmarks/peers_trl.py train|generate SETTINGS.json
 
 `train` runs GRPOTrainer on problems of the file, and prints one JSON line: seconds of each step, and (step, seconds of
-training so far, accuracy) of each evaluation. `generate` times transformers' continuous batching.
+training so far, accuracy) of each evaluation. `generate` is transformers' continuous batching: it answers a line of its
+input with answers to the file's prompts, and prints how many tokens those have.
 """
 
 import json
@@ -37,7 +38,7 @@ class Clock(TrainerCallback):
             control.should_training_stop |= accuracy >= self._settings["target"]
 
 
-def train(settings: dict) -> dict:
+def train(settings: dict) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     clock = Clock(settings, tokenizer)
     fixed = {"min_new_tokens": settings["new_tokens"]} if settings["ignore_eos"] else {}
@@ -84,7 +85,7 @@ def train(settings: dict) -> dict:
     trainer.train()
     # a step of ours is one generation and all of its updates
     steps = [sum(clock.seconds[i : i + updates]) for i in range(0, len(clock.seconds), updates)]
-    return {"seconds": steps, "evaluations": clock.evaluations}
+    print(json.dumps({"seconds": steps, "evaluations": clock.evaluations}))
 
 
 @torch.no_grad()
@@ -97,23 +98,19 @@ def greedy_accuracy(model, tokenizer, problems: list[dict]) -> float:
     return statistics.mean(text.strip() == one["answer"] for text, one in zip(texts, problems, strict=True))
 
 
-def generate(settings: dict) -> dict:
-    """Tokens per second of `generate_batch`, transformers' continuous batching."""
+def generate(settings: dict) -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32).eval()
     config = GenerationConfig(
         max_new_tokens=settings["new_tokens"], do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0
     )
-    seconds = []
-    for _ in range(settings["rounds"]):
-        since = time.perf_counter()
+    for _ in sys.stdin:
         made = model.generate_batch(inputs=settings["prompts"], generation_config=config, progress_bar=False)
-        seconds.append(time.perf_counter() - since)
-    tokens = sum(len(one.generated_tokens) for one in made.values())
-    return {"tokens": tokens, "seconds": seconds}
+        print(sum(len(one.generated_tokens) for one in made.values()), file=answers, flush=True)
 
 
 if __name__ == "__main__":
     command, path = sys.argv[1:]
     settings = json.loads(Path(path).read_text())
     torch.set_num_threads(settings["threads"])
-    print(json.dumps({"train": train, "generate": generate}[command](settings)))
+    {"train": train, "generate": generate}[command](settings)
