@@ -209,6 +209,8 @@ class LearnerConfig(Section):
     """Tokens of one forward and backward pass; padding counts unless `packing` is on."""
     packing: bool = False
     """Join the samples of a micro-batch end to end instead of padding them; attention stays within each."""
+    share_prompts: bool = True
+    """Compute the prompt of a group's samples once, and no padding; on a CPU, without `packing`."""
     gradient_checkpointing: bool = False
     """Keep only the blocks' inputs for the backward pass and compute the rest again."""
     zero_stage: Literal[0, 1, 2, 3] = 2

@@ -47,7 +47,8 @@ class Scorer(nn.Module):
         super().__init__()
         self.policy = on_device(model, config)
         self.value_head = value_head(model, config) if with_values else None
-        self._temperature, self._packing = temperature, config.packing
+        self._temperature = temperature
+        self._packing, self._share_prompts = config.packing, shares_prompts(config)
         self._entropy: Entropy = "gradient" if entropy_gradient else "value"
         self._autocast, self._device = config.compute == "bfloat16", config.device
 
@@ -56,7 +57,9 @@ class Scorer(nn.Module):
         entropy: Entropy = self._entropy if torch.is_grad_enabled() else "none"
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
             lengths_B = batch.lengths_B if self._packing else None
-            states_Nd = answer_states(self.policy, batch.token_ids_BT, mask_BT, lengths_B)
+            states_Nd = answer_states(
+                self.policy, batch.token_ids_BT, mask_BT, lengths_B, share_prompts=self._share_prompts
+            )
             ids_N = batch.token_ids_BT[mask_BT]
             logprobs_N, entropy_N = score_states(self.policy, states_Nd, ids_N, self._temperature, entropy=entropy)
         return (
@@ -71,6 +74,11 @@ def value_head(model: PreTrainedModel, config: LearnerConfig) -> nn.Linear:
     head = nn.Linear(model.config.hidden_size, 1, bias=False, device=config.device)
     nn.init.zeros_(head.weight)
     return head
+
+
+def shares_prompts(config: LearnerConfig) -> bool:
+    """Whether the attention of on_device can, and is asked to."""
+    return config.share_prompts and config.device == "cpu"
 
 
 def on_device(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:

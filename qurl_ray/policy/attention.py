@@ -24,6 +24,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from qurl_ray.policy.sharing import Sharing
+
 NAME = "qurl_invariant"
 VARLEN = "qurl_varlen"
 KEY_MULTIPLE = 16
@@ -62,6 +64,7 @@ def invariant_attention(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     packing: Packing | None = None,
+    sharing: Sharing | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """softmax(query · keyᵀ · scaling, over keys j ≤ position) · value.
@@ -73,6 +76,7 @@ def invariant_attention(
         key, value: [B, key heads, S, d].
         position_ids: [B, T] or [1, T], position of each query in its sequence.
         packing: if the row (B = 1, S = T) holds several sequences, where they lie; none sees another.
+        sharing: the same where they share their beginnings.
 
     Returns:
         [B, T, heads, d], and no attention weights.
@@ -83,6 +87,8 @@ def invariant_attention(
     _refuse(attention_mask, dropout)
     key, value = _as_stored(module, key, value)
     attend = partial(_one_sequence, scaling=scaling, sliding_window=sliding_window)
+    if sharing is not None:
+        return sharing.attend(attend, query, key, value), None
     if packing is None:
         return attend(query, key, value, position_ids), None
     heads = (part.split(packing.lengths, dim=2) for part in (query, key, value))

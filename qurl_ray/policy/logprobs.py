@@ -8,11 +8,12 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from qurl_ray.policy.attention import Packing
+from qurl_ray.policy.sharing import share
 
 HEAD_BYTES = 128 * 2**20  # of float32 logits that exist at a time
 
@@ -75,12 +76,24 @@ def scatter(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def answer_states(
-    model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor | None
+    model: PreTrainedModel,
+    token_ids_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    lengths_B: torch.Tensor | None,
+    *,
+    share_prompts: bool = False,
 ) -> torch.Tensor:
-    """[N, d]: the final state before each of the N masked tokens, row by row. Arguments as in token_logprobs."""
-    if lengths_B is None:
-        return _states_padded(model, token_ids_BT, mask_BT)
-    return _states_packed(model, token_ids_BT, mask_BT, lengths_B)
+    """[N, d]: the final state before each of the N masked tokens, row by row. Arguments as in token_logprobs.
+
+    Args:
+        share_prompts: compute equal prompts once (policy.sharing), without `lengths_B`; on a CPU, the model's attention
+            being attention.NAME. The result is the same.
+    """
+    if lengths_B is not None:
+        return _states_packed(model, token_ids_BT, mask_BT, lengths_B)
+    if share_prompts:
+        return _states_shared(model, token_ids_BT, mask_BT)
+    return _states_padded(model, token_ids_BT, mask_BT)
 
 
 def _states_padded(model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -88,6 +101,19 @@ def _states_padded(model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: 
     positions = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)[None]
     states_BTd = model.base_model(input_ids=inputs_BT, position_ids=positions, use_cache=False).last_hidden_state
     return states_BTd[mask_BT[:, 1:]]
+
+
+def _states_shared(model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    sharing = share(token_ids_BT, mask_BT)
+    if sharing is None:
+        return _states_padded(model, token_ids_BT, mask_BT)
+    states_1Nd = model.base_model(
+        input_ids=token_ids_BT.flatten()[sharing.row_N][None],
+        position_ids=sharing.positions_N[None],
+        use_cache=False,
+        sharing=sharing,
+    ).last_hidden_state
+    return embedding(sharing.before_M, states_1Nd[0])
 
 
 def _states_packed(

@@ -42,6 +42,7 @@ SPLITS = {
     "small micro-batches": {"token_budget": 40},
     "two workers": {"token_budget": 60, "ranks": 2},
     "four workers": {"token_budget": 30, "ranks": 4},
+    "prompts computed again for each sample": {"share_prompts": False},
     "packed": {"packed": True},
     "packed, small, two workers": {"packed": True, "token_budget": 50, "ranks": 2},
     "another order": {"order": 1},
@@ -53,7 +54,7 @@ CASES = [(name, torch.float64, 1e-10) for name in OBJECTIVES] + [
 ]
 
 
-def gradient(spec, settings, dtype, *, ranks=1, token_budget=10_000, packed=False, order=0) -> torch.Tensor:
+def gradient(spec, settings, dtype, *, ranks=1, token_budget=10_000, packed=False, order=0, **learner) -> torch.Tensor:
     """Of the second of two updates: the policy has left p, so that ratios differ from 1. All ranks' parts, added."""
     chosen = groups()
     if order:
@@ -65,7 +66,7 @@ def gradient(spec, settings, dtype, *, ranks=1, token_budget=10_000, packed=Fals
         reference = load_model(spec).to(dtype)
         trained = make_learner(
             model,
-            LearnerConfig(packing=packed),
+            LearnerConfig(packing=packed, **learner),
             settings,
             temperature=1.0,
             total_updates=1,
