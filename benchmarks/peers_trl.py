@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -104,8 +105,10 @@ def generate(settings: dict) -> None:
     config = GenerationConfig(
         max_new_tokens=settings["new_tokens"], do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0
     )
+    # Left to itself it takes most of the machine's memory for keys and values, and minutes to fill it with zeros.
+    cache = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048)
     for _ in sys.stdin:
-        made = model.generate_batch(inputs=settings["prompts"], generation_config=config, progress_bar=False)
+        made = model.generate_batch(settings["prompts"], config, cache, progress_bar=False)
         print(sum(len(one.generated_tokens) for one in made.values()), file=answers, flush=True)
 
 

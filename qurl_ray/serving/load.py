@@ -14,6 +14,7 @@ from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.rollout.make import make_engine
+from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import quantize_into, with_codes
 from qurl_ray.types import Manifest, PolicySpec
 
@@ -53,6 +54,8 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
         model = load_model(spec)
         keep = QuantizationConfig().kept(model.config.num_hidden_layers)
         manifest = quantize_into(engine, model, fmt, keep, unquantized=config.dtype)
+    if isinstance(engine, TorchEngine):
+        engine.reserve(config.slots, length)
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,

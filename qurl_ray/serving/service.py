@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from qurl_ray.config.serving import ServingConfig
@@ -138,7 +139,11 @@ class Service:
             folder = folder_of(pinned, tracking_uri(self.config))
             return load_policy(folder, self.config, threads=self._threads)
 
-        return Served(await asyncio.to_thread(load), self.config, name=self._name, meters=self.meters)
+        # In a thread that ends, and gives its OpenMP threads back. As long as another thread had some, there would be
+        # more than cores, and libgomp would put the engine's to sleep after every operation.
+        with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:
+            loaded = await asyncio.get_running_loop().run_in_executor(thread, load)
+        return Served(loaded, self.config, name=self._name, meters=self.meters)
 
     def _leave(self, old: Served) -> None:
         async def end() -> None:

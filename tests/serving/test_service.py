@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -165,6 +167,24 @@ def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch)
             service.check_health()
 
     asyncio.run(main())
+
+
+def test_loading_leaves_no_openmp_threads_that_would_slow_the_engine(runs):
+    """Another thread's, that is: see Service._load. In a process of its own, as this one's main thread has some."""
+    code = """
+import asyncio, os, sys, torch
+from tests.serving.test_service import service_of
+torch.set_num_threads(2)
+count = lambda: len(os.listdir("/proc/self/task"))
+async def main():
+    before = count()
+    async with service_of(sys.argv[1], slots=512) as service:
+        print(count() - before)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(runs)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) == 1  # the engine's own
 
 
 def test_pages_of_several_nodes_become_one():
