@@ -11,8 +11,8 @@ from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.backend import Backend, add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.learner.passes import Pass, Penalty
-from qurl_ray.learner.scorer import on_device, shares_prompts, value_head
-from qurl_ray.policy.logprobs import answer_states, scatter
+from qurl_ray.learner.scorer import on_device, states_before_answers, value_head
+from qurl_ray.policy.logprobs import scatter
 from qurl_ray.rl.ratios import Sums
 from qurl_ray.rl.reduce import as_floats, merge, moments
 from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
@@ -37,16 +37,13 @@ class ValueModel(nn.Module):
         super().__init__()
         self.body = on_device(body.base_model, config)
         self.head = value_head(body, config)
-        self._packing, self._share_prompts = config.packing, shares_prompts(config)
+        self._config = config
         self._autocast, self._device = config.compute == "bfloat16", config.device
 
     def forward(self, batch: Tensors) -> torch.Tensor:
         """float32 [B, T]: value of the state before each of the answer's tokens, 0 elsewhere."""
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
-            lengths_B = batch.lengths_B if self._packing else None
-            states_Nd = answer_states(
-                self.body, batch.token_ids_BT, batch.mask_BT, lengths_B, share_prompts=self._share_prompts
-            )
+            states_Nd = states_before_answers(self.body, batch, self._config)
         return scatter(self.head(states_Nd.float())[:, 0], batch.mask_BT)
 
 

@@ -47,8 +47,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.policy = on_device(model, config)
         self.value_head = value_head(model, config) if with_values else None
-        self._temperature = temperature
-        self._packing, self._share_prompts = config.packing, shares_prompts(config)
+        self._temperature, self._config = temperature, config
         self._entropy: Entropy = "gradient" if entropy_gradient else "value"
         self._autocast, self._device = config.compute == "bfloat16", config.device
 
@@ -56,10 +55,7 @@ class Scorer(nn.Module):
         mask_BT = batch.mask_BT
         entropy: Entropy = self._entropy if torch.is_grad_enabled() else "none"
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
-            lengths_B = batch.lengths_B if self._packing else None
-            states_Nd = answer_states(
-                self.policy, batch.token_ids_BT, mask_BT, lengths_B, share_prompts=self._share_prompts
-            )
+            states_Nd = states_before_answers(self.policy, batch, self._config)
             ids_N = batch.token_ids_BT[mask_BT]
             logprobs_N, entropy_N = score_states(self.policy, states_Nd, ids_N, self._temperature, entropy=entropy)
         return (
@@ -76,9 +72,11 @@ def value_head(model: PreTrainedModel, config: LearnerConfig) -> nn.Linear:
     return head
 
 
-def shares_prompts(config: LearnerConfig) -> bool:
-    """Whether the attention of on_device can, and is asked to."""
-    return config.share_prompts and config.device == "cpu"
+def states_before_answers(model: PreTrainedModel, batch: Tensors, config: LearnerConfig) -> torch.Tensor:
+    """[N, d]: answer_states of a model of on_device, laid out as configured."""
+    lengths_B = batch.lengths_B if config.packing else None
+    share_prompts = config.share_prompts and config.device == "cpu"  # as on_device chooses the attention
+    return answer_states(model, batch.token_ids_BT, batch.mask_BT, lengths_B, share_prompts=share_prompts)
 
 
 def on_device(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:

@@ -108,8 +108,11 @@ def _prompts(token_ids_BT: torch.Tensor, starts_B: torch.Tensor) -> tuple[torch.
     """(first row of each prompt [P], prompt of each row [B])."""
     rows = zip(token_ids_BT.numpy(), starts_B.tolist(), strict=True)
     prompts = [ids[:start].tobytes() for ids, start in rows]
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    return torch.tensor([prompts.index(one) for one in numbers]), torch.tensor([numbers[one] for one in prompts])
+    firsts: dict[bytes, int] = {}
+    for row, prompt in enumerate(prompts):
+        firsts.setdefault(prompt, row)
+    numbers = {prompt: number for number, prompt in enumerate(firsts)}
+    return torch.tensor(list(firsts.values())), torch.tensor([numbers[prompt] for prompt in prompts])
 
 
 def _block(place_RT: torch.Tensor, from_R: torch.Tensor, counts_R: torch.Tensor) -> tuple[Block, torch.Tensor]:

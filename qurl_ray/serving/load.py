@@ -55,7 +55,7 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
         keep = QuantizationConfig().kept(model.config.num_hidden_layers)
         manifest = quantize_into(engine, model, fmt, keep, unquantized=config.dtype)
     if isinstance(engine, TorchEngine):
-        engine.reserve(config.slots, length)
+        engine.reserve(config.slots, length)  # not first by whoever steps it, on the event loop: see Service._load
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,

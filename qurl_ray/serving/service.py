@@ -141,8 +141,11 @@ class Service:
 
         # In a thread that ends, and gives its OpenMP threads back. As long as another thread had some, there would be
         # more than cores, and libgomp would put the engine's to sleep after every operation.
-        with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="load")
+        try:
             loaded = await asyncio.get_running_loop().run_in_executor(thread, load)
+        finally:
+            thread.shutdown(wait=False)  # the event loop must not wait for a load that nobody wants any more
         return Served(loaded, self.config, name=self._name, meters=self.meters)
 
     def _leave(self, old: Served) -> None:

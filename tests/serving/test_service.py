@@ -179,6 +179,9 @@ count = lambda: len(os.listdir("/proc/self/task"))
 async def main():
     before = count()
     async with service_of(sys.argv[1], slots=512) as service:
+        for _ in range(50):  # a thread takes a moment to end
+            if count() - before > 1:
+                await asyncio.sleep(0.1)
         print(count() - before)
 asyncio.run(main())
 """
