@@ -1,7 +1,8 @@
-"""Beside other software, in one run: python benchmarks/peers.py (about 25 minutes), or --quick (8). First `make peers`.
+"""Beside other software: python benchmarks/peers.py (45 minutes), --only a part, or --quick (8). First `make peers`.
 
 - Samples per second of whole training steps, against TRL's GRPOTrainer, which has an environment of its own: the same
-  tiny policy with random weights, prompts, batch and threads; both generate exactly 16 tokens and make one update.
+  policy, prompts, batch and threads; both generate exactly 16 tokens and make one update. The tiny policy with random
+  weights has prompts of 6 tokens and groups of 8; SmolLM2-135M those of its preset, about 35 tokens and groups of 4.
 - Time to 85 % of held-out sums, from the quickstart's cold-started policy, with four updates a step: TRL, ours with
   the same recipe in full precision, and ours as the quickstart does it: INT8, ACR, UAQ, and groups that teach nothing
   replaced.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import engines
 import torch
@@ -27,14 +28,16 @@ import typer
 from loop import ROOT, machine
 from matplotlib import pyplot as plt
 from rollout import ANSWER, HF, PROMPT, SLOTS, VLLM, hf_generate, same_lengths, vllm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qurl_ray.config import load_config
-from qurl_ray.data.tasks import load_task
-from qurl_ray.policy.tiny import cached_tiny_policy
+from qurl_ray.config import RunConfig, load_config
+from qurl_ray.loop.prepare import prepare, prepare_task
 from qurl_ray.rollout.engine import Engine
-from qurl_ray.types import Request
+from qurl_ray.types import Problem, Request
 
+Part = Literal["tiny", "smollm2", "rollouts", "accuracy"]
+POLICIES = {"tiny": "tiny policy", "smollm2": "SmolLM2-135M"}
+"""Of the parts that time whole steps."""
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 TARGET = 0.85
 OURS, CONTINUOUS = ("ours, float32", "ours, INT8"), "HF continuous batching, float32"
@@ -42,12 +45,15 @@ COLORS = {"ours": "#0072B2", "peers": "#999999"}
 SAME = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.correction=ignore")
 
 
-def policy(config: str) -> tuple[Path, list[dict[str, str]], list[dict[str, str]]]:
-    """The folder of a preset's tiny policy, and its problems: to learn from, held out."""
-    settings = load_config(ROOT / "jobs" / "configs" / f"{config}.yaml", [])
-    task = load_task(settings.task, eval_problems=settings.evaluation.problems)
-    folder = cached_tiny_policy(settings.model, task.train, lambda *_: None)
-    return folder, *([{"prompt": p.prompt, "answer": p.answer} for p in some] for some in (task.train, task.held_out))
+def policy(preset: str) -> tuple[RunConfig, str, list[dict[str, str]], list[dict[str, str]]]:
+    """A preset, the folder of its policy, and its prompts and answers: to learn from, held out."""
+    config = load_config(ROOT / "jobs" / "configs" / f"{preset}.yaml", [])
+    made = prepare(config, prepare_task(config), lambda *_: None)
+
+    def plain(problems: Sequence[Problem]) -> list[dict[str, str]]:
+        return [{"prompt": config.task.template.replace("{prompt}", p.prompt), "answer": p.answer} for p in problems]
+
+    return config, made.spec.source, plain(made.task.train), plain(made.task.held_out)
 
 
 def in_peers(command: str, folder: Path, **settings: Any) -> list[Path | str]:
@@ -80,32 +86,44 @@ def step_values(events: list[dict[str, Any]], key: str) -> list[float]:
     return [event["values"][key] for event in events if event["kind"] == "step"]
 
 
-def flops(folder: Path, *, samples: int, prompt: int, new: int) -> float:
-    """Of the products of a step: 2 a parameter and token generated, 6 a parameter and token learned from."""
-    parameters = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
-    return parameters * samples * (prompt + new) * (2 + 6)
+def flops(model: str, problems: Sequence[dict[str, str]], new: int) -> float:
+    """Of the products of a sample: 2 a parameter and token generated, 6 a parameter and token learned from.
+
+    A prompt counts for each of its samples, whether a party computes it once or again.
+    """
+    parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    encoded = AutoTokenizer.from_pretrained(model)([one["prompt"] for one in problems[:500]])["input_ids"]
+    return parameters * (statistics.mean(map(len, encoded)) + new) * (2 + 6)
 
 
-def throughput(rounds: int, steps: int, threads: int, folder: Path) -> dict[str, Any]:
+def throughput(preset: str, rounds: int, steps: int, threads: int, folder: Path) -> dict[str, Any]:
     """Samples per second of both, and of ours with INT8 rollouts."""
-    model, problems, _ = policy("bench_step")
-    fixed = {"prompts": 64, "samples": 8, "new_tokens": 16, "ignore_eos": True, "updates": 1, "lr": 1e-6}
+    config, model, problems, _ = policy(preset)
+    prompts, group, new = (
+        config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.rollout.max_new_tokens
+    )  # fmt: skip
     arms: dict[str, list[float]] = {"TRL": [], "ours, float32": [], "ours, INT8 rollouts": []}
-    common = (f"steps={steps}", "evaluation.problems=8", f"rollout.threads={threads}", f"learner.threads={threads}")
+    common = (
+        f"steps={steps}", "rollout.ignore_eos=true", "algorithm.dynamic_sampling=false",
+        "algorithm.updates_per_rollout=1", "learner.lr=1e-6", "learner.lr_final_share=1", f"learner.threads={threads}",
+        f"rollout.threads={threads}", "evaluation.every=0", "evaluation.problems=8", "checkpoint.every=0",
+    )  # fmt: skip
     for round_ in range(rounds):
-        found = trl(folder, model=str(model), problems=problems, steps=steps, threads=threads, seed=round_, **fixed)
-        arms["TRL"].append(512 / statistics.median(found["seconds"][1:]))
+        found = trl(folder, model=model, problems=problems, steps=steps, threads=threads, seed=round_, prompts=prompts,
+                    samples=group, new_tokens=new, ignore_eos=True, updates=1, lr=1e-6)  # fmt: skip
+        seconds = {"TRL": found["seconds"]}
         for name, settings in (("ours, float32", SAME), ("ours, INT8 rollouts", ())):
-            took = step_values(ours("bench_step", folder, *common, *settings, f"seed={round_}"), "time/step")
-            arms[name].append(512 / statistics.median(took[1:]))
-    per_sample = flops(model, samples=1, prompt=6, new=16) / 1e9
+            seconds[name] = step_values(ours(preset, folder, *common, *settings, f"seed={round_}"), "time/step")
+        for name, some in seconds.items():
+            arms[name].append(prompts * group / statistics.median(some[1:]))
+    per_sample = flops(model, problems, new) / 1e9
     ratios = {}
     for name, values in arms.items():
         ratios[name] = statistics.median(a / b for a, b in zip(values, arms["TRL"], strict=True))
     return {
+        "samples_a_step": prompts * group,
         "samples_per_second": {name: statistics.median(values) for name, values in arms.items()},
         "gflop_per_second": {name: per_sample * statistics.median(values) for name, values in arms.items()},
-        "samples_per_second_over_trl": ratios["ours, INT8 rollouts"],
         "over_trl": ratios,
         "rounds": arms,
     }
@@ -113,12 +131,12 @@ def throughput(rounds: int, steps: int, threads: int, folder: Path) -> dict[str,
 
 def time_to_accuracy(steps: int, seeds: int, threads: int, folder: Path, every: int = 10) -> dict[str, Any]:
     """Of each seed, (step, seconds of steps so far, accuracy) of greedy evaluations every ten steps."""
-    model, problems, held_out = policy("quickstart")
+    _, model, problems, held_out = policy("quickstart")
     curves: dict[str, list[list]] = {"TRL": [], "ours, the same recipe": [], "ours, the quickstart's recipe": []}
     common = (f"steps={steps}", f"evaluation.every={every}", "learner.lr_final_share=1", f"rollout.threads={threads}",
               f"learner.threads={threads}")  # fmt: skip
     for seed in range(seeds):
-        found = trl(folder, model=str(model), problems=problems, held_out=held_out, target=TARGET, steps=steps,
+        found = trl(folder, model=model, problems=problems, held_out=held_out, target=TARGET, steps=steps,
                     evaluate_every=every * 4, prompts=64, samples=8, new_tokens=4, ignore_eos=False, updates=4, lr=4e-5,
                     threads=threads, seed=seed)  # fmt: skip
         curves["TRL"].append(found["evaluations"])
@@ -178,11 +196,13 @@ def continuous_batching(
 
 def text(figures: dict[str, Any]) -> list[str]:
     """Of the Markdown file."""
-    lines = [f"`python benchmarks/peers.py`; {figures['machine']}", ""]
-    lines += ["| training, 512 samples a step | samples/s | GFLOP/s of products | over TRL |", "|---|---|---|---|"]
-    for name, speed in figures["samples_per_second"].items():
-        over = figures["over_trl"][name]
-        lines += [f"| {name} | {speed:.0f} | {figures['gflop_per_second'][name]:.0f} | {over:.2f} |"]
+    lines = ["`python benchmarks/peers.py`", *(f"- {part}: {where}" for part, where in figures["machines"].items())]
+    for found, title in ((figures[part], title) for part, title in POLICIES.items() if part in figures):
+        head = f"training, {title}, {found['samples_a_step']} samples a step"
+        lines += ["", f"| {head} | samples/s | GFLOP/s of products | over TRL |", "|---|---|---|---|"]
+        for name, speed in found["samples_per_second"].items():
+            work, over = found["gflop_per_second"][name], found["over_trl"][name]
+            lines += [f"| {name} | {speed:.3g} | {work:.0f} | {over:.2f} |"]
     if found := figures.get("rollouts"):
         lines += ["", f"| rollouts of SmolLM2-135M, {SLOTS} × {PROMPT} → {ANSWER} | tokens/s | "]
         lines[-1] += " | ".join(f"{name} is … times as fast" for name in OURS) + " |"
@@ -190,7 +210,7 @@ def text(figures: dict[str, Any]) -> list[str]:
         for name, speed in found["tokens_per_second"].items():
             ratios = (found["over"][one][name] for one in OURS)
             lines += [f"| {name} | {speed:.0f} | {' | '.join(f'{one:.2f}' for one in ratios)} |"]
-    if times := figures.get("time_to_85_percent"):
+    if times := figures.get("accuracy"):
         lines += ["", "| seconds of steps to 85 % | each seed | steps |", "|---|---|---|"]
         for name, some in times.items():
             ends = [next((end for end in one if end[2] >= TARGET), ("–", math.inf, 0.0)) for one in some]
@@ -201,31 +221,33 @@ def text(figures: dict[str, Any]) -> list[str]:
 
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Samples per second, tokens per second, and accuracy over seconds."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.4), constrained_layout=True)
+    figure, grid = plt.subplots(2, 2, figsize=(11, 5.6), constrained_layout=True)
+    axes = grid.flatten()
     bars = {
-        "samples per second, whole steps": figures["samples_per_second"],
-        "rollout tokens per second, SmolLM2-135M": figures["rollouts"]["tokens_per_second"],
-    }
+        f"samples per second, whole steps, {title}": figures[part]["samples_per_second"]
+        for part, title in POLICIES.items()
+    } | {"rollout tokens per second, SmolLM2-135M": figures["rollouts"]["tokens_per_second"]}
     for axis, (title, found) in zip(axes, bars.items(), strict=False):
         colors = [COLORS["ours" if name.startswith("ours") else "peers"] for name in found]
-        axis.bar_label(axis.barh(list(found), list(found.values()), color=colors), fmt="%.0f", padding=3)
+        axis.bar_label(axis.barh(list(found), list(found.values()), color=colors), fmt="%.3g", padding=3)
         axis.set(title=title, xlim=(0, 1.2 * max(found.values())))
         axis.invert_yaxis()
-    for (name, some), style in zip(figures["time_to_85_percent"].items(), ("-", "--", "-"), strict=True):
+    for (name, some), style in zip(figures["accuracy"].items(), ("-", "--", "-"), strict=True):
         for seed, one in enumerate(some):
-            axes[2].plot(
+            axes[3].plot(
                 [seconds for _, seconds, _ in one], [100 * share for *_, share in one], style,
                 color=COLORS["ours" if name.startswith("ours") else "peers"], label=None if seed else name,
             )  # fmt: skip
-    axes[2].axhline(100 * TARGET, color="black", linewidth=0.8)
-    axes[2].set(title="held-out accuracy, greedy, %", xlabel="seconds of steps")
-    axes[2].legend(fontsize=8)
-    axes[2].grid(alpha=0.3)
+    axes[3].axhline(100 * TARGET, color="black", linewidth=0.8)
+    axes[3].set(title="held-out accuracy, greedy, %, tiny policy", xlabel="seconds of steps")
+    axes[3].legend(fontsize=8)
+    axes[3].grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="One round, shorter.")] = False,
+    quick: Annotated[bool, typer.Option(help="One round, shorter, without SmolLM2's steps and the accuracy.")] = False,
+    only: Annotated[Part | None, typer.Option(help="A part, beside what FILE has of the others.")] = None,
     threads: Annotated[int, typer.Option(help="Of each party.")] = 2,
     runs: Annotated[Path, typer.Option(help="Where runs are kept.")] = ROOT / "runs" / "peers",
     out: Annotated[
@@ -236,20 +258,24 @@ def main(
     if not PEER.exists():
         raise SystemExit("TRL's environment is missing: make peers")
     runs = runs.resolve()
-    parts = (
-        lambda: throughput(1 if quick else 3, 4 if quick else 8, threads, runs),
-        lambda: {"rollouts": rollouts(2 if quick else 5, threads, runs)},
-        lambda: {} if quick else {"time_to_85_percent": time_to_accuracy(160, 2, threads, runs)},
-    )
-    figures = {"machine": machine(), "threads": threads}
-    for part in parts:
-        figures |= part()
+    parts: dict[Part, Callable[[], Any]] = {
+        "tiny": lambda: throughput("bench_step", 1 if quick else 3, 4 if quick else 8, threads, runs),
+        "smollm2": lambda: throughput("smollm2_135m", 3, 4, threads, runs),
+        "rollouts": lambda: rollouts(2 if quick else 5, threads, runs),
+        "accuracy": lambda: time_to_accuracy(160, 2, threads, runs),
+    }
+    figures = json.loads(out.read_text()) if only and out and out.exists() else {"machines": {}}
+    for part in [only] if only else ["tiny", "rollouts"] if quick else list(parts):
+        figures[part] = parts[part]()
+        figures["machines"][part] = f"{machine()}, {threads} threads"
+        if part == "tiny":
+            figures["samples_per_second_over_trl"] = figures[part]["over_trl"]["ours, INT8 rollouts"]
         if out:  # what was measured stays, whatever the next part does
             out.write_text(json.dumps(figures, indent=2) + "\n")
     lines = text(figures)
     print("\n".join(lines))
     if out:
-        if not quick:
+        if len(figures["machines"]) == len(parts):
             draw(figures, out.with_suffix(".png"))
             lines += ["", f"![speed, and accuracy over seconds]({out.stem}.png)"]
         out.with_suffix(".md").write_text("\n".join(["# Beside other software", "", *lines, ""]))

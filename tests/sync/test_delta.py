@@ -145,7 +145,7 @@ def test_a_changed_code_costs_little_more_than_its_entropy(share):
 
 def test_scales_that_nearly_all_move_a_little_cost_a_third():
     rng = np.random.default_rng(0)
-    base = rng.uniform(0.001, 0.003, 100_000).astype(np.float32)
+    base = rng.uniform(0.001, 0.003, 30_000).astype(np.float32)
     new = (base * (1 + 1e-5 * rng.standard_normal(base.size))).astype(np.float32)
     delta = encode(base.view(np.uint32), new.view(np.uint32))
     assert delta.count > 0.99 * base.size
@@ -153,8 +153,8 @@ def test_scales_that_nearly_all_move_a_little_cost_a_third():
 
 
 def test_a_large_array_that_changed_nearly_everywhere_is_sent_whole():
-    base = np.zeros(1_200_000, np.uint8)
+    base = np.zeros(200_000, np.uint8)
     assert encode(base, base + np.uint8(1)) is None  # though it would be small
     few = base.copy()
-    few[:1_000_000] = 1
+    few[:50_000] = 1
     assert (decode(base, encode(base, few)) == few).all()

@@ -15,7 +15,7 @@ from qurl_ray.sync.receive import unpack
 
 INT8 = FORMATS["int8"]
 SHAPES = {
-    "model.embed_tokens.weight": (500, 96),
+    "model.embed_tokens.weight": (320, 96),
     "model.layers.0.self_attn.q_proj.weight": (96, 96),
     "model.layers.0.mlp.up_proj.weight": (256, 96),
     "model.layers.0.mlp.down_proj.weight": (96, 256),
