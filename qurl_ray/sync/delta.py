@@ -19,8 +19,9 @@ Encoding = Literal["codes", "float32", "bfloat16"]
 """Of a tensor's arrays: (codes uint8, bits of the scales uint32), (bits uint32,) or (bits uint16,)."""
 
 _MANY = 1 << 15
-"""Changes that are packed even if they are most of an array, as all scales of a linear may be: 4 ms of one core. Packing
-more of them saves 0.1 Gb for a second of a core (float32 of which every element moved), and a network is faster."""
+"""Changes that are packed even if they are most of an array, as all scales of a linear may be: 4 ms of one core.
+Packing more of them saves 0.1 Gb for a second of a core (float32 of which every element moved): any network is faster.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
