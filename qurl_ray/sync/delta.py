@@ -20,7 +20,7 @@ Encoding = Literal["codes", "float32", "bfloat16"]
 
 _MANY = 1 << 15
 """Changes that are packed even if they are most of an array, as all scales of a linear may be: 4 ms of one core.
-Packing more of them saves 0.1 Gb for a second of a core (float32 of which every element moved): any network is faster.
+Packing more of them saves 0.1 Gb for a second of a core (float32 of which every element moved), less than networks do.
 """
 
 
