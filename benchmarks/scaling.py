@@ -7,7 +7,9 @@
 """
 
 import json
+import shlex
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -136,12 +138,13 @@ def main(
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         figures["simulated"], machines["simulated"] = simulated(tuple(sizes or SIZES), steps, each, mean), machine()
         draw(figures["simulated"], out.with_suffix(".png"))
-    text = ["`python benchmarks/scaling.py`", *(f"- {name}: {where}" for name, where in machines.items()), ""]
+    command = shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]])
+    text = [f"`{command}`", *(f"- {name}: {where}" for name, where in machines.items()), ""]
     if "here" in figures:
         text += ["| a core each | rollouts s | updates s |", "|---|---|---|"]
         text += [f"| {name} | {one['rollout']:.2f} | {one['update']:.2f} |" for name, one in figures["here"].items()]
     if "simulated" in figures:
-        text += ["", *table(figures["simulated"]), "", "![seconds of a step](scaling.png)"]
+        text += ["", *table(figures["simulated"]), "", f"![seconds of a step]({out.stem}.png)"]
     print("\n".join(text))
     out.write_text(json.dumps(figures, indent=2) + "\n")
     out.with_suffix(".md").write_text("\n".join(text) + "\n")
