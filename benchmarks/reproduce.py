@@ -174,7 +174,7 @@ TABLES = {
             "INT8 QuRL (ACR)": "30.63",
             "INT8 QuRL (ACR) and UAQ": "31.25",
         },
-        note="The paper's: QuRL, DAPO, Qwen2.5-7B-Math, AIME24 avg@32 %.",
+        note="The paper's: QuRL, DAPO, Qwen2.5-Math-7B, AIME24 avg@32 %.",
     ),
     "preset": Table(
         title="The preset of the quickstart, whole",
@@ -185,7 +185,7 @@ TABLES = {
             Arm(name="INT8 QuRL (ACR) and UAQ", settings=(), color="#009E73"),
         ),
         paper={"full precision": "31.67", "INT8 QuRL (ACR)": "30.63", "INT8 QuRL (ACR) and UAQ": "31.25"},
-        note="The paper's: QuRL, DAPO, Qwen2.5-7B-Math, AIME24 avg@32 %.",
+        note="The paper's: QuRL, DAPO, Qwen2.5-Math-7B, AIME24 avg@32 %.",
     ),
     "collapse": Table(
         title="Collapse: a long run with coarse codes",
