@@ -1,4 +1,4 @@
-"""A real pretrained model, INT8 rollouts against full precision: python benchmarks/smollm2.py (3 hours on 2 cores).
+"""A real pretrained model, INT8 rollouts against full precision: python benchmarks/smollm2.py (an hour on 2 cores).
 
 Two arms of jobs/configs/smollm2_135m.yaml, `--steps` long: INT8 with ACR and UAQ, and full precision, uncorrected.
 Each is a job of its own and goes on where it was stopped; what is finished is kept. A table, the figures and the curves
@@ -30,7 +30,7 @@ PANELS = {"reward/mean": "reward of the rollouts (T = 1)", "mismatch/kl": "KL(bâ
 
 
 def evaluations(one: Cell) -> list[dict]:
-    """Of the policy in full precision."""
+    """Of the policy as it rolls out, and in the end in full precision."""
     return [event for event in one.events if event["kind"] == "evaluation" and "quantized" not in event["message"]]
 
 
@@ -55,10 +55,10 @@ def rows(cells: dict[str, Cell]) -> list[str]:
 
 
 def draw(cells: dict[str, Cell], path: Path) -> None:
-    """Held-out accuracy with its intervals, reward and mismatch, over steps."""
+    """Held-out accuracy as rolled out with its intervals, reward and mismatch, over steps."""
     figure, (accuracy, *others) = plt.subplots(1, 3, figsize=(12, 3.2), constrained_layout=True)
     for arm in ARMS:
-        shown = evaluations(cells[arm.name])
+        shown = [event for event in evaluations(cells[arm.name]) if event["message"] != "after"]
         middle = [100 * line["values"]["eval/accuracy"] for line in shown]
         below = [m - 100 * line["values"]["eval/low"] for m, line in zip(middle, shown, strict=True)]
         above = [100 * line["values"]["eval/high"] - m for m, line in zip(middle, shown, strict=True)]
@@ -66,7 +66,7 @@ def draw(cells: dict[str, Cell], path: Path) -> None:
             [line["step"] for line in shown], middle, yerr=[below, above], color=arm.color, marker="o", capsize=3,
             label=arm.name,
         )  # fmt: skip
-    accuracy.set(title="held-out accuracy, greedy, % (95 %)", xlabel="step")
+    accuracy.set(title="held-out accuracy as rolled out, greedy, %", xlabel="step")
     accuracy.legend(fontsize=8)
     accuracy.grid(alpha=0.3)
     for axis, (key, title) in zip(others, PANELS.items(), strict=True):
