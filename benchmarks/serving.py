@@ -334,7 +334,8 @@ def _wait(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 def lines(figures: dict[str, Any]) -> Iterator[str]:
     command = f"python benchmarks/serving.py{' --quick' if figures['quick'] else ''}"
-    yield f"`{command}`; {figures['machine']}; clients and app on the same cores"
+    yield f"`{command}`; clients and app on the same cores"
+    yield from ("", *(f"- {part}: {where}" for part, where in figures["machines"].items()))
     if one := figures.get("load"):
         yield from ("", "| 64 clients, one of two replicas killed | |", "|---|---|")
         yield f"| answers in {one['seconds']:.0f} s | {one['answers']} |"
@@ -389,10 +390,11 @@ def main(
     """Measure the app, print the tables, write them down."""
     path = out / "serving.json"
     figures = json.loads(path.read_text()) if only and path.exists() else {}
-    figures |= {"machine": machine(), "quick": quick}
+    figures |= {"quick": quick}
+    machines = figures.setdefault("machines", {})
     for name, part in PARTS.items():
         if only in (None, name):
-            figures[name] = part(quick)
+            figures[name], machines[name] = part(quick), machine()
             print(f"{name}: {'as promised' if figures[name]['ok'] else 'NOT as promised'}", flush=True)
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=2) + "\n")
