@@ -29,6 +29,7 @@ def run(preset: str, output_dir: Path) -> dict[str, Any]:
         "--config",
         f"jobs/configs/{preset}.yaml",
         f"output_dir={output_dir}",
+        "--fresh",  # a run that was cut short would be gone on with
     ]
     started = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True)
