@@ -6,7 +6,7 @@ another way than its format asks for.
 
 | kernel | device | formats | widths |
 |---|---|---|---|
-| onednn | x86 CPU with AMX | int8 | any |
+| onednn | x86 CPU with AMX | int8 | rows of more than 16 |
 | fbgemm | x86 CPU | int8 | any |
 | int_mm | CUDA | int8 | multiples of 8 |
 | scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
@@ -106,7 +106,9 @@ class _Ordered:
 class OneDnn(Kernel):
     """INT8 on x86 CPUs with AMX: sums in int32, so that a row's result cannot depend on the batch.
 
-    Without AMX oneDNN computes this product by a plain loop, a thousand times as long.
+    Without AMX oneDNN computes this product by a plain loop, a thousand times as long, whose scales are multiplied in
+    another order. With AMX, but without its float16 (Sapphire Rapids), so it does where it finds a product small
+    (brgemm_matmul_utils.cpp of oneDNN 3.12, "small shapes fall back"): such products are kept away from it.
     """
 
     name = "onednn"
@@ -122,6 +124,10 @@ class OneDnn(Kernel):
         built = torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
         return None if built and torch.cpu._is_amx_tile_supported() else "an x86 CPU with AMX and a torch with oneDNN"
 
+    def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
+        short = f"onednn needs rows of more than 16, not {shape[1]}" if shape and shape[1] <= 16 else None
+        return super().objection(fmt, device, shape) or short
+
     def pack(self, q: QTensor) -> _Ordered:
         codes = torch.ops.onednn.qlinear_prepack(q.codes.contiguous(), None)
         zeros = torch.zeros(len(q.scale), dtype=torch.int64)
@@ -129,8 +135,9 @@ class OneDnn(Kernel):
 
     def forward(self, x: torch.Tensor, packed: _Ordered, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
+        rows, enough = len(codes_MK), _rows_for_amx(*packed.codes.shape)
         y = torch.ops.onednn.qlinear_pointwise(
-            codes_MK,
+            codes_MK if rows >= enough else pad(codes_MK, (0, 0, 0, enough - rows)),
             packed.fmt.activation_step,
             0,
             packed.codes,
@@ -143,7 +150,7 @@ class OneDnn(Kernel):
             "none",
             [],
             "",
-        ).mul_(amax_M1)
+        )[:rows].mul_(amax_M1)
         return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], -1)
 
     def unpack(self, packed: _Ordered) -> QTensor:
@@ -326,6 +333,11 @@ class ScaledMmBlock(_Cuda):
 
 def _int8_by_row(fmt: Format) -> bool:
     return fmt.dtype == torch.int8 and fmt.activation_max is not None and fmt.group is None
+
+
+def _rows_for_amx(K: int, N: int) -> int:
+    """Of activations [M, K], so that oneDNN does not find their product with [K, N] small."""
+    return max(2 if K == 256 else 1, min(33, 256 // N + 1))
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -1,5 +1,8 @@
 """Which kernel multiplies what, and what each computes: those for CUDA too, as far as a CPU has their operations."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,7 +126,7 @@ def test_kernels_that_cannot_be_used_are_refused_by_name():
 
 @pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
 def test_a_kernel_can_be_asked_for():
-    q = quantize(weight(8, 16), FORMATS["int8"])
+    q = quantize(weight(8, 32), FORMATS["int8"])
     assert QuantizedLinear(q, None, kernel="fbgemm").kernel == "fbgemm"
     assert QuantizedLinear(q, None).kernel == ("onednn" if HAS_AMX else "fbgemm")
 
@@ -202,12 +205,50 @@ def test_kernels_of_this_processor_agree_on_every_bit(rows, columns, outputs, to
     x[0] = 0
     expected = reference_linear(x, q, None)
     for kernel in KERNELS.values():
-        if kernel.supports(q.fmt, CPU) and kernel.weight_max(q.fmt) >= top:
+        if kernel.supports(q.fmt, CPU, tuple(q.shape)) and kernel.weight_max(q.fmt) >= top:
             packed = kernel.pack(q)
             found = kernel.unpack(packed)
             assert torch.equal(kernel.forward(x, packed, None), expected), kernel.name
             assert torch.equal(found.codes, q.codes)
             assert torch.equal(found.scale, q.scale)
+
+
+SMALL_PRODUCTS = """
+import torch
+from qurl_ray.quant.formats import FORMATS
+from qurl_ray.quant.kernels import KERNELS
+from qurl_ray.quant.linear import reference_linear
+from qurl_ray.quant.quantize import quantize
+
+kernel = KERNELS["onednn"]
+for outputs in (1, 7, 8, 24, 64, 128, 129, 256, 257, 512):
+    for columns in (17, 64, 255, 256, 257):
+        q = quantize(torch.randn(outputs, columns), FORMATS["int8"])
+        packed, x = kernel.pack(q), torch.randn(40, columns)
+        expected = reference_linear(x, q, None)
+        for rows in (1, 2, 4, 10, 32, 33, 40):
+            assert torch.equal(kernel.forward(x[:rows], packed, None), expected[:rows]), (rows, outputs, columns)
+"""
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="needs AMX")
+@pytest.mark.parametrize("isa", ["AVX10_1_512_AMX", "ALL"])
+def test_small_products_have_the_bits_of_large_ones(isa):
+    """With AMX's float16, where there is one, and without, as on Sapphire Rapids: oneDNN reads its limit once."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "ONEDNN_VERBOSE": "1"}
+    done = subprocess.run([sys.executable, "-c", SMALL_PRODUCTS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "amx" in done.stdout
+    assert "ref_int8" not in done.stdout
+
+
+@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
+def test_rows_that_are_too_short_for_onednn_are_left_to_fbgemm(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert kernel_for(FORMATS["int8"], CPU, (64, 17)).name == "onednn"
+    assert kernel_for(FORMATS["int8"], CPU, (64, 16)).name == "fbgemm"
+    with pytest.raises(QuantizationError, match="onednn needs rows of more than 16, not 16"):
+        named_kernel("onednn", FORMATS["int8"], CPU, (64, 16))
 
 
 @given(values=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=300), seed=st.integers(0, 1000))
