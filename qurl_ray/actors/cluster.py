@@ -1,15 +1,60 @@
-"""What the attached Ray cluster has, may get, and gave to this process."""
+"""The way to a Ray cluster that runs already, and what it has, may get, and gave to this process."""
 
 import json
+import os
+import socket
+from typing import Any
 
 import ray
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state
+from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import placement_group_table
 
 from qurl_ray.actors.placement import Demand, Seat, counts, what_is_missing
-from qurl_ray.errors import PlacementError
+from qurl_ray.errors import ConfigError, PlacementError
+
+_CONNECT_S = 10.0
+
+
+def check_address() -> None:
+    """Whether anything listens at $RAY_ADDRESS, if it is set. Ray itself tries for more than ten minutes and
+    says nothing.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # "auto" and "local", which Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); without RAY_ADDRESS, Ray is started here"
+        ) from None
+
+
+def attach(**settings: Any) -> None:
+    """`ray.init`, with these settings, to the cluster of $RAY_ADDRESS.
+
+    Raises:
+        ConfigError: there is none, or it refuses this process.
+    """
+    check_address()
+    address = os.environ["RAY_ADDRESS"]
+    try:
+        ray.init(address, **settings)
+    except (ConnectionError, AuthenticationError) as error:
+        reason = str(error)
+        if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
+            reason = (
+                "it asks for a token, and this process has none or another one: set RAY_AUTH_MODE=token, and see "
+                "docs/clusters.md for where the token comes from"
+            )
+        raise ConfigError(f"cannot attach to the Ray cluster at RAY_ADDRESS={address}: {reason}") from None
 
 
 def check_room(asked: Demand) -> None:

@@ -24,7 +24,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from qurl_ray.actors.cluster import check_room, there_is, without_room
+from qurl_ray.actors.cluster import attach, check_address, check_room, there_is, without_room
 from qurl_ray.actors.crew import Crew
 from qurl_ray.actors.placement import counts, demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
@@ -73,6 +73,8 @@ def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
         QurlError: bad settings before anything starts, or what ended the run.
     """
     config = resolve(config, submitted=submitted())
+    if not ray.is_initialized():
+        check_address()
     task = prepare_task(config)
     with open_run_dir(config, fresh=fresh) as run_dir:
         return _run_in(run_dir, config, task)
@@ -364,7 +366,7 @@ def _cluster(config: RunConfig) -> Iterator[None]:
         return
     environment = {"env_vars": {"MKL_CBWR": os.environ["MKL_CBWR"], "TOKENIZERS_PARALLELISM": "false"}}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(runtime_env=environment, log_to_driver=False)
+        attach(runtime_env=environment, log_to_driver=False)
     else:
         # Phases alternate, so workers may share cores; Ray counts one each.
         cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)

@@ -16,6 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from qurl_ray.actors.cluster import attach
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig, is_loopback
 from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
@@ -175,9 +176,8 @@ class App:
 
 
 def _start_ray(config: ServingConfig) -> None:
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        ray.init(address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+    if os.environ.get("RAY_ADDRESS"):
+        attach(namespace="serve", log_to_driver=False, logging_level="ERROR")
         return
     threads = config.threads or 1
     cpus = max(os.cpu_count() or 1, config.most_replicas * threads)

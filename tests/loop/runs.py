@@ -50,11 +50,13 @@ def parameters(folder: Path) -> torch.Tensor:
 
 
 def start_job(*settings: str, address: str | None = None) -> subprocess.Popen:
-    """jobs/qurl_dapo.py in a process of its own; `address`: of the cluster that it attaches to."""
+    """jobs/qurl_dapo.py in a process of its own; `address`: of this process's cluster, that it attaches to."""
+    # Once this process has started a Ray by `ray.init`, its clusters ask for a token.
+    attached = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
     return subprocess.Popen(
         [sys.executable, "jobs/qurl_dapo.py", *settings],
         cwd=ROOT,
-        env=ALONE | ({"RAY_ADDRESS": address} if address else {}),
+        env=ALONE | ({"RAY_ADDRESS": address} | attached if address else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
