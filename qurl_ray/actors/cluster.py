@@ -19,8 +19,7 @@ _CONNECT_S = 10.0
 
 
 def check_address() -> None:
-    """Whether anything listens at $RAY_ADDRESS, if it is set. Ray itself tries for more than ten minutes and
-    says nothing.
+    """Whether anything listens at $RAY_ADDRESS, if it is set; Ray itself would try for over ten minutes, in silence.
 
     Raises:
         ConfigError: nothing does.

@@ -74,7 +74,7 @@ def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
     """
     config = resolve(config, submitted=submitted())
     if not ray.is_initialized():
-        check_address()
+        check_address()  # now, and not only after a cold start
     task = prepare_task(config)
     with open_run_dir(config, fresh=fresh) as run_dir:
         return _run_in(run_dir, config, task)

@@ -100,15 +100,17 @@ class _Ordered:
     """[N]"""
     zeros: torch.Tensor
     """int64 [N]: the zero points, as symmetric codes have them."""
+    least_rows: int
+    """Of activations, so that oneDNN does not find the product small."""
     fmt: Format
 
 
 class OneDnn(Kernel):
     """INT8 on x86 CPUs with AMX: sums in int32, so that a row's result cannot depend on the batch.
 
-    Without AMX oneDNN computes this product by a plain loop, a thousand times as long, whose scales are multiplied in
-    another order. With AMX, but without its float16 (Sapphire Rapids), so it does where it finds a product small
-    (brgemm_matmul_utils.cpp of oneDNN 3.12, "small shapes fall back"): such products are kept away from it.
+    Without AMX oneDNN computes this product by a plain loop, a thousand times as long and with other last bits. Where
+    AMX has no float16 (Sapphire Rapids) it does the same with products that it finds small ("small shapes fall back" in
+    brgemm_matmul_utils.cpp of oneDNN 3.12), so it never gets any: rows are added, short rows left to the next kernel.
     """
 
     name = "onednn"
@@ -130,14 +132,20 @@ class OneDnn(Kernel):
 
     def pack(self, q: QTensor) -> _Ordered:
         codes = torch.ops.onednn.qlinear_prepack(q.codes.contiguous(), None)
-        zeros = torch.zeros(len(q.scale), dtype=torch.int64)
-        return _Ordered(codes=codes, scale=q.scale[:, 0].contiguous(), zeros=zeros, fmt=q.fmt)
+        outputs, columns = q.codes.shape
+        return _Ordered(
+            codes=codes,
+            scale=q.scale[:, 0].contiguous(),
+            zeros=torch.zeros(outputs, dtype=torch.int64),
+            least_rows=max(2 if columns == 256 else 1, min(33, 256 // outputs + 1)),
+            fmt=q.fmt,
+        )
 
     def forward(self, x: torch.Tensor, packed: _Ordered, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
-        rows, enough = len(codes_MK), _rows_for_amx(*packed.codes.shape)
+        rows, missing = len(codes_MK), packed.least_rows - len(codes_MK)
         y = torch.ops.onednn.qlinear_pointwise(
-            codes_MK if rows >= enough else pad(codes_MK, (0, 0, 0, enough - rows)),
+            pad(codes_MK, (0, 0, 0, missing)) if missing > 0 else codes_MK,
             packed.fmt.activation_step,
             0,
             packed.codes,
@@ -333,11 +341,6 @@ class ScaledMmBlock(_Cuda):
 
 def _int8_by_row(fmt: Format) -> bool:
     return fmt.dtype == torch.int8 and fmt.activation_max is not None and fmt.group is None
-
-
-def _rows_for_amx(K: int, N: int) -> int:
-    """Of activations [M, K], so that oneDNN does not find their product with [K, N] small."""
-    return max(2 if K == 256 else 1, min(33, 256 // N + 1))
 
 
 def _dotted(version: tuple[int, int]) -> str:

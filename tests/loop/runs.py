@@ -49,14 +49,14 @@ def parameters(folder: Path) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
 
 
-def start_job(*settings: str, address: str | None = None) -> subprocess.Popen:
+def start_job(*settings: str, address: str | None = None, **environment: str) -> subprocess.Popen:
     """jobs/qurl_dapo.py in a process of its own; `address`: of this process's cluster, that it attaches to."""
     # Once this process has started a Ray by `ray.init`, its clusters ask for a token.
-    attached = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
+    attached = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
     return subprocess.Popen(
         [sys.executable, "jobs/qurl_dapo.py", *settings],
         cwd=ROOT,
-        env=ALONE | ({"RAY_ADDRESS": address} | attached if address else {}),
+        env=ALONE | (attached if address else {}) | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

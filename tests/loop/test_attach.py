@@ -1,15 +1,13 @@
 """A job that is to attach to a cluster which is not there, or not for it: a clear error, soon."""
 
 import socket
-import subprocess
-import sys
 
 import pytest
 import ray
 
 from qurl_ray.actors.cluster import attach, check_address
 from qurl_ray.errors import ConfigError
-from tests.loop.runs import ALONE, ROOT, SMALL
+from tests.loop.runs import SMALL, start_job
 
 
 @pytest.fixture
@@ -22,12 +20,14 @@ def deaf_address():
 
 def job_at(address: str, output_dir, **environment: str) -> str:
     """What a job says that is refused."""
-    command = [sys.executable, "jobs/qurl_dapo.py", *SMALL, "steps=1", f"output_dir={output_dir}"]
-    environment = ALONE | {"RAY_ADDRESS": address} | environment
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
+    job = start_job(*SMALL, "steps=1", f"output_dir={output_dir}", address=address, **environment)
+    try:
+        said, _ = job.communicate(timeout=120)
+    finally:
+        job.kill()  # if it was late
+    assert job.returncode == 2, said
+    assert "Traceback" not in said
+    return said
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
