@@ -5,6 +5,7 @@ neither torch nor ray. Whatever is not listed may change in any version.
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +65,10 @@ _HOMES = {
 }
 """Modules of the public names; the others are errors."""
 
-# Intel MKL's documented strict reproducibility mode: a row of a matrix product then depends on that
-# row alone, not on how many rows or threads share the call. Engine and learner agree to the bit
-# because of it (docs/concepts.md). MKL reads the variable once, so it is set before torch is used.
+# MKL's strict reproducibility mode: on Intel a row of a product then depends on that row alone, on AMD it does with
+# four rows or more. numerics.selfcheck measures what else is needed (docs/concepts.md). MKL reads the variable once,
+# at its first product, so it is set before torch is imported.
+TORCH_WAS_FIRST = "torch" in sys.modules and "MKL_CBWR" not in os.environ
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 

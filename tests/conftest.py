@@ -5,6 +5,9 @@ import os
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from qurl_ray.numerics.promise import promise_of  # isort: skip  before torch, so that MKL computes as is wanted
+from qurl_ray.numerics.rules import Product  # isort: skip
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,21 @@ from qurl_ray.types import PolicySpec, Problem, Request, SamplingParams
 SUMS = [
     Problem(uid=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(0, 100, 3) for b in range(0, 100, 7)
 ]
+
+
+PRODUCTS = [Product(inner=256, outputs=18), Product(inner=256, outputs=768), Product(inner=704, outputs=256)]
+"""Of the quickstart's policy: they stand for all when it is asked whether this machine has equal bits."""
+
+
+def pytest_report_header() -> str:
+    return f"{promise_of(PRODUCTS, head_dim=32).sentence()}; tests run with 2 threads"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("equal_bits"):
+        promise = promise_of(PRODUCTS, head_dim=32)
+        if not promise.kept:
+            pytest.skip(promise.sentence())
 
 
 @pytest.fixture(scope="session", autouse=True)

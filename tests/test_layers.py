@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
-    {"types", "errors", "config"},
+    {"types", "errors", "config", "cache"},
+    {"numerics"},
     {"rl", "quant", "rewards"},
     {"policy", "data", "tracking"},
     {"rollout", "learner", "sync"},
@@ -25,7 +26,7 @@ HEAVY = {
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},
-    "torch": set(LEVEL) - {"types", "errors", "config", "rewards", "tracking"},
+    "torch": set(LEVEL) - {"types", "errors", "config", "cache", "rewards", "tracking"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")
 

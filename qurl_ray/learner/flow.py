@@ -9,6 +9,7 @@ from types import MethodType
 import torch
 from torch import nn
 
+from qurl_ray.numerics.products import linear as product
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.unified import Backward, unified_linear
 
@@ -47,7 +48,7 @@ class FlowSwitch:
 
     def _forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if not self._on:
-            return nn.functional.linear(x, linear.weight, linear.bias)
+            return product(x, linear.weight, linear.bias)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):  # which does not reach into the flow: as it would do with a linear
             x = x.to(torch.get_autocast_dtype(kind))

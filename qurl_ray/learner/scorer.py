@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.batching import Tensors
+from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import VARLEN
 from qurl_ray.policy.logprobs import Entropy, answer_states, enable_checkpointing, scatter, score_states
 
@@ -67,7 +68,7 @@ class Scorer(nn.Module):
 
 def value_head(model: PreTrainedModel, config: LearnerConfig) -> nn.Linear:
     """One number per state; zeros at first, so that no advantage begins with noise."""
-    head = nn.Linear(model.config.hidden_size, 1, bias=False, device=config.device)
+    head = Linear(model.config.hidden_size, 1, bias=False, device=config.device)
     nn.init.zeros_(head.weight)
     return head
 

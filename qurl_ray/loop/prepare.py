@@ -12,8 +12,9 @@ from qurl_ray.config.models import GgufModel, TinyModel
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import ConfigError, QuantizationError, RewardError
+from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.gguf import cached_gguf_policy
-from qurl_ray.policy.load import context_length, empty_model, load_tokenizer
+from qurl_ray.policy.load import context_length, empty_model, head_dim, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
@@ -30,6 +31,8 @@ class Prepared:
 
     task: Task
     spec: PolicySpec
+    promise: Promise | None
+    """Whether engine and learner compute equal bits; None if one of them is not on a CPU or not ours."""
 
 
 def prepare_task(config: RunConfig) -> Task:
@@ -70,7 +73,16 @@ def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None
             max_new_tokens=config.rollout.max_new_tokens,
             context=context_length(spec),
         )
-    return Prepared(task=task, spec=spec)
+    return Prepared(task=task, spec=spec, promise=row_promise(config, spec))
+
+
+def row_promise(config: RunConfig, spec: PolicySpec) -> Promise | None:
+    """What this machine promises for the policy, measured where it is not known yet."""
+    if config.rollout.engine != "torch" or "cuda" in (config.rollout.device, config.learner.device):
+        return None
+    with torch.device("meta"):
+        model = empty_model(spec)
+    return promise_for(model, head_dim=head_dim(model.config))
 
 
 def check_reward(task: Task, timeout_s: float, memory_gb: float) -> None:

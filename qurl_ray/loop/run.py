@@ -89,6 +89,8 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
             events = tracker.rewind(resume.step) if resume else []
             _announce(place.notes, "info", tracker)
             prepared = prepare(config, task, _cold_start_progress(tracker))
+            if promise := prepared.promise:  # of this machine, which may be another than that of a run that is resumed
+                _announce([promise.sentence()], "info" if promise.kept else "warning", tracker)
             if not resume:  # else metrics.jsonl has them already
                 _announce(idle_settings(config), "warning", tracker)
                 _announce(prepared.task.notes, "info", tracker)

@@ -1,9 +1,8 @@
 """Causal attention, in two ways that transformers models can be loaded with: `NAME` and `VARLEN`.
 
 `NAME`, invariant_attention: a query's result depends on its own sequence alone: the same bits in a batch of one or of
-five hundred, packed or padded, one token at a time or all at once. Three rules make it so, on CPUs with MKL in strict
-mode (qurl_ray/__init__.py):
-- at least two rows in each product (one row takes the matrix-vector kernel, which sums in another order);
+five hundred, packed or padded, one token at a time or all at once. Three rules make it so on CPUs:
+- each product has the rows that this machine's rule asks for (numerics.selfcheck.attention_rule);
 - the key length is a multiple of 16, padded keys having probability exactly 0;
 - values are accumulated over fixed chunks of 128 keys (longer products are split where their length says).
 What breaks without them is measured in docs/LOG.md. Query heads that share a key head are rows of one product, so keys
@@ -24,6 +23,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from qurl_ray.numerics.products import queries_to_add
+from qurl_ray.numerics.rules import Rule
+from qurl_ray.numerics.selfcheck import attention_rule
 from qurl_ray.policy.sharing import Sharing
 
 NAME = "qurl_invariant"
@@ -136,17 +138,17 @@ def _scores_at_once(
     B, H, T, d = query.shape
     KV, S = key.shape[1:3]
     groups = H // KV
+    rule = _rule(query)
     positions = position_ids.expand(B, T)
-    rows = query.reshape(B * KV, groups * T, d)
-    if groups * T == 1:
-        rows = rows.expand(-1, 2, -1)
-    scores = torch.bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2)) * scaling
+    if added := queries_to_add(rule, T, groups):
+        query, positions = pad(query, (0, 0, 0, added)), pad(positions, (0, added))
+    rows = query.reshape(B * KV, groups * (T + added), d)
+    scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule) * scaling
     hidden = hidden_keys(positions, S, sliding_window)
-    scores = scores.view(B, KV, -1, T, S).masked_fill(hidden[:, None, None], -torch.inf)
+    scores = scores.view(B, KV, groups, -1, S).masked_fill(hidden[:, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1).view(B * KV, -1, S)
-    out = _weighted(weights, value.reshape(B * KV, S, d))
-    out = out[:, : groups * T].reshape(B, H, T, d)
-    return out.transpose(1, 2).contiguous()
+    out = _weighted(weights, value.reshape(B * KV, S, d), rule)
+    return out.view(B, H, -1, d)[:, :, :T].transpose(1, 2).contiguous()
 
 
 def hidden_keys(positions_BT: torch.Tensor, keys: int, sliding_window: int | None = None) -> torch.Tensor:
@@ -174,22 +176,35 @@ def attend_last(
     B, H, _, d = query.shape
     KV, S = key.shape[1:3]
     groups = H // KV
+    rule = _rule(query)
     rows = query.reshape(B * KV, groups, d)
-    if groups == 1:
-        rows = rows.expand(-1, 2, -1)
-    scores = torch.bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2)).mul_(scaling)
+    if rule and (missing := rule.padded(groups) - groups):
+        rows = pad(rows, (0, 0, 0, missing))
+    scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule).mul_(scaling)
     scores.view(B, KV, -1, S).add_(hidden)
-    out = _weighted(torch.softmax(scores, dim=-1), value.reshape(B * KV, S, d))
+    out = _weighted(torch.softmax(scores, dim=-1), value.reshape(B * KV, S, d), rule)
     return out[:, :groups].reshape(B, 1, H, d)
 
 
-def _weighted(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _rule(query: torch.Tensor) -> Rule | None:
+    return attention_rule(query.shape[-1]) if query.device.type == "cpu" and query.dtype == torch.float32 else None
+
+
+def _bmm(rows: torch.Tensor, factors: torch.Tensor, rule: Rule | None) -> torch.Tensor:
+    """rows · factors, [B, M, K] and [B, K, N] to [B, M, N]; M satisfies the rule."""
+    batch = len(rows)
+    if rule and batch < rule.batch:
+        rows, factors = (part.expand(rule.batch, -1, -1) for part in (rows, factors))
+    return torch.bmm(rows, factors)[:batch]
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor, rule: Rule | None) -> torch.Tensor:
     """weights · values, added up over chunks of KEY_CHUNK keys from the first on."""
     if weights.shape[2] <= KEY_CHUNK:
-        return torch.bmm(weights, values)
+        return _bmm(weights, values, rule)
     # Split and not sliced: the backward pass of a slice is as large as what it was cut from.
     chunks = zip(weights.split(KEY_CHUNK, dim=2), values.split(KEY_CHUNK, dim=1), strict=True)
-    return reduce(torch.add, (torch.bmm(*chunk) for chunk in chunks))
+    return reduce(torch.add, (_bmm(*chunk, rule) for chunk in chunks))
 
 
 def varlen_attention(

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from qurl_ray.cache import cache_root
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.cache import cache_root
 from qurl_ray.policy.save import save_policy
 
 _CHUNK = 1 << 22

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -11,9 +12,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.numerics.activations import MODULES
+from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import NAME
 from qurl_ray.types import PolicySpec
 
@@ -47,6 +51,11 @@ def context_length(spec: PolicySpec) -> int:
     return spec.max_length or own
 
 
+def head_dim(config: PreTrainedConfig) -> int:
+    """Width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def tied_head(model: PreTrainedModel) -> dict[str, str]:
     """{name of the head's weight: name of the embedding that it is}; empty if it has a weight of its own."""
     head = model.get_output_embeddings().weight
@@ -69,13 +78,27 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise _missing(spec, error) from None
-    return model.eval()
+    return with_row_rules(model).eval()
 
 
 def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The policy's architecture with arbitrary weights: an engine's, before its first sync."""
     model = AutoModelForCausalLM.from_config(_config(spec), dtype=dtype, attn_implementation=NAME)
-    return model.eval()
+    return with_row_rules(model).eval()
+
+
+def with_row_rules(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, in place, its linears and activation functions computed row by row (qurl_ray/numerics)."""
+    name = getattr(model.config, "hidden_activation", None) or getattr(model.config, "hidden_act", None)
+    make = MODULES.get(name) if name else None
+    activation = type(ACT2FN[name]) if make else None
+    for module in list(model.modules()):
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+        for child_name, child in module.named_children():
+            if make and type(child) is activation:
+                setattr(module, child_name, make())
+    return model
 
 
 def _config(spec: PolicySpec) -> PreTrainedConfig:

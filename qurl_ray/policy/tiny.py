@@ -15,10 +15,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from qurl_ray.cache import cache_root
 from qurl_ray.config.models import TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
-from qurl_ray.policy.cache import cache_root
+from qurl_ray.policy.load import with_row_rules
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.types import Problem
@@ -51,7 +52,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Random weights of the configured shape, in float32, from `config.seed`."""
     torch.manual_seed(config.seed)
-    return Qwen2ForCausalLM._from_config(
+    model = Qwen2ForCausalLM._from_config(
         Qwen2Config(
             vocab_size=len(tokenizer),
             hidden_size=config.hidden_size,
@@ -67,6 +68,7 @@ def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2Fo
         ),
         attn_implementation=NAME,
     )
+    return with_row_rules(model)
 
 
 def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress: Progress) -> Path:

@@ -7,6 +7,7 @@ computes it either so (emulation, everywhere) or through a kernel of quant/kerne
 import torch
 from torch import nn
 
+from qurl_ray.numerics.products import linear
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.kernels import kernel_for, named_kernel
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize_rows
@@ -23,12 +24,12 @@ def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> 
     dtype, x = x.dtype, x.float()
     bias = None if bias is None else bias.float()
     if q.fmt.activation_max is None:
-        return nn.functional.linear(x, dequantize(q), bias).to(dtype)
+        return linear(x, dequantize(q), bias).to(dtype)
     codes, amax = quantize_rows(x, q.fmt)
     if q.fmt.activation_group:
-        return nn.functional.linear(dequantize_rows(codes, amax, q.fmt), dequantize(q), bias).to(dtype)
+        return linear(dequantize_rows(codes, amax, q.fmt), dequantize(q), bias).to(dtype)
     # One factor after the other, in the order of the integer kernels, so that both round alike.
-    y = nn.functional.linear(codes, floats(q.codes)) * (q.scale[:, 0] * q.fmt.activation_step) * amax
+    y = linear(codes, floats(q.codes)) * (q.scale[:, 0] * q.fmt.activation_step) * amax
     return (y if bias is None else y + bias).to(dtype)
 
 

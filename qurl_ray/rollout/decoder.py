@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn import functional
 from transformers import PreTrainedModel
 
+from qurl_ray.numerics.activations import silu
+from qurl_ray.numerics.products import linear
 from qurl_ray.policy.attention import attend_last, invariant_attention
 from qurl_ray.policy.kv import MaximaRecorder
+from qurl_ray.policy.load import head_dim
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.rollout.slots import SlotCache
 from qurl_ray.rollout.weights import RowsOf
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-
-_VECTORS = 32  # floats that torch's elementwise functions take at a time; what is left over differs in the last bit
 
 _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -30,8 +31,6 @@ _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 def knows(model: PreTrainedModel) -> bool:
     """Whether the forward here is the model's: others go through transformers."""
     config = model.config
-    if getattr(config, "intermediate_size", 0) % _VECTORS:  # the last of a row would not be computed as a vector is
-        return False
     plain = getattr(config, "hidden_act", None) == "silu" and not getattr(config, "use_sliding_window", False)
     sliding = type(model).__name__ == "MistralForCausalLM" and config.sliding_window
     return type(model).__name__ in _KNOWN and plain and not sliding
@@ -50,7 +49,13 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up."""
     return silu(gate).mul_(up)
+
+
+def _gated_in_one(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What `gated` computes, to rounding, without a question that a compiler could not answer."""
+    return functional.silu(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ def compiled(compile: Callable[..., Callable[..., torch.Tensor]]) -> Elementwise
     """
     import torch._dynamo  # a second, which only those who compile wait for
 
-    fast = Elementwise(*(compile(function, dynamic=False) for function in (normalize, turn, gated)))
+    fast = Elementwise(*(compile(function, dynamic=False) for function in (normalize, turn, _gated_in_one)))
 
     def rows(x_BT: torch.Tensor) -> torch.Tensor:
         """[B * T, …], a view: one axis that may be 1 instead of two."""
@@ -118,7 +123,7 @@ class Decoder:
         self._gated, self._turn = ops.gated, ops.turn
         self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm, ops)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._head_dim = head_dim(config)
         self._layers = [_layer(layer, ops) for layer in base.layers]
 
     def __call__(

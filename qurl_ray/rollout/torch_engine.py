@@ -16,7 +16,7 @@ import torch
 
 from qurl_ray.errors import EngineError
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
-from qurl_ray.policy.load import context_length, empty_model
+from qurl_ray.policy.load import context_length, empty_model, head_dim
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.batch import RunningBatch
@@ -180,7 +180,6 @@ class TorchEngine:
         """
         if self._cache is None or self._cache.slots < slots or self._cache.length < length:
             config = self._model.config
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             self._cache = self._graphs = None  # before there are two
             make = partial(Fp8SlotCache, self._kv_scales) if self._kv_scales else SlotCache
             try:
@@ -188,7 +187,7 @@ class TorchEngine:
                     layers=config.num_hidden_layers,
                     slots=slots,
                     kv_heads=config.num_key_value_heads,
-                    head_dim=head_dim,
+                    head_dim=head_dim(config),
                     length=length,
                     dtype=self._model.dtype,
                     device=self._device,

@@ -39,6 +39,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.numerics import products
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, quantize, row_maximum
@@ -73,7 +74,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         self._emulate = emulate
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.cpu_linear = nn.functional.linear  # what the base class calls on CPUs, here without packing
+        layer.cpu_linear = products.linear  # what the base class calls on CPUs, here without packing
         if self.fmt is None:
             self.held = ()
             return
@@ -180,7 +181,7 @@ class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
     supports_pre_processed_weights = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        layer.cpu_linear = nn.functional.linear
+        layer.cpu_linear = products.linear
 
 
 @register_quantization_config(NAME)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qurl_ray.errors import SyncError
+from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.load import HEAD
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
@@ -198,7 +199,7 @@ class EngineWeights:
 
     def _plain_linear(self, shape: tuple[int, ...], bias: torch.Tensor | None) -> nn.Linear:
         kind = {"device": self._device, "dtype": self._model.dtype}
-        linear = nn.Linear(shape[1], shape[0], bias=bias is not None, **kind).requires_grad_(False)
+        linear = Linear(shape[1], shape[0], bias=bias is not None, **kind).requires_grad_(False)
         if bias is not None:
             linear.bias.copy_(bias)
         return linear

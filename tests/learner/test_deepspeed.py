@@ -124,6 +124,7 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(tiny_spec, tmp_path):
     run_ranks(2, interrupt, tiny_spec, str(tmp_path))
 
 
+@pytest.mark.equal_bits
 def test_watched_samples_come_back_with_their_proximal_logprobs(tiny_spec):
     chosen = [[replace(s, watched=s.uid in ("2/1", "5/0")) for s in group] for group in groups()]
     before = load_model(tiny_spec)

@@ -76,6 +76,7 @@ def generate(spec, tokenizer, learner, flow: UnifiedFlow, version: int) -> list[
     ]
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", BACKWARDS)
 def test_trained_and_generated_log_probs_are_equal_to_the_bit(tiny_spec, tokenizer, model, format_name):
     """Before an update and after: one token at a time by the engine, all at once with gradients by the learner."""
@@ -116,6 +117,7 @@ def test_gradients_point_where_full_precision_points(tiny_spec, model, format_na
     assert 1e-4 * exact.norm() < (gradient(flow_of(model, format_name)) - exact).norm() < near * exact.norm()
 
 
+@pytest.mark.equal_bits
 def test_a_probe_in_full_precision_leaves_the_flow(tiny_spec, tokenizer, model):
     """The evaluation before the first step: engines hold floats then, and the learner must compare with floats."""
     flow = flow_of(model, "int8")

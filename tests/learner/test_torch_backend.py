@@ -102,6 +102,7 @@ def test_an_update_is_the_adamw_step_of_the_objective(tiny_spec):
         torch.testing.assert_close(new.double()[sure], expected[sure], rtol=0, atol=5e-5, msg=name)
 
 
+@pytest.mark.equal_bits
 def test_proximal_logprobs_are_those_before_the_first_update(tiny_spec):
     # With behavior = the initial policy, rho is exactly 1 for every token of every mini-batch only if
     # prox is taken before anything moves: the engine's and the learner's numbers are the same bits.

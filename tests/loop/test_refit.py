@@ -105,6 +105,7 @@ def rig(tiny_spec, tokenizer, monkeypatch):
     return lambda *overrides: Rig(tiny_spec, tokenizer, *overrides)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8", "fp8_block"])
 def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, format_name):
     rig = rig()
@@ -124,6 +125,7 @@ def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, fo
     assert rig.answers(0) == rig.answers(1)
 
 
+@pytest.mark.equal_bits
 def test_the_probe_knows_of_everything_that_engines_compute_with(rig):
     rig = rig('quantization.keep=["embed_tokens"]')  # an INT8 head, tied to an embedding in bfloat16
     rig.move(0.3)
@@ -135,6 +137,7 @@ def test_the_probe_knows_of_everything_that_engines_compute_with(rig):
     assert rig.refit.metrics["sync/probe_gap_max"] == 0
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])
 def test_the_probe_knows_of_rounded_keys_and_values(rig, format_name, packing):
@@ -209,6 +212,7 @@ def stale_version(buckets, worker):
     return [[replace(p, base_version=0) if p.base_version is not None else p for p in b] for b in buckets]
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("second", [False, True], ids=["whole", "delta"])
 @pytest.mark.parametrize("damage", [each(flip), each(truncate), drop_bucket, swap_layers], ids=lambda d: d.__name__)
 def test_damage_is_healed_by_a_refit_in_full_and_said(rig, damage, second):

@@ -35,6 +35,7 @@ def whole(tmp_path_factory, cluster):
     return run(load_config(None, [*FOLDED, "tracking.mlflow=true", f"output_dir={folder}"]))
 
 
+@pytest.mark.equal_bits
 def test_a_run_leaves_everything_that_is_promised(whole):
     run_dir = whole.run_dir
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -227,6 +228,7 @@ def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+@pytest.mark.equal_bits
 def test_the_guard_acts_is_heard_and_stops_with_a_checkpoint(tmp_path, cluster):
     trips = ["guard.kl_max=1e-9", "guard.window=1", "guard.patience=1", "guard.precision_steps=2", "guard.trips=1"]
     result = small_run(tmp_path, *trips, "steps=20", "quantization.uaq_scale=1")

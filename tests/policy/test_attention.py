@@ -68,6 +68,7 @@ def test_a_sliding_window_hides_older_keys():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["grouped", "ungrouped"])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), length=st.integers(2, 3 * KEY_CHUNK), at=st.floats(0, 1), data=st.data())
@@ -92,6 +93,7 @@ def test_a_batch_of_one_gives_the_bits_of_a_large_batch():
         assert torch.equal(alone[0], whole[row])
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_heads", [1, 3, 6], ids=["one key head", "grouped", "ungrouped"])
 @settings(max_examples=25, deadline=None)
 @given(
@@ -112,6 +114,7 @@ def test_chunks_of_queries_change_no_bit(kv_heads, seed, length, chunk, size, wi
         assert torch.equal(attend(*heads, torch.arange(length)[None], sliding_window=window), whole)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("length", [QUERY_CHUNK, QUERY_CHUNK + 1, 4 * QUERY_CHUNK + 7])
 def test_long_sequences_have_the_bits_of_all_scores_at_once(length):
     heads = random_heads(5, length=length)
@@ -120,6 +123,7 @@ def test_long_sequences_have_the_bits_of_all_scores_at_once(length):
     assert torch.equal(attend(*heads, torch.arange(length)[None]), whole)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["grouped", "ungrouped"])
 @settings(max_examples=25, deadline=None)
 @given(

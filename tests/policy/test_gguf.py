@@ -32,6 +32,7 @@ def test_it_is_a_plain_checkpoint_made_once(spec):
     assert (Path(spec.source) / "model.safetensors").stat().st_mtime_ns == made
 
 
+@pytest.mark.equal_bits
 def test_it_knows_english_and_engine_and_learner_agree_to_the_bit(spec):
     model, tokenizer = load_model(spec), load_tokenizer(spec)
     engine = TorchEngine(spec, slots=4)

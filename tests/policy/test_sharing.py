@@ -44,6 +44,7 @@ def batch_of(prompts, seed=0):
     return ids_BT, mask_BT
 
 
+@pytest.mark.equal_bits
 @settings(max_examples=40, deadline=None)
 @given(prompts=PROMPTS, seed=st.integers(0, 2**31), chunk=st.sampled_from([16, 50, attention.QUERY_CHUNK]))
 def test_shared_prompts_change_no_bit(model, prompts, seed, chunk):

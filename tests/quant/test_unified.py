@@ -130,6 +130,7 @@ def test_the_forward_is_the_engines_bit_for_bit(fmt, leading, rows, columns, dty
     assert not silent.requires_grad
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("fmt", HERE, ids=lambda fmt: fmt.name)
 def test_a_row_does_not_depend_on_its_batch(fmt):
     x, weight, bias, _ = problem(64, 200, 640)

@@ -138,6 +138,7 @@ def test_kinds_of_sampling_do_not_count_limits(monkeypatch):
 # --- cancelled ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("when", [0, 1, 5, 9])
 def test_cancelled_requests_end_with_what_they_drew_and_no_other_changes(engine, monkeypatch, when):
     requests = several(14)
@@ -298,6 +299,7 @@ def test_a_request_too_many_leaves_the_engine_as_it_was(engine):
 # --- admission ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("slots", [1, 2, 7, 16, 64])
 def test_lengths_drawn_log_uniformly_give_the_same_in_any_number_of_slots(tiny_spec, model, slots):
     requests = several(40, seed=3, longest=40)
@@ -306,6 +308,7 @@ def test_lengths_drawn_log_uniformly_give_the_same_in_any_number_of_slots(tiny_s
     assert_same(engine_with(tiny_spec, model, "none", slots=slots).generate(requests, version=1), expected)
 
 
+@pytest.mark.equal_bits
 def test_a_prompt_of_a_group_is_computed_once(tiny_spec, model, monkeypatch):
     engine = engine_with(tiny_spec, model, "none", slots=24)
     prompts = [(3, 4, 5), (3, 4, 5, 6), (9,)]

@@ -56,6 +56,7 @@ def answered(tmp_path_factory) -> tuple[TorchEngine, list[Request], list[Complet
     return engine, requests, whole
 
 
+@pytest.mark.equal_bits
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_split_anywhere_the_rest_is_drawn_as_if_undisturbed(answered, data):
@@ -66,6 +67,7 @@ def test_split_anywhere_the_rest_is_drawn_as_if_undisturbed(answered, data):
     assert_equal([joined(pair) for pair in zip(parts, rest, strict=True)], whole)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8"])
 def test_long_answers_go_on_on_both_sides_of_a_chunk_of_attention(tmp_path, format_name):
     engine = loaded(policy_of(LlamaConfig, {"max_position_embeddings": 144}, tmp_path), format_name)
@@ -77,6 +79,7 @@ def test_long_answers_go_on_on_both_sides_of_a_chunk_of_attention(tmp_path, form
     assert_equal([joined(pair) for pair in zip(parts, rest, strict=True)], [whole] * len(parts))
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_cache", ["full", "fp8"])
 @pytest.mark.parametrize("format_name", ["none", "int8"])
 def test_cancelled_again_and_again_the_answers_are_those_of_an_undisturbed_run(
@@ -102,6 +105,7 @@ def test_cancelled_again_and_again_the_answers_are_those_of_an_undisturbed_run(
     assert_equal([joined(parts[uid]) for uid in uids], whole)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8"])
 def test_after_other_weights_came_these_draw_the_rest(tiny_spec, tokenizer, model, monkeypatch, format_name):
     """Each token's log-prob is, to the bit, what the weights that drew it say of it, after all tokens before."""

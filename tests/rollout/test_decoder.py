@@ -269,6 +269,7 @@ def test_logprobs_are_those_of_the_model_that_anybody_would_load(name, tmp_path)
     assert_logprobs_of(eager(policy), requests, completions)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8_block"])
 @pytest.mark.parametrize("name", [*KNOWN, *sorted(OTHERS.keys() - RAGGED)])
 def test_logprobs_of_the_engine_are_the_learners_to_the_bit(name, format_name, tmp_path):
@@ -291,6 +292,7 @@ def test_a_model_with_another_forward_is_left_to_transformers(name, tmp_path):
     assert not any(isinstance(module, RowsOf) for module in engine._model.modules())
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("name", ["llama, odd widths", "qwen2", "qwen3 with wide heads, tied", "mistral with a window"])
 def test_slots_change_no_bit_of_any_architecture(name, tmp_path):
     policy = policy_of(*(KNOWN | OTHERS)[name], tmp_path)

@@ -98,6 +98,7 @@ def requests_of(count: int, seed: int = 0, longest: int = 18) -> list[Request]:
     return [*requests[:2], replace(requests[2], sampling=sampling), *requests[3:]]
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize(
     ("name", "format_name"),
     [
@@ -132,6 +133,7 @@ def test_with_rounded_keys_and_other_types(tmp_path, kernel, dtype):
     assert_same(found, expected)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_cache", ["full", "fp8"])
 def test_graphs_are_captured_anew_after_each_load(tmp_path, kv_cache):
     policy = policy_of(*MODELS["qwen2"], tmp_path)
@@ -170,6 +172,7 @@ def test_a_larger_cache_takes_new_graphs_and_the_old_one_is_given_back(tmp_path)
     assert engine._graphs is None
 
 
+@pytest.mark.equal_bits
 def test_requests_that_are_cancelled_or_late_leave_nothing_behind(tmp_path, monkeypatch):
     policy = policy_of(*MODELS["llama"], tmp_path)
     requests = requests_of(14, seed=3)

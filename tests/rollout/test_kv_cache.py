@@ -99,6 +99,7 @@ def assert_equal_to_reference(spec, model, requests, format_name="none", kernel=
         np.testing.assert_array_equal(completion.logprobs, logprobs)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize(
     ("format_name", "kernel"), [("none", "auto"), ("int8", "auto"), ("int8", "emulation"), ("fp8", "auto")]
 )
@@ -130,11 +131,13 @@ def other(request, tmp_path):
     return spec, load_model(spec), requests
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8"])
 def test_other_architectures_round_the_same(other, format_name):
     assert_equal_to_reference(*other, format_name)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])
 def test_slots_order_and_company_change_nothing(tiny_spec, tokenizer, model, format_name):
     requests = requests_for(tokenizer, 20, 3, max_new_tokens=12)
@@ -249,6 +252,7 @@ def of_one_prompt(tokenizer):
     return requests_for(tokenizer, 1, 6, max_new_tokens=20, ignore_eos=True)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])
 def test_the_learner_computes_what_the_engine_does_and_is_left_as_it_was(
@@ -268,6 +272,7 @@ def test_the_learner_computes_what_the_engine_does_and_is_left_as_it_was(
     assert not any(hasattr(module, "as_stored") for module in model.modules())
 
 
+@pytest.mark.equal_bits
 def test_the_learner_of_another_architecture_computes_what_the_engine_does(other):
     spec, model, requests = other
     drawn = engine_with(spec, model, "int8").generate(requests[:1], version=1)

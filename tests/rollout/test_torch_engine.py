@@ -85,6 +85,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kernel", ["auto", "emulation"])
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -104,6 +105,7 @@ def test_int8_does_not_sample_from_the_full_precision_distribution(tiny_spec, to
     assert any((c.logprobs != lp).any() for c, lp in zip(quantized, full, strict=True))
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_slots_order_and_company_change_nothing(tiny_spec, tokenizer, model, format_name):
     requests = requests_for(tokenizer, 20, 3, max_new_tokens=12)
@@ -129,6 +131,7 @@ def test_answers_end_where_they_should(tiny_spec, tokenizer, model):
     assert any(stop in c.token_ids[:-1] for c in exact)
 
 
+@pytest.mark.equal_bits
 def test_requests_with_different_sampling_share_a_batch(tiny_spec, tokenizer, model):
     engine = engine_with(tiny_spec, model, "none")
     drawn = requests_for(tokenizer, 6, 2, max_new_tokens=9)

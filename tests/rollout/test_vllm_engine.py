@@ -367,6 +367,7 @@ def test_a_load_ends_what_is_running(engine, spec, tokenizer):
     assert engine.call("generate", requests_for(tokenizer, 2, 1), version=2)
 
 
+@pytest.mark.equal_bits
 def test_what_was_cut_short_goes_on_under_other_weights(engine, spec, tokenizer):
     """Each token's log-prob is what the weights that drew it say of it, after all tokens before."""
     one, other = policy(spec), policy(spec, seed=1)
@@ -390,6 +391,7 @@ def test_what_was_cut_short_goes_on_under_other_weights(engine, spec, tokenizer)
         assert gap[~drew].max() > 0.1
 
 
+@pytest.mark.equal_bits
 def test_the_rest_of_an_answer_is_not_drawn_by_the_numbers_of_its_beginning(engine, spec, tokenizer):
     engine.call("load", *weights_of(policy(spec), "none"))
     requests = requests_for(tokenizer, 6, 2, max_new_tokens=20, ignore_eos=True)
@@ -418,6 +420,7 @@ def test_what_is_kept_is_named_as_in_the_checkpoint_and_fused_layers_are_kept_wh
         engine.call("format_of", int8, qkv.format(1))
 
 
+@pytest.mark.equal_bits
 def test_float_checkpoints_become_the_same_codes_and_survive_vllms_own_reload(engine, spec, tokenizer, tmp_path):
     one, other = policy(spec), policy(spec, seed=1)
     names = shapes_of(one)
@@ -462,6 +465,7 @@ def with_plugin_alone(format_name, folders, shapes, requests, ranks: int = 1):
     return json.loads(line.removeprefix("FOUND "))
 
 
+@pytest.mark.equal_bits
 def test_close_leaves_no_process_and_nobody_waiting(engine, spec, tokenizer):
     engine.call("load", *weights_of(policy(spec), "none"))
     processes = engine.processes()

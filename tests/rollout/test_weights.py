@@ -98,6 +98,7 @@ def biased(tmp_path) -> Policy:
     return policy_of(*BIASED, tmp_path)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("kernel", ["auto", "emulation"])
 @pytest.mark.parametrize("keep", KEEPS)
 def test_each_tensor_is_held_as_it_was_sent_and_computed_with(biased, keep, kernel):
@@ -108,6 +109,7 @@ def test_each_tensor_is_held_as_it_was_sent_and_computed_with(biased, keep, kern
         assert_generates(engine, biased, format_name, KEEPS[keep], version)
 
 
+@pytest.mark.equal_bits
 def test_formats_and_selections_follow_each_other_in_any_order(biased):
     engine = TorchEngine(biased.spec, slots=4)
     forms = [("none", ()), *itertools.product(("int8", "fp8"), (KEEPS["the head"], KEEPS["all but k_proj"]))]
@@ -120,6 +122,7 @@ def test_formats_and_selections_follow_each_other_in_any_order(biased):
             assert_generates(engine, biased, format_name, keep, version)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
 def test_neither_the_order_of_tensors_nor_the_buckets_matter(tmp_path, order):
     policy = policy_of(Qwen2Config, {}, tmp_path)
@@ -167,6 +170,7 @@ def test_linears_of_one_input_are_one_product_only_where_all_are_quantized(biase
             assert fused == ({"q_proj", "k_proj", "v_proj"} if version == 0 else set()) | {"gate_proj", "up_proj"}
 
 
+@pytest.mark.equal_bits
 def test_a_tied_head_is_codes_beside_its_embedding_and_is_tied_again_in_full_precision(tmp_path):
     policy = policy_of(Qwen2Config, {"tie_word_embeddings": True}, tmp_path)
     engine = TorchEngine(policy.spec, slots=4)
@@ -197,6 +201,7 @@ def test_a_tied_head_is_codes_beside_its_embedding_and_is_tied_again_in_full_pre
             policy.model.set_submodule(name, linear)
 
 
+@pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])
 def test_after_a_load_that_failed_half_way_a_good_one_works(biased, format_name):
     engine = TorchEngine(biased.spec, slots=4)

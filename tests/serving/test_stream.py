@@ -76,6 +76,7 @@ def test_arrivals_join_mid_flight_and_draw_what_they_draw_alone(tiny_spec, token
     assert max(together) > 1, "nothing ran beside anything else"
 
 
+@pytest.mark.equal_bits
 def test_log_probs_are_the_policys_own_whatever_the_temperature(tiny_spec, tokenizer, model):
     (request,) = requests_for(tokenizer, 1, 1, max_new_tokens=10, temperature=0.5, ignore_eos=True)
 

@@ -1,0 +1,150 @@
+"""Activation functions whose every element depends on itself alone.
+
+torch computes an elementwise function in shares, one a thread, and each share in vectors. What is left over at a
+share's end takes another implementation of the exponential, whose last bit may differ. Here shares end where vectors
+end, so that nothing is left over.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.functional import pad
+
+VECTOR = 32  # floats that torch's elementwise functions take at a time, at most (two AVX-512 registers)
+_ONE_SHARE = 16384  # elements that torch never divides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Function:
+    """An elementwise function of torch, and how torch divides it."""
+
+    anywhere: Callable[[torch.Tensor], torch.Tensor]
+    into: Callable[..., torch.Tensor]
+    """Of (x, out=result)."""
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Of (gradient of the result, x)."""
+    shares: Callable[[int, int], int]
+    """Of (elements, threads)."""
+
+
+def shares_of_silu(elements: int, threads: int) -> int:
+    """Shares of equal size, as in torch's TensorIterator: of at::internal::GRAIN_SIZE elements at least."""
+    return min(threads, -(-elements // 32768))
+
+
+def shares_of_gelu(elements: int, threads: int) -> int:
+    """As in torch's GeluKernel, which sets a grain of its own."""
+    return threads if elements > _ONE_SHARE else 1
+
+
+_SILU_FUNCTION = _Function(
+    anywhere=functional.silu,
+    into=torch.ops.aten.silu.out,
+    backward=torch.ops.aten.silu_backward,
+    shares=shares_of_silu,
+)
+_GELU_FUNCTIONS = {
+    kind: _Function(
+        anywhere=partial(functional.gelu, approximate=kind),
+        into=partial(torch.ops.aten.gelu.out, approximate=kind),
+        backward=partial(torch.ops.aten.gelu_backward, approximate=kind),
+        shares=shares_of_gelu,
+    )
+    for kind in ("none", "tanh")
+}
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x · sigmoid(x)."""
+    return _apply(x, _SILU_FUNCTION)
+
+
+def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """torch's gelu, exact or with approximate="tanh"."""
+    return _apply(x.contiguous(), _GELU_FUNCTIONS[approximate])  # torch computes the exact one of others otherwise
+
+
+def _apply(x: torch.Tensor, function: _Function) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return function.anywhere(x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Elementwise.apply(x, function)
+    return _in_whole_vectors(x, function)
+
+
+class _Elementwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: _Function) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return _in_whole_vectors(x, function)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.function.backward(dy, ctx.saved_tensors[0]), None
+
+
+def _in_whole_vectors(x: torch.Tensor, function: _Function) -> torch.Tensor:
+    """function(x), of rows that make whole vectors for every thread, and then of what rows are left."""
+    width, threads = x.shape[-1], torch.get_num_threads()
+    if width % VECTOR:
+        return _in_whole_vectors(pad(x, (0, -width % VECTOR)), function)[..., :width]
+    out = x.new_empty(x.shape)
+    rows, results = x.reshape(-1, width), out.view(-1, width)
+    while len(rows):
+        whole = whole_rows(len(rows), width, lambda elements: function.shares(elements, threads))
+        if whole:
+            function.into(rows[:whole], out=results[:whole])
+        else:
+            whole = 1
+            for part, result in zip(rows[0].split(_ONE_SHARE), results[0].split(_ONE_SHARE), strict=True):
+                function.into(part, out=result)
+        rows, results = rows[whole:], results[whole:]
+    return out
+
+
+def whole_rows(rows: int, width: int, shares: Callable[[int], int]) -> int:
+    """The most of so many rows that torch divides at the ends of vectors; 0 if not even one row is.
+
+    Args:
+        width: a multiple of VECTOR.
+        shares: how many equal ones, rounded up, torch makes of so many elements.
+    """
+    for count in range(rows, 0, -1):
+        if (count * width // VECTOR) % shares(count * width) == 0:
+            return count
+    return 0
+
+
+class SiLU(nn.Module):
+    """`silu`, as a module."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return silu(input)
+
+
+class GELU(nn.Module):
+    """`gelu`, as a module."""
+
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self._approximate = approximate
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, self._approximate)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "silu": SiLU,
+    "swish": SiLU,
+    "gelu": partial(GELU, "none"),
+    "gelu_pytorch_tanh": partial(GELU, "tanh"),
+}
+"""By the name that a transformers config gives them."""

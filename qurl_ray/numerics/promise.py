@@ -1,0 +1,77 @@
+"""What this machine promises for a model: equal bits of engine and learner, by which rules, or why not."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from qurl_ray.numerics.processor import processor_name
+from qurl_ray.numerics.rules import Product, Rule, extra_cost
+from qurl_ray.numerics.selfcheck import attention_rule, linear_rule, thread_counts
+
+STEP_ROWS = 32  # of the decode step that costs are told of
+MOST_COST = 0.05
+"""Share of a step's multiplications that rules may add."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """The rules of a model's float32 products on this machine, and whether they give equal bits.
+
+    Example:
+        promise_of([Product(inner=256, outputs=768)], head_dim=32).sentence()
+    """
+
+    linears: tuple[tuple[Product, Rule | None], ...]
+    attention: Rule | None
+    head_dim: int
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What has no rule, in words."""
+        shapes = [f"products of {p.inner} → {p.outputs}" for p, rule in self.linears if rule is None]
+        return (*shapes, *([] if self.attention else [f"attention with heads of {self.head_dim}"]))
+
+    @property
+    def cost(self) -> float:
+        """Multiplications that the rules add to a decode step of STEP_ROWS rows, attention aside, as a share."""
+        return extra_cost(self.linears, rows=STEP_ROWS)
+
+    @property
+    def kept(self) -> bool:
+        """True if engine and learner compute equal bits here."""
+        return not self.missing and self.cost <= MOST_COST
+
+    def sentence(self) -> str:
+        """What a run, a dry run and the tests' header say."""
+        where = f"{processor_name()}, {_threads()}"
+        if self.missing:
+            found = "no rule makes rows independent of the batch for " + ", ".join(self.missing)
+        elif not self.kept:
+            found = f"the rules that it needs add {self.cost:.0%} to a decode step of {STEP_ROWS} rows"
+        else:
+            rules = Counter(str(rule) for _, rule in self.linears)
+            by_rule = "; ".join(rule if len(rules) == 1 else f"{rule} ({n} shapes)" for rule, n in rules.items())
+            return f"equal bits of engine and learner on {where}: linears {by_rule}; attention {self.attention}"
+        return (
+            f"equal bits of engine and learner are not promised on {where}: {found}; sync/probe_gap and "
+            "mismatch/abs_logprob_gap tell how far they are apart"
+        )
+
+
+def promise_of(products: list[Product], *, head_dim: int) -> Promise:
+    """The promise for these products, measured where it is not known yet."""
+    linears = tuple((product, linear_rule(product.inner, product.outputs)) for product in products)
+    return Promise(linears=linears, attention=attention_rule(head_dim), head_dim=head_dim)
+
+
+def promise_for(model: nn.Module, *, head_dim: int) -> Promise:
+    """The promise for all linears of a model, whose weights may be on the meta device."""
+    shapes = Counter((m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear))
+    products = [Product(inner=inner, outputs=outputs, count=n) for (inner, outputs), n in sorted(shapes.items())]
+    return promise_of(products, head_dim=head_dim)
+
+
+def _threads() -> str:
+    counts = thread_counts()
+    return f"{counts[0]} to {counts[-1]} threads"

@@ -1,0 +1,168 @@
+"""The self-check: what this machine's float32 products need so that a row's result depends on that row alone.
+
+It is made for each product when that is first needed, takes a fraction of a second, and is kept in the cache folder for
+other processes on machines of this kind. Its result is the same in every process of a machine: it depends on the
+processor, torch, the variables of its libraries and the number of cores, and not on a time that was measured.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear, pad
+
+import qurl_ray
+from qurl_ray.cache import cache_root
+from qurl_ray.numerics.processor import cpuinfo
+from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, Kernel, Rule, find_rows
+
+_RECIPE = 1  # raise when anything below, or in numerics.rules, changes what is found
+_WIDE = 192  # outputs from which on MKL's kernels were seen to share one order of sums (docs/LOG.md)
+_FEW_ROWS = 8  # where a rule asks for more, padded outputs are tried as well
+_MOST_OUTPUTS = 512  # wider products are measured at this width, and what their own leaves over of 64
+_KEYS = (16, 48, 144)  # of attention: multiples of attention.KEY_MULTIPLE
+_CHUNKS = (16, 128)  # up to attention.KEY_CHUNK
+_BATCHES = (2, 5)
+_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rows [M, K] and a weight [N, K] to [M, N]."""
+
+
+def onednn_product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ + bias by oneDNN, float32, without a gradient. Neither factor has to be contiguous."""
+    return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
+
+
+def kernels() -> dict[Kernel, Multiply]:
+    """The libraries that compute float32 products here."""
+    found: dict[Kernel, Multiply] = {"mkl": linear}
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        found["onednn"] = onednn_product
+    return found
+
+
+@cache
+def thread_counts() -> tuple[int, ...]:
+    """Thread counts that rules are measured with: one, two and all cores. What a product needs grows with the threads
+    (docs/LOG.md), so the counts between are left out."""
+    return tuple(sorted({1, 2, os.cpu_count() or 1}))
+
+
+# --- rules of this machine -------------------------------------------------------------------------------------------
+
+
+@cache
+def linear_rule(inner: int, outputs: int) -> Rule | None:
+    """The rule of products with a weight [outputs, inner]; None if this machine has none."""
+    return _kept(f"linear {outputs}x{inner}", lambda: find_linear_rule(inner, outputs, kernels(), thread_counts()))
+
+
+@cache
+def attention_rule(head_dim: int) -> Rule | None:
+    """The rule of both products of attention with heads of this width; None if this machine has none."""
+    return _kept(f"attention {head_dim}", lambda: find_attention_rule(head_dim, torch.bmm, thread_counts()))
+
+
+def find_linear_rule(
+    inner: int, outputs: int, multiply: Mapping[Kernel, Multiply], threads: Iterable[int]
+) -> Rule | None:
+    """The rule that asks for the fewest rows, by measuring; MKL's where oneDNN's asks for as many."""
+    threads = tuple(threads)
+    width = outputs if outputs <= _MOST_OUTPUTS else _MOST_OUTPUTS + outputs % 64
+    x, weight = _random(WHOLE, inner), _random(width, inner)
+    best: Rule | None = None
+    tried: tuple[tuple[Kernel, int], ...] = (("onednn", 0), ("mkl", 0), ("mkl", _WIDE))
+    for kernel, least in tried:
+        if kernel not in multiply or (least and (width >= least or (best and best.rows <= _FEW_ROWS))):
+            continue
+        wide = pad(weight, (0, 0, 0, max(0, least - width)))
+        at_most = best.rows if best else MOST_ROWS
+        found = find_rows([(_times(multiply[kernel], wide), x)], at_most=at_most, threads=threads)
+        if found:
+            best = Rule(kernel=kernel, rows=found[0], multiple=found[1], outputs=least)
+    return best
+
+
+def find_attention_rule(head_dim: int, bmm: Multiply, threads: Iterable[int]) -> Rule | None:
+    """The rule that asks for the fewest rows, by measuring: of queries · keys and of probabilities · values.
+
+    A call with one product may take another kernel than one with several, so both are tried.
+    """
+    threads = tuple(threads)
+    best: Rule | None = None
+    for least, batches in ((2, _BATCHES), (1, (1,))):
+        computes = []
+        for batch in batches:
+            queries = _random(batch, WHOLE, head_dim)
+            computes += [(_times(bmm, _random(batch, keys, head_dim).transpose(1, 2)), queries) for keys in _KEYS]
+            for keys in _CHUNKS:
+                probabilities = torch.softmax(_random(batch, WHOLE, keys), dim=-1)
+                computes.append((_times(bmm, _random(batch, keys, head_dim)), probabilities))
+        found = find_rows(computes, at_most=best.rows if best else MOST_ROWS, threads=threads)
+        if found and (best is None or found <= (best.rows, best.multiple)):
+            best = Rule(kernel="mkl", rows=found[0], multiple=found[1], batch=least)
+    return best
+
+
+def _times(multiply: Multiply, factor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: multiply(x, factor)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def _kept(name: str, find: Callable[[], Rule | None]) -> Rule | None:
+    """The rule of that name from the cache folder, else as found, and then kept there."""
+    file = _file()
+    rules = _read(file)
+    if name not in rules:
+        with torch.inference_mode(False), torch.no_grad():
+            rule = find()
+        rules = _read(file) | {name: asdict(rule) if rule else None}
+        if file:
+            _write(file, rules)
+    found = rules[name]
+    return Rule(**found) if found else None
+
+
+@cache
+def _file() -> Path | None:
+    """Where the rules of such machines are; None if torch may have computed before MKL was told how."""
+    if qurl_ray.TORCH_WAS_FIRST:
+        return None
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    info = cpuinfo()
+    processor = [info.get(key) for key in ("vendor_id", "cpu family", "model", "stepping", "flags")]
+    machine = [_RECIPE, processor, torch.__version__, torch.__config__.show(), variables, thread_counts()]
+    digest = hashlib.sha256(json.dumps(machine).encode()).hexdigest()[:16]
+    return cache_root() / f"row-rules-{digest}.json"
+
+
+def _read(file: Path | None) -> dict[str, dict | None]:
+    if file is None:
+        return {}
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text())
+    return {}
+
+
+def _write(file: Path, rules: dict[str, dict | None]) -> None:
+    """In one piece: other processes read at any time. A rule that two processes add at once may be measured again."""
+    with suppress(OSError):  # a folder that cannot be written costs the measuring, no more
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        with os.fdopen(handle, "w") as out:
+            json.dump(rules, out, indent=1)
+        os.replace(name, file)

@@ -1,0 +1,67 @@
+"""What a run is told of equal bits on its machine."""
+
+import pytest
+import torch
+
+from qurl_ray.config.models import TinyModel
+from qurl_ray.numerics import promise
+from qurl_ray.numerics.promise import promise_for, promise_of
+from qurl_ray.numerics.rules import Product, Rule
+from qurl_ray.policy.tiny import make_model, make_tokenizer
+
+TWO, FOUR = Rule(kernel="onednn", rows=2), Rule(kernel="mkl", rows=4, batch=2)
+NARROW = Rule(kernel="mkl", rows=4, outputs=192)
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """The machine's rules: of linears by outputs (TWO if not named), and of attention."""
+    found = {"attention": FOUR}
+    monkeypatch.setattr(promise, "linear_rule", lambda inner, outputs: found.get(outputs, TWO))
+    monkeypatch.setattr(promise, "attention_rule", lambda head_dim: found["attention"])
+    return found
+
+
+PRODUCTS = [Product(inner=256, outputs=768, count=6), Product(inner=256, outputs=18)]
+
+
+def test_rules_for_everything_are_a_promise(rules):
+    found = promise_of(PRODUCTS, head_dim=32)
+    assert found.kept
+    assert "linears onednn, at least 2 rows; attention mkl, at least 4 rows" in found.sentence()
+
+
+def test_different_rules_are_told_apart(rules):
+    rules[18] = NARROW
+    found = promise_of(PRODUCTS, head_dim=32)
+    assert found.kept
+    assert "onednn, at least 2 rows (1 shapes)" in found.sentence()
+    assert "mkl, at least 4 rows, at least 192 outputs (1 shapes)" in found.sentence()
+
+
+@pytest.mark.parametrize(("what", "named"), [(18, "products of 256 → 18"), ("attention", "attention with heads of 32")])
+def test_what_has_no_rule_is_named_and_nothing_is_promised(rules, what, named):
+    rules[what] = None
+    found = promise_of(PRODUCTS, head_dim=32)
+    assert not found.kept
+    assert "not promised" in found.sentence()
+    assert named in found.sentence()
+    assert "sync/probe_gap" in found.sentence()
+
+
+def test_rules_that_cost_a_twentieth_of_a_step_are_no_promise(rules):
+    rules[18] = NARROW
+    found = promise_of([Product(inner=256, outputs=768), PRODUCTS[1]], head_dim=32)
+    assert found.cost == pytest.approx((192 - 18) / (768 + 18))
+    assert not found.kept
+    assert "add 22% to a decode step of 32 rows" in found.sentence()
+
+
+def test_all_linears_of_a_model_are_looked_at_without_its_weights(rules):
+    with torch.device("meta"):
+        model = make_model(TinyModel(), make_tokenizer())
+    seen = {(p.inner, p.outputs): p.count for p, _ in promise_for(model, head_dim=32).linears}
+    config = model.config
+    assert seen[config.hidden_size, config.vocab_size] == 1
+    assert seen[config.intermediate_size, config.hidden_size] == config.num_hidden_layers
+    assert sum(seen.values()) == 7 * config.num_hidden_layers + 1
