@@ -1,63 +1,80 @@
-"""Does a row's result depend on what else is computed with it? What breaks without MKL's strict mode and the rules of
-qurl_ray/policy/attention.py, and what the strict mode costs. Results, with their machine and date, are in docs/LOG.md.
+"""Does a row's result depend on what else is computed with it, by which rules does it not, and what do these cost?
 
     python benchmarks/invariance.py
+
+Five tables: row counts at which products differ, in MKL's modes and with oneDNN, and the rule that is found for them;
+their speeds; what breaks in attention without each of its rules; log-probs with and without rules; and the seconds of a
+decode step with rules over those without. Results, with their machine and date, are in docs/LOG.md.
 """
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import date
+from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
+
+from qurl_ray.config.models import TinyModel  # isort: skip  before torch, so that MKL computes as is wanted
 
 import torch
 import typer
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from qurl_ray.config.models import TinyModel
-from qurl_ray.policy.attention import KEY_CHUNK, KEY_MULTIPLE, invariant_attention, round_up
+from qurl_ray.numerics import products
+from qurl_ray.numerics.processor import processor_name
+from qurl_ray.numerics.rules import Rule
+from qurl_ray.numerics.selfcheck import attention_rule, kernels, linear_rule
+from qurl_ray.policy import attention
+from qurl_ray.policy.attention import KEY_CHUNK, KEY_MULTIPLE, NAME, invariant_attention, round_up
+from qurl_ray.policy.load import head_dim, with_row_rules
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.tiny import make_model, make_tokenizer
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
+from qurl_ray.rollout.decoder import Decoder
+from qurl_ray.rollout.slots import SlotCache
 
 MODES = ("AUTO", "AUTO,STRICT", "AVX2,STRICT")
-SHAPES = ((256, 768), (768, 256), (1536, 576), (2048, 2048))  # K, N
+SHAPES = ((256, 18), (256, 768), (768, 256), (1536, 576), (2048, 2048))  # K, N
 WHOLE = 2048  # rows of the product to compare with
 ROWS = (*range(1, 65), 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
-TIMED_ROWS = 512
+TIMED_ROWS = (1, 2, 4, 32, 512)
+STEP_ROWS = (1, 2, 8, 32)
+NO_RULE = Rule(kernel="mkl")
 
 
 # --- products, measured in a process whose MKL_CBWR is the mode ------------------------------------------------
 
 
-def differing_rows(K: int, N: int, threads: int) -> list[int]:
+def differing_rows(kernel: str, K: int, N: int, threads: int) -> list[int]:
     """The M of ROWS at which a row of x[:M] · wᵀ is not, bit for bit, that of the product with all WHOLE rows."""
     torch.set_num_threads(threads)
+    multiply = kernels()[kernel]
     x, w = (torch.randn(rows, K, generator=_seed(rows)) for rows in (WHOLE, N))
-    whole = linear(x, w)
-    return [M for M in ROWS if not torch.equal(linear(x[:M], w), whole[:M])]
+    whole = multiply(x, w)
+    return [M for M in ROWS if not torch.equal(multiply(x[:M], w), whole[:M])]
 
 
-def gigaflops(K: int, N: int) -> float:
-    """Of one product with TIMED_ROWS rows on one thread, repeated for about 50 ms."""
+def microseconds(kernel: str, K: int, N: int, M: int) -> float:
+    """A product with M rows on one thread takes, repeated for about 50 ms."""
     torch.set_num_threads(1)
-    x, w = (torch.randn(rows, K, generator=_seed(rows)) for rows in (TIMED_ROWS, N))
-    linear(x, w)
+    multiply = kernels()[kernel]
+    x, w = (torch.randn(rows, K, generator=_seed(rows)) for rows in (M, N))
+    multiply(x, w)
     count, started = 0, time.perf_counter()
     while (seconds := time.perf_counter() - started) < 0.05:
-        linear(x, w)
+        multiply(x, w)
         count += 1
-    return 2 * TIMED_ROWS * K * N * count / seconds / 1e9
+    return seconds / count * 1e6
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -69,26 +86,30 @@ class Rules:
 
     key_chunk: int | None = KEY_CHUNK
     key_multiple: int = KEY_MULTIPLE
-    rows_with_keys: int = 2
-    rows_with_values: int = 2
+    with_keys: Rule = NO_RULE
+    with_values: Rule = NO_RULE
 
 
-VARIANTS = {
-    "all rules": Rules(),
-    "values in one product": Rules(key_chunk=None),
-    "key length not rounded": Rules(key_multiple=1),
-    "one row with the keys": Rules(rows_with_keys=1),
-    "one row with the values": Rules(rows_with_values=1),
-}
+def variants() -> dict[str, Rules]:
+    """All rules of this machine, and all but one."""
+    rule = attention_rule(64) or NO_RULE
+    every = Rules(with_keys=rule, with_values=rule)
+    return {
+        "all rules": every,
+        "values in one product": replace(every, key_chunk=None),
+        "key length not rounded": replace(every, key_multiple=1),
+        "one row with the keys": replace(every, with_keys=NO_RULE),
+        "one row with the values": replace(every, with_values=NO_RULE),
+    }
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, rules: Rules) -> torch.Tensor:
     """Causal attention of queries at positions first, first + 1, …; all [heads, length, d]. Written for this script."""
     T, S = query.shape[1], round_up(key.shape[1], rules.key_multiple)
     key, value = (pad(part, (0, 0, 0, S - part.shape[1])) for part in (key, value))
-    scores = torch.bmm(_at_least(query, rules.rows_with_keys), key.transpose(1, 2))[:, :T] * query.shape[-1] ** -0.5
+    scores = torch.bmm(_padded(query, rules.with_keys), key.transpose(1, 2))[:, :T] * query.shape[-1] ** -0.5
     hidden = torch.arange(S) > torch.arange(first, first + T)[:, None]
-    weights = _at_least(torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), rules.rows_with_values)
+    weights = _padded(torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), rules.with_values)
     chunk = rules.key_chunk or S
     products = [torch.bmm(weights[:, :, s : s + chunk], value[:, s : s + chunk]) for s in range(0, S, chunk)]
     return sum(products[1:], start=products[0])[:, :T]
@@ -98,7 +119,7 @@ def differing_positions(variant: str, length: int) -> list[int]:
     """Positions whose result, computed alone as an engine does, is not that of all positions at once."""
     torch.set_num_threads(1)
     query, key, value = (torch.randn(8, length, 64, generator=_seed(part)) for part in range(3))
-    rules = VARIANTS[variant]
+    rules = variants()[variant]
     whole = attend(query, key, value, 0, rules)
     if variant == "all rules":
         assert torch.equal(whole, _of_the_package(query, key, value)), "this script must compute what the package does"
@@ -113,20 +134,36 @@ def _of_the_package(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     return out[0].transpose(0, 1)
 
 
-def _at_least(rows: torch.Tensor, count: int) -> torch.Tensor:
-    return rows.expand(-1, count, -1) if rows.shape[1] < count else rows
+def _padded(rows: torch.Tensor, rule: Rule) -> torch.Tensor:
+    return pad(rows, (0, 0, 0, rule.padded(rows.shape[1]) - rows.shape[1]))
 
 
 # --- log-probs --------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def without_rules() -> Iterator[None]:
+    """Inside, products are torch's own, and attention gives them two rows at least, as was enough on Intel."""
+    with patch.object(products, "linear_rule", lambda *_: None), patch.object(attention, "attention_rule", two_rows):
+        yield
+
+
+def two_rows(head_dim: int) -> Rule:
+    return Rule(kernel="mkl", rows=2)
+
+
 @torch.no_grad()
-def logprob_gap(format_name: str) -> tuple[int, int, float]:
+def logprob_gap(format_name: str, by_rule: bool) -> tuple[int, int, float]:
     """(tokens whose log-prob differs, tokens, largest difference in nats): 128 short sequences at once or one by one.
 
     A random policy of the tiny model's default shape, its matrices four times the initial size.
     """
     torch.set_num_threads(1)
+    with nullcontext() if by_rule else without_rules():
+        return _logprob_gap(format_name)
+
+
+def _logprob_gap(format_name: str) -> tuple[int, int, float]:
     tokenizer = make_tokenizer()
     model = make_model(TinyModel(), tokenizer).eval()
     for parameter in model.parameters():
@@ -150,6 +187,59 @@ def _seed(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
+# --- decode steps -----------------------------------------------------------------------------------------------
+
+
+STEPS = {
+    "quickstart": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "vocab_size": 18},
+    "SmolLM2-135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    | {"num_key_value_heads": 3, "vocab_size": 49152},
+}
+"""Shapes of policies, by name."""
+KEYS = 64  # that a row of a timed step sees
+
+
+@torch.inference_mode()
+def step_seconds(policy: str, format_name: str, rows: int, threads: int, rounds: int) -> list[tuple[float, float]]:
+    """Pairs (by rule, without rules) of the seconds of one decode step and its head."""
+    torch.set_num_threads(threads)
+    model = with_row_rules(AutoModelForCausalLM.from_config(LlamaConfig(**STEPS[policy]), attn_implementation=NAME))
+    if format_name != "none":
+        for name in quantized_linears(model, [r"lm_head"]):
+            layer = model.get_submodule(name)
+            model.set_submodule(name, QuantizedLinear(quantize(layer.weight, get_format(format_name)), layer.bias))
+    decoder, config = Decoder(model), model.config
+    cache = SlotCache(
+        layers=config.num_hidden_layers,
+        slots=rows,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim(config),
+        length=KEYS,
+    )
+    ids, positions = torch.zeros(rows, 1, dtype=torch.int64), torch.full((rows,), KEYS - 1)
+
+    def step() -> None:
+        cache.decode(positions)
+        model.lm_head(decoder(ids, positions[:, None], cache)[:, 0])
+
+    pairs = []
+    for _ in range(rounds + 1):
+        by_rule = _seconds(step)
+        with without_rules():
+            pairs.append((by_rule, _seconds(step)))
+    return pairs[1:]
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    step()
+    count, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < 0.2:
+        step()
+        count += 1
+    return seconds / count
+
+
 # --- report -----------------------------------------------------------------------------------------------------
 
 
@@ -165,33 +255,50 @@ class Process:
         return self._pool.submit(function, *arguments).result()
 
 
-def products(processes: dict[str, Process], threads: int) -> Iterator[list[str]]:
-    """One row per shape: at which M rows differ, in each mode."""
+def differences(processes: dict[str, Process], threads: int) -> Iterator[list[str]]:
+    """One row per shape: at which M rows differ, with MKL in each mode and with oneDNN, and the rule."""
     for K, N in SHAPES:
-        found = (process.run(differing_rows, K, N, threads) for process in processes.values())
-        yield [f"{K} × {N}", *(ranges(rows, ROWS) for rows in found)]
+        found = [process.run(differing_rows, "mkl", K, N, threads) for process in processes.values()]
+        found.append(processes["AUTO,STRICT"].run(differing_rows, "onednn", K, N, threads))
+        rule = processes["AUTO,STRICT"].run(linear_rule, K, N)
+        yield [f"{K} × {N}", *(ranges(rows, ROWS) for rows in found), str(rule)]
 
 
-def speeds(processes: dict[str, Process], rounds: int) -> Iterator[list[str]]:
-    """One row per shape: median GFLOP/s in each mode and its ratio to the first; modes take turns."""
+def speeds(process: "Process", rounds: int) -> Iterator[list[str]]:
+    """One row per shape: how many times as fast oneDNN is as MKL in strict mode, in turn, median of the rounds."""
     for K, N in SHAPES:
-        seen = [[process.run(gigaflops, K, N) for process in processes.values()] for _ in range(rounds)]
-        medians = [statistics.median(column) for column in zip(*seen, strict=True)]
-        yield [f"{K} × {N}", *(f"{speed:.0f} ({speed / medians[0]:.2f})" for speed in medians)]
+        cells = []
+        for M in TIMED_ROWS:
+            seen = [[process.run(microseconds, kernel, K, N, M) for kernel in ("mkl", "onednn")] for _ in range(rounds)]
+            cells.append(f"{statistics.median(mkl / onednn for mkl, onednn in seen):.2f}")
+        yield [f"{K} × {N}", *cells]
+
+
+def steps(process: "Process", threads: int, rounds: int) -> Iterator[list[str]]:
+    """One row per policy and format: seconds of a decode step by rule over those without, median (least to most)."""
+    for policy in STEPS:
+        for format_name in ("none", "int8"):
+            cells = []
+            for rows in STEP_ROWS:
+                pairs = process.run(step_seconds, policy, format_name, rows, threads, rounds)
+                ratios = sorted(by_rule / without for by_rule, without in pairs)
+                cells.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
+            yield [f"{policy}, {format_name}", *cells]
 
 
 def positions(processes: dict[str, Process], length: int) -> Iterator[list[str]]:
     """One row per variant: how many positions differ, and which, in each mode."""
-    for variant in VARIANTS:
+    for variant in variants():
         found = [process.run(differing_positions, variant, length) for process in processes.values()]
         yield [variant, *(f"{len(at)}: {ranges(at, range(length))}" for at in found)]
 
 
 def gaps(processes: dict[str, Process]) -> Iterator[list[str]]:
-    """One row per format: share of tokens whose log-prob differs, and by how much at most."""
-    for name in ("none", "int8"):
-        found = (process.run(logprob_gap, name) for process in processes.values())
-        yield [name, *(f"{differ} of {tokens}, max {largest:.1e}" for differ, tokens, largest in found)]
+    """One row per format, without rules and by rule: tokens whose log-prob differs, and by how much at most."""
+    for name, by_rule in product(("none", "int8"), (False, True)):
+        found = (process.run(logprob_gap, name, by_rule) for process in processes.values())
+        cells = (f"{differ} of {tokens}, max {largest:.1e}" for differ, tokens, largest in found)
+        yield [f"{name}, {'by rule' if by_rule else 'without'}", *cells]
 
 
 def ranges(found: Sequence[int], tested: Sequence[int], most: int = 4) -> str:
@@ -209,12 +316,8 @@ def ranges(found: Sequence[int], tested: Sequence[int], most: int = 4) -> str:
 
 def machine() -> str:
     """Processor, its vector extensions, cores, torch and MKL, date."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    model = names[0] if names else platform.processor()
     mkl = next((part for part in torch.__config__.show().splitlines() if "oneAPI" in part), "no MKL").strip(" -")
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model}, {capability}, {os.cpu_count()} cores; torch {torch.__version__}; {mkl}; {date.today()}"
+    return f"{processor_name()}, {os.cpu_count()} cores; torch {torch.__version__}; {mkl}; {date.today()}"
 
 
 def main(
@@ -226,26 +329,32 @@ def main(
     print(machine())
     with ExitStack() as stack:
         processes = {mode: Process(mode, stack) for mode in MODES}
+        strict = processes["AUTO,STRICT"]
         show(
             f"M at which a row of [M, K] · [K, N] differs from the {WHOLE}-row product, {threads} threads",
-            "K × N",
-            products(processes, threads),
+            ["K × N", *(f"MKL {mode}" for mode in MODES), "oneDNN", "rule"],
+            differences(processes, threads),
         )
         show(
-            f"GFLOP/s with {TIMED_ROWS} rows, one thread, median of {rounds} (ratio to {MODES[0]})",
-            "K × N",
-            speeds(processes, rounds),
+            f"oneDNN as many times as fast as MKL AUTO,STRICT, one thread, median of {rounds}",
+            ["K × N", *(f"{M} rows" for M in TIMED_ROWS)],
+            speeds(strict, rounds),
         )
         show(
             f"positions of {length} at which one query alone differs from all at once",
-            "attention",
+            ["attention", *MODES],
             positions(processes, length),
         )
-        show("log-probs of 128 sequences of 9 tokens, at once against one by one", "linears", gaps(processes))
+        show("log-probs of 128 sequences of 9 tokens, at once against one by one", ["linears", *MODES], gaps(processes))
+        show(
+            f"decode step by rule over the same without, {KEYS} keys, {threads} threads, {rounds} pairs",
+            ["policy, linears", *(f"{rows} row{'s' * (rows > 1)}" for rows in STEP_ROWS)],
+            steps(strict, threads, rounds),
+        )
 
 
-def show(title: str, corner: str, rows: Iterator[list[str]]) -> None:
-    print(f"\n{title}\n\n| {' | '.join((corner, *MODES))} |\n|{'---|' * (len(MODES) + 1)}")
+def show(title: str, header: list[str], rows: Iterator[list[str]]) -> None:
+    print(f"\n{title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
     for row in rows:
         print(f"| {' | '.join(row)} |", flush=True)
 

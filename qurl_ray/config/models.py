@@ -418,6 +418,12 @@ class RunConfig(Section):
         if self.sync.unquantized == "bfloat16" and rollout.dtype == "float32":
             raise ValueError(f"{flow} needs sync.unquantized=auto: the learner computes what has no codes in float32")
 
+    def shares_forward(self) -> bool:
+        """True if engine and learner compute one forward pass, on CPUs and in float32, so that bits can be equal."""
+        rollout, learner = self.rollout, self.learner
+        ours_on_cpus = (rollout.engine, rollout.device, learner.device) == ("torch", "cpu", "cpu")
+        return ours_on_cpus and (rollout.dtype, learner.compute) == ("float32", "float32")
+
     def backward(self) -> Literal["quantized", "straight_through", "full"]:
         """What gradients of a unified flow are made of."""
         if self.quantization.backward != "auto":

@@ -5,7 +5,9 @@ import typer
 from qurl_ray.actors.placement import demand
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
+from qurl_ray.errors import ConfigError
 from qurl_ray.loop.run_dir import dry_run
+from qurl_ray.planning.shapes import configured_shape
 
 
 def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
@@ -16,6 +18,8 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
         typer.echo(f"# placement: {demand(config)}")
         for sentence in idle_settings(config):
             typer.echo(f"note: {sentence}", err=True)
+        if promise := _equal_bits(config):
+            typer.echo(f"# {promise}")
         return 0
     from qurl_ray.loop.run import run  # seconds of imports, which --help and dry runs need not wait for
 
@@ -27,3 +31,16 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     except KeyboardInterrupt:
         typer.echo("aborted", err=True)
         return 130
+
+
+def _equal_bits(config: RunConfig) -> str | None:
+    """What this machine promises, if engine and learner share one forward pass and the model's shape is known."""
+    if not config.shares_forward():
+        return None
+    try:
+        shape = configured_shape(config.model)
+    except ConfigError:
+        return None
+    from qurl_ray.numerics.promise import promise_of  # which imports torch
+
+    return promise_of(shape.linears(), head_dim=shape.head_dim).sentence()

@@ -32,7 +32,7 @@ class Prepared:
     task: Task
     spec: PolicySpec
     promise: Promise | None
-    """Whether engine and learner compute equal bits; None if one of them is not on a CPU or not ours."""
+    """What this machine promises of equal bits; None if engine and learner do not share one forward pass."""
 
 
 def prepare_task(config: RunConfig) -> Task:
@@ -78,7 +78,7 @@ def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None
 
 def row_promise(config: RunConfig, spec: PolicySpec) -> Promise | None:
     """What this machine promises for the policy, measured where it is not known yet."""
-    if config.rollout.engine != "torch" or "cuda" in (config.rollout.device, config.learner.device):
+    if not config.shares_forward():
         return None
     with torch.device("meta"):
         model = empty_model(spec)

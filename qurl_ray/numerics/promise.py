@@ -1,6 +1,7 @@
 """What this machine promises for a model: equal bits of engine and learner, by which rules, or why not."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,7 +20,7 @@ class Promise:
     """The rules of a model's float32 products on this machine, and whether they give equal bits.
 
     Example:
-        promise_of([Product(inner=256, outputs=768)], head_dim=32).sentence()
+        promise_of({(256, 768): 6, (256, 18): 1}, head_dim=32).sentence()
     """
 
     linears: tuple[tuple[Product, Rule | None], ...]
@@ -59,17 +60,22 @@ class Promise:
         )
 
 
-def promise_of(products: list[Product], *, head_dim: int) -> Promise:
-    """The promise for these products, measured where it is not known yet."""
-    linears = tuple((product, linear_rule(product.inner, product.outputs)) for product in products)
-    return Promise(linears=linears, attention=attention_rule(head_dim), head_dim=head_dim)
+def promise_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> Promise:
+    """The promise for a model, its rules measured where they are not known yet.
+
+    Args:
+        linears: how many there are of each (inputs, outputs), the head among them.
+        head_dim: width of an attention head.
+    """
+    products = [Product(inner=inner, outputs=outputs, count=n) for (inner, outputs), n in sorted(linears.items())]
+    rules = tuple((product, linear_rule(product.inner, product.outputs)) for product in products)
+    return Promise(linears=rules, attention=attention_rule(head_dim), head_dim=head_dim)
 
 
 def promise_for(model: nn.Module, *, head_dim: int) -> Promise:
     """The promise for all linears of a model, whose weights may be on the meta device."""
-    shapes = Counter((m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear))
-    products = [Product(inner=inner, outputs=outputs, count=n) for (inner, outputs), n in sorted(shapes.items())]
-    return promise_of(products, head_dim=head_dim)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return promise_of(Counter((linear.in_features, linear.out_features) for linear in linears), head_dim=head_dim)
 
 
 def _threads() -> str:

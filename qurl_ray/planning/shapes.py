@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -43,6 +44,13 @@ class Shape:
     @property
     def params(self) -> int:
         return self.block_params + self.head_params * (1 if self.tied else 2)
+
+    def linears(self) -> Counter[tuple[int, int]]:
+        """How many linears there are of each (inputs, outputs), the head among them."""
+        queries, keys, wide = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
+        block = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        block += [(self.hidden, wide), (self.hidden, wide), (wide, self.hidden)]
+        return Counter(self.layers * block + [(self.hidden, self.vocab)])
 
     def weight_bytes(self, block_bytes: float) -> float:
         """Resident weights: `block_bytes` for each weight of the block linears, two for the others."""

@@ -6,7 +6,8 @@ import torch
 from qurl_ray.config.models import TinyModel
 from qurl_ray.numerics import promise
 from qurl_ray.numerics.promise import promise_for, promise_of
-from qurl_ray.numerics.rules import Product, Rule
+from qurl_ray.numerics.rules import Rule
+from qurl_ray.planning.shapes import configured_shape
 from qurl_ray.policy.tiny import make_model, make_tokenizer
 
 TWO, FOUR = Rule(kernel="onednn", rows=2), Rule(kernel="mkl", rows=4, batch=2)
@@ -22,18 +23,18 @@ def rules(monkeypatch):
     return found
 
 
-PRODUCTS = [Product(inner=256, outputs=768, count=6), Product(inner=256, outputs=18)]
+LINEARS = {(256, 768): 6, (256, 18): 1}
 
 
 def test_rules_for_everything_are_a_promise(rules):
-    found = promise_of(PRODUCTS, head_dim=32)
+    found = promise_of(LINEARS, head_dim=32)
     assert found.kept
     assert "linears onednn, at least 2 rows; attention mkl, at least 4 rows" in found.sentence()
 
 
 def test_different_rules_are_told_apart(rules):
     rules[18] = NARROW
-    found = promise_of(PRODUCTS, head_dim=32)
+    found = promise_of(LINEARS, head_dim=32)
     assert found.kept
     assert "onednn, at least 2 rows (1 shapes)" in found.sentence()
     assert "mkl, at least 4 rows, at least 192 outputs (1 shapes)" in found.sentence()
@@ -42,7 +43,7 @@ def test_different_rules_are_told_apart(rules):
 @pytest.mark.parametrize(("what", "named"), [(18, "products of 256 → 18"), ("attention", "attention with heads of 32")])
 def test_what_has_no_rule_is_named_and_nothing_is_promised(rules, what, named):
     rules[what] = None
-    found = promise_of(PRODUCTS, head_dim=32)
+    found = promise_of(LINEARS, head_dim=32)
     assert not found.kept
     assert "not promised" in found.sentence()
     assert named in found.sentence()
@@ -51,17 +52,13 @@ def test_what_has_no_rule_is_named_and_nothing_is_promised(rules, what, named):
 
 def test_rules_that_cost_a_twentieth_of_a_step_are_no_promise(rules):
     rules[18] = NARROW
-    found = promise_of([Product(inner=256, outputs=768), PRODUCTS[1]], head_dim=32)
+    found = promise_of({(256, 768): 1, (256, 18): 1}, head_dim=32)
     assert found.cost == pytest.approx((192 - 18) / (768 + 18))
     assert not found.kept
     assert "add 22% to a decode step of 32 rows" in found.sentence()
 
 
-def test_all_linears_of_a_model_are_looked_at_without_its_weights(rules):
+def test_a_dry_run_looks_at_the_same_linears_as_the_run_which_has_the_model(rules):
     with torch.device("meta"):
         model = make_model(TinyModel(), make_tokenizer())
-    seen = {(p.inner, p.outputs): p.count for p, _ in promise_for(model, head_dim=32).linears}
-    config = model.config
-    assert seen[config.hidden_size, config.vocab_size] == 1
-    assert seen[config.intermediate_size, config.hidden_size] == config.num_hidden_layers
-    assert sum(seen.values()) == 7 * config.num_hidden_layers + 1
+    assert promise_for(model, head_dim=64) == promise_of(configured_shape(TinyModel()).linears(), head_dim=64)
