@@ -20,13 +20,13 @@ from qurl_ray.rewards.resolve import resolve
 from qurl_ray.types import Problem
 
 
-def serve(channel: socket.socket, spec: str) -> None:
-    """Resolve the reward and judge with it until the parent closes the socket."""
+def serve(channel: socket.socket, spec: str) -> int:
+    """Resolve the reward and judge with it until the parent closes the socket. Returns the exit code."""
     try:
         score = resolve(spec)
     except RewardError as error:
         _send(channel, {"error": str(error)})
-        return
+        return 0
     _send(channel, {"ready": True})
     me = os.getpid()
     with channel.makefile("rb") as stream:
@@ -36,6 +36,7 @@ def serve(channel: socket.socket, spec: str) -> None:
                 if os.getpid() != me:  # the reward function forked and returned twice; one of us may answer
                     os._exit(0)
                 _send(channel, [mark, verdict.reward, verdict.status, verdict.detail])
+    return 0
 
 
 def _send(channel: socket.socket, reply: object) -> None:

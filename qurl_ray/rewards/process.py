@@ -20,7 +20,7 @@ from typing import Any, cast, get_args
 
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards.judge import failure
-from qurl_ray.rewards.keeper import TOO_MUCH
+from qurl_ray.rewards.keeper import STOPPED, TOO_MUCH
 from qurl_ray.types import Problem, Status, Verdict
 
 MEMORY_GB = 4.0
@@ -28,6 +28,7 @@ _MOST_AT_ONCE = 64  # answers that a child gets in one message
 _WINDOW_S = 0.01  # as many as it probably judges in this time
 _START_S = 120.0  # importing a user's module on a busy machine may take a while
 _END_S = 30.0  # for the kernel to take killed processes down
+_WAKE_S = 0.2  # between two signals that wake a warden, if it was stopped
 _MAX_REPLY_BYTES = 1 << 20
 _STATUSES = get_args(Status)
 
@@ -60,7 +61,8 @@ class VerifierProcess:
         Args:
             spec: what `resolve` takes; it is resolved in the child, never here.
             timeout_s: seconds for one answer, counted from the verdict before it.
-            memory_gb: what the child and all that it starts may hold together, in memory and (Linux) temporary files.
+            memory_gb: what the child and all that it starts may hold together, in memory and in temporary files;
+                see docs/failure.md for where this holds.
         """
         self._spec = spec
         self._timeout_s = timeout_s
@@ -141,7 +143,7 @@ class VerifierProcess:
 
 
 class _Child:
-    """The keeper's process, and the socket to the judge below it."""
+    """The warden's process, and the socket to the judge below it."""
 
     def __init__(self, spec: str, memory_gb: float) -> None:
         self._spec, self._memory_gb = spec, memory_gb
@@ -194,7 +196,7 @@ class _Child:
         except TimeoutError:
             raise _LateError from None
         except OSError:
-            raise _DeathError(self._ending()) from None
+            raise self._death() from None
 
     def verdict(self, timeout_s: float) -> Verdict:
         """The next one that is owed."""
@@ -202,13 +204,18 @@ class _Child:
         return _verdict(reply, self._owed.popleft())
 
     def end(self) -> None:
-        """The keeper notices that the socket closes, and kills all; it is itself killed if it does not."""
+        """Close the socket: the keeper notices and kills all, then the warden ends. It is killed if it does not."""
         self._socket.close()
-        try:
-            self._process.wait(timeout=_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            self._process.send_signal(signal.SIGCONT)  # a reward may have stopped it
+            try:
+                self._process.wait(timeout=_WAKE_S)
+            except subprocess.TimeoutExpired:
+                continue
+            return
+        self._process.kill()
+        self._process.wait()
 
     def _receive(self, deadline: float) -> Any:
         """The next reply. JSON, since the process that runs reward functions is not to be trusted with pickles."""
@@ -221,7 +228,7 @@ class _Child:
             except OSError:
                 data = b""
             if not data:  # no process has the other end: the keeper has gone, and with it all the others
-                raise _DeathError(self._ending())
+                raise self._death()
             self._buffer += data
             if len(self._buffer) > _MAX_REPLY_BYTES:
                 raise _DeathError("wrote to the socket of its verdicts")
@@ -231,16 +238,19 @@ class _Child:
         except (ValueError, RecursionError):
             raise _DeathError("wrote to the socket of its verdicts") from None
 
-    def _ending(self) -> str:
+    def _death(self) -> _DeathError:
+        """The error that tells how the process ended."""
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return "broke the connection"
+            return _DeathError("broke the connection")
         if code == TOO_MUCH:
-            return f"and what it started held more than {self._memory_gb:g} GB, or too many processes"
+            return _DeathError(f"and what it started held more than {self._memory_gb:g} GB, or too many processes")
+        if code == STOPPED:
+            return _DeathError("was killed, since the process that keeps it had been stopped by a signal")
         if code < 0:
-            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"ended with exit code {code}"
+            return _DeathError(f"was killed by signal {-code} ({signal.strsignal(-code)})")
+        return _DeathError(f"ended with exit code {code}")
 
 
 def _plain(problem: Problem) -> dict[str, Any]:
