@@ -6,6 +6,7 @@ nothing that it started outlives it.
 """
 
 import json
+import logging
 import math
 import os
 import secrets
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast, get_args
 
 from qurl_ray.errors import RewardError
+from qurl_ray.rewards.child import THREADS_LEFT
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rewards.keeper import STOPPED, TOO_MUCH
 from qurl_ray.types import Problem, Status, Verdict
@@ -31,6 +33,7 @@ _END_S = 30.0  # for the kernel to take killed processes down
 _WAKE_S = 0.2  # between two signals that wake a warden, if it was stopped
 _MAX_REPLY_BYTES = 1 << 20
 _STATUSES = get_args(Status)
+_log = logging.getLogger(__name__)
 
 # -P and an explicit path: what the parent can import the child can, and nothing more.
 _BOOT = (
@@ -45,6 +48,10 @@ class _LateError(Exception):
 
 class _DeathError(Exception):
     """The process ended, or no longer speaks the protocol; the message says how, as a predicate."""
+
+
+class _RetiredError(_DeathError):
+    """The process ended because of threads that earlier answers left in it; it judged them well."""
 
 
 class VerifierProcess:
@@ -68,6 +75,7 @@ class VerifierProcess:
         self._timeout_s = timeout_s
         self._memory_gb = memory_gb
         self._child: _Child | None = None
+        self._warned = False
         self._window = 1
         """Answers that the child gets at once: few of those that take long, since each goes to one process only."""
 
@@ -88,23 +96,29 @@ class VerifierProcess:
         return verdicts
 
     def judging(self, items: Sequence[tuple[str, Problem]]) -> Iterator[Verdict]:
-        """Verdicts of the first of `items`, as they come: of all, or up to and with the one that cost the child its
-        life. At the deadline that is "timeout", else "error". RewardError if the reward cannot be resolved. Whoever
-        wants no more of them calls `settle`."""
+        """Verdicts of the first of `items`, as they come: of all, up to and with the one that cost the child its life,
+        or up to one whose threads run on. A life costs "timeout" at the deadline, else "error"; threads cost nothing.
+        RewardError if the reward cannot be resolved. Whoever wants no more of them calls `settle`."""
         child = self._ready()
-        start = 0
+        start = judged = 0
         try:
             while start < len(items):
                 began, window = time.monotonic(), items[start : start + self._window]
                 child.ask(window, self._timeout_s)
                 for _ in window:
-                    yield child.verdict(self._timeout_s)
+                    verdict = child.verdict(self._timeout_s)
+                    judged += 1
+                    yield verdict
                 start += len(window)
                 each_s = (time.monotonic() - began) / len(window)
                 self._window = max(1, min(_MOST_AT_ONCE, int(_WINDOW_S / each_s)))
         except _LateError:
             self.close()
             yield failure("timeout", f"no verdict within {self._timeout_s:g} s; the process was killed")
+        except _RetiredError:
+            self.close()
+            if not judged:
+                yield from self.judging(items)
         except _DeathError as death:
             self.close()
             yield failure("error", f"the process that judged the answer {death}")
@@ -119,8 +133,15 @@ class VerifierProcess:
 
     def close(self) -> None:
         """End the child and all that it started. A later call starts a new one."""
-        if self._child is not None:
-            self._child.end()
+        child = self._child  # another thread may close, too
+        if child is not None:
+            child.end()
+            if child.left_threads and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "reward %r leaves threads that run on, or many; its process is replaced after such answers",
+                    self._spec,
+                )
             self._child = None
 
     def __enter__(self) -> "VerifierProcess":
@@ -150,6 +171,7 @@ class _Child:
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
         self._owed: deque[str] = deque()
+        self._has_judged = False
         # The working directory comes last, so that a user's own module is found and shadows nothing.
         path = [*(entry or os.getcwd() for entry in sys.path), os.getcwd()]
         settings = {"spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
@@ -181,6 +203,11 @@ class _Child:
         return self._process.poll() is None
 
     @property
+    def left_threads(self) -> bool:
+        """True if the process has ended because of threads that answers left in it."""
+        return self._process.returncode == THREADS_LEFT
+
+    @property
     def owes(self) -> int:
         """Verdicts that are still to come."""
         return len(self._owed)
@@ -201,7 +228,9 @@ class _Child:
     def verdict(self, timeout_s: float) -> Verdict:
         """The next one that is owed."""
         reply = self._receive(time.monotonic() + timeout_s)
-        return _verdict(reply, self._owed.popleft())
+        verdict = _verdict(reply, self._owed.popleft())
+        self._has_judged = True
+        return verdict
 
     def end(self) -> None:
         """Close the socket: the keeper notices and kills all, then the warden ends. It is killed if it does not."""
@@ -248,6 +277,8 @@ class _Child:
             return _DeathError(f"and what it started held more than {self._memory_gb:g} GB, or too many processes")
         if code == STOPPED:
             return _DeathError("was killed, since the process that keeps it had been stopped by a signal")
+        if code == THREADS_LEFT and self._has_judged:  # or a reward that ends with this code would be asked for ever
+            return _RetiredError("ended because of threads that earlier answers left in it")
         if code < 0:
             return _DeathError(f"was killed by signal {-code} ({signal.strsignal(-code)})")
         return _DeathError(f"ended with exit code {code}")

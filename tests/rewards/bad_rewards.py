@@ -1,5 +1,6 @@
 """Reward functions that misbehave when the answer says so, and score like `exact` otherwise."""
 
+import concurrent.futures
 import contextlib
 import multiprocessing.shared_memory
 import numbers
@@ -287,3 +288,29 @@ def uses_files_in_memory(answer, problem):
     shared.close()
     shared.unlink()
     return 1.0
+
+
+def _spin():
+    while True:
+        pass
+
+
+def leaves_threads(answer, problem):
+    """Tells its process, so that the test sees when another one answers."""
+    if answer == "busy":
+        for _ in range(4):
+            threading.Thread(target=_spin, daemon=True).start()
+    if answer == "busy later":
+        threading.Timer(0.3, _spin).start()
+    if answer == "asleep":
+        for _ in range(70):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    if answer == "pool":
+        _POOL.submit(sum, range(1000)).result()
+    if answer == "exit 98":
+        os._exit(98)
+    time.sleep(0.001)
+    return float(os.getpid())
+
+
+_POOL = concurrent.futures.ThreadPoolExecutor(8)

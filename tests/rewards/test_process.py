@@ -217,6 +217,47 @@ def test_files_in_memory_count_once_and_those_of_others_stay(mark, others_files)
     assert after.exists()
 
 
+@pytest.fixture
+def threads():
+    with VerifierProcess("bad_rewards:leaves_threads", 10) as verifier:
+        yield verifier
+
+
+def judged_by(verifier, answer):
+    """Id of the process that judged `answer`."""
+    return verifier.judge_many([(answer, PROBLEM)])[0].reward
+
+
+@pytest.mark.parametrize("answer", ["busy", "busy later", "asleep"])
+def test_a_process_whose_threads_run_on_or_are_many_is_replaced(answer, threads, caplog):
+    """At the next answer or, where threads wait or the machine is busy, about a second later."""
+    for _ in range(2):
+        first = judged_by(threads, answer)
+        assert wait_for(lambda: judged_by(threads, "2") != first, seconds=5)  # noqa: B023
+    assert [record.message for record in caplog.records if "leaves threads" in record.message] == [
+        "reward 'bad_rewards:leaves_threads' leaves threads that run on, or many; "
+        "its process is replaced after such answers"
+    ]
+
+
+def test_answers_are_as_fast_as_before_after_one_that_left_busy_threads(threads):
+    first = judged_by(threads, "busy")
+    wait_for(lambda: judged_by(threads, "2") != first, seconds=2)
+    started = time.monotonic()
+    threads.judge_many([("2", PROBLEM)] * 100)
+    assert time.monotonic() - started < 1.0  # about 0.2 s; 3 s beside four busy threads
+
+
+def test_an_idle_pool_of_threads_keeps_its_process(threads, caplog):
+    assert len({judged_by(threads, "pool") for _ in range(30)}) == 1
+    assert not caplog.records
+
+
+def test_an_exit_with_the_code_of_left_threads_is_an_error():
+    """And not judged for ever."""
+    assert [verdict.status for verdict in judge("leaves_threads", ["exit 98", "2"])] == ["error", "ok"]
+
+
 def test_every_answer_has_the_whole_deadline():
     """Three answers of 0.3 s each outlast one deadline of 0.5 s together."""
     with VerifierProcess("slow_rewards:slow", TIMEOUT_S) as verifier:
