@@ -135,7 +135,7 @@ def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -
         if sandbox.is_full():
             return TOO_MUCH
         if new_files.fd in ready:
-            time.sleep(_REST * (time.monotonic() - began))
+            time.sleep(min(_REST * (time.monotonic() - began), _TICK_MS / 1000))
 
 
 def _reap(judge: int) -> int | None:
