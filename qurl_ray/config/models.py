@@ -79,8 +79,9 @@ class TaskBase(Section):
     reward_timeout_s: float = Field(5.0, gt=0)
     """Deadline for one answer. The process that judges it is killed at the deadline, and the reward is 0."""
     reward_memory_gb: float = Field(4.0, gt=0)
-    """What the process that judges, and all that it starts, may hold in memory and temporary files together. Beyond it
-    an allocation fails or the process is killed, and the reward is 0."""
+    """What the process that judges, and all that it starts, may hold together in memory, memfds, /dev/shm and temporary
+    files. Beyond it an allocation fails or the process is killed, and the reward is 0. docs/failure.md says what
+    is guaranteed where."""
     verifiers: int = Field(1, ge=1)
     """Processes that judge answers."""
     template: str = "{prompt}"

@@ -1,13 +1,15 @@
-"""The process that keeps the one that judges: it starts it, bounds what it holds, and leaves nothing of it behind.
+"""The processes that keep the one that judges: they start it, bound what it holds, and leave nothing of it behind.
 
-    parent ─ socket ─► keeper ─► judge (child.py) ─► whatever the reward function starts
+    parent ─ socket ─► warden ─► keeper ─► judge (child.py) ─► whatever the reward function starts
 
-waits for: the parent's end of the socket to close, the judge to die, or its processes to hold too much
-ends:      as the judge did, or with TOO_MUCH, when all that the judge started is gone
+keeper     waits for the parent's end of the socket to close, the warden or the judge to die, or the judge's processes
+           to hold too much; ends as the judge did, or with TOO_MUCH, when all that the judge started is gone
+warden     waits for the keeper to end or to be stopped; ends as the keeper did, or with STOPPED, when nothing is left
 
-No code of the user's runs here, so nothing that it does to its interpreter stops the clean-up. On Linux the keeper is
-the subreaper of all below it: a process that left its session and whose parent has ended becomes a child of the keeper,
-and "no children left" is the whole truth. Elsewhere, what leaves the judge's process group is not found.
+No code of the user's runs in either, so nothing that it does to its interpreter stops the clean-up; if one of them is
+killed or stopped, the other cleans up. On Linux both are subreapers: a process that left its session and whose parent
+has ended becomes a child of the keeper, or of the warden if the keeper is dead, and "no children left" is the whole
+truth. Elsewhere, what leaves the judge's process group is not found, nor is what a killed keeper leaves.
 """
 
 import ctypes
@@ -23,61 +25,117 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from qurl_ray.rewards import cgroup
 from qurl_ray.rewards.child import serve
+from qurl_ray.rewards.held import SHM, Holdings, descendants
+from qurl_ray.rewards.inotify import NewFiles
 
 TOO_MUCH = 97
 """Exit code: the judge's processes held more than they may."""
+STOPPED = 96
+"""Exit code: the keeper was stopped by a signal."""
 _TICK_MS = 100  # at most this long between two looks at what they hold
+_REST = 4  # times as long as a look that a new file called for: others may make many
 _PAUSE_S = 0.002  # for the kernel, between two rounds of killing
 _MAX_PROCESSES = 512  # a reward that starts one for every answer and waits for none
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_PAGE = resource.getpagesize()
 
 
 def main(*, fd: int, spec: str, memory_gb: float) -> NoReturn:
-    """Have a judge answer on the socket `fd` until one of both ends; then kill all that it started."""
+    """Watch a keeper, whose judge answers on the socket `fd`, until one of all ends; then kill all that is left."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     _discard_output()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    limit = int(memory_gb * 2**30)
     # Files that are not taken away fill the disk in a long run, and where /tmp is memory, that.
-    with tempfile.TemporaryDirectory(prefix="qurl-reward-", ignore_cleanup_errors=True) as scratch:
-        judge = _fork(lambda: _judge(channel, spec, scratch, limit))
-        try:
-            code = _watch(channel, judge, scratch, limit)
-        finally:
-            _kill_all(judge)
-    _end_with(code)
+    sandbox = _Sandbox(int(memory_gb * 2**30))
+    warden = os.getpid()
+    keeper = _fork(lambda: _keep(warden, channel, spec, sandbox))
+    status = os.waitpid(keeper, os.WUNTRACED)[1]
+    stopped = os.WIFSTOPPED(status)
+    if stopped:
+        os.kill(keeper, signal.SIGKILL)
+    sandbox.clear(keeper)
+    _end_with(STOPPED if stopped else os.waitstatus_to_exitcode(status))
 
 
-def _judge(channel: socket.socket, spec: str, scratch: str, limit: int) -> None:
+class _Sandbox:
+    """What bounds the judge and all that it starts, and what is to be taken away after them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.scratch = tempfile.mkdtemp(prefix="qurl-reward-")
+        self._holdings = Holdings(self.scratch)
+        self._group = cgroup.make_group(limit)
+
+    def enter(self) -> None:
+        """Put this process, and all that it will start, under the bounds."""
+        os.environ["TMPDIR"] = tempfile.tempdir = self.scratch
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
+        if sys.platform == "linux":  # private memory that can be written; reserved address space costs nothing
+            resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
+        if self._group is not None:
+            cgroup.join_group(self._group)
+
+    def is_full(self) -> bool:
+        """True if the processes below this one are too many, or hold too much."""
+        processes = descendants(os.getpid())
+        return len(processes) > _MAX_PROCESSES or self._holdings.exceed(processes, self.limit)
+
+    def was_full(self) -> bool:
+        """True if the kernel has killed a process that held too much."""
+        return self._group is not None and cgroup.was_full(self._group)
+
+    def clear(self, leader: int) -> None:
+        """Kill all processes below this one, and the process group of `leader`; then delete what they left."""
+        self._holdings.look(descendants(os.getpid()))
+        _kill_all(leader)
+        self._holdings.give_back()
+        if self._group is not None:
+            cgroup.remove_group(self._group)
+
+
+def _keep(warden: int, channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
+    """Start the judge and watch it. Returns its exit code."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    judge = _fork(lambda: _judge(channel, spec, sandbox))
+    try:
+        return _watch(warden, channel, judge, sandbox)
+    finally:
+        sandbox.clear(judge)
+
+
+def _judge(channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
     """What the judge does, in its own session."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ["TMPDIR"] = tempfile.tempdir = scratch
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    if sys.platform == "linux":  # private memory that can be written; address space that is only reserved costs nothing
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    serve(channel, spec)
+    sandbox.enter()
+    return serve(channel, spec)
 
 
-def _watch(channel: socket.socket, judge: int, scratch: str, limit: int) -> int:
+def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -> int:
     """Wait for the end; the exit code that tells of it, negative for a signal."""
     poller = select.poll()
     poller.register(channel, 0)  # a hang-up is told unasked
-    with suppress(AttributeError, OSError):  # where there is no pidfd, the judge's death shows at the next tick
+    new_files = NewFiles(SHM)
+    if new_files.fd is not None:
+        poller.register(new_files.fd, select.POLLIN)
+    with suppress(AttributeError, OSError):  # where there is no pidfd, a death shows at the next tick
         poller.register(os.pidfd_open(judge), select.POLLIN)
+        poller.register(os.pidfd_open(warden), select.POLLIN)
     while True:
-        events = poller.poll(_TICK_MS)
-        if any(fd == channel.fileno() for fd, _ in events):
+        ready = [fd for fd, _ in poller.poll(_TICK_MS)]
+        if channel.fileno() in ready or os.getppid() != warden:
             return 0
         if (code := _reap(judge)) is not None:
-            return code
-        processes = _descendants(os.getpid())
-        if len(processes) > _MAX_PROCESSES or _holds_more(processes, scratch, limit):
+            return TOO_MUCH if sandbox.was_full() else code
+        began = time.monotonic()
+        new_files.read()
+        if sandbox.is_full():
             return TOO_MUCH
+        if new_files.fd in ready:
+            time.sleep(min(_REST * (time.monotonic() - began), _TICK_MS / 1000))
 
 
 def _reap(judge: int) -> int | None:
@@ -90,12 +148,12 @@ def _reap(judge: int) -> int | None:
     return code
 
 
-def _kill_all(judge: int) -> None:
+def _kill_all(leader: int) -> None:
     """Kill until no child is left: those that fork in the meantime are found in the next round."""
     while True:
         with suppress(ProcessLookupError, PermissionError):  # the latter macOS says of a group of zombies
-            os.killpg(judge, signal.SIGKILL)
-        for process in _descendants(os.getpid()):
+            os.killpg(leader, signal.SIGKILL)
+        for process in descendants(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         try:
@@ -106,75 +164,15 @@ def _kill_all(judge: int) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _descendants(process: int) -> list[int]:
-    """Ids of the processes below `process`; none where there is no /proc."""
-    found, parents = [], [process]
-    while parents:
-        children = _children(parents.pop())
-        found += children
-        parents += children
-    return found
-
-
-def _children(process: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            found += [int(child) for child in _read(f"/proc/{process}/task/{thread}/children").split()]
-    return found
-
-
-def _holds_more(processes: list[int], scratch: str, limit: int) -> bool:
-    """Whether memory and temporary files together are more than `limit` bytes."""
-    files = _file_bytes(scratch)
-    if files + sum(_resident_bytes(process) for process in processes) <= limit:
-        return False
-    # Pages that forked processes share were counted once for each; the exact figure takes longer.
-    return files + sum(_proportional_bytes(process) for process in processes) > limit
-
-
-def _resident_bytes(process: int) -> int:
-    fields = _read(f"/proc/{process}/statm").split()
-    return int(fields[1]) * _PAGE if fields else 0
-
-
-def _proportional_bytes(process: int) -> int:
-    fields = _read(f"/proc/{process}/smaps_rollup").split()
-    return int(fields[fields.index("Pss:") + 1]) * 1024 if "Pss:" in fields else _resident_bytes(process)
-
-
-def _file_bytes(folder: str) -> int:
-    """What the files below `folder` take on disk; sparse files little."""
-    total, folders = 0, [folder]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                with suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-    return total
-
-
-def _read(path: str) -> str:
-    """ "" for a process that is gone."""
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def _fork(action: Callable[[], None]) -> int:
-    """Id of a new process that does `action` and nothing else of this one's work."""
+def _fork(action: Callable[[], int]) -> int:
+    """Id of a new process that does `action`, ends as that says, and does nothing else of this one's work."""
     process = os.fork()
     if process == 0:
         code = 1
         try:
-            action()
-            code = 0
+            code = action()
         finally:
-            os._exit(code)
+            _end_with(code)
     return process
 
 

@@ -6,6 +6,7 @@ nothing that it started outlives it.
 """
 
 import json
+import logging
 import math
 import os
 import secrets
@@ -19,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast, get_args
 
 from qurl_ray.errors import RewardError
+from qurl_ray.rewards.child import THREADS_LEFT
 from qurl_ray.rewards.judge import failure
-from qurl_ray.rewards.keeper import TOO_MUCH
+from qurl_ray.rewards.keeper import STOPPED, TOO_MUCH
 from qurl_ray.types import Problem, Status, Verdict
 
 MEMORY_GB = 4.0
@@ -28,8 +30,10 @@ _MOST_AT_ONCE = 64  # answers that a child gets in one message
 _WINDOW_S = 0.01  # as many as it probably judges in this time
 _START_S = 120.0  # importing a user's module on a busy machine may take a while
 _END_S = 30.0  # for the kernel to take killed processes down
+_WAKE_S = 0.2  # between two signals that wake a warden, if it was stopped
 _MAX_REPLY_BYTES = 1 << 20
 _STATUSES = get_args(Status)
+_log = logging.getLogger(__name__)
 
 # -P and an explicit path: what the parent can import the child can, and nothing more.
 _BOOT = (
@@ -46,6 +50,10 @@ class _DeathError(Exception):
     """The process ended, or no longer speaks the protocol; the message says how, as a predicate."""
 
 
+class _RetiredError(_DeathError):
+    """The process ended because of threads that earlier answers left in it; it judged them well."""
+
+
 class VerifierProcess:
     """Judges answers in a child process. Works from any thread, one call at a time.
 
@@ -60,12 +68,14 @@ class VerifierProcess:
         Args:
             spec: what `resolve` takes; it is resolved in the child, never here.
             timeout_s: seconds for one answer, counted from the verdict before it.
-            memory_gb: what the child and all that it starts may hold together, in memory and (Linux) temporary files.
+            memory_gb: what the child and all that it starts may hold together, in memory and in temporary files;
+                see docs/failure.md for where this holds.
         """
         self._spec = spec
         self._timeout_s = timeout_s
         self._memory_gb = memory_gb
         self._child: _Child | None = None
+        self._warned = False
         self._window = 1
         """Answers that the child gets at once: few of those that take long, since each goes to one process only."""
 
@@ -86,23 +96,29 @@ class VerifierProcess:
         return verdicts
 
     def judging(self, items: Sequence[tuple[str, Problem]]) -> Iterator[Verdict]:
-        """Verdicts of the first of `items`, as they come: of all, or up to and with the one that cost the child its
-        life. At the deadline that is "timeout", else "error". RewardError if the reward cannot be resolved. Whoever
-        wants no more of them calls `settle`."""
+        """Verdicts of the first of `items`, as they come: of all, up to and with the one that cost the child its life,
+        or up to one whose threads run on. A life costs "timeout" at the deadline, else "error"; threads cost nothing.
+        RewardError if the reward cannot be resolved. Whoever wants no more of them calls `settle`."""
         child = self._ready()
-        start = 0
+        start = judged = 0
         try:
             while start < len(items):
                 began, window = time.monotonic(), items[start : start + self._window]
                 child.ask(window, self._timeout_s)
                 for _ in window:
-                    yield child.verdict(self._timeout_s)
+                    verdict = child.verdict(self._timeout_s)
+                    judged += 1
+                    yield verdict
                 start += len(window)
                 each_s = (time.monotonic() - began) / len(window)
                 self._window = max(1, min(_MOST_AT_ONCE, int(_WINDOW_S / each_s)))
         except _LateError:
             self.close()
             yield failure("timeout", f"no verdict within {self._timeout_s:g} s; the process was killed")
+        except _RetiredError:
+            self.close()
+            if not judged:
+                yield from self.judging(items)
         except _DeathError as death:
             self.close()
             yield failure("error", f"the process that judged the answer {death}")
@@ -117,8 +133,15 @@ class VerifierProcess:
 
     def close(self) -> None:
         """End the child and all that it started. A later call starts a new one."""
-        if self._child is not None:
-            self._child.end()
+        child = self._child  # another thread may close, too
+        if child is not None:
+            child.end()
+            if child.left_threads and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "reward %r leaves threads that run on, or many; its process is replaced after such answers",
+                    self._spec,
+                )
             self._child = None
 
     def __enter__(self) -> "VerifierProcess":
@@ -141,13 +164,14 @@ class VerifierProcess:
 
 
 class _Child:
-    """The keeper's process, and the socket to the judge below it."""
+    """The warden's process, and the socket to the judge below it."""
 
     def __init__(self, spec: str, memory_gb: float) -> None:
         self._spec, self._memory_gb = spec, memory_gb
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
         self._owed: deque[str] = deque()
+        self._has_judged = False
         # The working directory comes last, so that a user's own module is found and shadows nothing.
         path = [*(entry or os.getcwd() for entry in sys.path), os.getcwd()]
         settings = {"spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
@@ -179,6 +203,11 @@ class _Child:
         return self._process.poll() is None
 
     @property
+    def left_threads(self) -> bool:
+        """True if the process has ended because of threads that answers left in it."""
+        return self._process.returncode == THREADS_LEFT
+
+    @property
     def owes(self) -> int:
         """Verdicts that are still to come."""
         return len(self._owed)
@@ -194,21 +223,28 @@ class _Child:
         except TimeoutError:
             raise _LateError from None
         except OSError:
-            raise _DeathError(self._ending()) from None
+            raise self._death() from None
 
     def verdict(self, timeout_s: float) -> Verdict:
         """The next one that is owed."""
         reply = self._receive(time.monotonic() + timeout_s)
-        return _verdict(reply, self._owed.popleft())
+        verdict = _verdict(reply, self._owed.popleft())
+        self._has_judged = True
+        return verdict
 
     def end(self) -> None:
-        """The keeper notices that the socket closes, and kills all; it is itself killed if it does not."""
+        """Close the socket: the keeper notices and kills all, then the warden ends. It is killed if it does not."""
         self._socket.close()
-        try:
-            self._process.wait(timeout=_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            self._process.send_signal(signal.SIGCONT)  # a reward may have stopped it
+            try:
+                self._process.wait(timeout=_WAKE_S)
+            except subprocess.TimeoutExpired:
+                continue
+            return
+        self._process.kill()
+        self._process.wait()
 
     def _receive(self, deadline: float) -> Any:
         """The next reply. JSON, since the process that runs reward functions is not to be trusted with pickles."""
@@ -221,7 +257,7 @@ class _Child:
             except OSError:
                 data = b""
             if not data:  # no process has the other end: the keeper has gone, and with it all the others
-                raise _DeathError(self._ending())
+                raise self._death()
             self._buffer += data
             if len(self._buffer) > _MAX_REPLY_BYTES:
                 raise _DeathError("wrote to the socket of its verdicts")
@@ -231,16 +267,21 @@ class _Child:
         except (ValueError, RecursionError):
             raise _DeathError("wrote to the socket of its verdicts") from None
 
-    def _ending(self) -> str:
+    def _death(self) -> _DeathError:
+        """The error that tells how the process ended."""
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return "broke the connection"
+            return _DeathError("broke the connection")
         if code == TOO_MUCH:
-            return f"and what it started held more than {self._memory_gb:g} GB, or too many processes"
+            return _DeathError(f"and what it started held more than {self._memory_gb:g} GB, or too many processes")
+        if code == STOPPED:
+            return _DeathError("was killed, since the process that keeps it had been stopped by a signal")
+        if code == THREADS_LEFT and self._has_judged:  # or a reward that ends with this code would be asked for ever
+            return _RetiredError("ended because of threads that earlier answers left in it")
         if code < 0:
-            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"ended with exit code {code}"
+            return _DeathError(f"was killed by signal {-code} ({signal.strsignal(-code)})")
+        return _DeathError(f"ended with exit code {code}")
 
 
 def _plain(problem: Problem) -> dict[str, Any]:

@@ -95,10 +95,10 @@ def test_verdicts_come_in_the_order_of_the_answers(pool):
         judged(pool, ["hang"], deadline_s=0.2)
 
 
-@pytest.mark.parametrize("pool", [("kills_its_grandparent", 2, 5.0)], indirect=True)
+@pytest.mark.parametrize("pool", [("kills_its_caller", 2, 5.0)], indirect=True)
 def test_a_dead_verifier_costs_the_pieces_that_it_had_and_comes_back(pool):
     answers = ["2"] * (16 * _PIECE)
-    answers[5] = "kill grandparent"
+    answers[5] = "kill caller"
     found = judged(pool, answers)
     lost = found.count(ERROR)
     assert found[5] == ERROR

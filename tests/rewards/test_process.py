@@ -132,7 +132,7 @@ def test_a_reward_that_returns_twice_answers_once():
 def test_a_daemon_that_an_answer_leaves_behind_goes_with_the_process(mark):
     with VerifierProcess("bad_rewards:leaves_a_daemon", 5.0) as verifier:
         assert statuses(verifier.judge_many([("return", PROBLEM), ("2", PROBLEM)])) == [WRONG, GOOD]
-        assert len(alive(mark)) == 3  # keeper, judge, daemon: that this test can see it
+        assert len(alive(mark)) == 4  # warden, keeper, judge, daemon: that this test can see it
 
 
 def test_more_processes_than_any_reward_needs_are_killed(monkeypatch):
@@ -142,9 +142,22 @@ def test_more_processes_than_any_reward_needs_are_killed(monkeypatch):
     assert "too many processes" in verdicts[0].detail
 
 
-def test_a_keeper_that_no_longer_acts_is_killed_itself(monkeypatch):
-    monkeypatch.setattr(process, "_END_S", 0.5)
-    assert statuses(judge("exits", ["stop parent", "2"])) == [(0.0, "timeout"), GOOD]
+@pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("generations", [1, 2], ids=["keeper", "warden"])
+def test_a_hurt_keeper_costs_its_answer_and_leaves_no_process(hurt, generations, mark):
+    with VerifierProcess("bad_rewards:hurts_its_keepers", 3.0) as verifier:
+        verifier.check()
+        started = time.monotonic()
+        verdicts = verifier.judging([(f"{hurt:d} {generations}", PROBLEM)])
+        status = "timeout" if (hurt, generations) == (signal.SIGSTOP, 2) else "error"
+        assert statuses(verdicts) == [(0.0, status)]
+        assert time.monotonic() - started < 4.5
+        assert wait_for(lambda: not alive(mark), seconds=2), "orphans"
+        assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
+
+
+def test_a_stopped_keeper_is_named():
+    assert "had been stopped" in judge("hurts_its_keepers", [f"{signal.SIGSTOP:d} 1"], timeout_s=5)[0].detail
 
 
 def test_memory_is_bounded_without_being_asked_for():
@@ -172,6 +185,77 @@ def test_temporary_files_are_bounded_and_taken_away(answer, detail, tmp_path, mo
     assert statuses(verdicts) == [GOOD, (0.0, "error"), GOOD]
     assert detail in verdicts[1].detail
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("answer", ["memfd", "shm", "folder", "deleted"])
+def test_files_in_memory_are_bounded_and_given_back(answer, mark):
+    verdicts = judge("fills_files_in_memory", ["2", answer, "2"], timeout_s=10, memory_gb=0.125)
+    assert statuses(verdicts) == [GOOD, (0.0, "error"), GOOD]
+    assert "held more than 0.125 GB" in verdicts[1].detail
+    assert not list(Path("/dev/shm").glob(f"{mark}*"))
+
+
+@pytest.fixture
+def others_files(mark):
+    """Names of two files in /dev/shm: one is there before the judge, the other comes later."""
+    paths = [Path(f"/dev/shm/{mark}-before"), Path(f"/dev/shm/{mark}-after")]
+    yield paths
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def test_files_in_memory_count_once_and_those_of_others_stay(mark, others_files):
+    before, after = others_files
+    before.write_bytes(b"x" * 100 * 2**20)
+    with VerifierProcess("bad_rewards:uses_files_in_memory", 10, memory_gb=0.15) as verifier:
+        verifier.check()
+        after.write_bytes(b"x" * 100 * 2**20)
+        assert statuses(verifier.judge_many([(f"{after} {before}", PROBLEM)])) == [GOOD]
+        assert Path(f"/dev/shm/{mark}-own").exists()
+    assert not Path(f"/dev/shm/{mark}-own").exists()
+    assert before.exists()
+    assert after.exists()
+
+
+@pytest.fixture
+def threads():
+    with VerifierProcess("bad_rewards:leaves_threads", 10) as verifier:
+        yield verifier
+
+
+def judged_by(verifier, answer):
+    """Id of the process that judged `answer`."""
+    return verifier.judge_many([(answer, PROBLEM)])[0].reward
+
+
+@pytest.mark.parametrize("answer", ["busy", "busy later", "asleep"])
+def test_a_process_whose_threads_run_on_or_are_many_is_replaced(answer, threads, caplog):
+    """At the next answer or, where threads wait or the machine is busy, about a second later."""
+    for _ in range(2):
+        first = judged_by(threads, answer)
+        assert wait_for(lambda: judged_by(threads, "2") != first, seconds=5)  # noqa: B023
+    assert [record.message for record in caplog.records if "leaves threads" in record.message] == [
+        "reward 'bad_rewards:leaves_threads' leaves threads that run on, or many; "
+        "its process is replaced after such answers"
+    ]
+
+
+def test_answers_are_as_fast_as_before_after_one_that_left_busy_threads(threads):
+    first = judged_by(threads, "busy")
+    wait_for(lambda: judged_by(threads, "2") != first, seconds=2)
+    started = time.monotonic()
+    threads.judge_many([("2", PROBLEM)] * 100)
+    assert time.monotonic() - started < 1.0  # about 0.2 s; 3 s beside four busy threads
+
+
+def test_an_idle_pool_of_threads_keeps_its_process(threads, caplog):
+    assert len({judged_by(threads, "pool") for _ in range(30)}) == 1
+    assert not caplog.records
+
+
+def test_an_exit_with_the_code_of_left_threads_is_an_error():
+    """And not judged for ever."""
+    assert [verdict.status for verdict in judge("leaves_threads", ["exit 98", "2"])] == ["error", "ok"]
 
 
 def test_every_answer_has_the_whole_deadline():
@@ -280,12 +364,12 @@ def test_a_module_in_the_working_directory_can_be_used(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "processes"),  # those of the parent, the keeper and the judge, and what the reward starts
+    ("function", "answer", "processes"),  # parent, warden, keeper and judge, and what the reward starts
     [
-        ("hangs", "hang", 3),
-        ("forks_and_hangs", "fork", 5),
-        ("leaves_a_daemon", "hang", 4),
-        ("holds_the_interpreter_lock", "hang", 3),
+        ("hangs", "hang", 4),
+        ("forks_and_hangs", "fork", 6),
+        ("leaves_a_daemon", "hang", 5),
+        ("holds_the_interpreter_lock", "hang", 4),
     ],
 )
 def test_all_go_when_the_parent_is_killed_in_the_middle_of_an_answer(function, answer, processes, mark):
