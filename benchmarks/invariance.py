@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from typing import Annotated, Any
@@ -40,7 +41,7 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
-from qurl_ray.rollout.decoder import Decoder
+from qurl_ray.rollout.decoder import Apply, Decoder, as_function
 from qurl_ray.rollout.slots import SlotCache
 
 MODES = ("AUTO", "AUTO,STRICT", "AVX2,STRICT")
@@ -58,23 +59,22 @@ NO_RULE = Rule(kernel="mkl")
 def differing_rows(kernel: str, K: int, N: int, threads: int) -> list[int]:
     """The M of ROWS at which a row of x[:M] · wᵀ is not, bit for bit, that of the product with all WHOLE rows."""
     torch.set_num_threads(threads)
-    multiply = kernels()[kernel]
     x, w = (torch.randn(rows, K, generator=_seed(rows)) for rows in (WHOLE, N))
-    whole = multiply(x, w)
-    return [M for M in ROWS if not torch.equal(multiply(x[:M], w), whole[:M])]
+    multiply = kernels()[kernel][0](w)
+    whole = multiply(x)
+    return [M for M in ROWS if not torch.equal(multiply(x[:M]), whole[:M])]
 
 
-def microseconds(kernel: str, K: int, N: int, M: int) -> float:
-    """A product with M rows on one thread takes, repeated for about 50 ms."""
+def microseconds(form: tuple[str, int], K: int, N: int, M: int) -> float:
+    """A product with M rows on one thread takes, repeated for about 50 ms.
+
+    Args:
+        form: library, and which of its forms of a weight (selfcheck.kernels).
+    """
     torch.set_num_threads(1)
-    multiply = kernels()[kernel]
     x, w = (torch.randn(rows, K, generator=_seed(rows)) for rows in (M, N))
-    multiply(x, w)
-    count, started = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - started) < 0.05:
-        multiply(x, w)
-        count += 1
-    return seconds / count * 1e6
+    kernel, which = form
+    return 1e6 * _seconds(partial(kernels()[kernel][which](w), x), for_s=0.05)
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -209,7 +209,10 @@ def step_seconds(policy: str, format_name: str, rows: int, threads: int, rounds:
         for name in quantized_linears(model, [r"lm_head"]):
             layer = model.get_submodule(name)
             model.set_submodule(name, QuantizedLinear(quantize(layer.weight, get_format(format_name)), layer.bias))
-    decoder, config = Decoder(model), model.config
+    config = model.config
+    by_rule = Decoder(model), as_function(model.lm_head)
+    with without_rules():
+        without = Decoder(model), as_function(model.lm_head)
     cache = SlotCache(
         layers=config.num_hidden_layers,
         slots=rows,
@@ -219,23 +222,24 @@ def step_seconds(policy: str, format_name: str, rows: int, threads: int, rounds:
     )
     ids, positions = torch.zeros(rows, 1, dtype=torch.int64), torch.full((rows,), KEYS - 1)
 
-    def step() -> None:
+    def step(decoder: Decoder, head: Apply) -> None:
         cache.decode(positions)
-        model.lm_head(decoder(ids, positions[:, None], cache)[:, 0])
+        head(decoder(ids, positions[:, None], cache)[:, 0])
 
     pairs = []
-    for _ in range(rounds + 1):
-        by_rule = _seconds(step)
+    for _ in range(rounds):
+        first = _seconds(partial(step, *by_rule))
         with without_rules():
-            pairs.append((by_rule, _seconds(step)))
-    return pairs[1:]
+            pairs.append((first, _seconds(partial(step, *without))))
+    return pairs
 
 
-def _seconds(step: Callable[[], None]) -> float:
-    step()
+def _seconds(call: Callable[[], object], for_s: float = 0.2) -> float:
+    """Of one call, after one more, repeated for so long."""
+    call()
     count, started = 0, time.perf_counter()
-    while (seconds := time.perf_counter() - started) < 0.2:
-        step()
+    while (seconds := time.perf_counter() - started) < for_s:
+        call()
         count += 1
     return seconds / count
 
@@ -265,12 +269,14 @@ def differences(processes: dict[str, Process], threads: int) -> Iterator[list[st
 
 
 def speeds(process: "Process", rounds: int) -> Iterator[list[str]]:
-    """One row per shape: how many times as fast oneDNN is as MKL in strict mode, in turn, median of the rounds."""
+    """One row per shape: how many times as fast oneDNN is as MKL in strict mode with the weight as it is, and packed;
+    in turn, medians of the rounds."""
+    forms = ("mkl", 0), ("onednn", 0), ("onednn", 1)
     for K, N in SHAPES:
         cells = []
         for M in TIMED_ROWS:
-            seen = [[process.run(microseconds, kernel, K, N, M) for kernel in ("mkl", "onednn")] for _ in range(rounds)]
-            cells.append(f"{statistics.median(mkl / onednn for mkl, onednn in seen):.2f}")
+            seen = [[process.run(microseconds, form, K, N, M) for form in forms] for _ in range(rounds)]
+            cells.append(" · ".join(f"{statistics.median(row[0] / row[form] for row in seen):.2f}" for form in (1, 2)))
         yield [f"{K} × {N}", *cells]
 
 
@@ -336,7 +342,7 @@ def main(
             differences(processes, threads),
         )
         show(
-            f"oneDNN as many times as fast as MKL AUTO,STRICT, one thread, median of {rounds}",
+            f"oneDNN times as fast as MKL AUTO,STRICT, weight as it is · packed, one thread, median of {rounds}",
             ["K × N", *(f"{M} rows" for M in TIMED_ROWS)],
             speeds(strict, rounds),
         )

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -23,7 +23,7 @@ from qurl_ray.cache import cache_root
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, Kernel, Rule, find_rows
 
-_RECIPE = 1  # raise when anything below, or in numerics.rules, changes what is found
+_RECIPE = 2  # raise when anything below, or in numerics.rules, changes what is found
 _WIDE = 192  # outputs from which on MKL's kernels were seen to share one order of sums (docs/LOG.md)
 _FEW_ROWS = 8  # where a rule asks for more, padded outputs are tried as well
 _MOST_OUTPUTS = 512  # wider products are measured at this width, and what their own leaves over of 64
@@ -34,6 +34,8 @@ _VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rows [M, K] and a weight [N, K] to [M, N]."""
+Bind = Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
+"""A weight to a product with it."""
 
 
 def onednn_product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -41,12 +43,26 @@ def onednn_product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Te
     return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
 
 
-def kernels() -> dict[Kernel, Multiply]:
-    """The libraries that compute float32 products here."""
-    found: dict[Kernel, Multiply] = {"mkl": linear}
+def onednn_packed(weight_NK: torch.Tensor) -> torch.Tensor:
+    """The weight in the order in which oneDNN multiplies it, for `onednn_product`; `to_dense()` gives it back."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
+
+
+def _times_packed(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    packed = onednn_packed(weight)
+    return lambda x: onednn_product(x, packed)
+
+
+def kernels() -> dict[Kernel, tuple[Bind, ...]]:
+    """The libraries that compute float32 products here, each with the forms of a weight that give the same bits."""
+    found: dict[Kernel, tuple[Bind, ...]] = {"mkl": (_times(linear),)}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        found["onednn"] = onednn_product
+        found["onednn"] = (_times(onednn_product), _times_packed)
     return found
+
+
+def _times(multiply: Multiply) -> Bind:
+    return lambda factor: lambda x: multiply(x, factor)
 
 
 @cache
@@ -72,7 +88,7 @@ def attention_rule(head_dim: int) -> Rule | None:
 
 
 def find_linear_rule(
-    inner: int, outputs: int, multiply: Mapping[Kernel, Multiply], threads: Iterable[int]
+    inner: int, outputs: int, multiply: Mapping[Kernel, Sequence[Bind]], threads: Iterable[int]
 ) -> Rule | None:
     """The rule that asks for the fewest rows, by measuring; MKL's where oneDNN's asks for as many."""
     threads = tuple(threads)
@@ -85,8 +101,9 @@ def find_linear_rule(
             continue
         wide = pad(weight, (0, 0, 0, max(0, least - width)))
         at_most = best.rows if best else MOST_ROWS
-        found = find_rows([(_times(multiply[kernel], wide), x)], at_most=at_most, threads=threads)
-        if found:
+        computes = [(bind(wide), x) for bind in multiply[kernel]]
+        alike = all(torch.equal(compute(x), computes[0][0](x)) for compute, _ in computes[1:])
+        if alike and (found := find_rows(computes, at_most=at_most, threads=threads)):
             best = Rule(kernel=kernel, rows=found[0], multiple=found[1], outputs=least)
     return best
 
@@ -102,18 +119,15 @@ def find_attention_rule(head_dim: int, bmm: Multiply, threads: Iterable[int]) ->
         computes = []
         for batch in batches:
             queries = _random(batch, WHOLE, head_dim)
-            computes += [(_times(bmm, _random(batch, keys, head_dim).transpose(1, 2)), queries) for keys in _KEYS]
+            times = _times(bmm)
+            computes += [(times(_random(batch, keys, head_dim).transpose(1, 2)), queries) for keys in _KEYS]
             for keys in _CHUNKS:
                 probabilities = torch.softmax(_random(batch, WHOLE, keys), dim=-1)
-                computes.append((_times(bmm, _random(batch, keys, head_dim)), probabilities))
+                computes.append((times(_random(batch, keys, head_dim)), probabilities))
         found = find_rows(computes, at_most=best.rows if best else MOST_ROWS, threads=threads)
         if found and (best is None or found <= (best.rows, best.multiple)):
             best = Rule(kernel="mkl", rows=found[0], multiple=found[1], batch=least)
     return best
-
-
-def _times(multiply: Multiply, factor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: multiply(x, factor)
 
 
 def _random(*shape: int) -> torch.Tensor:

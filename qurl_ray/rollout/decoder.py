@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from qurl_ray.numerics.activations import silu
-from qurl_ray.numerics.products import linear
+from qurl_ray.numerics.products import bound
 from qurl_ray.policy.attention import attend_last, invariant_attention
 from qurl_ray.policy.kv import MaximaRecorder
 from qurl_ray.policy.load import head_dim
@@ -173,10 +173,10 @@ def _layer(layer: Any, ops: Elementwise) -> _Layer:
         qkv=_next_to_each_other(attention.q_proj, attention.k_proj, attention.v_proj),
         q_norm=_norm(attention.q_norm, ops) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, ops) if hasattr(attention, "k_norm") else None,
-        out=_apply(attention.o_proj),
+        out=as_function(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm, ops),
         gate_up=_pair(mlp.gate_proj, mlp.up_proj),
-        down=_apply(mlp.down_proj),
+        down=as_function(mlp.down_proj),
     )
 
 
@@ -184,18 +184,18 @@ def _norm(module: Any, ops: Elementwise) -> _Norm:
     return _Norm(module.weight, module.variance_epsilon, ops.normalize)
 
 
-def _apply(module: Any) -> Apply:
+def as_function(module: Any) -> Apply:
+    """A linear, quantized or not, with the weight that it holds now."""
     if isinstance(module, QuantizedLinear):
         return module.forward
-    weight, bias = module.weight, module.bias
-    return lambda x: linear(x, weight, bias)
+    return bound(module.weight, module.bias)
 
 
 def _next_to_each_other(*modules: Any) -> Apply:
     """Outputs in one tensor; in one product where the linears are fused."""
     if isinstance(modules[0], RowsOf):
         return modules[0].whole.forward
-    calls = [_apply(module) for module in modules]
+    calls = [as_function(module) for module in modules]
     return lambda x: torch.cat([call(x) for call in calls], dim=-1)
 
 
@@ -204,5 +204,5 @@ def _pair(first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tenso
     if isinstance(first, RowsOf):
         whole = first.whole
         return lambda x: whole(x).chunk(2, dim=-1)
-    calls = _apply(first), _apply(second)
+    calls = as_function(first), as_function(second)
     return lambda x: (calls[0](x), calls[1](x))

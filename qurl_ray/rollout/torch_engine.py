@@ -20,7 +20,7 @@ from qurl_ray.policy.load import context_length, empty_model, head_dim
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.batch import RunningBatch
-from qurl_ray.rollout.decoder import Decoder, Elementwise, compiled, knows
+from qurl_ray.rollout.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.graphs import Capture, DecodeGraphs, why_not
 from qurl_ray.rollout.requests import check_requests
@@ -75,6 +75,7 @@ class TorchEngine:
             raise EngineError(reason)
         self._elementwise = compiled(compile) if compile else Elementwise()
         self._decoder: Decoder | None = None
+        self._head: Apply
         self._cache: SlotCache | None = None
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
@@ -95,6 +96,7 @@ class TorchEngine:
         self.version = self._graphs = None  # STALE until every tensor is verified
         self._weights.load(manifest, buckets)
         self._decoder = Decoder(self._model, self._elementwise) if knows(self._model) else None
+        self._head = as_function(self._model.get_output_embeddings())
         if self._rounds_cache:
             self._cache, self._kv_scales = None, self._measure_cache()
         self.version = manifest.version
@@ -228,7 +230,7 @@ class TorchEngine:
         sources = torch.tensor([place[r.prompt_ids.tobytes()] for _, r in group])
         cache.prefill(batch.admit(group), sources)
         hidden = self._forward(ids.to(self._device), self._arange(ids.shape[1])[None], cache)
-        logits = self._model.get_output_embeddings()(hidden[torch.arange(len(prompts)), lengths - 1])
+        logits = self._head(hidden[torch.arange(len(prompts)), lengths - 1])
         batch.draw(logits[sources], first=batch.count - len(group))
         self._retire(cache, batch)
 
@@ -242,7 +244,7 @@ class TorchEngine:
         else:
             cache.decode(positions)
             hidden = self._forward(last[:, None].to(self._device), positions[:, None].to(self._device), cache)
-        batch.draw(self._model.get_output_embeddings()(hidden[:, 0]))
+        batch.draw(self._head(hidden[:, 0]))
         self._retire(cache, batch)
 
     def _arange(self, count: int) -> torch.Tensor:

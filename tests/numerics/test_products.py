@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from qurl_ray.errors import EngineError
 from qurl_ray.numerics import products
 from qurl_ray.numerics.activations import GELU, SiLU, gelu, shares_of_gelu, shares_of_silu, silu, whole_rows
-from qurl_ray.numerics.products import Linear, linear, queries_to_add
+from qurl_ray.numerics.products import Linear, bound, linear, queries_to_add
 from qurl_ray.numerics.rules import Rule
-from qurl_ray.numerics.selfcheck import linear_rule, onednn_product
+from qurl_ray.numerics.selfcheck import linear_rule, onednn_packed, onednn_product
 
 RULES = [
     Rule(kernel="mkl"),
@@ -50,6 +51,22 @@ def test_values_and_gradients_are_those_of_the_product(rule, shape, with_bias):
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1,), (7,), (2, 3), (40,)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_weight_that_is_used_often_gives_the_same_bits(rule, shape, with_bias):
+    x, weight, bias = tensors(*shape, inner=20, outputs=30)
+    bias = bias if with_bias else None
+    with torch.no_grad():
+        assert torch.equal(bound(weight, bias)(x), linear(x, weight, bias))
+
+
+def test_a_weight_that_its_memory_changes_is_an_error(monkeypatch):
+    monkeypatch.setattr(products, "linear_rule", lambda *_: Rule(kernel="onednn", rows=2))
+    monkeypatch.setattr(products, "onednn_packed", lambda weight: onednn_packed(weight + 1))
+    with pytest.raises(EngineError, match="its memory is damaged"):
+        bound(torch.randn(30, 20), None)
+
+
 def test_gradients_are_only_made_where_they_are_wanted():
     x, weight = torch.randn(4, 20), torch.randn(30, 20, requires_grad=True)
     products._OneDnnLinear.apply(x, weight, None).sum().backward()
@@ -82,6 +99,7 @@ def test_a_row_has_the_same_bits_whatever_rows_and_threads_are_beside_it(shape, 
         whole = linear(x, weight, bias)
         torch.set_num_threads(threads)
         assert torch.equal(linear(x[start : start + rows], weight, bias), whole[start : start + rows])
+        assert torch.equal(bound(weight, bias)(x[start : start + rows]), whole[start : start + rows])
         with torch.enable_grad():
             learned = linear(x[start : start + rows], weight.requires_grad_(), bias)
         assert torch.equal(learned, whole[start : start + rows])

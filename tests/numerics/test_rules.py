@@ -21,6 +21,11 @@ def broken_at(breaks):
     return multiply
 
 
+def bound(*breaks):
+    """The same for each form of a weight, as the self-check takes them."""
+    return tuple(lambda weight, multiply=broken_at(one): lambda x: multiply(x, weight) for one in breaks)
+
+
 def bmm_broken_at(breaks):
     def bmm(left, right):
         y = (left.double() @ right.double()).float()
@@ -100,6 +105,13 @@ def test_the_library_that_needs_fewer_rows_is_taken_and_mkl_where_both_need_as_m
     assert find_linear_rule(16, 24, {"mkl": four}, (1,)) == Rule(kernel="mkl", rows=4)
 
 
+def test_a_library_whose_forms_of_a_weight_differ_is_not_taken():
+    sound, off = (lambda M, N, t: M < 2), (lambda M, N, t: True)
+    mkl = bound(lambda M, N, t: M < 4)
+    assert find_linear_rule(16, 24, {"mkl": mkl, "onednn": bound(sound, sound)}, (1,)).kernel == "onednn"
+    assert find_linear_rule(16, 24, {"mkl": mkl, "onednn": bound(sound, off)}, (1,)).kernel == "mkl"
+
+
 def test_narrow_products_get_more_outputs_where_rows_alone_are_too_many():
     """As MKL has it on AMD: 16 rows for 18 outputs, 4 for 192."""
     mkl = broken_at(lambda M, N, t: (4 if N >= 192 else 16) > M)
@@ -108,7 +120,7 @@ def test_narrow_products_get_more_outputs_where_rows_alone_are_too_many():
 
 
 def test_a_product_that_always_breaks_has_no_rule():
-    never = broken_at(lambda M, N, t: M < WHOLE)
+    never = bound(lambda M, N, t: M < WHOLE)
     assert find_linear_rule(16, 24, {"mkl": never, "onednn": never}, (1,)) is None
 
 

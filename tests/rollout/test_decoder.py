@@ -74,6 +74,7 @@ KNOWN: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "llama with biases in the mlp": (LlamaConfig, {"mlp_bias": True}),
     "llama with wide heads": (LlamaConfig, {"head_dim": 20}),
     "llama, odd widths": (LlamaConfig, {"hidden_size": 36, "intermediate_size": 64, "head_dim": 14}),
+    "llama, ragged mlp": (LlamaConfig, {"intermediate_size": 80}),
     "llama, pretraining_tp": (LlamaConfig, {"pretraining_tp": 2}),
     "llama, linear rope": (LlamaConfig, rope("linear", factor=2.5)),
     "llama, llama3 rope": (LlamaConfig, rope("llama3", **LLAMA3)),
@@ -103,7 +104,6 @@ KNOWN: dict[str, tuple[type[PreTrainedConfig], dict]] = {
 OTHERS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "llama, gelu": (LlamaConfig, {"hidden_act": "gelu"}),
     "qwen3, gelu_pytorch_tanh": (Qwen3Config, {"hidden_act": "gelu_pytorch_tanh", "head_dim": 16}),
-    "llama, ragged mlp": (LlamaConfig, {"intermediate_size": 80}),
     "mistral with a window": (MistralConfig, {"sliding_window": 5}),
     "qwen2 with windows": (
         Qwen2Config,
@@ -127,9 +127,6 @@ OTHERS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "cohere": (CohereConfig, {"logit_scale": 1.0}),
 }
-
-
-RAGGED = {"llama, ragged mlp"}  # of which transformers' own forward depends on what else is in the batch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -271,7 +268,7 @@ def test_logprobs_are_those_of_the_model_that_anybody_would_load(name, tmp_path)
 
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8_block"])
-@pytest.mark.parametrize("name", [*KNOWN, *sorted(OTHERS.keys() - RAGGED)])
+@pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
 def test_logprobs_of_the_engine_are_the_learners_to_the_bit(name, format_name, tmp_path):
     policy = policy_of(*(KNOWN | OTHERS)[name], tmp_path)
     requests = random_requests(9, seed=2)
