@@ -1,7 +1,7 @@
 """Evaluate a saved policy: greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals. No Ray."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from qurl_ray.config import RunConfig
+from qurl_ray.data.answers import items_to_judge
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError
@@ -24,7 +25,7 @@ from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import quantize_into, with_codes
-from qurl_ray.types import PolicySpec, Problem, SamplingParams
+from qurl_ray.types import PolicySpec, SamplingParams
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
 
@@ -94,14 +95,15 @@ def evaluate(
         verifier.check()
         for sampling, count in rounds:
             right: list[bool] = []
-            for chunk in _chunks(task.held_out, _PROBLEMS_AT_A_TIME):
-                requests = make_requests(
-                    chunk, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
-                )
-                completions = engine.generate(requests, version=1)
-                texts = tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
-                owners = [problem for problem in chunk for _ in range(count)]
-                verdicts = verifier.judge_many(list(zip(texts, owners, strict=True)))
+            # All at once: a request's seed comes from its problem's place among all problems.
+            requests = make_requests(
+                task.held_out, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
+            )
+            owners = [problem for problem in task.held_out for _ in range(count)]
+            for start in range(0, len(requests), _PROBLEMS_AT_A_TIME * count):
+                part = slice(start, start + _PROBLEMS_AT_A_TIME * count)
+                completions = engine.generate(requests[part], version=1)
+                verdicts = verifier.judge_many(items_to_judge(completions, owners[part], tokenizer, stops))
                 right += [verdict.reward > 0.5 for verdict in verdicts]
                 failed += sum(verdict.status != "ok" for verdict in verdicts)
                 done += len(verdicts)
@@ -136,7 +138,3 @@ def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None,
     engine, model = make(kernel), load_model(spec)
     quantize_into(engine, model, quantization, config.quantization.kept(model.config.num_hidden_layers))
     return engine
-
-
-def _chunks(problems: Sequence[Problem], size: int) -> list[Sequence[Problem]]:
-    return [problems[i : i + size] for i in range(0, len(problems), size)]
