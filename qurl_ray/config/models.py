@@ -77,10 +77,11 @@ class TaskBase(Section):
     """Judge answers with `package.module:function`, (answer: str, problem: Problem) -> float, or with exact,
     math_verify, reasoning_gym or reasoning_gym_boxed, not with the task's own."""
     reward_timeout_s: float = Field(5.0, gt=0)
-    """Deadline for one answer. The process that judges it is killed at the deadline, and the reward is 0."""
+    """Deadline for one answer. The process that judges it is killed at the deadline, and the reward has failed: the
+    sample is counted in `reward/failed` and left out of the update. In an evaluation a failed reward counts as 0."""
     reward_memory_gb: float = Field(4.0, gt=0)
     """What the process that judges, and all that it starts, may hold in memory and temporary files together. Beyond it
-    an allocation fails or the process is killed, and the reward is 0."""
+    an allocation fails or the process is killed, and the reward has failed, as at the deadline."""
     verifiers: int = Field(1, ge=1)
     """Processes that judge answers."""
     template: str = "{prompt}"
