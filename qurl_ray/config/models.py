@@ -276,7 +276,7 @@ class TrackingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out accuracy."""
+    """Held-out reward, and the share of held-out problems solved: those with a reward above 0.5."""
 
     problems: int = Field(500, ge=1)
     """Held-out problems, greedy."""
@@ -290,7 +290,7 @@ class CheckpointConfig(Section):
     every: int = Field(20, ge=0)
     """Save every so many steps; 0 is only at Ctrl-C."""
     keep: int = Field(2, ge=1)
-    """How many of the latest to keep; the one with the best held-out accuracy (`evaluation.every`) stays besides."""
+    """How many of the latest to keep; the one with the best held-out reward (`evaluation.every`) stays besides."""
 
 
 class ExportConfig(Section):

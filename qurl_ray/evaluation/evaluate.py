@@ -1,4 +1,6 @@
-"""Evaluate a saved policy: greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals. No Ray."""
+"""Evaluate a saved policy on held-out problems: mean reward and problems solved, avg@k, pass@k. No Ray.
+
+Estimates have 95 % intervals."""
 
 import time
 from collections.abc import Callable
@@ -14,10 +16,12 @@ from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError
 from qurl_ray.evaluation.statistics import (
+    SOLVED,
     Estimate,
     accuracy_with_interval,
     mean_with_bootstrap_interval,
     pass_at_k,
+    reward_with_interval,
 )
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
@@ -32,16 +36,24 @@ _PROBLEMS_AT_A_TIME = 64  # between two progress reports
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an evaluation found. avg@k and pass@k are None unless samples were drawn."""
+    """What an evaluation found. A failed reward counts as 0."""
 
     policy: str
     quantization: str
     kernels: list[str]
+    reward: Estimate
+    """Mean reward of the greedy answers."""
     accuracy: Estimate
+    """Share of problems that the greedy answers solved, by a reward above 0.5."""
     samples: int
+    """k of what follows, which is None where it is 0."""
     temperature: float
+    avg_reward_at_k: Estimate | None
+    """Mean reward of the samples."""
     avg_at_k: Estimate | None
+    """Share of the samples that solved their problem."""
     pass_at_k: Estimate | None
+    """Share of problems that a sample solved."""
     failed_rewards: int
     seconds: float
 
@@ -89,12 +101,12 @@ def evaluate(
     if samples:
         rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
     total = len(task.held_out) * sum(count for _, count in rounds)
-    solved, failed, done = [], 0, 0
+    found, failed, done = [], 0, 0
     bounds = {"timeout_s": config.task.reward_timeout_s, "memory_gb": config.task.reward_memory_gb}
     with VerifierProcess(task.reward, **bounds) as verifier:
         verifier.check()
         for sampling, count in rounds:
-            right: list[bool] = []
+            rewards: list[float] = []
             # All at once: a request's seed comes from its problem's place among all problems.
             requests = make_requests(
                 task.held_out, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
@@ -104,21 +116,24 @@ def evaluate(
                 part = slice(start, start + _PROBLEMS_AT_A_TIME * count)
                 completions = engine.generate(requests[part], version=1)
                 verdicts = verifier.judge_many(items_to_judge(completions, owners[part], tokenizer, stops))
-                right += [verdict.reward > 0.5 for verdict in verdicts]
+                rewards += [verdict.reward for verdict in verdicts]
                 failed += sum(verdict.status != "ok" for verdict in verdicts)
                 done += len(verdicts)
                 progress(done, total)
-            solved.append(np.array(right).reshape(-1, count))
-    counts_P = solved[1].sum(axis=1) if samples else np.zeros(0)
+            found.append(np.array(rewards).reshape(-1, count))
+    greedy_P, sampled_PG = found[0][:, 0], found[-1]
+    solved_P = (sampled_PG > SOLVED).sum(axis=1)
     return Report(
         policy=str(policy),
         quantization=quantization,
         kernels=engine.kernels(),
-        accuracy=accuracy_with_interval(solved[0][:, 0]),
+        reward=reward_with_interval(greedy_P),
+        accuracy=accuracy_with_interval(greedy_P > SOLVED),
         samples=samples,
         temperature=temperature,
-        avg_at_k=mean_with_bootstrap_interval(counts_P / samples) if samples else None,
-        pass_at_k=mean_with_bootstrap_interval([pass_at_k(samples, int(c), samples) for c in counts_P])
+        avg_reward_at_k=mean_with_bootstrap_interval(sampled_PG.mean(axis=1)) if samples else None,
+        avg_at_k=mean_with_bootstrap_interval(solved_P / samples) if samples else None,
+        pass_at_k=mean_with_bootstrap_interval([pass_at_k(samples, int(c), samples) for c in solved_P])
         if samples
         else None,
         failed_rewards=failed,

@@ -1,10 +1,11 @@
-"""The figures of a step, worked out by hand."""
+"""The figures of a step and of an evaluation, worked out by hand."""
 
 import pytest
 
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected
-from qurl_ray.loop.figures import step_figures
+from qurl_ray.loop.figures import evaluation_figures, step_figures
+from qurl_ray.types import Verdict
 
 RESULT = StepResult(sums={}, seconds={}, grad_norm=1.0, lr=1e-3, skipped_updates=0, proximal={})
 
@@ -25,3 +26,23 @@ def test_an_answer_is_solved_by_a_reward_above_one_half(rewards, mean, solved):
 
 def test_failed_rewards_are_counted_of_every_kind():
     assert figures(failed={"timeout": 2, "error": 1})["reward/failed"] == 3
+
+
+def test_an_evaluation_has_the_mean_reward_and_the_share_solved():
+    """Graded rewards, one of which failed and counts as 0."""
+    graded = [0.25, 0.5, 0.75, 3.5]
+    verdicts = [*(Verdict(reward=reward) for reward in graded), Verdict(reward=0.0, status="timeout")]
+    values = evaluation_figures(verdicts)
+    assert (values["eval/reward"], values["eval/accuracy"]) == (1.0, 0.4)
+    assert values["eval/reward_low"] < 1.0 < values["eval/reward_high"]
+    assert values["eval/low"] < 0.4 < values["eval/high"]
+    assert (values["eval/problems"], values["eval/failed"]) == (5, 1)
+    assert (values["outcomes"], values["rewards"]) == ("00110", [*graded, 0.0])
+
+
+def test_rewards_of_0_and_1_are_one_figure_recorded_under_both_names():
+    values = evaluation_figures([Verdict(reward=reward) for reward in (0.0, 1.0, 1.0, 0.0, 0.0)])
+    for one, other in (("reward", "accuracy"), ("reward_low", "low"), ("reward_high", "high")):
+        assert values[f"eval/{one}"] == values[f"eval/{other}"]
+    assert values["outcomes"] == "01100"
+    assert "rewards" not in values
