@@ -70,7 +70,7 @@ def chosen(names: list[str], experiment: str | None, uri: str, folder: Path) -> 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Bootstrap over the problems, and the paired test."""
-    change = mean_with_bootstrap_interval(np.subtract(second, first))
+    change = mean_with_bootstrap_interval(np.subtract(second, first, dtype=float))
     return Difference(value=change.value, low=change.low, high=change.high, p_value=paired_p_value(first, second))
 
 

@@ -1,6 +1,7 @@
-"""Evaluate a saved policy on held-out problems: mean reward and problems solved, avg@k, pass@k. No Ray.
+"""Evaluate a saved policy on held-out problems, without Ray: mean reward, problems solved, avg@k and pass@k.
 
-Estimates have 95 % intervals."""
+Estimates have 95 % intervals.
+"""
 
 import time
 from collections.abc import Callable

@@ -332,7 +332,8 @@ class Coordinator:
         return await self._or_wanted(self._evaluations[key], sent)
 
     async def _evaluate(self, label: str, step: int) -> float:
-        values = evaluation_figures(await self._collector.judge_held_out())
+        verdicts = await self._collector.judge_held_out()
+        values = await asyncio.to_thread(evaluation_figures, verdicts)  # an interval may take a second to bootstrap
         if failed := values["eval/failed"]:
             self._warn(
                 step, f"evaluation {label!r}: {failed} of {values['eval/problems']} rewards failed and count as 0"

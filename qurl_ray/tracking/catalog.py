@@ -20,7 +20,7 @@ REWARD = Chart(
         ),
     ),
 )
-"""Left out where every reward is 0 or 1: it would be the next one."""
+"""Left out where every reward is 0 or 1: it would show the same as SOLVED."""
 SOLVED = Chart(
     "Held-out problems solved",
     "Greedy answers with a reward above 0.5 to problems that are never trained on, with 95 % Wilson intervals.",

@@ -195,6 +195,9 @@ class _Figure:
     per_problem: Callable[[Evaluation], Sequence[float]]
     scale: float
     digits: int
+    difference: str
+    test: str
+    """Notes on a difference between two runs, and on the test of it."""
 
     def write(self, value: float, sign: str = "") -> str:
         return signed(format(self.scale * value, f"{sign}.{self.digits}f"))
@@ -205,12 +208,16 @@ _REWARD = _Figure(
     per_problem=lambda found: found.rewards,
     scale=1,
     digits=3,
+    difference="paired",
+    test="permutation test",
 )
 _SOLVED = _Figure(
     estimate=lambda found: (found.accuracy, found.low, found.high),
     per_problem=lambda found: [float(outcome == "1") for outcome in found.outcomes],
     scale=100,
     digits=1,
+    difference="paired, points",
+    test="exact test",
 )
 
 
@@ -251,8 +258,8 @@ def _against_first(
         paired = pairing(values[0], other) if comparable else None
         shares.append(_difference(paired, figure) if paired else MISSING)
         tests.append(f"{paired.p_value:.2g}" if paired else MISSING)
-    yield Measure(label="  less the first", cells=shares, note="paired" if figure is _REWARD else "paired, points")
-    yield Measure(label="  p of that", cells=tests, note="permutation test" if figure is _REWARD else "exact test")
+    yield Measure(label="  less the first", cells=shares, note=figure.difference)
+    yield Measure(label="  p of that", cells=tests, note=figure.test)
 
 
 def _difference(found: Difference, figure: _Figure) -> str:

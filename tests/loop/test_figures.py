@@ -1,9 +1,12 @@
 """The figures of a step and of an evaluation, worked out by hand."""
 
+import asyncio
+
 import pytest
 
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected
+from qurl_ray.loop.coordinator import Coordinator
 from qurl_ray.loop.figures import evaluation_figures, step_figures
 from qurl_ray.types import Verdict
 
@@ -46,3 +49,23 @@ def test_rewards_of_0_and_1_are_one_figure_recorded_under_both_names():
         assert values[f"eval/{one}"] == values[f"eval/{other}"]
     assert values["outcomes"] == "01100"
     assert "rewards" not in values
+
+
+class Collector:
+    """Has these verdicts on the held-out problems."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self._verdicts = verdicts
+
+    async def judge_held_out(self):
+        return list(self._verdicts)
+
+
+def test_the_ranks_get_the_mean_reward_by_which_checkpoints_are_kept_and_failures_are_a_warning():
+    coordinator = Coordinator.__new__(Coordinator)  # what else it has needs Ray
+    coordinator._events = []
+    coordinator._collector = Collector(Verdict(reward=0.75), Verdict(reward=0.75), Verdict(reward=0.0, status="error"))
+    assert asyncio.run(coordinator._evaluate("during", 3)) == 0.5
+    warning, evaluation = coordinator._events
+    assert warning.message == "evaluation 'during': 1 of 3 rewards failed and count as 0"
+    assert (evaluation.message, evaluation.values["eval/accuracy"]) == ("during", 2 / 3)
