@@ -23,6 +23,7 @@ from rounding import with_codes
 from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig, load_config
+from qurl_ray.data.answers import items_to_judge
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.learner.batching import plan
@@ -35,6 +36,7 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import fold, norm_fed_linears
+from qurl_ray.rewards.scorers import exact
 from qurl_ray.rl.advantages import advantages
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
@@ -89,9 +91,9 @@ def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list
     def groups(problems: list[Problem], samples: int) -> list[list[Trajectory]]:
         requests = make_requests(problems, encode, samples=samples, sampling=sampling, seed=config.seed, salt="frozen")
         made = engine.generate(requests, version=1)
-        texts = tokenizer.batch_decode([one.token_ids.tolist() for one in made], skip_special_tokens=True)
         owners = [problem for problem in problems for _ in range(samples)]
-        rewards_PG = np.array([float(t == p.answer) for t, p in zip(texts, owners, strict=True)]).reshape(-1, samples)
+        judged = items_to_judge(made, owners, tokenizer, sampling.stop_ids)
+        rewards_PG = np.array([exact(text, problem) for text, problem in judged]).reshape(-1, samples)
         credit = advantages(rewards_PG, "grpo").ravel()
         found = [
             Trajectory(

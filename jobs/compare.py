@@ -10,7 +10,7 @@ from rich.console import Console
 
 from qurl_ray.config.load import runs_folder
 from qurl_ray.errors import ConfigError, QurlError
-from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_test
+from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_p_value
 from qurl_ray.tracking.compare import Difference, Run, compare, newest, read_runs
 from qurl_ray.tracking.compare_page import console_table, render
 from qurl_ray.tracking.page import write_page
@@ -30,7 +30,8 @@ def main(
 ) -> None:
     """Put runs side by side: a table here, and one page with charts that needs no network and no server.
 
-    Accuracy with intervals, differences on the same problems, speed, mismatch, and the settings that differ.
+    Held-out reward and problems solved (reward > 0.5) with intervals, differences on the same problems, speed,
+    mismatch, and the settings that differ.
     """
     place = runs_folder(folder)
     try:
@@ -67,11 +68,10 @@ def chosen(names: list[str], experiment: str | None, uri: str, folder: Path) -> 
     return experiment_runs(uri, experiment)
 
 
-def difference(first: Sequence[bool], second: Sequence[bool]) -> Difference:
-    """Bootstrap over the problems, and the exact test."""
-    change = mean_with_bootstrap_interval(np.asarray(second, dtype=float) - np.asarray(first, dtype=float))
-    p_value = paired_test(first, second).p_value
-    return Difference(value=change.value, low=change.low, high=change.high, p_value=p_value)
+def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Bootstrap over the problems, and the paired test."""
+    change = mean_with_bootstrap_interval(np.subtract(second, first, dtype=float))
+    return Difference(value=change.value, low=change.low, high=change.high, p_value=paired_p_value(first, second))
 
 
 if __name__ == "__main__":

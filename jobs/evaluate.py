@@ -28,11 +28,14 @@ def main(
     quantization: Annotated[
         str | None, typer.Option(help="none, int8, fp8 or int4.", show_default="the checkpoint's own")
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy accuracy only.")] = 0,
+    samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy answers only.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of the k samples.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Also write the figures here, as JSON.")] = None,
 ) -> None:
-    """Greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals."""
+    """Mean reward and problems solved (reward > 0.5) by greedy answers to held-out problems, avg@k and pass@k.
+
+    All with 95 % intervals. Where every reward is 0 or 1, the mean reward is the share solved and is not repeated.
+    """
     try:
         settings = load_config(config or run / "config.yaml", overrides or [])
         with Progress(console=Console(stderr=True)) as bar:
@@ -48,8 +51,10 @@ def main(
     except QurlError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    show("accuracy", report.accuracy)
-    if report.avg_at_k and report.pass_at_k:
+    show_rewards("reward", report.reward, report.accuracy)
+    show("solved", report.accuracy)
+    if report.avg_reward_at_k and report.avg_at_k and report.pass_at_k:
+        show_rewards(f"reward@{samples}", report.avg_reward_at_k, report.avg_at_k)
         show(f"avg@{samples}", report.avg_at_k)
         show(f"pass@{samples}", report.pass_at_k)
     weights = "full-precision" if report.quantization == "none" else report.quantization
@@ -57,6 +62,12 @@ def main(
     print(f"{weights} weights{computed}, {report.seconds:.1f} s, {report.failed_rewards} rewards failed")
     if out:
         out.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+
+
+def show_rewards(name: str, mean: Estimate, solved: Estimate) -> None:
+    """One line: the mean reward and its interval; none where it is the share solved."""
+    if mean.value != solved.value:
+        print(f"{name:10} {mean.value:7.3f}  [{mean.low:.3f}, {mean.high:.3f}]  mean of {mean.n} problems")
 
 
 def show(name: str, estimate: Estimate) -> None:

@@ -44,7 +44,8 @@ class Problem:
     prompt: str
     answer: str
     meta: dict = field(default_factory=dict)
-    """Whatever the task's own scorer wants besides the answer; plain JSON values."""
+    """Whatever the task's own scorer wants besides the answer; plain JSON values. A reward function also finds
+    `truncated`: True here if the answer that it judges was cut off before its end token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

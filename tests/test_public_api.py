@@ -19,8 +19,9 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 SIGNATURES = {
     "Problem": "(*, uid: str, prompt: str, answer: str, meta: dict = <factory>) -> None",
     "Report": (
-        "(*, policy: str, quantization: str, kernels: list[str], accuracy: Estimate, samples: int, temperature: float, "
-        "avg_at_k: Estimate | None, pass_at_k: Estimate | None, failed_rewards: int, seconds: float) -> None"
+        "(*, policy: str, quantization: str, kernels: list[str], reward: Estimate, accuracy: Estimate, samples: int, "
+        "temperature: float, avg_reward_at_k: Estimate | None, avg_at_k: Estimate | None, pass_at_k: Estimate | None, "
+        "failed_rewards: int, seconds: float) -> None"
     ),
     "RunResult": "(*, run_dir: Path, policy: Path, summary: dict[str, Any], interrupted: bool) -> None",
     "evaluate": (

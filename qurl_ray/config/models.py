@@ -77,11 +77,12 @@ class TaskBase(Section):
     """Judge answers with `package.module:function`, (answer: str, problem: Problem) -> float, or with exact,
     math_verify, reasoning_gym or reasoning_gym_boxed, not with the task's own."""
     reward_timeout_s: float = Field(5.0, gt=0)
-    """Deadline for one answer. The process that judges it is killed at the deadline, and the reward is 0."""
+    """Deadline for one answer. The process that judges it is killed at the deadline, and the reward has failed: the
+    sample is counted in `reward/failed` and left out of the update. In an evaluation a failed reward counts as 0."""
     reward_memory_gb: float = Field(4.0, gt=0)
     """What the process that judges, and all that it starts, may hold together in memory, memfds, /dev/shm and temporary
-    files. Beyond it an allocation fails or the process is killed, and the reward is 0. docs/failure.md says what
-    is guaranteed where."""
+    files. Beyond it an allocation fails or the process is killed, and the reward has failed, as at the deadline.
+    docs/failure.md says what is guaranteed where."""
     verifiers: int = Field(1, ge=1)
     """Processes that judge answers."""
     template: str = "{prompt}"
@@ -276,7 +277,7 @@ class TrackingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out accuracy."""
+    """Held-out reward, and the share of held-out problems solved: those with a reward above 0.5."""
 
     problems: int = Field(500, ge=1)
     """Held-out problems, greedy."""
@@ -290,7 +291,7 @@ class CheckpointConfig(Section):
     every: int = Field(20, ge=0)
     """Save every so many steps; 0 is only at Ctrl-C."""
     keep: int = Field(2, ge=1)
-    """How many of the latest to keep; the one with the best held-out accuracy (`evaluation.every`) stays besides."""
+    """How many of the latest to keep; the one with the best held-out reward (`evaluation.every`) stays besides."""
 
 
 class ExportConfig(Section):

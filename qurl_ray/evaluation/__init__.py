@@ -1,1 +1,1 @@
-"""How good a policy is: greedy accuracy, avg@k and pass@k, with intervals."""
+"""How good a policy is: mean reward and problems solved of greedy answers, avg@k and pass@k, with intervals."""

@@ -1,7 +1,10 @@
-"""Evaluate a saved policy: greedy accuracy, avg@k and pass@k on held-out problems, with 95 % intervals. No Ray."""
+"""Evaluate a saved policy on held-out problems, without Ray: mean reward, problems solved, avg@k and pass@k.
+
+Estimates have 95 % intervals.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -9,14 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from qurl_ray.config import RunConfig
+from qurl_ray.data.answers import items_to_judge
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError
 from qurl_ray.evaluation.statistics import (
+    SOLVED,
     Estimate,
     accuracy_with_interval,
     mean_with_bootstrap_interval,
     pass_at_k,
+    reward_with_interval,
 )
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
@@ -24,23 +30,31 @@ from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import quantize_into, with_codes
-from qurl_ray.types import PolicySpec, Problem, SamplingParams
+from qurl_ray.types import PolicySpec, SamplingParams
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an evaluation found. avg@k and pass@k are None unless samples were drawn."""
+    """What an evaluation found. A failed reward counts as 0."""
 
     policy: str
     quantization: str
     kernels: list[str]
+    reward: Estimate
+    """Mean reward of the greedy answers."""
     accuracy: Estimate
+    """Share of problems that the greedy answers solved, by a reward above 0.5."""
     samples: int
+    """k of what follows, which is None where it is 0."""
     temperature: float
+    avg_reward_at_k: Estimate | None
+    """Mean reward of the samples."""
     avg_at_k: Estimate | None
+    """Share of the samples that solved their problem."""
     pass_at_k: Estimate | None
+    """Share of problems that a sample solved."""
     failed_rewards: int
     seconds: float
 
@@ -88,35 +102,39 @@ def evaluate(
     if samples:
         rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
     total = len(task.held_out) * sum(count for _, count in rounds)
-    solved, failed, done = [], 0, 0
+    found, failed, done = [], 0, 0
     bounds = {"timeout_s": config.task.reward_timeout_s, "memory_gb": config.task.reward_memory_gb}
     with VerifierProcess(task.reward, **bounds) as verifier:
         verifier.check()
         for sampling, count in rounds:
-            right: list[bool] = []
-            for chunk in _chunks(task.held_out, _PROBLEMS_AT_A_TIME):
-                requests = make_requests(
-                    chunk, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
-                )
-                completions = engine.generate(requests, version=1)
-                texts = tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
-                owners = [problem for problem in chunk for _ in range(count)]
-                verdicts = verifier.judge_many(list(zip(texts, owners, strict=True)))
-                right += [verdict.reward > 0.5 for verdict in verdicts]
+            rewards: list[float] = []
+            # All at once: a request's seed comes from its problem's place among all problems.
+            requests = make_requests(
+                task.held_out, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
+            )
+            owners = [problem for problem in task.held_out for _ in range(count)]
+            for start in range(0, len(requests), _PROBLEMS_AT_A_TIME * count):
+                part = slice(start, start + _PROBLEMS_AT_A_TIME * count)
+                completions = engine.generate(requests[part], version=1)
+                verdicts = verifier.judge_many(items_to_judge(completions, owners[part], tokenizer, stops))
+                rewards += [verdict.reward for verdict in verdicts]
                 failed += sum(verdict.status != "ok" for verdict in verdicts)
                 done += len(verdicts)
                 progress(done, total)
-            solved.append(np.array(right).reshape(-1, count))
-    counts_P = solved[1].sum(axis=1) if samples else np.zeros(0)
+            found.append(np.array(rewards).reshape(-1, count))
+    greedy_P, sampled_PG = found[0][:, 0], found[-1]
+    solved_P = (sampled_PG > SOLVED).sum(axis=1)
     return Report(
         policy=str(policy),
         quantization=quantization,
         kernels=engine.kernels(),
-        accuracy=accuracy_with_interval(solved[0][:, 0]),
+        reward=reward_with_interval(greedy_P),
+        accuracy=accuracy_with_interval(greedy_P > SOLVED),
         samples=samples,
         temperature=temperature,
-        avg_at_k=mean_with_bootstrap_interval(counts_P / samples) if samples else None,
-        pass_at_k=mean_with_bootstrap_interval([pass_at_k(samples, int(c), samples) for c in counts_P])
+        avg_reward_at_k=mean_with_bootstrap_interval(sampled_PG.mean(axis=1)) if samples else None,
+        avg_at_k=mean_with_bootstrap_interval(solved_P / samples) if samples else None,
+        pass_at_k=mean_with_bootstrap_interval([pass_at_k(samples, int(c), samples) for c in solved_P])
         if samples
         else None,
         failed_rewards=failed,
@@ -136,7 +154,3 @@ def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None,
     engine, model = make(kernel), load_model(spec)
     quantize_into(engine, model, quantization, config.quantization.kept(model.config.num_hidden_layers))
     return engine
-
-
-def _chunks(problems: Sequence[Problem], size: int) -> list[Sequence[Problem]]:
-    return [problems[i : i + size] for i in range(0, len(problems), size)]

@@ -1,7 +1,7 @@
 """Checkpoints on disk: what is in one, whether it is whole, which are kept. Light: neither torch nor Ray.
 
     checkpoints/step-000040/
-        manifest.json    step, held-out accuracy if it was measured there, SHA-256 of every other file
+        manifest.json    step, mean held-out reward if it was measured there, SHA-256 of every other file
         learner/         parameters, optimizer, schedule, random states, as the backend writes them
         loop.json        where the coordinator stands
         policy/          the policy at this step, for AutoModelForCausalLM.from_pretrained
@@ -32,8 +32,8 @@ class Checkpoint:
 
     folder: Path
     step: int
-    accuracy: float | None
-    """Held-out accuracy of the weights at this step; None if it was not measured."""
+    reward: float | None
+    """Mean held-out reward of the weights at this step; None if it was not measured."""
 
     @property
     def learner(self) -> Path:
@@ -49,9 +49,9 @@ def partial_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f".step-{step:06d}"
 
 
-def complete(partial: Path, *, step: int, accuracy: float | None) -> Checkpoint:
+def complete(partial: Path, *, step: int, reward: float | None) -> Checkpoint:
     """Sum up the files of `partial`, put them on disk for good, and give the folder its name."""
-    manifest = {"step": step, "accuracy": accuracy, "sha256": _sums(partial)}
+    manifest = {"step": step, "reward": reward, "sha256": _sums(partial)}
     with (partial / _MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -61,7 +61,7 @@ def complete(partial: Path, *, step: int, accuracy: float | None) -> Checkpoint:
         shutil.rmtree(folder)
     partial.rename(folder)
     _sync(folder.parent)
-    return Checkpoint(folder=folder, step=step, accuracy=accuracy)
+    return Checkpoint(folder=folder, step=step, reward=reward)
 
 
 def verify(folder: Path) -> Checkpoint:
@@ -100,7 +100,7 @@ def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Drop all but the latest `keep` and the most accurate one; half-written ones too."""
+    """Drop all but the latest `keep` and the one with the best held-out reward; half-written ones too."""
     root = run_dir / "checkpoints"
     found = []
     for folder in sorted(root.glob("step-*")):
@@ -108,10 +108,10 @@ def prune(run_dir: Path, keep: int) -> None:
             found.append(_read(folder)[0])
         except CheckpointError:
             continue  # left for its user to look at
-    measured = [checkpoint for checkpoint in found if checkpoint.accuracy is not None]
+    measured = [checkpoint for checkpoint in found if checkpoint.reward is not None]
     kept = {checkpoint.step for checkpoint in found[-keep:]}
     if measured:
-        kept.add(max(measured, key=lambda checkpoint: (checkpoint.accuracy, checkpoint.step)).step)
+        kept.add(max(measured, key=lambda checkpoint: (checkpoint.reward, checkpoint.step)).step)
     for checkpoint in found:
         if checkpoint.step not in kept:
             shutil.rmtree(checkpoint.folder)
@@ -122,7 +122,8 @@ def prune(run_dir: Path, keep: int) -> None:
 def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
-        checkpoint = Checkpoint(folder=folder, step=int(manifest["step"]), accuracy=manifest["accuracy"])
+        reward = manifest["reward"] if "reward" in manifest else manifest["accuracy"]  # of an earlier version
+        checkpoint = Checkpoint(folder=folder, step=int(manifest["step"]), reward=reward)
         if folder.name != f"step-{checkpoint.step:06d}":  # no sum covers the manifest itself
             raise ValueError(f"it is of step {manifest['step']}")
         return checkpoint, dict(manifest["sha256"])

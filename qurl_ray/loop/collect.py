@@ -18,6 +18,7 @@ from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.spans import EVALUATION, ROLLOUTS
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
+from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
@@ -69,19 +70,16 @@ class Collector:
         self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
         self._fleet, self._verifiers = fleet, verifiers
         self._cursor = PromptCursor(task.train, seed=config.seed)
-        self._survival = 1.0
-        """Share of groups that lately passed dynamic sampling."""
         self._text: dict[int, str] = {}
         """By token."""
 
     def state(self) -> dict:
         """Where it stands between two steps, for JSON."""
-        return {"cursor": self._cursor.state(), "survival": self._survival}
+        return {"cursor": self._cursor.state()}
 
     def restore(self, state: dict) -> None:
         """Go on from what `state` gave."""
         self._cursor.load_state(state["cursor"])
-        self._survival = state["survival"]
 
     def probe(self) -> list[Request]:
         """What engines draw after every sync, to be compared with the learner: from the whole distribution, after the
@@ -111,12 +109,9 @@ class Collector:
         while len(collected.groups) < wanted and collected.rounds < rounds:
             missing = wanted - len(collected.groups)
             # Ask for as many as will probably survive the filter, so that few rounds are needed.
-            ask = (
-                min(wanted, int(np.ceil(missing / max(self._survival, 0.1)))) if algorithm.dynamic_sampling else missing
-            )
+            survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
+            ask = min(wanted, int(np.ceil(missing / max(survival, 0.1)))) if algorithm.dynamic_sampling else missing
             await self._round(step, self._cursor.take(ask), collected)
-            if algorithm.dynamic_sampling:
-                self._survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
         collected.groups = self._compared(collected.groups[:wanted])
         learned = {s.uid: s for group in collected.groups for s in group if s.watched}
         for sample in collected.shown:
@@ -226,16 +221,13 @@ class Collector:
             salt=salt,
         )
 
-    def _answers(self, completions: Sequence[Completion]) -> list[str]:
-        return self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-
     def _texts(self, ids: list[int]) -> list[str]:
         """Of each token by itself."""
         self._text |= {token: self._tokenizer.decode([token]) for token in set(ids) - self._text.keys()}
         return [self._text[token] for token in ids]
 
     async def _judge(self, completions: Sequence[Completion], problems: Sequence[Problem]) -> list[Verdict]:
-        items = list(zip(self._answers(completions), problems, strict=True))
+        items = items_to_judge(completions, problems, self._tokenizer, self._stop_ids)
         return await self._verifiers.judge(items, judging_deadline(self._config, len(items)))
 
     def _watch(
@@ -250,8 +242,9 @@ class Collector:
         chosen = [int(p) * G + g for g in range(G) for p in order][: max(0, free)]
         if not chosen:
             return set()
-        for i, answer in zip(chosen, self._answers([completions[i] for i in chosen]), strict=True):
-            ids = completions[i].token_ids.tolist()
+        for i in chosen:
+            ids = completions[i].token_ids
+            answer, _ = answer_text(ids, self._tokenizer, self._stop_ids)
             collected.shown.append(
                 {
                     "uid": completions[i].uid,
@@ -262,7 +255,7 @@ class Collector:
                     "status": verdicts[i].status,
                     "finish": completions[i].finish,
                     "versions": _runs(completions[i].versions.tolist()),
-                    "tokens": self._texts(ids),
+                    "tokens": self._texts(ids.tolist()),
                     "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
                 }
             )

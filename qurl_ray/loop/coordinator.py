@@ -31,12 +31,11 @@ from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.tasks import Task
 from qurl_ray.errors import DeadlineExceeded, QurlError
-from qurl_ray.evaluation.statistics import wilson_interval
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 from qurl_ray.loop.collect import Collected, Collector
-from qurl_ray.loop.figures import step_figures
+from qurl_ray.loop.figures import evaluation_figures, step_figures
 from qurl_ray.loop.guard import Directive, Guard
 from qurl_ray.loop.meeting import Meeting
 from qurl_ray.loop.refit import Gap, Offer, Refit
@@ -325,8 +324,8 @@ class Coordinator:
         await self._meeting.attend(("close", step), rank, seconds, lambda found: self._finish_step(step, found))
 
     async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
-        """Greedy accuracy on the held-out problems with the weights that the engines hold. Every rank asks, so that all
-        wait with the same deadline; the first one sets it off. `sent` as in `share`."""
+        """Mean reward of greedy answers to the held-out problems with the weights that the engines hold. Every rank
+        asks, so that all wait with the same deadline; the first one sets it off. `sent` as in `share`."""
         key = (label, step)
         if key not in self._evaluations:
             self._evaluations[key] = asyncio.ensure_future(self._evaluate(label, step))
@@ -334,18 +333,13 @@ class Coordinator:
 
     async def _evaluate(self, label: str, step: int) -> float:
         verdicts = await self._collector.judge_held_out()
-        right = [verdict.reward > 0.5 for verdict in verdicts]
-        failed = sum(verdict.status != "ok" for verdict in verdicts)
-        if failed:
-            self._warn(step, f"evaluation {label!r}: {failed} of {len(right)} rewards failed and count as wrong")
-        low, high = wilson_interval(sum(right), len(right))
-        accuracy = sum(right) / len(right)
-        values = {"label": label, "eval/accuracy": accuracy, "eval/low": low, "eval/high": high}
-        values |= {"eval/problems": len(right), "eval/failed": failed}
-        # Problem by problem, for paired tests between evaluations.
-        values["outcomes"] = "".join("01"[solved] for solved in right)
-        self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
-        return accuracy
+        values = await asyncio.to_thread(evaluation_figures, verdicts)  # an interval may take a second to bootstrap
+        if failed := values["eval/failed"]:
+            self._warn(
+                step, f"evaluation {label!r}: {failed} of {values['eval/problems']} rewards failed and count as 0"
+            )
+        self._events.append(Event(kind="evaluation", step=step, message=label, values={"label": label} | values))
+        return values["eval/reward"]
 
     async def state(self, step: int) -> dict:
         """Where the rollout side stands after a step, for JSON: rollouts that run ahead are drawn again. Returns when

@@ -1,14 +1,17 @@
-"""The figures of a step, from its rollouts and its updates. Pure."""
+"""The figures of a step, from its rollouts and its updates, and those of an evaluation. Pure."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from qurl_ray.evaluation.statistics import SOLVED, accuracy_with_interval, is_binary, reward_with_interval
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.reduce import merge
 from qurl_ray.rl.value import value_metrics
+from qurl_ray.types import Verdict
 
 
 def step_figures(
@@ -23,7 +26,7 @@ def step_figures(
     sums, rewards = merge(result.sums for result in results), np.array(collected.rewards)
     values = {
         "reward/mean": float(rewards.mean()) if rewards.size else 0.0,
-        "reward/solved_share": float((rewards > 0.5).mean()) if rewards.size else 0.0,
+        "reward/solved_share": float((rewards > SOLVED).mean()) if rewards.size else 0.0,
         "reward/failed": sum(collected.failed.values()),
         "rollout/samples": collected.samples,
         "rollout/trained_samples": sum(len(group) for group in collected.groups),
@@ -41,6 +44,28 @@ def step_figures(
     }
     values |= _staleness(step, collected, drawn_at)
     return values | ((policy_metrics(sums) | value_metrics(sums)) if sums else {})
+
+
+def evaluation_figures(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Figures of the verdicts on the held-out problems, in their order. A failed reward counts as 0.
+
+    `outcomes` and, unless every reward is 0 or 1, `rewards` are problem by problem, for paired tests.
+    """
+    rewards = [verdict.reward for verdict in verdicts]
+    solved = [reward > SOLVED for reward in rewards]
+    mean, share = reward_with_interval(rewards), accuracy_with_interval(solved)
+    values: dict[str, Any] = {
+        "eval/reward": mean.value,
+        "eval/reward_low": mean.low,
+        "eval/reward_high": mean.high,
+        "eval/accuracy": share.value,
+        "eval/low": share.low,
+        "eval/high": share.high,
+        "eval/problems": len(verdicts),
+        "eval/failed": sum(verdict.status != "ok" for verdict in verdicts),
+        "outcomes": "".join("01"[outcome] for outcome in solved),
+    }
+    return values if is_binary(rewards) else values | {"rewards": rewards}
 
 
 def _staleness(step: int, collected: Collected, drawn_at: Mapping[int, int]) -> dict[str, float]:

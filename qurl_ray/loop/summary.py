@@ -1,10 +1,10 @@
 """What a run came to, added up from its events."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from qurl_ray.config import RunConfig
-from qurl_ray.evaluation.statistics import paired_test
+from qurl_ray.evaluation.statistics import paired_p_value
 from qurl_ray.loop.guard import Level
 from qurl_ray.types import Event
 
@@ -20,8 +20,8 @@ class RunSummary:
 
     def __init__(self, config: RunConfig, events: Iterable[Event] = ()) -> None:
         self._config = config
-        self._accuracy: dict[str, float] = {}
-        self._outcomes: dict[str, list[bool]] = {}
+        self._evaluations: dict[str, dict[str, Any]] = {}
+        """Values of the last evaluation of each label."""
         self._problems = 0
         self._steps: list[dict[str, float]] = []
         for event in events:
@@ -29,8 +29,7 @@ class RunSummary:
 
     def add(self, event: Event) -> None:
         if event.kind == "evaluation":
-            self._accuracy[event.message] = event.values["eval/accuracy"]
-            self._outcomes[event.message] = [outcome == "1" for outcome in event.values["outcomes"]]
+            self._evaluations[event.message] = event.values
             self._problems = event.values["eval/problems"]
         elif event.kind == "step":
             self._steps.append(event.values)
@@ -39,21 +38,19 @@ class RunSummary:
         """Seconds are of wall time; `train_seconds` is the sum of the steps, evaluation and start-up left out.
 
         samples_per_second counts every generated sample over that time; rollout_tokens_per_second counts generated
-        tokens over the rollout phase. accuracy_after_quantized is of `quantized_format`:
-        the export's, else the rollouts'; if that is full precision, it is the accuracy.
-        accuracy_p_value is of the exact paired test between the first and the last full-precision evaluation.
+        tokens over the rollout phase. `reward_…` is the mean held-out reward, `accuracy_…` the share of held-out
+        problems solved, by a reward above 0.5. `…_after_quantized` is of `quantized_format`: the export's, else the
+        rollouts'; if that is full precision, it is `…_after`. `…_p_value` is of the paired test between the first and
+        the last full-precision evaluation.
         """
         config = self._config
         exported = config.export.format(config.rollout.quantization)
         train_seconds = self._sum("time/step")
         rollout_seconds = self._sum("time/rollout")
-        after = self._accuracy.get("after")
         return {
             "name": config.name,
-            "accuracy_before": self._accuracy.get("before"),
-            "accuracy_after": after,
-            "accuracy_after_quantized": self._accuracy.get("after, quantized", after),
-            "accuracy_p_value": self._p_value(),
+            **self._held_out("reward", _rewards),
+            **self._held_out("accuracy", _outcomes),
             "eval_problems": self._problems,
             "steps": len(self._steps),
             "train_seconds": train_seconds,
@@ -72,10 +69,26 @@ class RunSummary:
             "max_rho": max((step.get("mismatch/max_rho") or 0.0 for step in self._steps), default=None),
         }
 
-    def _p_value(self) -> float | None:
-        if not {"before", "after"} <= set(self._outcomes):
-            return None
-        return paired_test(self._outcomes["before"], self._outcomes["after"]).p_value
+    def _held_out(self, name: str, per_problem: Callable[[dict[str, Any]], list[float]]) -> dict[str, Any]:
+        """A figure of the evaluations before and after, and the p-value of their difference, problem by problem."""
+        before, after = self._evaluations.get("before", {}), self._evaluations.get("after", {})
+        first, second = per_problem(before), per_problem(after)
+        return {
+            f"{name}_before": before.get(f"eval/{name}"),
+            f"{name}_after": after.get(f"eval/{name}"),
+            f"{name}_after_quantized": self._evaluations.get("after, quantized", after).get(f"eval/{name}"),
+            f"{name}_p_value": paired_p_value(first, second) if first and second else None,
+        }
 
     def _sum(self, key: str) -> float:
         return sum(step.get(key) or 0.0 for step in self._steps)  # null is a number that JSON cannot hold
+
+
+def _outcomes(evaluation: dict[str, Any]) -> list[float]:
+    """1 for each problem that was solved, else 0; empty if there was no evaluation."""
+    return [float(outcome == "1") for outcome in evaluation.get("outcomes", "")]
+
+
+def _rewards(evaluation: dict[str, Any]) -> list[float]:
+    """Reward of each problem; empty if there was no evaluation, or one of a version that recorded no rewards."""
+    return evaluation.get("rewards") or (_outcomes(evaluation) if "eval/reward" in evaluation else [])

@@ -115,13 +115,13 @@ def train_loop(context: dict[str, Any]) -> None:
     for step in range(done + 1, config.steps + 1):
         if not ranks_end.step(step):
             break
-        done, accuracy = step, None
+        done, reward = step, None
         if config.evaluation.every and step % config.evaluation.every == 0:
-            accuracy = ranks_end.evaluate("during", step)
+            reward = ranks_end.evaluate("during", step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             turns.take(Turn.LEARN)
             with ranks_end.spanning("checkpoint"):
-                saver.checkpoint(step, accuracy)
+                saver.checkpoint(step, reward)
             saved = step
     turns.take(Turn.LEARN)
     with ranks_end.spanning("checkpoint"):
@@ -200,7 +200,7 @@ class RankEnd:
             return self._sender.send(format_name)
 
     def evaluate(self, label: str, step: int) -> float:
-        """Held-out accuracy of what the engines hold."""
+        """Mean held-out reward of what the engines hold."""
         return self._attend(partial(self._coordinator.evaluate.remote, label, step), f"the evaluation {label!r}")
 
     def last_evaluations(self, done: int) -> None:
@@ -246,7 +246,7 @@ class Saver:
         self._policy = load_model(spec).requires_grad_(False) if rank == 0 else None
         self._tokenizer = load_tokenizer(spec)
 
-    def checkpoint(self, step: int, accuracy: float | None) -> None:
+    def checkpoint(self, step: int, reward: float | None) -> None:
         """checkpoints/step-<n>; older ones are dropped as the settings say."""
         partial = partial_folder(self._run_dir, step)
         with _writing(f"the checkpoint of step {step}", partial.parent):
@@ -263,7 +263,7 @@ class Saver:
                 (partial / "loop.json").write_text(json.dumps(state))
             _barrier()  # every rank's files are there
             if self._rank == 0:
-                complete(partial, step=step, accuracy=accuracy)
+                complete(partial, step=step, reward=reward)
                 prune(self._run_dir, self._config.checkpoint.keep)
         _barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
 

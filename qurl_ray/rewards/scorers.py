@@ -1,4 +1,7 @@
-"""The reward functions that come with the package: (answer, problem) -> reward.
+r"""The reward functions that come with the package: (answer, problem) -> reward.
+
+An answer that was cut off before its end token (problem.meta["truncated"]) gets 0: the beginning of a wrong answer may
+be the right one. A closed \boxed{...} is complete all the same, and is judged by all but `exact`.
 
 They may hang or eat memory on hostile answers (sympy does both); run them in a VerifierProcess.
 """
@@ -12,8 +15,8 @@ from qurl_ray.types import Problem
 
 
 def exact(answer: str, problem: Problem) -> float:
-    """1 if the answer is the expected text, up to surrounding white space; else 0."""
-    return float(answer.strip() == problem.answer.strip())
+    """1 if the whole answer is the expected text, up to surrounding white space; else 0."""
+    return float(not problem.meta.get("truncated") and answer.strip() == problem.answer.strip())
 
 
 def math_verify(answer: str, problem: Problem) -> float:
@@ -25,6 +28,8 @@ def math_verify(answer: str, problem: Problem) -> float:
     Raises:
         ValueError: the expected answer itself cannot be parsed.
     """
+    if _incomplete(answer, problem):
+        return 0.0
     from math_verify import parse, verify
 
     expected = problem.answer.rpartition("####")[2].strip()
@@ -43,6 +48,8 @@ def reasoning_gym(answer: str, problem: Problem) -> float:
 
     problem.meta holds `dataset` (its name), `params` (its settings, seed and size) and `entry` (packed).
     """
+    if _incomplete(answer, problem):
+        return 0.0
     meta = problem.meta
     dataset = _gym_dataset(meta["dataset"], json.dumps(meta["params"], sort_keys=True))
     boxed = last_boxed(answer)
@@ -66,6 +73,10 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start:end]
     return None
+
+
+def _incomplete(answer: str, problem: Problem) -> bool:
+    return bool(problem.meta.get("truncated")) and last_boxed(answer) is None
 
 
 def _as_latex(expected: str) -> str:

@@ -7,9 +7,23 @@ from typing import Any
 from qurl_ray.tracking.charts import Chart, Panel, Row, Series
 from qurl_ray.tracking.run_files import Evaluation, RunRecord
 
-ACCURACY = Chart(
-    "Held-out accuracy",
-    "Greedy answers to problems that are never trained on, with 95 % Wilson intervals.",
+REWARD = Chart(
+    "Held-out reward",
+    "Mean reward of greedy answers to problems that are never trained on, with 95 % intervals.",
+    (
+        Panel(
+            (
+                Series("full precision", "full/reward", 1, "full/reward/low", "full/reward/high"),
+                Series("as rolled out", "rollout/reward", 2, "rollout/reward/low", "rollout/reward/high"),
+            ),
+            "per problem",
+        ),
+    ),
+)
+"""Left out where every reward is 0 or 1: it would show the same as SOLVED."""
+SOLVED = Chart(
+    "Held-out problems solved",
+    "Greedy answers with a reward above 0.5 to problems that are never trained on, with 95 % Wilson intervals.",
     (
         Panel(
             (
@@ -23,6 +37,9 @@ ACCURACY = Chart(
     absent="No evaluation has been recorded.",
 )
 
+_HELD_OUT = (REWARD, SOLVED)
+"""Charts of evaluations; the others are of steps."""
+
 _LEARNING = (
     Chart(
         "Reward",
@@ -34,7 +51,8 @@ _LEARNING = (
             ),
         ),
     ),
-    ACCURACY,
+    REWARD,
+    SOLVED,
     Chart(
         "Answer length",
         "Truncated answers ran into rollout.max_new_tokens, and are mostly wrong for that.",
@@ -242,13 +260,21 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
     evaluations = evaluation_rows(record.evaluations, quantized=quantized)
     rows = record.rows if quantized else [(step, _without_codes(values)) for step, values in record.rows]
     return [
-        Group(title=title, charts=[(chart, evaluations if chart is ACCURACY else rows) for chart in found])
+        Group(
+            title=title,
+            charts=[
+                (chart, evaluations if chart in _HELD_OUT else rows)
+                for chart in found
+                if record.graded or chart is not REWARD
+            ],
+        )
         for title, found in _HEADINGS.items()
     ]
 
 
 def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[Row]:
-    """By step: `full` and `rollout`, each with `/low` and `/high`.
+    """By step: `full` and `rollout`, the shares solved, and `full/reward` and `rollout/reward`, the mean rewards, each
+    with `/low` and `/high`.
 
     A quantized run evaluates what it rolls out, but for `before` and `after`, which are in full precision.
     """
@@ -256,6 +282,8 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
     for found in evaluations:
         key = "rollout" if quantized and is_quantized(found.label) else "full"
         values = {key: found.accuracy, f"{key}/low": found.low, f"{key}/high": found.high}
+        key = f"{key}/reward"
+        values |= {key: found.reward, f"{key}/low": found.reward_low, f"{key}/high": found.reward_high}
         rows.setdefault(found.step, {}).update(values)
     return sorted(rows.items())
 
@@ -267,7 +295,7 @@ def is_quantized(label: str) -> bool:
 
 def charts() -> tuple[Chart, ...]:
     """Every chart of a run's steps."""
-    return tuple(chart for part in _HEADINGS.values() for chart in part if chart is not ACCURACY)
+    return tuple(chart for part in _HEADINGS.values() for chart in part if chart not in _HELD_OUT)
 
 
 def metric_names() -> frozenset[str]:

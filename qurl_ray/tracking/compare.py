@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Of two accuracies on the same problems: second minus first, its 95 % interval, and the exact paired test's p."""
+    """Of two means over the same problems: second minus first, its 95 % interval, and the p of a paired test."""
 
     value: float
     low: float
@@ -58,8 +58,8 @@ class Difference:
     p_value: float
 
 
-Pairing = Callable[[Sequence[bool], Sequence[bool]], Difference]
-"""Compares two policies by who solved which problem."""
+Pairing = Callable[[Sequence[float], Sequence[float]], Difference]
+"""Compares two policies by their rewards problem by problem, or by 1 and 0 for solved and not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], pairing: Pairing) -> Comparison:
-    """Differences of accuracy are from the first run.
+    """Differences of held-out figures are from the first run.
 
     Raises:
         ConfigError: fewer than two runs, or more than a page can tell apart.
@@ -96,7 +96,8 @@ def compare(runs: Sequence[Run], pairing: Pairing) -> Comparison:
             Measure(label="state", cells=[run.record.state for run in runs]),
             Measure(label="steps", cells=[_steps(run) for run in runs]),
         ],
-        "Held-out accuracy, %": list(_accuracies(runs, pairing)),
+        "Held-out reward": list(_held_out(runs, _REWARD, pairing)) if any(run.record.graded for run in runs) else [],
+        "Held-out problems solved, %": list(_held_out(runs, _SOLVED, pairing)),
         "Speed": list(_speeds(runs)),
         "Mismatch and clipping": list(_mismatches(runs)),
     }
@@ -167,8 +168,8 @@ def _warnings(runs: Sequence[Run]) -> Iterator[str]:
     ]
     if keys:
         yield (
-            f"These runs do not have the same problems ({', '.join(keys)} differ): their accuracies and rewards are of "
-            "different things."
+            f"These runs do not have the same problems ({', '.join(keys)} differ): their held-out figures and rewards "
+            "are of different things."
         )
     for run in runs:
         if run.record.state == "unfinished":
@@ -185,15 +186,51 @@ def _steps(run: Run) -> str:
     return f"{len(run.record.rows):,}{planned}"
 
 
-def _accuracies(runs: Sequence[Run], pairing: Pairing) -> Iterator[Measure]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """A figure of an evaluation: its value with the ends of its interval, its values problem by problem, and how a
+    number of it is written."""
+
+    estimate: Callable[[Evaluation], tuple[float | None, float | None, float | None]]
+    per_problem: Callable[[Evaluation], Sequence[float]]
+    scale: float
+    digits: int
+    difference: str
+    test: str
+    """Notes on a difference between two runs, and on the test of it."""
+
+    def write(self, value: float, sign: str = "") -> str:
+        return signed(format(self.scale * value, f"{sign}.{self.digits}f"))
+
+
+_REWARD = _Figure(
+    estimate=lambda found: (found.reward, found.reward_low, found.reward_high),
+    per_problem=lambda found: found.rewards,
+    scale=1,
+    digits=3,
+    difference="paired",
+    test="permutation test",
+)
+_SOLVED = _Figure(
+    estimate=lambda found: (found.accuracy, found.low, found.high),
+    per_problem=lambda found: [float(outcome == "1") for outcome in found.outcomes],
+    scale=100,
+    digits=1,
+    difference="paired, points",
+    test="exact test",
+)
+
+
+def _held_out(runs: Sequence[Run], figure: _Figure, pairing: Pairing) -> Iterator[Measure]:
     latest = [{found.label: found for found in run.record.evaluations} for run in runs]
-    yield Measure(label="before", cells=[_accuracy(found.get("before")) for found in latest], note="95 % intervals")
+    before = [_estimate(found.get("before"), figure) for found in latest]
+    yield Measure(label="before", cells=before, note="95 % intervals")
     full = [found.get("after") for found in latest]
-    yield Measure(label="after, full precision", cells=[_accuracy(found) for found in full])
-    yield from _against_first(runs, full, pairing)
+    yield Measure(label="after, full precision", cells=[_estimate(found, figure) for found in full])
+    yield from _against_first(runs, full, figure, pairing)
     rolled = [_as_rolled_out(run, found) for run, found in zip(runs, latest, strict=True)]
-    yield Measure(label="after, as rolled out", cells=[_accuracy(found) for found in rolled])
-    yield from _against_first(runs, rolled, pairing)
+    yield Measure(label="after, as rolled out", cells=[_estimate(found, figure) for found in rolled])
+    yield from _against_first(runs, rolled, figure, pairing)
 
 
 def _as_rolled_out(run: Run, latest: Mapping[str, Evaluation]) -> Evaluation | None:
@@ -201,34 +238,33 @@ def _as_rolled_out(run: Run, latest: Mapping[str, Evaluation]) -> Evaluation | N
     return latest.get("after, quantized" if run.quantized else "after") or latest.get("during")
 
 
-def _accuracy(found: Evaluation | None) -> str:
-    if found is None:
+def _estimate(found: Evaluation | None, figure: _Figure) -> str:
+    value, low, high = figure.estimate(found) if found else (None, None, None)
+    if found is None or value is None:
         return MISSING
-    interval = "" if found.low is None or found.high is None else f" [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    interval = "" if low is None or high is None else f" [{figure.write(low)}, {figure.write(high)}]"
     at = f" at step {found.step:,}" if found.label == "during" else ""
-    return f"{100 * found.accuracy:.1f}{interval}{at}"
+    return f"{figure.write(value)}{interval}{at}"
 
 
-def _against_first(runs: Sequence[Run], found: Sequence[Evaluation | None], pairing: Pairing) -> Iterator[Measure]:
+def _against_first(
+    runs: Sequence[Run], found: Sequence[Evaluation | None], figure: _Figure, pairing: Pairing
+) -> Iterator[Measure]:
     """Paired, problem by problem; a dash where the problems are not the same, or were not recorded one by one."""
-    first, shares, tests = found[0], [MISSING], [MISSING]
-    for run, other in zip(runs[1:], found[1:], strict=True):
-        paired = None
-        if first and other and run.task == runs[0].task and len(first.outcomes) == len(other.outcomes) > 0:
-            paired = pairing(_solved(first), _solved(other))
-        shares.append(_difference(paired) if paired else MISSING)
+    values = [figure.per_problem(evaluation) if evaluation else () for evaluation in found]
+    shares, tests = [MISSING], [MISSING]
+    for run, other in zip(runs[1:], values[1:], strict=True):
+        comparable = run.task == runs[0].task and len(values[0]) == len(other) > 0
+        paired = pairing(values[0], other) if comparable else None
+        shares.append(_difference(paired, figure) if paired else MISSING)
         tests.append(f"{paired.p_value:.2g}" if paired else MISSING)
-    yield Measure(label="  less the first", cells=shares, note="paired, points")
-    yield Measure(label="  p of that", cells=tests, note="exact test")
+    yield Measure(label="  less the first", cells=shares, note=figure.difference)
+    yield Measure(label="  p of that", cells=tests, note=figure.test)
 
 
-def _difference(found: Difference) -> str:
-    value, low, high = (signed(f"{100 * share:+.1f}") for share in (found.value, found.low, found.high))
+def _difference(found: Difference, figure: _Figure) -> str:
+    value, low, high = (figure.write(share, "+") for share in (found.value, found.low, found.high))
     return f"{value} [{low}, {high}]"
-
-
-def _solved(found: Evaluation) -> list[bool]:
-    return [outcome == "1" for outcome in found.outcomes]
 
 
 def _speeds(runs: Sequence[Run]) -> Iterator[Measure]:

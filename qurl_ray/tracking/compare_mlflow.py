@@ -90,6 +90,9 @@ def _evaluation(part: str, step: int, values: Mapping[str, float | None]) -> Eva
         low=values.get("low"),
         high=values.get("high"),
         problems=values.get("problems"),
+        reward=values.get("reward"),
+        reward_low=values.get("reward_low"),
+        reward_high=values.get("reward_high"),
     )
 
 

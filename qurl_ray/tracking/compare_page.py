@@ -28,12 +28,16 @@ _OVERLAID = (
     "grad_norm",
 )
 """Of each, the report's chart with a line for every run."""
-_FULL = Chart(
-    "Held-out accuracy, full precision",
-    "Greedy answers to problems that are never trained on, with 95 % intervals.",
+_SOLVED = Chart(
+    "Held-out problems solved",
+    "Greedy answers with a reward above 0.5 to problems that are never trained on, with 95 % intervals.",
     (Panel((), "of the problems", percent=True, sparse=True),),
 )
-_ROLLED_OUT = replace(_FULL, title="Held-out accuracy, as rolled out")
+_REWARD = Chart(
+    "Held-out reward",
+    "Mean reward of greedy answers to problems that are never trained on, with 95 % intervals.",
+    (Panel((), "per problem", sparse=True),),
+)
 _CLIPPED = Chart(
     "Clipped tokens",
     "Their gradient is cut off: the policy has moved far.",
@@ -88,11 +92,15 @@ def _text(value: Any) -> Text:
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Row]]]:
-    accuracies = [dict(catalog.evaluation_rows(run.record.evaluations, quantized=run.quantized)) for run in runs]
-    full = [[(step, values) for step, values in of_run.items() if "full" in values] for of_run in accuracies]
-    rolled = [_as_rolled_out(run, of_run) for run, of_run in zip(runs, accuracies, strict=True)]
-    yield _overlay(_FULL, Series("", "full", low="full/low", high="full/high"), runs, full)
-    yield _overlay(_ROLLED_OUT, Series("", "rollout", low="rollout/low", high="rollout/high"), runs, rolled)
+    found = [dict(catalog.evaluation_rows(run.record.evaluations, quantized=run.quantized)) for run in runs]
+    full = [[(step, values) for step, values in of_run.items() if "full" in values] for of_run in found]
+    rolled = [_as_rolled_out(run, of_run) for run, of_run in zip(runs, found, strict=True)]
+    charts = {"/reward": _REWARD, "": _SOLVED} if any(run.record.graded for run in runs) else {"": _SOLVED}
+    for figure, chart in charts.items():
+        for policy, where, rows in (("full", "full precision", full), ("rollout", "as rolled out", rolled)):
+            key = f"{policy}{figure}"
+            series = Series("", key, low=f"{key}/low", high=f"{key}/high")
+            yield _overlay(replace(chart, title=f"{chart.title}, {where}"), series, runs, rows)
     steps = [run.record.rows for run in runs]
     for key in _OVERLAID:
         chart, panel, series = _of_the_report(key)

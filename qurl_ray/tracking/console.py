@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -46,7 +46,8 @@ class Column:
 
 COLUMNS = (
     Column("reward", ("reward/mean",), ".3f"),
-    Column("accuracy", ("eval/accuracy",), ".1%", optional=True),
+    Column("held-out reward", ("eval/reward",), ".3f", optional=True),
+    Column("solved", ("eval/accuracy",), ".1%", optional=True),
     Column("KL(b‖p)", ("mismatch/kl",), ".2e"),
     Column("clipped", ("clip/upper", "clip/lower"), ".2%"),
     Column("ESS", ("mismatch/ess",), ".3f"),
@@ -115,6 +116,7 @@ class ConsoleSink:
         elif event.kind == "samples":
             self._view.samples(event)
         elif event.kind == "evaluation":
+            event = _told_once(event)
             self._view.evaluation(event)
             _print(self._console, *message_line(event))
         elif event.kind == "summary":
@@ -230,9 +232,16 @@ def sample_line(sample: Mapping[str, Any]) -> Text:
     return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
+def _told_once(event: Event) -> Event:
+    """An evaluation without its mean reward where that is the share solved, since every reward is 0 or 1."""
+    if event.values.get("eval/reward") != event.values.get("eval/accuracy"):
+        return event
+    return replace(event, values={key: v for key, v in event.values.items() if not key.startswith("eval/reward")})
+
+
 def message_line(event: Event) -> tuple[str, str]:
     """(text, style) of a warning, a message or an evaluation."""
-    numbers = pairs(event.values, "eval/")
+    numbers = pairs({"eval/solved" if key == "eval/accuracy" else key: v for key, v in event.values.items()}, "eval/")
     if event.kind == "evaluation":
         return f"evaluation at step {event.step}  {one_line(event.message)}  {numbers}".replace("    ", "  "), "cyan"
     if event.kind == "warning":

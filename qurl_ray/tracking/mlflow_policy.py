@@ -17,6 +17,9 @@ from qurl_ray.tracking.text import storable
 
 FOLDER = "policy"  # of the run, and the artifact that it becomes
 _TAGS = (
+    "reward_before",
+    "reward_after",
+    "reward_after_quantized",
     "accuracy_before",
     "accuracy_after",
     "accuracy_after_quantized",

@@ -10,7 +10,7 @@ from qurl_ray.tracking.values import flatten
 
 
 def plots(run_dir: Path) -> dict[str, str]:
-    """{"held-out-accuracy.svg": its text, …}; charts of which the run recorded nothing are left out."""
+    """{"held-out-problems-solved.svg": its text, …}; charts of which the run recorded nothing are left out."""
     record = read_run(run_dir)
     found = {
         _file_name(chart.title): standalone(chart, rows)

@@ -1,7 +1,7 @@
 """report.html: a run on one page that needs no network, no script and no server."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from qurl_ray.tracking import catalog
-from qurl_ray.tracking.axes import short
+from qurl_ray.tracking.axes import short, signed
 from qurl_ray.tracking.charts import Chart, Row, Series, draw, present
 from qurl_ray.tracking.page import render_page, write_page
 from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run, read_samples
@@ -33,13 +33,16 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Accuracy:
-    """A tile: accuracy on the held-out problems at one time."""
+class _Tile:
+    """A held-out figure at one time."""
 
     label: str
     value: str
+    unit: str
     interval: str
     drawing: Markup
+    solved: str = ""
+    """The share of problems solved, where the figure is the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,7 @@ def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
         "began": _utc(record.began),
         "ended": _utc(record.ended),
         "facts": list(_facts(settings)),
-        "accuracies": list(_accuracies(record)),
+        "tiles": list(_tiles(record)),
         "figures": list(_figures(record)),
         "warnings": [
             (redacted(text), steps[0], len(steps)) for text, steps in list(record.warnings.items())[:_WARNINGS]
@@ -151,7 +154,7 @@ def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from ((name, value) for name, value in facts.items() if value)
 
 
-def _accuracies(record: RunRecord) -> Iterator[_Accuracy]:
+def _tiles(record: RunRecord) -> Iterator[_Tile]:
     """Before, after (or the latest until then), and after with the rollouts' weights."""
     latest = {found.label: found for found in record.evaluations}
     during = None if "after" in latest else latest.get("during")
@@ -162,22 +165,49 @@ def _accuracies(record: RunRecord) -> Iterator[_Accuracy]:
     }
     for label, found in wanted.items():
         if found:
-            yield _accuracy(label, found)
+            yield _reward(label, found) if record.graded and found.reward is not None else _solved(label, found)
 
 
-def _accuracy(label: str, found: Evaluation) -> _Accuracy:
-    interval = ""
-    if found.low is not None and found.high is not None:
-        interval = f"95 %: {100 * found.low:.1f} – {100 * found.high:.1f} %"
-    if found.problems is not None:
-        interval += f"{' · ' if interval else ''}{found.problems:,.0f} problems"
-    return _Accuracy(
-        label=label, value=f"{100 * found.accuracy:.1f}", interval=interval, drawing=_interval_drawing(found)
+def _reward(label: str, found: Evaluation) -> _Tile:
+    solved = _solved("", found)
+    return _Tile(
+        label=f"held-out reward {label}",
+        value=_three_digits(found.reward or 0.0),
+        unit="",
+        interval=_interval(found.reward_low, found.reward_high, found.problems, _three_digits),
+        drawing=solved.drawing,
+        solved=f"solved (reward > 0.5): {solved.value} %",
     )
 
 
+def _solved(label: str, found: Evaluation) -> _Tile:
+    return _Tile(
+        label=f"solved {label}",
+        value=_per_cent(found.accuracy),
+        unit="%",
+        interval=_interval(found.low, found.high, found.problems, _per_cent, " %"),
+        drawing=_interval_drawing(found),
+    )
+
+
+def _interval(
+    low: float | None, high: float | None, problems: float | None, write: Callable[[float], str], unit: str = ""
+) -> str:
+    """`95 %: 40.5 – 46.7 % · 1,000 problems`, as far as it is known."""
+    ends = [] if low is None or high is None else [f"95 %: {write(low)} – {write(high)}{unit}"]
+    return " · ".join(ends + ([] if problems is None else [f"{problems:,.0f} problems"]))
+
+
+def _three_digits(value: float) -> str:
+    return signed(f"{value:.3f}")
+
+
+def _per_cent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
 def _interval_drawing(found: Evaluation) -> Markup:
-    """The value and its interval on a line from 0 to 100 %."""
+    """The share solved and its interval on a line from 0 to 100 %."""
     at, low, high = (
         200 * min(1.0, max(0.0, found.accuracy if end is None else end))
         for end in (found.accuracy, found.low, found.high)

@@ -19,17 +19,31 @@ _NO_MEASUREMENT = 1e100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Accuracy on the held-out problems; None where the event lacked a finite number."""
+    """Mean reward and share of problems solved on the held-out problems, each with the ends of its interval.
+
+    None is what the event lacked, or had no finite number for. Earlier versions recorded no rewards.
+    """
 
     step: int
     label: str
     """`before`, `during`, `after` or `after, quantized`."""
     accuracy: float
+    """Share of problems solved: those with a reward above 0.5."""
     low: float | None
     high: float | None
     problems: float | None
     outcomes: str = ""
     """Problem by problem "1" where it was solved and "0" where not; "" if that was not recorded."""
+    reward: float | None = None
+    reward_low: float | None = None
+    reward_high: float | None = None
+    rewards: tuple[float, ...] = ()
+    """Problem by problem; empty if they were not recorded."""
+
+    @property
+    def graded(self) -> bool:
+        """True if a reward is known to be neither 0 nor 1, so that the mean reward says more than the share solved."""
+        return self.reward is not None and self.reward != self.accuracy
 
 
 @dataclass(slots=True)
@@ -49,6 +63,11 @@ class RunRecord:
     """Unix time of the first and the last event, in seconds."""
     unreadable: int = 0
     """Lines of metrics.jsonl that are no JSON object with a step."""
+
+    @property
+    def graded(self) -> bool:
+        """True if the mean reward of an evaluation is to be shown beside the share solved."""
+        return any(found.graded for found in self.evaluations)
 
     @property
     def planned(self) -> int | None:
@@ -149,6 +168,8 @@ def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | N
     if accuracy is None:
         return None
     outcomes = values.get("outcomes")
+    outcomes = outcomes if isinstance(outcomes, str) else ""
+    reward, reward_low, reward_high = (finite(values.get(f"eval/{k}")) for k in ("reward", "reward_low", "reward_high"))
     return Evaluation(
         step=step,
         label=str(label),
@@ -156,8 +177,20 @@ def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | N
         low=low,
         high=high,
         problems=problems,
-        outcomes=outcomes if isinstance(outcomes, str) else "",
+        outcomes=outcomes,
+        reward=reward,
+        reward_low=reward_low,
+        reward_high=reward_high,
+        rewards=() if reward is None else _rewards(values.get("rewards"), outcomes),
     )
+
+
+def _rewards(recorded: Any, outcomes: str) -> tuple[float, ...]:
+    """Problem by problem; where every reward is 0 or 1, they are the outcomes and are not recorded again."""
+    if not isinstance(recorded, list):
+        return tuple(float(outcome == "1") for outcome in outcomes)
+    found = [finite(reward) for reward in recorded]
+    return tuple(reward for reward in found if reward is not None) if None not in found else ()
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:

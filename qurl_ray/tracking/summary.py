@@ -44,11 +44,16 @@ def _phases(value: Any) -> str:
     return " · ".join(f"{name} {s:.1f} s" + (f" ({s / total:.0%})" if total > 0 else "") for name, s in seconds.items())
 
 
+_WHEN = ("before", "after", "after_quantized")
 ROWS = (
-    Row("accuracy before", "accuracy_before", _as(".1%")),
-    Row("accuracy after", "accuracy_after", _as(".1%")),
-    Row("accuracy after, quantized", "accuracy_after_quantized", _as(".1%")),
-    Row("paired test, p", "accuracy_p_value", _as(".2g")),
+    Row("held-out reward before", "reward_before", _as(".3f")),
+    Row("held-out reward after", "reward_after", _as(".3f")),
+    Row("held-out reward after, quantized", "reward_after_quantized", _as(".3f")),
+    Row("paired test of the reward, p", "reward_p_value", _as(".2g")),
+    Row("solved (reward > 0.5) before", "accuracy_before", _as(".1%")),
+    Row("solved after", "accuracy_after", _as(".1%")),
+    Row("solved after, quantized", "accuracy_after_quantized", _as(".1%")),
+    Row("paired test of solved, p", "accuracy_p_value", _as(".2g")),
     Row("held-out problems", "eval_problems", _as(",")),
     Row("steps", "steps", _as(",")),
     Row("training time", "train_seconds", _seconds),
@@ -71,12 +76,14 @@ ROWS = (
 
 
 def summary_panel(values: Mapping[str, Any], title: str) -> Panel:
-    """A table of the known values among `values`, in the order of ROWS."""
+    """A table of the known values among `values`, in the order of ROWS. Where every reward is 0 or 1, the mean reward
+    is the share solved and is not repeated."""
+    graded = any(values.get(f"reward_{when}") != values.get(f"accuracy_{when}") for when in _WHEN)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for row in ROWS:
-        if values.get(row.key) is not None:
+        if values.get(row.key) is not None and (graded or not row.key.startswith("reward_")):
             # Text, not markup: a path or name may hold square brackets.
             table.add_row(row.label, Text(row.show(values[row.key])))
     return Panel(table, title=Text(title), title_align="left", expand=False)

@@ -1,5 +1,8 @@
 """Evaluating a saved policy, quantized here or before."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
+from qurl_ray.types import Completion
 
 CONFIG = RunConfig.model_validate({"rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}})
 CPU = torch.device("cpu")
@@ -53,3 +57,73 @@ def test_a_policy_is_evaluated_in_full_precision_unless_told_otherwise(model, to
     save_policy(model, tokenizer, tmp_path / "policy")
     report = report_of(tmp_path / "policy")
     assert (report.quantization, report.kernels) == ("none", [])
+
+
+# --- answers that a fake engine gives -----------------------------------------------------------------------------
+
+
+class Engine:
+    """Answers a request for the sum of two numbers as `write` does, from the right answer, in the tiny policy's tokens,
+    and keeps the requests."""
+
+    def __init__(self, tokenizer, write) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self.requests = []
+
+    def kernels(self) -> list[str]:
+        return []
+
+    def generate(self, requests, *, version):
+        self.requests += requests
+        return [self._completion(request) for request in requests]
+
+    def _completion(self, request) -> Completion:
+        left, right = self._tokenizer.decode(request.prompt_ids).removesuffix("=").split("+")
+        text = self._write(str(int(left) + int(right)))
+        ids = np.array(self._tokenizer(text)["input_ids"], dtype=np.int32)
+        return Completion(uid=request.uid, token_ids=ids, logprobs=-ids, versions=ids, finish="stop")
+
+
+@pytest.fixture
+def report_of_answers(tiny_spec, tokenizer, monkeypatch):
+    """(report, engine) of an evaluation whose answers are written by a function."""
+
+    def evaluated(write, **settings) -> tuple[Report, Engine]:
+        engine = Engine(tokenizer, write)
+        monkeypatch.setattr("qurl_ray.evaluation.evaluate._engine", lambda *_: engine)
+        config = RunConfig.model_validate(CONFIG.model_dump() | settings)
+        return evaluate(config, Path(tiny_spec.source), samples=4), engine
+
+    return evaluated
+
+
+def test_every_sample_of_every_problem_has_a_random_stream_of_its_own(report_of_answers):
+    _, engine = report_of_answers(lambda right: f"{right}<eos>", evaluation={"problems": 200})
+    drawn = [request for request in engine.requests if request.sampling.temperature > 0]
+    assert len(drawn) == 200 * 4
+    assert len({request.seed for request in drawn}) == 200 * 4
+    assert len({request.uid for request in drawn}) == 200 * 4
+
+
+@pytest.mark.parametrize(
+    ("write", "share"),
+    [
+        (lambda right: f"{right}<eos>", 1.0),
+        (lambda right: f"{right[:1]}<pad>{right[1:]}<eos>", 0.0),
+        (lambda right: right, 0.0),
+    ],
+    ids=["right", "a special token inside", "no end"],
+)
+def test_an_answer_is_right_as_a_whole(report_of_answers, write, share):
+    report, _ = report_of_answers(write)
+    found = (report.accuracy.value, report.avg_at_k.value, report.pass_at_k.value, report.failed_rewards)
+    assert found == (share, share, share, 0)
+
+
+def test_a_graded_reward_is_told_as_its_mean_and_the_share_solved_beside_it(report_of_answers):
+    report, _ = report_of_answers(lambda right: f"{right}<eos>", task={"reward": "tests.loop.rewards:constant"})
+    assert (report.reward.value, report.accuracy.value) == (0.5, 0.0)
+    assert (report.avg_reward_at_k.value, report.avg_at_k.value, report.pass_at_k.value) == (0.5, 0.0, 0.0)
+    report, _ = report_of_answers(lambda right: f"{right}<eos>")
+    assert report.reward == report.accuracy
+    assert report.avg_reward_at_k == report.avg_at_k

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import permutation_test
 
 from qurl_ray.evaluation.statistics import (
     accuracy_with_interval,
     mean_with_bootstrap_interval,
+    paired_p_value,
     paired_test,
     pass_at_k,
+    reward_with_interval,
     wilson_interval,
 )
 
@@ -176,3 +179,64 @@ def test_mcnemar_of_a_policy_with_itself_is_one(correct):
 def test_mcnemar_refuses_answers_to_different_problems():
     with pytest.raises(ValueError, match="same problems, got 1 and 2"):
         paired_test([True], [True, False])
+
+
+# --- mean rewards -------------------------------------------------------------------------------------------------
+
+rewards = st.lists(st.tuples(*[st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0])] * 2), min_size=1, max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rewards)
+def test_the_paired_test_counts_the_signs_under_which_the_difference_is_as_large(both):
+    first, second = zip(*both, strict=True)
+    changes = [Fraction(b) - Fraction(a) for a, b in both]
+    sums = [
+        sum(s * d for s, d in zip(signs, changes, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(both))
+    ]
+    expected = Fraction(sum(abs(total) >= abs(sum(changes)) for total in sums), len(sums))
+    assert paired_p_value(first, second) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_the_paired_test_of_many_rewards_is_scipys():
+    rng = np.random.default_rng(0)
+    first = rng.random(60)
+    second = np.clip(first + rng.normal(0.04, 0.2, 60), 0, 1)
+    expected = permutation_test(
+        (second, first), lambda x, y: (x - y).sum(), permutation_type="samples", n_resamples=100_000, rng=1
+    ).pvalue
+    assert 0.01 < expected < 0.5
+    assert paired_p_value(first, second, resamples=40_000) == pytest.approx(expected, abs=0.01)
+    assert paired_p_value(first, second) == paired_p_value(first, second)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=14), st.sampled_from([0.5, 3.0]))
+def test_the_paired_test_of_two_rewards_alone_is_mcnemars_whatever_their_size(both, size):
+    first, second = zip(*both, strict=True)
+    expected = pytest.approx(paired_test(first, second).p_value, rel=1e-12)
+    assert paired_p_value(first, second) == expected
+    assert paired_p_value([size * a for a in first], [size * b for b in second]) == expected
+
+
+def test_equal_rewards_and_a_clear_difference_are_the_ends_of_the_paired_test():
+    graded = np.linspace(0.1, 0.9, 40)
+    assert paired_p_value(graded, graded) == 1.0
+    assert paired_p_value(graded, graded + 0.05, resamples=999) == 1 / 1000  # never 0 from samples
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [([0.5], [0.5, 1.0]), ([0.5, float("nan")], [0.5, 1.0]), ([[0.5]], [[0.7]]), ([0.5], [])]
+)
+def test_the_paired_test_refuses_what_is_no_reward_of_both_for_each_problem(first, second):
+    with pytest.raises(ValueError, match="finite reward of both"):
+        paired_p_value(first, second)
+
+
+def test_a_mean_reward_has_wilsons_interval_where_it_is_a_share_and_else_a_bootstrapped_one():
+    assert reward_with_interval([0.0, 1.0, 1.0, 1.0]) == accuracy_with_interval([False, True, True, True])
+    graded = [0.0, 0.25, 1.0, 1.0]
+    assert reward_with_interval(graded) == mean_with_bootstrap_interval(graded)
+    with pytest.raises(ValueError, match="truth value"):
+        reward_with_interval([])

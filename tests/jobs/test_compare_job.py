@@ -50,6 +50,12 @@ def test_the_difference_is_that_of_the_statistics():
     assert found.p_value == 2 / 2**50
 
 
+def test_the_difference_of_graded_rewards_is_that_of_their_means():
+    found = job.difference([0.25, 0.5, 0.5, 0.0, 0.125], [0.5, 0.75, 0.75, 0.25, 0.375])
+    assert (found.value, found.low, found.high) == (0.25, 0.25, 0.25)
+    assert found.p_value == 2 / 2**5
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,6 +1,7 @@
 """The torch learner: the update it makes does not depend on micro-batches, padding or the number of ranks."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.rl.corrections import CorrectionSettings
+from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.types import Trajectory
 from tests.ranks import run_ranks
@@ -147,3 +149,21 @@ def test_the_rate_falls_linearly_to_its_final_share(tiny_spec):
     rates = [trained.learn(plan(groups(), updates=2, ranks=1, token_budget=1000, seed=i)[0]).lr for i in range(7)]
     # updates 1, 3, 5, 7, 9 of 0 … 10 are the second of each call; after the last the rate stays
     assert rates == pytest.approx([1e-3 * (1 - 0.8 * u / 10) for u in (1, 3, 5, 7, 9, 10, 10)])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_logprobs_are_taken_at_the_rollouts_temperature(tiny_spec, temperature):
+    settings, model = replace(SETTINGS, kl_coef=1.0), load_model(tiny_spec)
+    options = {"temperature": temperature, "total_updates": 1, "reference": load_model(tiny_spec)}
+    trained = make_learner(load_model(tiny_spec), LearnerConfig(), settings, **options)
+    watched = [[replace(s, watched=True) for s in group] for group in groups(count=3)]
+    result = trained.learn(plan(watched, updates=1, ranks=1, token_budget=10_000, seed=0)[0])
+    for s in (s for group in watched for s in group):
+        ids_T = torch.tensor([*s.prompt_ids, *s.token_ids], dtype=torch.int64)
+        with torch.no_grad():
+            logits_TV = model(ids_T[None]).logits[0].double()
+        whole_T = (logits_TV / temperature).log_softmax(-1)[:-1].gather(1, ids_T[1:, None])[:, 0]
+        found = result.proximal[s.uid]
+        assert found == pytest.approx(whole_T[len(s.prompt_ids) - 1 :].numpy(), abs=1e-5)
+    # the reference is the policy itself, so at the same temperature there is no divergence
+    assert policy_metrics(result.sums)["policy/kl_reference"] == pytest.approx(0.0, abs=1e-8)

@@ -9,12 +9,12 @@ from qurl_ray.errors import CheckpointError
 from qurl_ray.loop.checkpoint import complete, latest, partial_folder, prune, verify
 
 
-def write(run_dir, step: int, accuracy: float | None = None):
+def write(run_dir, step: int, reward: float | None = None):
     partial = partial_folder(run_dir, step)
     (partial / "learner").mkdir(parents=True)
     (partial / "learner" / "parameters").write_bytes(bytes([step]) * 1000)
     (partial / "loop.json").write_text("{}")
-    return complete(partial, step=step, accuracy=accuracy)
+    return complete(partial, step=step, reward=reward)
 
 
 def steps(run_dir) -> list[int]:
@@ -23,14 +23,14 @@ def steps(run_dir) -> list[int]:
 
 def test_the_latest_whole_one_is_found_and_newer_damaged_ones_are_named(tmp_path):
     for step in (1, 2, 3, 4):
-        write(tmp_path, step, accuracy=step / 10)
+        write(tmp_path, step, reward=step / 10)
     three, four = (tmp_path / "checkpoints" / f"step-{step:06d}" for step in (3, 4))
     data = bytearray((four / "learner" / "parameters").read_bytes())
     data[500] ^= 1
     (four / "learner" / "parameters").write_bytes(data)
     (three / "loop.json").unlink()
     found, rejected = latest(tmp_path)
-    assert (found.step, found.accuracy, found.learner.parent) == (2, 0.2, tmp_path / "checkpoints" / "step-000002")
+    assert (found.step, found.reward, found.learner.parent) == (2, 0.2, tmp_path / "checkpoints" / "step-000002")
     assert [line.split(": ", 1)[1] for line in rejected] == [
         f"{four}: learner/parameters is damaged: its SHA-256 is not the manifest's",
         f"{three}: loop.json is missing",
@@ -56,13 +56,21 @@ def test_a_file_that_was_slipped_in_is_not_loaded(tmp_path):
         verify(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"step": 1}', '{"step": "x", "accuracy": null, "sha256": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"step": 1}', '{"step": "x", "reward": null, "sha256": {}}'])
 def test_an_unreadable_manifest_is_an_error_by_name(tmp_path, text):
     folder = write(tmp_path, 1).folder
     (folder / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
         verify(folder)
     assert latest(tmp_path)[0] is None
+
+
+def test_a_manifest_of_an_earlier_version_which_calls_the_reward_accuracy_is_read(tmp_path):
+    folder = write(tmp_path, 1, reward=0.25).folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["accuracy"] = manifest.pop("reward")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert verify(folder).reward == 0.25
 
 
 def test_a_manifest_of_another_step_is_an_error(tmp_path):
@@ -81,21 +89,21 @@ def test_a_half_written_one_is_not_seen_and_goes(tmp_path):
     write(tmp_path, 1)
     partial = partial_folder(tmp_path, 2)
     partial.mkdir()
-    (partial / "manifest.json").write_text(json.dumps({"step": 2, "accuracy": None, "sha256": {}}))
+    (partial / "manifest.json").write_text(json.dumps({"step": 2, "reward": None, "sha256": {}}))
     assert latest(tmp_path)[0].step == 1
     prune(tmp_path, 1)
     assert not partial.exists()
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
-    for step, accuracy in ((1, 0.5), (2, 0.9), (3, None), (4, 0.7), (5, None), (6, 0.8)):
-        write(tmp_path, step, accuracy)
+    for step, reward in ((1, 0.5), (2, 0.9), (3, None), (4, 0.7), (5, None), (6, 0.8)):
+        write(tmp_path, step, reward)
         prune(tmp_path, 2)
     assert steps(tmp_path) == [2, 5, 6]
 
 
 def test_one_that_is_there_already_is_replaced(tmp_path):
-    write(tmp_path, 1, accuracy=0.1)
-    assert write(tmp_path, 1, accuracy=0.2).accuracy == 0.2
-    assert latest(tmp_path)[0].accuracy == 0.2
+    write(tmp_path, 1, reward=0.1)
+    assert write(tmp_path, 1, reward=0.2).reward == 0.2
+    assert latest(tmp_path)[0].reward == 0.2
     shutil.rmtree(tmp_path / "checkpoints")

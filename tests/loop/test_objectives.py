@@ -1,4 +1,4 @@
-"""What `tightened` makes of every correction, put through the real objective."""
+"""The corrections that the settings ask for, and what `tightened` makes of them, put through the real objective."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.algorithm import DAPO, PRESETS
+from qurl_ray.config.algorithm import ACR, DAPO, MIS, PRESETS, TIS
 from qurl_ray.loop.objectives import objective_settings, tightened
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
@@ -23,6 +23,22 @@ def weights(settings: CorrectionSettings, rho=RHO) -> list[float]:
     """Of answers with one token each."""
     log_rho_BT = torch.tensor(rho, dtype=torch.float64).log()[:, None]
     return correct(log_rho_BT, torch.ones_like(log_rho_BT, dtype=torch.bool), settings).weight_BT[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (MIS(low=0.8, high=1.5), [rho if 0.8 <= rho <= 1.5 else 0.0 for rho in RHO]),
+        (MIS(low=0.0, high=6.5), [rho if rho <= 6.5 else 0.0 for rho in RHO]),
+        (TIS(is_cap=1.2), [min(rho, 1.2) for rho in RHO]),
+        (ACR(is_cap=1.2), [min(rho, 1.2) for rho in RHO]),
+        (TIS(reject="geometric", reject_low=0.5, reject_high=2.0), [min(r, 2) * (0.5 <= r <= 2) for r in RHO]),
+        (TIS(veto=0.5), [min(rho, 2.0) * (rho >= 0.5) for rho in RHO]),
+    ],
+)
+def test_the_bounds_that_the_settings_name_are_those_of_the_weights(correction, expected):
+    settings = objective_settings(RunConfig(algorithm=DAPO(correction=correction)))
+    assert weights(settings.correction) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -44,6 +44,7 @@ def test_a_run_leaves_everything_that_is_promised(whole):
         "accuracy_before", "accuracy_after", "accuracy_after_quantized", "eval_problems", "steps", "train_seconds",
         "samples_per_second", "rollout_tokens_per_second", "phase_seconds", "precision_flow", "quantization",
         "correction", "uaq_scale", "acr_active_tokens", "mlflow_run_id", "interrupted", "accuracy_p_value",
+        "reward_before", "reward_after", "reward_after_quantized", "reward_p_value",
     } - set(summary)  # fmt: skip
     assert set(summary["phase_seconds"]) == {"rollout", "reward", "logprob", "update", "sync"}
     assert (summary["steps"], summary["eval_problems"], summary["quantization"]) == (4, 40, "int8")

@@ -98,7 +98,7 @@ def test_no_broken_count_satisfies_the_rule(broken):
 
 
 def test_the_library_that_needs_fewer_rows_is_taken_and_mkl_where_both_need_as_many():
-    one, two, four = (broken_at(lambda M, N, t, least=least: least > M) for least in (1, 2, 4))
+    one, two, four = (bound(lambda M, N, t, least=least: least > M) for least in (1, 2, 4))
     assert find_linear_rule(16, 24, {"mkl": four, "onednn": two}, (1,)) == Rule(kernel="onednn", rows=2)
     assert find_linear_rule(16, 24, {"mkl": two, "onednn": two}, (1,)) == Rule(kernel="mkl", rows=2)
     assert find_linear_rule(16, 24, {"mkl": one, "onednn": two}, (1,)) == Rule(kernel="mkl")
@@ -114,7 +114,7 @@ def test_a_library_whose_forms_of_a_weight_differ_is_not_taken():
 
 def test_narrow_products_get_more_outputs_where_rows_alone_are_too_many():
     """As MKL has it on AMD: 16 rows for 18 outputs, 4 for 192."""
-    mkl = broken_at(lambda M, N, t: (4 if N >= 192 else 16) > M)
+    mkl = bound(lambda M, N, t: (4 if N >= 192 else 16) > M)
     assert find_linear_rule(16, 18, {"mkl": mkl}, (1,)) == Rule(kernel="mkl", rows=4, outputs=192)
     assert find_linear_rule(16, 200, {"mkl": mkl}, (1,)) == Rule(kernel="mkl", rows=4)
 

@@ -22,6 +22,20 @@ def test_exact_ignores_white_space_around_the_answer_and_nothing_else():
     assert exact("", expecting("42")) == 0.0
 
 
+@pytest.mark.parametrize("answer", ["4<pad>2", "<s>42", "42<|im_end|>"])
+def test_an_answer_with_a_special_token_inside_is_not_exact(answer):
+    assert exact(answer, expecting("42")) == 0.0
+
+
+@pytest.mark.parametrize(("score", "boxed"), [(exact, 0.0), (math_verify, 1.0)])
+def test_a_truncated_answer_is_right_only_in_a_closed_box_and_never_exact(score, boxed):
+    cut = {"truncated": True}
+    assert score("4", expecting("4")) == 1.0
+    assert score("4", expecting("4", cut)) == 0.0  # it may have become 42
+    assert score(r"\boxed{4} or \boxed{4", expecting("4", cut)) == 0.0
+    assert score(r"So \boxed{4}, becau", expecting("4", cut)) == boxed
+
+
 @pytest.mark.parametrize(
     ("expected", "answer"),
     [
@@ -96,6 +110,10 @@ def test_reasoning_gym_gives_full_marks_to_the_data_sets_own_answer_after_a_trip
         assert reasoning_gym("no idea", expecting(answer, meta)) < 1.0
         assert reasoning_gym_boxed(rf"I think \boxed{{{answer}}}.", expecting(answer, meta)) == 1.0
         assert reasoning_gym_boxed(f"{answer}", expecting(answer, meta)) == 0.0
+        cut = meta | {"truncated": True}
+        assert reasoning_gym(answer, expecting(answer, cut)) == 0.0
+        assert reasoning_gym(rf"\boxed{{{answer}}}, and", expecting(answer, cut)) == 1.0
+        assert reasoning_gym_boxed(rf"\boxed{{{answer}}}, and", expecting(answer, cut)) == 1.0
 
 
 plain = st.recursive(

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.errors import EngineError
-from qurl_ray.rollout.requests import check_logprobs, check_requests, continued, joined
-from qurl_ray.types import Completion, Request, SamplingParams
+from qurl_ray.rollout.requests import check_logprobs, check_requests, continued, joined, make_requests
+from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
 
 def completion(uid: str, *logprobs: float) -> Completion:
@@ -88,3 +88,26 @@ def test_parts_join_to_the_whole_and_each_request_asks_for_what_is_missing(cuts)
 def test_a_prompt_of_drawn_tokens_alone_is_an_error():
     with pytest.raises(EngineError, match=r"7/0: 0 prompt"):
         check_requests([replace(REQUEST, drawn=3)], held=1, version=1, context=100)
+
+
+# --- random streams -----------------------------------------------------------------------------------------------
+
+
+@given(
+    salts=st.sets(st.text(max_size=4), min_size=1, max_size=4),
+    seeds=st.sets(st.integers(0, 2**64), min_size=1, max_size=3),
+    problems=st.integers(1, 12),
+    samples=st.integers(1, 4),
+)
+def test_each_sample_of_each_call_has_a_random_stream_of_its_own(salts, seeds, problems, samples):
+    """Also where a problem is drawn several times."""
+    asked = [Problem(uid=f"train-{i % 3}", prompt="", answer="") for i in range(problems)]
+    found = [
+        request.seed
+        for seed in seeds
+        for salt in salts
+        for request in make_requests(
+            asked, lambda _: REQUEST.prompt_ids, samples=samples, sampling=SamplingParams(), seed=seed, salt=salt
+        )
+    ]
+    assert len(set(found)) == len(found) == len(seeds) * len(salts) * problems * samples

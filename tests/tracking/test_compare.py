@@ -21,9 +21,10 @@ CONFIG = {
 }
 
 
-def evaluation(n: int, label: str, outcomes: str, low: float = 0.1, high: float = 0.9) -> dict:
+def evaluation(n: int, label: str, outcomes: str, low: float = 0.1, high: float = 0.9, **more) -> dict:
     accuracy = outcomes.count("1") / len(outcomes)
     values = {"eval/accuracy": accuracy, "eval/low": low, "eval/high": high, "eval/problems": 4, "outcomes": outcomes}
+    values |= more
     return {"kind": "evaluation", "step": n, "time": 1e9, "message": label, "values": values}
 
 
@@ -71,7 +72,7 @@ def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_pat
     a_run(tmp_path / "b", whole(after="1111"), summary={}, rollout={"quantization": "none"})
     found = compared(tmp_path, "a", "b")
     assert cells(found, "Run") == {"state": ["finished"] * 2, "steps": ["3 of 3"] * 2}
-    accuracy = found.tables["Held-out accuracy, %"]
+    accuracy = found.tables["Held-out problems solved, %"]
     assert [(measure.label, measure.cells) for measure in accuracy] == [
         ("before", ["25.0 [10.0, 90.0]"] * 2),
         ("after, full precision", ["75.0 [10.0, 90.0]", "100.0 [10.0, 90.0]"]),
@@ -92,6 +93,44 @@ def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_pat
     assert (mismatch["clipped tokens"], mismatch["rho above the cap"]) == (["12 %"] * 2, ["50 %"] * 2)
     assert [(row.label, row.cells) for row in found.settings] == [("rollout.quantization", ["int8", "none"])]
     assert found.warnings == []
+
+
+def graded(*rewards: float) -> dict:
+    """What an evaluation of these rewards has besides the outcomes."""
+    mean = sum(rewards) / len(rewards)
+    found = {"eval/reward": mean, "eval/reward_low": mean - 0.25, "eval/reward_high": mean + 0.25}
+    return found if set(rewards) <= {0, 1} else found | {"rewards": list(rewards)}
+
+
+def test_graded_rewards_are_compared_by_their_means_beside_the_problems_solved(tmp_path):
+    """Both runs solve two of four problems; the second is the better one on each."""
+    first, second = graded(0.25, 0.25, 0.625, 0.625), graded(0.5, 0.5, 1.0, 1.0)
+    for name, after in (("a", first), ("b", second)):
+        before = evaluation(0, "before", "0000", **graded(0, 0, 0, 0))
+        a_run(tmp_path / name, [before, step(1), evaluation(3, "after", "0011", **after)], summary={})
+    found = compared(tmp_path, "a", "b")
+    assert [(measure.label, measure.cells) for measure in found.tables["Held-out reward"]] == [
+        ("before", ["0.000 [−0.250, 0.250]"] * 2),
+        ("after, full precision", ["0.438 [0.188, 0.688]", "0.750 [0.500, 1.000]"]),
+        ("  less the first", ["–", "+0.312 [+0.188, +0.438]"]),
+        ("  p of that", ["–", "0.062"]),
+    ]
+    solved = cells(found, "Held-out problems solved, %")
+    assert solved["after, full precision"] == ["50.0 [10.0, 90.0]"] * 2
+    source = render(found, "x")
+    assert "<h3>Held-out reward, full precision</h3>" in source
+
+
+def test_runs_of_earlier_versions_are_compared_by_problems_solved_alone(tmp_path):
+    a_run(tmp_path / "old", whole(), summary={})
+    a_run(tmp_path / "older", whole(after="1111"), summary={})
+    a_run(tmp_path / "new", [step(1), evaluation(3, "after", "0011", **graded(0.25, 0.25, 1, 1))], summary={})
+    assert "Held-out reward" not in compared(tmp_path, "old", "older").tables
+    assert "Held-out reward" not in render(compared(tmp_path, "old", "older"), "x")
+    found = compared(tmp_path, "old", "new")
+    assert cells(found, "Held-out reward") == {"after, full precision": ["–", "0.625 [0.375, 0.875]"]}
+    solved = {measure.label: measure.cells[1] for measure in found.tables["Held-out problems solved, %"][:3]}
+    assert solved["  less the first"] == "−25.0 [−37.5, −12.5]"
 
 
 def test_the_numbers_are_the_runs_and_not_each_others(tmp_path):
@@ -115,7 +154,7 @@ def test_runs_of_other_problems_and_unfinished_ones_are_included_and_marked(tmp_
     assert stopped == "d was stopped before its last step."
     assert lines.startswith("1 line(s) of c's metrics.jsonl")
     assert cells(found, "Run")["state"] == ["finished", "finished", "unfinished", "interrupted"]
-    accuracy = cells(found, "Held-out accuracy, %")
+    accuracy = cells(found, "Held-out problems solved, %")
     assert accuracy["after, as rolled out"][2:] == ["50.0 [10.0, 90.0] at step 1", "–"]
     assert accuracy["  less the first"][1] == "–"  # of other problems
 
@@ -125,7 +164,7 @@ def test_problems_that_were_not_recorded_one_by_one_are_not_paired(tmp_path):
     events = whole()
     events[-1]["values"].pop("outcomes")
     a_run(tmp_path / "b", events, summary={})
-    found = compared(tmp_path, "a", "b").tables["Held-out accuracy, %"]
+    found = compared(tmp_path, "a", "b").tables["Held-out problems solved, %"]
     assert [measure.cells[1] for measure in found if measure.label == "  less the first"] == ["+0.0 [−12.5, +12.5]"]
 
 
@@ -262,6 +301,8 @@ def test_the_runs_of_an_experiment_are_read_from_their_artifacts_or_else_from_th
         tracker = Tracker(tmp_path / name, config, resolved=resolved)
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(resolved))
         for event in whole():
+            if event["message"] == "after":
+                event["values"] |= graded(0.5, 0.5, 0.75, 1.0)
             tracker.handle(Event(**{key: event[key] for key in ("kind", "step", "message", "values")}))
         if name == "whole":
             (tmp_path / name / "summary.json").write_text("{}")
@@ -272,9 +313,10 @@ def test_the_runs_of_an_experiment_are_read_from_their_artifacts_or_else_from_th
     assert [run.name for run in (first, second)] == ["whole", "going-on"]
     assert [run.record.state for run in (first, second)] == ["finished", "unfinished"]
     found = compare([first, second], pairing)
-    accuracy = cells(found, "Held-out accuracy, %")
+    accuracy = cells(found, "Held-out problems solved, %")
     assert accuracy["after, full precision"] == ["75.0 [10.0, 90.0]"] * 2
     assert accuracy["after, as rolled out"] == ["50.0 [10.0, 90.0]", "50.0 [10.0, 90.0] at step 3"]
+    assert cells(found, "Held-out reward")["after, full precision"] == ["0.688 [0.438, 0.938]"] * 2
     for title in ("Speed", "Mismatch and clipping"):
         assert all(len(set(measure.cells)) == 1 for measure in found.tables[title])
     assert found.settings == []

@@ -102,7 +102,7 @@ def test_an_evaluation_is_a_line_of_its_numbers():
     screen = console()
     sink = opened("plain", screen)
     sink.handle(Event(kind="evaluation", step=0, values={"eval/accuracy": 0.38, "eval/problems": 500}), 1.0)
-    assert shown(screen) == "evaluation at step 0  accuracy 0.38  problems 500\n"
+    assert shown(screen) == "evaluation at step 0  solved 0.38  problems 500\n"
 
 
 def test_the_summary_shows_what_was_measured_and_only_that():
@@ -156,10 +156,48 @@ def test_time_left_follows_the_last_steps_and_ends_at_zero():
     assert pace.left_s() == pytest.approx(2 * 51)
 
 
-def test_the_accuracy_column_appears_only_where_a_step_has_one():
-    assert "accuracy" not in [column.header for column in step_table([(1, {})]).columns]
-    assert "accuracy" in [column.header for column in step_table([(1, {}), (2, {"eval/accuracy": 0.5})]).columns]
-    assert len(step_table([(1, {})]).columns) == len(COLUMNS)  # step, and all but accuracy
+def test_columns_of_evaluations_appear_only_where_a_step_has_one():
+    def titles(*rows: dict) -> list[str]:
+        return [column.header for column in step_table(list(enumerate(rows))).columns]
+
+    evaluated = {"held-out reward", "solved"}
+    assert len(titles({})) == len(COLUMNS) + 1 - len(evaluated)  # the step besides
+    assert not evaluated & set(titles({}))
+    assert evaluated & set(titles({}, {"eval/accuracy": 0.5})) == {"solved"}
+    assert evaluated <= set(titles({}, {"eval/accuracy": 0.5, "eval/reward": 0.7}))
+
+
+@pytest.mark.parametrize(
+    ("reward", "line", "row"),
+    [
+        (0.625, "solved 0.625  low 0.5  high 0.7", ["62.5%"]),
+        (0.7, "reward 0.7  reward_low 0.6  reward_high 0.8  solved 0.625  low 0.5  high 0.7", ["0.700", "62.5%"]),
+    ],
+)
+def test_a_mean_reward_is_told_beside_the_share_solved_unless_it_is_that_share(reward, line, row):
+    rewards = {"eval/reward": reward, "eval/reward_low": 0.6, "eval/reward_high": 0.8}
+    shares = {"eval/accuracy": 0.625, "eval/low": 0.5, "eval/high": 0.7}
+    screen = console(terminal=True)
+    sink = opened("table", screen)
+    sink.handle(step(4), 10.0)
+    sink.handle(Event(kind="evaluation", step=4, message="during", values=rewards | shares), 11.0)
+    sink.close("finished")
+    text = shown(screen)
+    assert f"evaluation at step 4  during  {line}\n" in text.replace("\r", "")
+    (cells,) = [cells.split() for cells in text.split("demo")[-1].splitlines() if cells.startswith("│")]
+    assert [cell for cell in cells if cell in ("62.5%", "0.700")] == row
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_the_summary_tells_the_mean_reward_where_it_is_not_the_share_solved(graded):
+    shares = {"accuracy_before": 0.25, "accuracy_after": 0.5, "accuracy_after_quantized": 0.5, "accuracy_p_value": 0.25}
+    rewards = {key.replace("accuracy", "reward"): value + 0.125 * graded for key, value in shares.items()}
+    screen = console()
+    opened("plain", screen).handle(Event(kind="summary", step=1, values=shares | rewards), 1.0)
+    text = shown(screen)
+    assert "solved (reward > 0.5) before" in text
+    assert ("held-out reward before" in text) == ("0.375" in text) == graded
+    assert ("paired test of the reward, p" in text) == graded
 
 
 def test_durations_and_single_lines():

@@ -98,7 +98,7 @@ def test_names_of_metrics_stay():
 
 
 def test_accuracy_as_rolled_out_has_names_of_its_own():
-    values = {"eval/accuracy": 0.5, "eval/low": 0.4, "outcomes": "01"}
+    values = {"eval/accuracy": 0.5, "eval/reward": 0.4, "outcomes": "01", "rewards": [0.1, 0.7]}
     for label, part in (
         ("before", "eval"),
         ("during", "eval_rollout"),
@@ -106,7 +106,7 @@ def test_accuracy_as_rolled_out_has_names_of_its_own():
         ("after, quantized", "eval_rollout"),
     ):
         metrics = sink.event_metrics(Event(kind="evaluation", step=3, message=label, values=values), 1.0)
-        assert {metric.key: metric.value for metric in metrics} == {f"{part}/accuracy": 0.5, f"{part}/low": 0.4}
+        assert {metric.key: metric.value for metric in metrics} == {f"{part}/accuracy": 0.5, f"{part}/reward": 0.4}
 
 
 def test_two_runs_share_an_experiment_also_in_a_folder_with_odd_characters(tmp_path: Path):

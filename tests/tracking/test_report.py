@@ -202,7 +202,7 @@ def test_every_chart_names_its_numbers(tmp_path):
         return re.sub(r"\s+", " ", re.sub("<[^>]*>", "", text))
 
     assert last("Reward") == "step 2 ● 0.250"
-    assert last("Held-out accuracy") == "step 2 ● 80 % (75–85) ● 70 % (65–75)"
+    assert last("Held-out problems solved") == "step 2 ● 80 % (75–85) ● 70 % (65–75)"
     assert last("KL(b‖p)") == "step 2 ● 2.50·10⁻⁴"
     assert last("Effective sample size") == "step 2 ● 0.999"
     assert last("Clipped tokens") == "step 2 ● 1 % ● 2 %"
@@ -226,6 +226,31 @@ def test_the_head_says_what_the_run_is_and_what_it_reached(tmp_path):
     assert "95 %: 68.4 – 78.4 % · 1,000 problems" in page.text("tile")
     assert "3 of 3 steps." in page.text("header")
     assert "training time2:00" in page.text("figures")
+
+
+def test_graded_rewards_are_told_as_their_mean_with_the_share_solved_beside_it(tmp_path):
+    before, after = evaluation(0, "before", 0.4), evaluation(3, "after", 0.734)
+    for event, mean in ((before, 0.4), (after, 0.8125)):  # the first ones are all 0 or 1
+        event["values"] |= {"eval/reward": mean, "eval/reward_low": mean - 0.5, "eval/reward_high": mean + 0.125}
+    page = report(tmp_path / "run", [before, step(1), after])
+    assert [data for above, data in page.texts if above.endswith("p.big")] == ["0.400", "0.812"]
+    tiles = re.sub(r"\s+", " ", page.text("tile"))
+    assert "held-out reward after 0.812 95 %: 0.312 – 0.938 · 1,000 problems solved (reward > 0.5): 73.4 %" in tiles
+    assert "95 %: −0.100 – 0.525" in tiles
+    assert {"Held-out reward", "Held-out problems solved"} <= set(page.charts())
+    assert "0.81 (0.31–0.94)" in page.charts()["Held-out reward"]
+
+
+def test_rewards_of_0_and_1_are_told_once(tmp_path):
+    events = [evaluation(0, "before", 0.4), evaluation(3, "after", 0.734)]
+    recorded = report(tmp_path / "earlier", events)
+    for event in events:
+        event["values"] |= {"eval/reward": event["values"]["eval/accuracy"], "eval/reward_low": 0.1}
+    page = report(tmp_path / "run", events)
+    for found in (recorded, page):
+        assert "Held-out reward" not in found.charts()
+        assert "held-out reward" not in found.text("tile")
+        assert "solved after" in found.text("tile")
 
 
 @pytest.mark.parametrize(

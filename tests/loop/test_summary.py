@@ -1,0 +1,54 @@
+"""What a run's summary says of its evaluations."""
+
+from fractions import Fraction
+
+import pytest
+
+from qurl_ray.config import RunConfig
+from qurl_ray.loop.figures import evaluation_figures
+from qurl_ray.loop.summary import RunSummary
+from qurl_ray.types import Event, Verdict
+
+WHEN = ("before", "after", "after, quantized")
+
+
+def evaluation(label: str, rewards: list[float]) -> Event:
+    values = evaluation_figures([Verdict(reward=reward) for reward in rewards])
+    return Event(kind="evaluation", step=0, message=label, values={"label": label} | values)
+
+
+def summary(*events: Event) -> dict:
+    return RunSummary(RunConfig(), events).finish()
+
+
+def test_graded_rewards_have_their_means_and_a_paired_test_of_their_own():
+    """Every reward rises and no problem changes from unsolved to solved, or back."""
+    rewards = [0.0, 0.1, 0.2, 0.6, 0.7], [0.4, 0.5, 0.3, 0.8, 0.9], [0.3, 0.3, 0.3, 0.8, 0.8]
+    found = summary(*map(evaluation, WHEN, rewards))
+    means = [found[f"reward_{when}"] for when in ("before", "after", "after_quantized")]
+    assert means == pytest.approx([0.32, 0.58, 0.5])
+    assert [found[f"accuracy_{when}"] for when in ("before", "after", "after_quantized")] == [0.4] * 3
+    assert found["reward_p_value"] == Fraction(2, 2**5)  # all five up, or all five down
+    assert found["accuracy_p_value"] == 1.0
+
+
+def test_rewards_of_0_and_1_have_the_same_figures_under_both_names():
+    found = summary(evaluation("before", [0, 0, 0, 0, 1]), evaluation("after", [1, 1, 1, 0, 1]))
+    for figure in ("before", "after", "after_quantized", "p_value"):
+        assert found[f"reward_{figure}"] == found[f"accuracy_{figure}"]
+    assert found["accuracy_p_value"] == Fraction(2, 2**3)
+
+
+def test_evaluations_of_an_earlier_version_have_no_mean_reward():
+    events = [evaluation("before", [0, 0, 1]), evaluation("after", [0, 1, 1])]
+    for event in events:
+        for name in ("reward", "reward_low", "reward_high"):
+            del event.values[f"eval/{name}"]
+    found = summary(*events)
+    assert (found["accuracy_before"], found["accuracy_after"], found["accuracy_p_value"]) == (1 / 3, 2 / 3, 1.0)
+    assert {found[f"reward_{figure}"] for figure in ("before", "after", "after_quantized", "p_value")} == {None}
+
+
+def test_a_run_without_evaluations_has_none_of_their_figures():
+    found = summary()
+    assert {value for key, value in found.items() if key.startswith(("reward", "accuracy"))} == {None}

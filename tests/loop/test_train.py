@@ -1,0 +1,45 @@
+"""What a rank makes of the settings before its first step, without Ray."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from qurl_ray.config import load_config
+from qurl_ray.loop import train
+from qurl_ray.loop.coordinator import Start
+from qurl_ray.loop.guard import Directive
+
+
+class Made(Exception):
+    """Carries what the learner was made of, and ends the rank there."""
+
+
+@pytest.fixture
+def learner_of(tiny_spec, tmp_path, monkeypatch):
+    """Arguments of the learner that a rank makes of settings."""
+
+    def stop(model, config, settings, **options):
+        raise Made(options)
+
+    start = Start(resume=None, version=0, directive=Directive(), over=False)
+    rank = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    monkeypatch.setattr("ray.train.get_context", lambda: rank)
+    monkeypatch.setattr(train, "own_seat", lambda: None)
+    monkeypatch.setattr(train, "_begin", lambda ask, timeout_s: start)
+    monkeypatch.setattr(train, "make_learner", stop)
+    (tmp_path / "config.yaml").write_text("")  # so that the rank takes the folder for its run's
+
+    def made(*settings: str) -> dict:
+        config = load_config(None, ["learner.threads=2", *settings])
+        context = {"config": config.model_dump(mode="json"), "spec": tiny_spec, "task": (), "run_dir": str(tmp_path)}
+        coordinator = SimpleNamespace(begin=SimpleNamespace(remote=lambda *_: None))
+        with pytest.raises(Made) as raised:
+            train.train_loop(context | {"coordinator": coordinator})
+        return raised.value.args[0]
+
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.2])
+def test_the_learner_scores_at_the_temperature_of_the_rollouts(learner_of, temperature):
+    assert learner_of(f"rollout.temperature={temperature}")["temperature"] == temperature
