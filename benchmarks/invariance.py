@@ -107,7 +107,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: i
     """Causal attention of queries at positions first, first + 1, …; all [heads, length, d]. Written for this script."""
     T, S = query.shape[1], round_up(key.shape[1], rules.key_multiple)
     key, value = (pad(part, (0, 0, 0, S - part.shape[1])) for part in (key, value))
-    scores = torch.bmm(_padded(query, rules.with_keys), key.transpose(1, 2))[:, :T] * query.shape[-1] ** -0.5
+    rows = _padded(query * query.shape[-1] ** -0.5, rules.with_keys)
+    scores = torch.bmm(rows, key.transpose(1, 2))[:, :T]
     hidden = torch.arange(S) > torch.arange(first, first + T)[:, None]
     weights = _padded(torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), rules.with_values)
     chunk = rules.key_chunk or S

@@ -69,7 +69,7 @@ def invariant_attention(
     sharing: Sharing | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """softmax(query · keyᵀ · scaling, over keys j ≤ position) · value.
+    """softmax(scaling · query · keyᵀ, over keys j ≤ position) · value.
 
     The signature is that of a transformers attention function. Key j of a sequence must be its token at position j.
 
@@ -142,8 +142,8 @@ def _scores_at_once(
     positions = position_ids.expand(B, T)
     if added := queries_to_add(rule, T, groups):
         query, positions = pad(query, (0, 0, 0, added)), pad(positions, (0, added))
-    rows = query.reshape(B * KV, groups * (T + added), d)
-    scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule) * scaling
+    rows = (query * scaling).reshape(B * KV, groups * (T + added), d)
+    scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule)
     hidden = hidden_keys(positions, S, sliding_window)
     scores = scores.view(B, KV, groups, -1, S).masked_fill(hidden[:, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1).view(B * KV, -1, S)
@@ -177,10 +177,10 @@ def attend_last(
     KV, S = key.shape[1:3]
     groups = H // KV
     rule = _rule(query)
-    rows = query.reshape(B * KV, groups, d)
+    rows = (query * scaling).reshape(B * KV, groups, d)
     if rule and (missing := rule.padded(groups) - groups):
         rows = pad(rows, (0, 0, 0, missing))
-    scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule).mul_(scaling)
+    scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule)
     scores.view(B, KV, -1, S).add_(hidden)
     out = _weighted(torch.softmax(scores, dim=-1), value.reshape(B * KV, S, d), rule)
     return out[:, :groups].reshape(B, 1, H, d)
