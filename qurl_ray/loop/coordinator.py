@@ -151,6 +151,9 @@ class Coordinator:
         """The first step whose collection has not begun."""
         self._last: int | None = None
         """The last step that is handed out, once an end was asked for."""
+        self._reached = False
+        """True once the held-out reward has reached its target. Unlike a stop that was asked for, a return to an earlier
+        checkpoint takes it back."""
         self._asked: set[int] = set()
         self._states: dict[int, dict] = {}
         """The collector's, after the collection of each step."""
@@ -200,6 +203,7 @@ class Coordinator:
             state = json.loads(resume.loop.read_text())
             self._collector.restore(state["collector"])
             self._guard.restore(state["guard"])
+            self._reached = state.get("reached", False)  # absent from checkpoints of before there were targets
         self._states[self._step] = self._collector.state()
         if again:
             self._events.append(Event(kind="rewind", step=self._step))
@@ -240,14 +244,14 @@ class Coordinator:
         return self._probe_ids
 
     async def share(self, step: int, rank: int, sent: int) -> list[MiniBatch] | WeightsWanted | None:
-        """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it.
+        """This rank's mini-batches of a step; None on every rank if the run ends before it.
 
         Args:
             sent: how often this rank has been told that weights are wanted.
         """
         if step not in self._asked:
             self._asked.add(step)
-            if self._stop and self._last is None:
+            if (self._stop or self._reached) and self._last is None:
                 self._last = step - 1
                 for later, task in self._shares.items():
                     if later > self._last:
@@ -344,8 +348,18 @@ class Coordinator:
         values |= {"eval/problems": len(right), "eval/failed": failed}
         # Problem by problem, for paired tests between evaluations.
         values["outcomes"] = "".join("01"[solved] for solved in right)
+        if label == "during" and self._reaches_target(sum(verdict.reward for verdict in verdicts) / len(verdicts)):
+            values["target_reached"] = True
         self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
         return accuracy
+
+    def _reaches_target(self, reward: float) -> bool:
+        """Compare the mean held-out reward with its target; if it is there, no further step begins."""
+        target = self._config.evaluation.target_reward
+        if target is not None and reward >= target:
+            self._reached = True
+            self._tell("info", f"the held-out reward, {reward:.3f}, has reached its target of {target:g}: the run ends")
+        return self._reached
 
     async def state(self, step: int) -> dict:
         """Where the rollout side stands after a step, for JSON: rollouts that run ahead are drawn again. Returns when
@@ -353,7 +367,7 @@ class Coordinator:
         drains = self._drains + 2  # the driver asks again only after it has written what it got
         while self._drains < drains:
             await asyncio.sleep(_POLL_S)
-        return {"collector": self._states[step], "guard": self._guard.state()}
+        return {"collector": self._states[step], "guard": self._guard.state(), "reached": self._reached}
 
     # --- driver's side ------------------------------------------------------------------------------------------
 

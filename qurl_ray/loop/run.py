@@ -97,7 +97,8 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
         except BaseException as error:
             _report(run_dir, tracker, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
-        interrupted = summary["steps"] < config.steps  # else the wish to stop came too late to matter
+        # Else the wish to stop came too late to matter.
+        interrupted = summary["steps"] < config.steps and summary["target_reached_at_step"] is None
         summary |= {
             "interrupted": interrupted,
             "initial_policy": prepared.spec.source,

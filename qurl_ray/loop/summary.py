@@ -23,6 +23,7 @@ class RunSummary:
         self._accuracy: dict[str, float] = {}
         self._outcomes: dict[str, list[bool]] = {}
         self._problems = 0
+        self._reached_at: int | None = None
         self._steps: list[dict[str, float]] = []
         for event in events:
             self.add(event)
@@ -32,6 +33,8 @@ class RunSummary:
             self._accuracy[event.message] = event.values["eval/accuracy"]
             self._outcomes[event.message] = [outcome == "1" for outcome in event.values["outcomes"]]
             self._problems = event.values["eval/problems"]
+            if event.values.get("target_reached"):
+                self._reached_at = event.step
         elif event.kind == "step":
             self._steps.append(event.values)
 
@@ -41,6 +44,7 @@ class RunSummary:
         samples_per_second counts every generated sample over that time; rollout_tokens_per_second counts generated
         tokens over the rollout phase. accuracy_after_quantized is of `quantized_format`:
         the export's, else the rollouts'; if that is full precision, it is the accuracy.
+        target_reached_at_step is None where evaluation.target_reward was not reached, or is not set.
         accuracy_p_value is of the exact paired test between the first and the last full-precision evaluation.
         """
         config = self._config
@@ -56,6 +60,7 @@ class RunSummary:
             "accuracy_p_value": self._p_value(),
             "eval_problems": self._problems,
             "steps": len(self._steps),
+            "target_reached_at_step": self._reached_at,
             "train_seconds": train_seconds,
             "samples_per_second": self._sum("rollout/samples") / train_seconds if train_seconds else None,
             "rollout_tokens_per_second": self._sum("rollout/tokens") / rollout_seconds if rollout_seconds else None,

@@ -227,6 +227,48 @@ def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+TARGET = ["steps=60", "evaluation.every=2", "evaluation.target_reward=0.5", "checkpoint.every=0"]
+
+
+def held_out_rewards(run_dir: Path) -> list[float]:
+    """Mean rewards of the evaluations between steps; `length` gives 0 and 1 alone, so they are shares."""
+    return [line["values"]["eval/accuracy"] for line in events(run_dir, "evaluation") if line["message"] == "during"]
+
+
+def test_a_run_ends_at_its_target_and_is_finished_then(tmp_path, cluster):
+    result = small_run(tmp_path, *TARGET)
+    rewards = held_out_rewards(result.run_dir)
+    assert rewards[-1] >= 0.5 > max([0.0, *rewards[:-1]])
+    reached = 2 * len(rewards)
+    assert reached < 60
+    assert result.summary["target_reached_at_step"] == result.summary["steps"] == reached
+    assert not result.interrupted
+    assert [line["message"] for line in events(result.run_dir, "evaluation")][-3:] == [
+        "during",
+        "after, quantized",
+        "after",
+    ]
+    assert result.summary["accuracy_after_quantized"] == rewards[-1]  # the same weights
+    assert any("has reached its target of 0.5" in line["message"] for line in events(result.run_dir, "info"))
+    assert (result.run_dir / "checkpoints" / f"step-{reached:06d}").is_dir()
+    # Killed before its summary was written: the same command ends it, without a further step.
+    before = parameters(result.policy)
+    (result.run_dir / "summary.json").unlink()
+    shutil.rmtree(result.policy)
+    again = small_run(tmp_path, *TARGET)
+    assert again.run_dir == result.run_dir
+    assert torch.equal(parameters(again.policy), before)
+    assert (again.summary["steps"], again.interrupted) == (reached, False)
+    assert again.summary["target_reached_at_step"] == reached
+
+
+@pytest.mark.slow
+def test_two_ranks_whose_rollouts_run_ahead_end_at_their_target(tmp_path, cluster):
+    result = small_run(tmp_path, *TARGET, "learner.workers=2", "rollout.max_staleness=2")
+    assert result.summary["target_reached_at_step"] == result.summary["steps"] == 2 * len(held_out_rewards(tmp_path / "run"))
+    assert not result.interrupted
+
+
 def test_the_guard_acts_is_heard_and_stops_with_a_checkpoint(tmp_path, cluster):
     trips = ["guard.kl_max=1e-9", "guard.window=1", "guard.patience=1", "guard.precision_steps=2", "guard.trips=1"]
     result = small_run(tmp_path, *trips, "steps=20", "quantization.uaq_scale=1")
