@@ -152,8 +152,8 @@ class Coordinator:
         self._last: int | None = None
         """The last step that is handed out, once an end was asked for."""
         self._reached = False
-        """True once the held-out reward has reached its target. Unlike a stop that was asked for, a return to an earlier
-        checkpoint takes it back."""
+        """Whether the held-out reward has reached its target. Unlike the wish to stop, this is lost on a return to an
+        earlier checkpoint."""
         self._asked: set[int] = set()
         self._states: dict[int, dict] = {}
         """The collector's, after the collection of each step."""

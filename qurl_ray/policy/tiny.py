@@ -82,8 +82,8 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
     """Folder of the tiny policy for this recipe; built if it is not there yet.
 
     Args:
-        problems: the task's training problems; a fifth of them, at most 1000, measures the cold start and is not learned
-            from.
+        problems: the task's training problems; a fifth of them, at most 1000, measure the cold start, which does not
+            learn from them.
         progress: called with (step, accuracy) while it is built.
 
     Raises:

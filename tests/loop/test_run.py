@@ -265,7 +265,8 @@ def test_a_run_ends_at_its_target_and_is_finished_then(tmp_path, cluster):
 @pytest.mark.slow
 def test_two_ranks_whose_rollouts_run_ahead_end_at_their_target(tmp_path, cluster):
     result = small_run(tmp_path, *TARGET, "learner.workers=2", "rollout.max_staleness=2")
-    assert result.summary["target_reached_at_step"] == result.summary["steps"] == 2 * len(held_out_rewards(tmp_path / "run"))
+    reached = 2 * len(held_out_rewards(result.run_dir))
+    assert result.summary["target_reached_at_step"] == result.summary["steps"] == reached < 60
     assert not result.interrupted
 
 
