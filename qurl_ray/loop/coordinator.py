@@ -348,18 +348,16 @@ class Coordinator:
         values |= {"eval/problems": len(right), "eval/failed": failed}
         # Problem by problem, for paired tests between evaluations.
         values["outcomes"] = "".join("01"[solved] for solved in right)
-        if label == "during" and self._reaches_target(sum(verdict.reward for verdict in verdicts) / len(verdicts)):
-            values["target_reached"] = True
+        reward, target = (
+            sum(verdict.reward for verdict in verdicts) / len(verdicts),
+            self._config.evaluation.target_reward,
+        )
+        if label == "during" and target is not None and reward >= target:
+            self._reached = values["target_reached"] = True
         self._events.append(Event(kind="evaluation", step=step, message=label, values=values))
-        return accuracy
-
-    def _reaches_target(self, reward: float) -> bool:
-        """Compare the mean held-out reward with its target; if it is there, no further step begins."""
-        target = self._config.evaluation.target_reward
-        if target is not None and reward >= target:
-            self._reached = True
+        if "target_reached" in values:
             self._tell("info", f"the held-out reward, {reward:.3f}, has reached its target of {target:g}: the run ends")
-        return self._reached
+        return accuracy
 
     async def state(self, step: int) -> dict:
         """Where the rollout side stands after a step, for JSON: rollouts that run ahead are drawn again. Returns when
