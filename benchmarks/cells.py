@@ -20,6 +20,8 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 RESULTS = ROOT / "benchmarks" / "results"
+WHOLE = ("evaluation.target_reward=null", "evaluation.every=0")
+"""All steps are made, and nothing is evaluated between them: the quickstart would end at its target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def cell(
 ) -> Cell | None:
     """The run of an arm and seed, made if it is not there; None where `begin` forbids that. Its folder's name ends with
     a digest of the settings: where they are changed, it is another run. `quiet`: its console goes to a file beside."""
-    settings = [f"seed={seed}", "export.quantized=none", *common, *arm.settings]
+    settings = [f"seed={seed}", "export.quantized=none", *WHOLE, *common, *arm.settings]
     digest = hashlib.sha256("\n".join([job, (ROOT / config).read_text(), *settings]).encode()).hexdigest()[:6]
     name = re.sub(r"[^\w.]+", "-", f"{table}-{arm.name}-{seed}-{digest}")
     folder = runs / name

@@ -51,6 +51,7 @@ def run(preset: str, steps: int, folder: Path) -> list[dict[str, float]]:
         "tracking.console=plain",
         "evaluation.problems=1",
         "evaluation.every=0",
+        "evaluation.target_reward=null",
         "checkpoint.every=0",
     ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -150,6 +150,9 @@ class Coordinator:
         """The first step whose collection has not begun."""
         self._last: int | None = None
         """The last step that is handed out, once an end was asked for."""
+        self._reached = False
+        """Whether the held-out reward has reached its target. Unlike the wish to stop, this is lost on a return to an
+        earlier checkpoint."""
         self._asked: set[int] = set()
         self._states: dict[int, dict] = {}
         """The collector's, after the collection of each step."""
@@ -199,6 +202,7 @@ class Coordinator:
             state = json.loads(resume.loop.read_text())
             self._collector.restore(state["collector"])
             self._guard.restore(state["guard"])
+            self._reached = state.get("reached", False)  # absent from checkpoints of before there were targets
         self._states[self._step] = self._collector.state()
         if again:
             self._events.append(Event(kind="rewind", step=self._step))
@@ -239,14 +243,14 @@ class Coordinator:
         return self._probe_ids
 
     async def share(self, step: int, rank: int, sent: int) -> list[MiniBatch] | WeightsWanted | None:
-        """This rank's mini-batches of a step; None on every rank if the run was asked to stop before it.
+        """This rank's mini-batches of a step; None on every rank if the run ends before it.
 
         Args:
             sent: how often this rank has been told that weights are wanted.
         """
         if step not in self._asked:
             self._asked.add(step)
-            if self._stop and self._last is None:
+            if (self._stop or self._reached) and self._last is None:
                 self._last = step - 1
                 for later, task in self._shares.items():
                     if later > self._last:
@@ -338,8 +342,13 @@ class Coordinator:
             self._warn(
                 step, f"evaluation {label!r}: {failed} of {values['eval/problems']} rewards failed and count as 0"
             )
+        reward, target = values["eval/reward"], self._config.evaluation.target_reward
+        if label == "during" and target is not None and reward >= target:
+            self._reached = values["target_reached"] = True
         self._events.append(Event(kind="evaluation", step=step, message=label, values={"label": label} | values))
-        return values["eval/reward"]
+        if "target_reached" in values:
+            self._tell("info", f"the held-out reward, {reward:.3f}, has reached its target of {target:g}: the run ends")
+        return reward
 
     async def state(self, step: int) -> dict:
         """Where the rollout side stands after a step, for JSON: rollouts that run ahead are drawn again. Returns when
@@ -347,7 +356,7 @@ class Coordinator:
         drains = self._drains + 2  # the driver asks again only after it has written what it got
         while self._drains < drains:
             await asyncio.sleep(_POLL_S)
-        return {"collector": self._states[step], "guard": self._guard.state()}
+        return {"collector": self._states[step], "guard": self._guard.state(), "reached": self._reached}
 
     # --- driver's side ------------------------------------------------------------------------------------------
 

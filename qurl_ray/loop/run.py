@@ -30,6 +30,7 @@ from qurl_ray.actors.placement import counts, demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
+from qurl_ray.config.models import ModelConfig, TinyModel
 from qurl_ray.data.tasks import Task
 from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
 from qurl_ray.loop.coordinator import Coordinator, Drained
@@ -88,7 +89,7 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
         try:
             events = tracker.rewind(resume.step) if resume else []
             _announce(place.notes, "info", tracker)
-            prepared = prepare(config, task, _cold_start_progress(tracker))
+            prepared = prepare(config, task, _cold_start_progress(config.model, tracker))
             if promise := prepared.promise:  # of this machine, which may be another than that of a run that is resumed
                 _announce([promise.sentence()], "info" if promise.kept else "warning", tracker)
             if not resume:  # else metrics.jsonl has them already
@@ -99,7 +100,8 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
         except BaseException as error:
             _report(run_dir, tracker, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
-        interrupted = summary["steps"] < config.steps  # else the wish to stop came too late to matter
+        # Else the wish to stop came too late to matter.
+        interrupted = summary["steps"] < config.steps and summary["target_reached_at_step"] is None
         summary |= {
             "interrupted": interrupted,
             "initial_policy": prepared.spec.source,
@@ -387,11 +389,12 @@ def _end(crew: Crew, verifiers: VerifierPool, coordinator: ActorHandle | None) -
     verifiers.close()
 
 
-def _cold_start_progress(tracker: Tracker) -> Callable[[int, float], None]:
+def _cold_start_progress(model: ModelConfig, tracker: Tracker) -> Callable[[int, float], None]:
     started = time.monotonic()
+    goal = model.cold_start_accuracy if isinstance(model, TinyModel) else 1.0
 
     def progress(step: int, accuracy: float) -> None:
-        if step % 50 == 0:
+        if step % 50 == 0 or accuracy >= goal:
             message = f"cold start: step {step}, accuracy {accuracy:.2f}, {time.monotonic() - started:.0f} s"
             tracker.handle(Event(kind="info", step=0, message=message))
 

@@ -23,6 +23,7 @@ class RunSummary:
         self._evaluations: dict[str, dict[str, Any]] = {}
         """Values of the last evaluation of each label."""
         self._problems = 0
+        self._reached_at: int | None = None
         self._steps: list[dict[str, float]] = []
         for event in events:
             self.add(event)
@@ -31,6 +32,8 @@ class RunSummary:
         if event.kind == "evaluation":
             self._evaluations[event.message] = event.values
             self._problems = event.values["eval/problems"]
+            if event.values.get("target_reached"):
+                self._reached_at = event.step
         elif event.kind == "step":
             self._steps.append(event.values)
 
@@ -42,6 +45,7 @@ class RunSummary:
         problems solved, by a reward above 0.5. `…_after_quantized` is of `quantized_format`: the export's, else the
         rollouts'; if that is full precision, it is `…_after`. `…_p_value` is of the paired test between the first and
         the last full-precision evaluation.
+        target_reached_at_step is None where evaluation.target_reward was not reached, or is not set.
         """
         config = self._config
         exported = config.export.format(config.rollout.quantization)
@@ -53,6 +57,7 @@ class RunSummary:
             **self._held_out("accuracy", _outcomes),
             "eval_problems": self._problems,
             "steps": len(self._steps),
+            "target_reached_at_step": self._reached_at,
             "train_seconds": train_seconds,
             "samples_per_second": self._sum("rollout/samples") / train_seconds if train_seconds else None,
             "rollout_tokens_per_second": self._sum("rollout/tokens") / rollout_seconds if rollout_seconds else None,

@@ -2,7 +2,7 @@
 
     consumes   its share of a step's samples from the coordinator   waits for rollouts and rewards
     produces   weights, quantized at the sender                     waits until every engine has verified them
-    ends       after the last step, or before the next one once a stop was asked for
+    ends       after the last step, or before the next one once a stop was asked for or the reward's target is reached
 
 Ranks wait for the coordinator with a deadline of their own, never inside a collective. After one of them died, Ray
 Train starts all anew, and they go on from the latest checkpoint.
@@ -125,7 +125,7 @@ def train_loop(context: dict[str, Any]) -> None:
             saved = step
     turns.take(Turn.LEARN)
     with ranks_end.spanning("checkpoint"):
-        if saved < done < config.steps:  # asked to stop: the same command goes on from here
+        if saved < done < config.steps:  # the run ends early: after a stop, the same command goes on from here
             saver.checkpoint(done, None)
         saver.final()  # before anything else can fail
     ranks_end.last_evaluations(done)
@@ -166,7 +166,7 @@ class RankEnd:
         return self.spans.during(rank_lane(self._rank), name)
 
     def step(self, step: int) -> bool:
-        """Rollouts in, update, weights out. False if the run was asked to stop before this step."""
+        """Rollouts in, update, weights out. False if the run ends before this step."""
         config, limit = self._config, self._config.sync.timeout_s
         started = time.perf_counter()
         share = partial(self._coordinator.share.remote, step, self._rank)

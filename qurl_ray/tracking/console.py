@@ -57,10 +57,14 @@ COLUMNS = (
 
 
 class Pace:
-    """Seconds per step over the last steps, by the clock: evaluation and checkpoints between steps count too."""
+    """Seconds per step over the last steps, by the clock: evaluation and checkpoints between steps count too.
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    Args:
+        at_most: the run may end before its last step.
+    """
+
+    def __init__(self, steps: int, *, at_most: bool = False) -> None:
+        self._steps, self._at_most = steps, at_most
         self._seen: deque[tuple[int, float]] = deque(maxlen=_ROWS_SHOWN + 1)
         self._fallback_s: float | None = None
 
@@ -79,7 +83,7 @@ class Pace:
 
     def left(self) -> str:
         seconds = self.left_s()
-        return MISSING if seconds is None else duration(seconds)
+        return MISSING if seconds is None else f"{'≤ ' if self._at_most else ''}{duration(seconds)}"
 
 
 class _Screen(Console):
@@ -137,10 +141,10 @@ class ConsoleSink:
 class PlainView:
     """One line a step, for logs and pipes."""
 
-    def __init__(self, console: Console, *, steps: int) -> None:
+    def __init__(self, console: Console, pace: Pace, *, steps: int) -> None:
         self._console = console
         self._steps = steps
-        self._pace = Pace(steps)
+        self._pace = pace
 
     def step(self, event: Event, at: float) -> None:
         self._pace.saw(event, at)
@@ -161,8 +165,8 @@ class PlainView:
 class TableView:
     """Progress bar, the last steps, and the last sampled rollouts, redrawn in place."""
 
-    def __init__(self, console: Console, *, steps: int, title: str) -> None:
-        self._pace = Pace(steps)
+    def __init__(self, console: Console, pace: Pace, *, steps: int, title: str) -> None:
+        self._pace = pace
         self._rows: deque[Event] = deque(maxlen=_ROWS_SHOWN)
         self._samples: list[Text] = []
         self._evaluations: dict[int, Mapping[str, Any]] = {}
@@ -188,6 +192,8 @@ class TableView:
 
     def evaluation(self, event: Event) -> None:
         self._evaluations[event.step] = event.values
+        if event.values.get("target_reached"):  # the bar is full
+            self._progress.update(self._task, total=event.step, left=duration(0))
 
     def stop(self) -> None:
         self._live.stop()
@@ -197,13 +203,16 @@ class TableView:
         return Group(self._progress, *([step_table(rows)] if rows else []), *self._samples)
 
 
-def open_console(mode: Mode, *, steps: int, title: str, console: Console | None = None) -> Sink | None:
+def open_console(
+    mode: Mode, *, steps: int, title: str, may_end_early: bool = False, console: Console | None = None
+) -> Sink | None:
     """The sink for `mode`; None if nothing is to be shown. `auto` is a table on a terminal, else plain lines."""
     if mode == "none":
         return None
     console, title = console or _standard_output(), one_line(title)
     table = mode == "table" or (mode == "auto" and console.is_terminal)
-    view = TableView(console, steps=steps, title=title) if table else PlainView(console, steps=steps)
+    pace = Pace(steps, at_most=may_end_early)
+    view = TableView(console, pace, steps=steps, title=title) if table else PlainView(console, pace, steps=steps)
     return ConsoleSink(console, view, title=title)
 
 

@@ -25,7 +25,7 @@ ROLLOUTS, TIMELINE = "rollouts/index.html", "timeline.html"
 _SAMPLED_STEPS, _SAMPLES_PER_STEP = 24, 4
 _WARNINGS = 20
 _STATES = {
-    "finished": "All steps are done.",
+    "finished": "It made all its steps, or reached its target.",
     "interrupted": "It was asked to stop before its last step; it evaluated and saved what it had.",
     "unfinished": "There is no summary.json: the run is still going on, or something ended it.",
     "failed": "An error ended it; what follows is what it had recorded until then.",

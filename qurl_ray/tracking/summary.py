@@ -56,6 +56,7 @@ ROWS = (
     Row("paired test of solved, p", "accuracy_p_value", _as(".2g")),
     Row("held-out problems", "eval_problems", _as(",")),
     Row("steps", "steps", _as(",")),
+    Row("target reached at step", "target_reached_at_step", _as(",")),
     Row("training time", "train_seconds", _seconds),
     Row("samples per second", "samples_per_second", _as(",.1f")),
     Row("rollout tokens per second", "rollout_tokens_per_second", _as(",.0f")),

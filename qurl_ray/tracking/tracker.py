@@ -51,7 +51,14 @@ class Tracker:
         self._mlflow: MlflowSink | None = None
         self._files = _open_files(run_dir)
         self._sinks: list[Sink] = list(self._files)
-        if screen := open_console(config.tracking.console, steps=config.steps, title=config.name, console=console):
+        screen = open_console(
+            config.tracking.console,
+            steps=config.steps,
+            title=config.name,
+            may_end_early=config.evaluation.target_reward is not None,
+            console=console,
+        )
+        if screen:
             self._sinks.append(screen)
         if config.tracking.mlflow:
             self._open_mlflow(config, resolved)

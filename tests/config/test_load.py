@@ -575,3 +575,11 @@ def test_offloading_the_optimizer_needs_shards():
     with pytest.raises(ConfigError, match="needs backend=deepspeed"):
         load_config(None, ["learner.offload_optimizer=true"])
     assert load_config(None, ["learner.offload_optimizer=true", "learner.backend=deepspeed"])
+
+
+def test_a_target_needs_evaluations_on_the_way():
+    with pytest.raises(ConfigError, match=r"evaluation\.target_reward=0\.9 is looked at every evaluation\.every steps"):
+        load_config(None, ["evaluation.target_reward=0.9"])
+    assert load_config(None, ["evaluation.target_reward=0.9", "evaluation.every=5"]).evaluation.target_reward == 0.9
+    quickstart = Path("jobs/configs/quickstart.yaml")
+    assert load_config(quickstart, ["evaluation.target_reward=null"]).evaluation.target_reward is None

@@ -26,3 +26,8 @@ def raises(answer, problem):
 
 def hangs(answer, problem):
     time.sleep(600)
+
+
+def ones(answer, problem):
+    """Something that a policy with random weights learns in a few steps, and in parts."""
+    return answer.count("1") / 6

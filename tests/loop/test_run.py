@@ -1,6 +1,7 @@
 """Whole runs on a local Ray cluster: the files they leave, the exact agreement of engine and learner, faults."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -227,6 +228,49 @@ def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
     assert 2 <= summary["steps"] < 500
     assert summary["accuracy_after"] is not None
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+TARGET = [
+    "steps=60", "evaluation.every=2", "evaluation.target_reward=0.3", "checkpoint.every=0", "learner.lr=1e-4",
+    "task.reward=tests.loop.rewards:ones", "learner.threads=1", "rollout.threads=1",
+]  # fmt: skip
+
+
+def looks(run_dir: Path) -> list[dict]:
+    """The evaluations between steps."""
+    return [line for line in events(run_dir, "evaluation") if line["message"] == "during"]
+
+
+def test_a_run_ends_at_its_target_and_is_finished_then(tmp_path, cluster):
+    result = small_run(tmp_path, *TARGET)
+    *before, last = looks(result.run_dir)
+    reached = 2 * (1 + len(before))
+    assert last["values"]["target_reached"]
+    assert not any("target_reached" in line["values"] for line in before)
+    assert result.summary["target_reached_at_step"] == result.summary["steps"] == last["step"] == reached < 60
+    assert result.summary["accuracy_after_quantized"] == last["values"]["eval/accuracy"]  # of the same codes
+    assert not result.interrupted
+    (told,) = [
+        line["message"] for line in events(result.run_dir, "info") if "has reached its target" in line["message"]
+    ]
+    assert float(re.findall(r"reward, (0\.\d+), has reached its target of 0\.3: the run ends", told)[0]) >= 0.3
+    assert (result.run_dir / "checkpoints" / f"step-{reached:06d}").is_dir()
+    # Killed before its summary was written: the same command ends it, without a further step.
+    policy = parameters(result.policy)
+    (result.run_dir / "summary.json").unlink()
+    shutil.rmtree(result.policy)
+    again = small_run(tmp_path, *TARGET)
+    assert again.run_dir == result.run_dir
+    assert torch.equal(parameters(again.policy), policy)
+    assert (again.summary["steps"], again.summary["target_reached_at_step"]) == (reached, reached)
+    assert not again.interrupted
+
+
+@pytest.mark.slow
+def test_two_ranks_whose_rollouts_run_ahead_end_at_their_target(tmp_path, cluster):
+    result = small_run(tmp_path, *TARGET, "learner.workers=2", "rollout.max_staleness=2")
+    assert result.summary["target_reached_at_step"] == result.summary["steps"] == looks(result.run_dir)[-1]["step"] < 60
+    assert not result.interrupted
 
 
 @pytest.mark.equal_bits

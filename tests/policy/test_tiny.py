@@ -1,5 +1,6 @@
 """The tiny policy: its tokenizer, its cold start, its cache."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,6 +37,22 @@ def test_a_cold_start_reaches_its_accuracy_and_is_made_once():
     assert right / len(EASY) > 0.15
     again = cached_tiny_policy(config, EASY, lambda *_: pytest.fail("it was in the cache"))
     assert again == folder
+
+
+def test_the_policy_is_the_mean_whose_accuracy_was_measured():
+    """Of the problems, in the order of the seed, the first fifth is held out."""
+    config = TinyModel(**SMALL, cold_start_accuracy=0.5, seed=3)
+    seen = []
+    folder = cached_tiny_policy(config, EASY, lambda step, accuracy: seen.append(accuracy))
+    held = [EASY[i] for i in np.random.default_rng(3).permutation(len(EASY))[: len(EASY) // 5]]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    right = 0
+    for problem in held:
+        ids = tokenizer(problem.prompt + problem.answer, return_tensors="pt").input_ids
+        likeliest = model(ids).logits[0].argmax(dim=-1).tolist()
+        answer = tokenizer(problem.answer).input_ids
+        right += likeliest[-len(answer) - 1 :] == [*answer, tokenizer.eos_token_id]
+    assert right / len(held) == pytest.approx(seen[-1])
 
 
 def test_another_recipe_is_another_policy():

@@ -200,6 +200,21 @@ def test_the_summary_tells_the_mean_reward_where_it_is_not_the_share_solved(grad
     assert ("paired test of the reward, p" in text) == graded
 
 
+@pytest.mark.parametrize(("reached", "bar", "left"), [(False, "10/20", "left ≤ 1:40"), (True, "10/10", "left 0:00")])
+def test_a_run_with_a_target_has_at_most_so_much_time_left_and_a_full_bar_when_it_is_there(reached, bar, left):
+    screen = console(terminal=True)
+    sink = open_console("table", steps=20, title="demo", may_end_early=True, console=screen)
+    assert sink is not None
+    sink.handle(step(9), 10.0)
+    sink.handle(step(10), 20.0)
+    values = {"eval/accuracy": 0.9} | ({"target_reached": True} if reached else {})
+    sink.handle(Event(kind="evaluation", step=10, message="during", values=values), 20.0)
+    sink.close("finished")
+    last = shown(screen).split("demo")[-1]
+    assert bar in last
+    assert left in last
+
+
 def test_durations_and_single_lines():
     assert [duration(s) for s in (0.2, 59.6, 3600, 7325.4)] == ["0:00", "1:00", "1:00:00", "2:02:05"]
     assert one_line("a\tb\r\nc", limit=4) == "a·b…"
