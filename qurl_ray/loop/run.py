@@ -169,10 +169,12 @@ def _train(
             .options(max_concurrency=_CALLS + 2 * config.learner.workers)
             .remote(config, prepared.spec, crew.actors, verifiers, place.path, place.resume)
         )
+        # Not the handle itself: whatever process unpacks one imports the coordinator, and Ray Train's controller would.
+        handle = ray.put(coordinator)
         context = {
             "config": config.model_dump(mode="json"),
             "spec": prepared.spec,
-            "coordinator": coordinator,
+            "coordinator": (handle,),
             "task": (task,),
             "run_dir": str(place.path),
         }
@@ -372,10 +374,13 @@ def _cluster(config: RunConfig) -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         attach(runtime_env=environment, log_to_driver=False)
     else:
+        # Inherited by all processes of this Ray. Workers that it starts in advance have no runtime environment, so they
+        # could not serve actors that ask for one. No node of it is ever preempted.
+        os.environ |= environment["env_vars"] | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
         # Phases alternate, so workers may share cores; Ray counts one each.
         cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
         # "local": another Ray on this machine, left running, is not this run's.
-        ray.init("local", num_cpus=cpus, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+        ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     try:
         yield
     finally:

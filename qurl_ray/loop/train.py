@@ -56,14 +56,14 @@ _RETRY_S = 0.5
 
 
 def train_loop(context: dict[str, Any]) -> None:
-    """Run one rank. `context` holds config (plain values), spec, coordinator, task (a reference) and run_dir."""
+    """Run one rank. `context` holds config (plain values), spec, coordinator, task (both references) and run_dir."""
     config = RunConfig.model_validate(context["config"])
     check_shared(Path(context["run_dir"]))
     rank = ray.train.get_context().get_world_rank()
     ranks = ray.train.get_context().get_world_size()
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
-    coordinator = context["coordinator"]
+    coordinator = _coordinator(context)
     ask = partial(coordinator.begin.remote, rank, _group(), context["task"], own_seat())
     start = _begin(ask, config.learner.timeout_s + config.rollout.start_timeout_s)
     if start.over:
@@ -137,9 +137,14 @@ def train_loop(context: dict[str, Any]) -> None:
 
 def fail(context: dict[str, Any], error: QurlError) -> None:
     """End the run with this error."""
-    wait(context["coordinator"].fail.remote(error), _FAIL_S, "the coordinator to take an error")
+    wait(_coordinator(context).fail.remote(error), _FAIL_S, "the coordinator to take an error")
     if ray.train.get_context().get_world_size() > 1:
         raise error  # or the other ranks would wait for this one
+
+
+def _coordinator(context: dict[str, Any]) -> ActorHandle:
+    (handle,) = context["coordinator"]
+    return wait(handle, _FAIL_S, "the coordinator's handle")
 
 
 class RankEnd:
