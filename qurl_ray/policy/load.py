@@ -1,21 +1,21 @@
-"""Load a policy from a folder or the hub, with the attention that engine and learner share.
-
-Models are imported where they are made: these imports take seconds, and a process that needs only the tokenizer, as the
-coordinator's, does without them.
-"""
+"""Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.policy.attention import NAME
 from qurl_ray.types import PolicySpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What a model does to logits behind its head: here, log-probs are those of the head's output.
@@ -47,7 +47,7 @@ def context_length(spec: PolicySpec) -> int:
     return spec.max_length or own
 
 
-def tied_head(model: "PreTrainedModel") -> dict[str, str]:
+def tied_head(model: PreTrainedModel) -> dict[str, str]:
     """{name of the head's weight: name of the embedding that it is}; empty if it has a weight of its own."""
     head = model.get_output_embeddings().weight
     (own,) = (name for name, parameter in model.named_parameters() if parameter is head)
@@ -61,12 +61,8 @@ def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     return tuple(sorted({tokenizer.eos_token_id, *listed}))
 
 
-def load_model(spec: PolicySpec) -> "PreTrainedModel":
+def load_model(spec: PolicySpec) -> PreTrainedModel:
     """The policy with its weights, float32, no dropout."""
-    from transformers import AutoModelForCausalLM
-
-    from qurl_ray.policy.attention import NAME
-
     try:
         model = AutoModelForCausalLM.from_pretrained(
             spec.source, config=_config(spec), dtype=torch.float32, attn_implementation=NAME
@@ -76,12 +72,8 @@ def load_model(spec: PolicySpec) -> "PreTrainedModel":
     return model.eval()
 
 
-def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The policy's architecture with arbitrary weights: an engine's, before its first sync."""
-    from transformers import AutoModelForCausalLM
-
-    from qurl_ray.policy.attention import NAME
-
     model = AutoModelForCausalLM.from_config(_config(spec), dtype=dtype, attn_implementation=NAME)
     return model.eval()
 
