@@ -16,7 +16,7 @@ from loop import ROOT, machine
 from matplotlib import pyplot as plt
 
 CONFIG = "jobs/configs/quickstart.yaml"
-COMMON = ("guard.enabled=false", "steps=80")
+COMMON = ("guard.enabled=false", "steps=80", "learner.lr=4e-5")
 _ONE_EACH = ("rollout.threads=1", "learner.threads=1")
 ARMS = (
     Arm(name="in turns, both cores", settings=(), color="#777777"),

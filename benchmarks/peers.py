@@ -133,8 +133,10 @@ def time_to_accuracy(steps: int, seeds: int, threads: int, folder: Path, every: 
     """Of each seed, (step, seconds of steps so far, accuracy) of greedy evaluations every ten steps."""
     _, model, problems, held_out = policy("quickstart")
     curves: dict[str, list[list]] = {"TRL": [], "ours, the same recipe": [], "ours, the quickstart's recipe": []}
-    common = (f"steps={steps}", f"evaluation.every={every}", "evaluation.target_reward=null",
-              "learner.lr_final_share=1", f"rollout.threads={threads}", f"learner.threads={threads}")  # fmt: skip
+    common = (
+        f"steps={steps}", f"evaluation.every={every}", "evaluation.target_reward=null", "learner.lr=4e-5",
+        "learner.lr_final_share=1", f"rollout.threads={threads}", f"learner.threads={threads}",
+    )  # fmt: skip
     for seed in range(seeds):
         found = trl(folder, model=model, problems=problems, held_out=held_out, target=TARGETS[-1], steps=steps,
                     evaluate_every=every * 4, prompts=64, samples=8, new_tokens=4, ignore_eos=False, updates=4, lr=4e-5,

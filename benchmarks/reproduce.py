@@ -46,6 +46,7 @@ CORRECTIONS = {
 NO_UAQ = "quantization.uaq_scale=1"
 CELL = (
     "evaluation.problems=1620",  # all that are held out
+    "learner.lr=4e-5",
     "checkpoint.every=0",
     "rollout.threads=1",
     "learner.threads=1",

@@ -3,18 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
+from qurl_ray.learner.probe import Codes
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion
-
-if TYPE_CHECKING:  # the coordinator reads results, and needs no models
-    from qurl_ray.learner.backend import Resident
-    from qurl_ray.learner.probe import Codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +47,7 @@ class Learner(Protocol):
     def adopt(self, settings: ObjectiveSettings) -> None:
         """Learn by these from now on."""
 
-    def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: "Codes") -> list[np.ndarray]:
+    def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: Codes) -> list[np.ndarray]:
         """Log-probs of each answer to one prompt through the codes that engines hold, float32 [answer length]."""
 
     def save(self, folder: Path) -> None:
@@ -58,6 +56,6 @@ class Learner(Protocol):
     def load(self, folder: Path) -> None:
         """Take up what `save` wrote, with as many ranks. The caller has verified the files."""
 
-    def reside(self, resident: "Resident") -> None:
+    def reside(self, resident: Resident) -> None:
         """Have this on the device, and all else on the host, until the next call. At first it is ALL, which `learn`,
         `save` and `load` need; `named_parameters` and `logprobs` need PARAMETERS."""

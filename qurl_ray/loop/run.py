@@ -39,6 +39,7 @@ from qurl_ray.loop.entry import train_entry
 from qurl_ray.loop.prepare import Prepared, prepare, prepare_task
 from qurl_ray.loop.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.summary import RunSummary
+from qurl_ray.numerics.selfcheck import VARIABLES
 from qurl_ray.tracking.report import write_report
 from qurl_ray.tracking.sink import Outcome
 from qurl_ray.tracking.timeline import write_timeline
@@ -370,13 +371,16 @@ def _cluster(config: RunConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    environment = {"env_vars": {"MKL_CBWR": os.environ["MKL_CBWR"], "TOKENIZERS_PARALLELISM": "false"}}
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    variables["TOKENIZERS_PARALLELISM"] = "false"
+    before = dict(os.environ)
     if os.environ.get("RAY_ADDRESS"):
-        attach(runtime_env=environment, log_to_driver=False)
+        attach(runtime_env={"env_vars": variables}, log_to_driver=False)
     else:
         # Inherited by all processes of this Ray. Workers that it starts in advance have no runtime environment, so they
         # could not serve actors that ask for one. No node of it is ever preempted.
-        os.environ |= environment["env_vars"] | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+        variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+        os.environ |= variables
         # Phases alternate, so workers may share cores; Ray counts one each.
         cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
         # "local": another Ray on this machine, left running, is not this run's.
@@ -385,6 +389,9 @@ def _cluster(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        for name in variables:
+            os.environ.pop(name, None)
+            os.environ |= {name: before[name]} if name in before else {}
 
 
 def _end(crew: Crew, verifiers: VerifierPool, coordinator: ActorHandle | None) -> None:

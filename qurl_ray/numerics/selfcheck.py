@@ -30,7 +30,8 @@ _MOST_OUTPUTS = 512  # wider products are measured at this width, and what their
 _KEYS = (16, 48, 144)  # of attention: multiples of attention.KEY_MULTIPLE
 _CHUNKS = (16, 128)  # up to attention.KEY_CHUNK
 _BATCHES = (2, 5)
-_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+"""Environment variables that choose kernels, which all processes of a run must share."""
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rows [M, K] and a weight [N, K] to [M, N]."""
@@ -156,7 +157,7 @@ def _file() -> Path | None:
     """Where the rules of such machines are; None if torch may have computed before MKL was told how."""
     if qurl_ray.TORCH_WAS_FIRST:
         return None
-    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    variables = {name: os.environ.get(name) for name in VARIABLES}
     info = cpuinfo()
     processor = [info.get(key) for key in ("vendor_id", "cpu family", "model", "stepping", "flags")]
     machine = [_RECIPE, processor, torch.__version__, torch.__config__.show(), variables, thread_counts()]

@@ -1,22 +1,25 @@
-"""Load a policy from a folder or the hub, with the attention that engine and learner share.
-
-Models are imported where they are made: these imports take seconds, and a process that needs only the tokenizer, as the
-coordinator's, does without them.
-"""
+"""Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.numerics.activations import MODULES
+from qurl_ray.numerics.products import Linear
+from qurl_ray.policy.attention import NAME
 from qurl_ray.types import PolicySpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What a model does to logits behind its head: here, log-probs are those of the head's output.
@@ -53,7 +56,7 @@ def head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def tied_head(model: "PreTrainedModel") -> dict[str, str]:
+def tied_head(model: PreTrainedModel) -> dict[str, str]:
     """{name of the head's weight: name of the embedding that it is}; empty if it has a weight of its own."""
     head = model.get_output_embeddings().weight
     (own,) = (name for name, parameter in model.named_parameters() if parameter is head)
@@ -67,12 +70,8 @@ def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     return tuple(sorted({tokenizer.eos_token_id, *listed}))
 
 
-def load_model(spec: PolicySpec) -> "PreTrainedModel":
+def load_model(spec: PolicySpec) -> PreTrainedModel:
     """The policy with its weights, float32, no dropout."""
-    from transformers import AutoModelForCausalLM
-
-    from qurl_ray.policy.attention import NAME
-
     try:
         model = AutoModelForCausalLM.from_pretrained(
             spec.source, config=_config(spec), dtype=torch.float32, attn_implementation=NAME
@@ -82,23 +81,14 @@ def load_model(spec: PolicySpec) -> "PreTrainedModel":
     return with_row_rules(model).eval()
 
 
-def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The policy's architecture with arbitrary weights: an engine's, before its first sync."""
-    from transformers import AutoModelForCausalLM
-
-    from qurl_ray.policy.attention import NAME
-
     model = AutoModelForCausalLM.from_config(_config(spec), dtype=dtype, attn_implementation=NAME)
     return with_row_rules(model).eval()
 
 
-def with_row_rules(model: "PreTrainedModel") -> "PreTrainedModel":
+def with_row_rules(model: PreTrainedModel) -> PreTrainedModel:
     """`model`, in place, its linears and activation functions computed row by row (qurl_ray/numerics)."""
-    from transformers.activations import ACT2FN
-
-    from qurl_ray.numerics.activations import MODULES
-    from qurl_ray.numerics.products import Linear
-
     name = getattr(model.config, "hidden_activation", None) or getattr(model.config, "hidden_act", None)
     make = MODULES.get(name) if name else None
     activation = type(ACT2FN[name]) if make else None

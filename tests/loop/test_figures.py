@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from qurl_ray.config import load_config
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.collect import Collected
 from qurl_ray.loop.coordinator import Coordinator
@@ -63,7 +64,7 @@ class Collector:
 
 def test_the_ranks_get_the_mean_reward_by_which_checkpoints_are_kept_and_failures_are_a_warning():
     coordinator = Coordinator.__new__(Coordinator)  # what else it has needs Ray
-    coordinator._events = []
+    coordinator._events, coordinator._config = [], load_config(None, [])
     coordinator._collector = Collector(Verdict(reward=0.75), Verdict(reward=0.75), Verdict(reward=0.0, status="error"))
     assert asyncio.run(coordinator._evaluate("during", 3)) == 0.5
     warning, evaluation = coordinator._events

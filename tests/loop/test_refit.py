@@ -251,8 +251,14 @@ def test_the_probe_finds_what_fingerprints_cannot(rig, monkeypatch, broken):
     rig = rig()
     rig.sender.send("int8")
     engine = rig.workers[1]._engine
-    original = engine._model.lm_head.forward
-    engine._model.lm_head.forward = lambda x: broken(original(x))
+    load = engine.load
+
+    def load_and_break(*version):
+        load(*version)
+        head = engine._head
+        engine._head = lambda x: broken(head(x))
+
+    engine.load = load_and_break
     rig.move()
     rig.sender.send("int8")
     assert "in quarantine" in rig.warnings[0]

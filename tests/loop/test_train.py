@@ -27,6 +27,7 @@ def learner_of(tiny_spec, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "own_seat", lambda: None)
     monkeypatch.setattr(train, "_begin", lambda ask, timeout_s: start)
     monkeypatch.setattr(train, "make_learner", stop)
+    monkeypatch.setattr(train, "_coordinator", lambda context: context["coordinator"])
     (tmp_path / "config.yaml").write_text("")  # so that the rank takes the folder for its run's
 
     def made(*settings: str) -> dict:
