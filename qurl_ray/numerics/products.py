@@ -73,7 +73,8 @@ def _of_enough_rows(x: torch.Tensor, rule: Rule, multiply: Callable[[torch.Tenso
     rows = len(x_MK)
     if missing := rule.padded(rows) - rows:
         x_MK = pad(x_MK, (0, 0, 0, missing))
-    return multiply(x_MK)[:rows].view(*x.shape[:-1], -1)
+    y_MN = multiply(x_MK)[:rows]
+    return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
 
 def _onednn(x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
