@@ -52,7 +52,9 @@ class Promise:
             found = f"the rules that it needs add {self.cost:.0%} to a decode step of {STEP_ROWS} rows"
         else:
             rules = Counter(str(rule) for _, rule in self.linears)
-            by_rule = "; ".join(rule if len(rules) == 1 else f"{rule} ({n} shapes)" for rule, n in rules.items())
+            by_rule = "; ".join(
+                rule if len(rules) == 1 else f"{rule} ({n} shape{'s' * (n > 1)})" for rule, n in rules.items()
+            )
             return f"equal bits of engine and learner on {where}: linears {by_rule}; attention {self.attention}"
         return (
             f"equal bits of engine and learner are not promised on {where}: {found}; sync/probe_gap and "
