@@ -71,8 +71,8 @@ def corrupted_syncs(times: int) -> Row:
     caught = 0
     with pytest.MonkeyPatch.context() as patch:  # buckets travel by hand, not through Ray
         patch.setattr("qurl_ray.actors.rollout_worker.ray.get", lambda bucket: bucket)
-        patch.setattr("qurl_ray.loop.sender.ray.put", list)
-        patch.setattr("qurl_ray.loop.sender.wait", lambda result, *_: result)
+        patch.setattr("qurl_ray.loop.rank.sender.ray.put", list)
+        patch.setattr("qurl_ray.loop.rank.sender.wait", lambda result, *_: result)
         for number in range(times):
             damage, second = kinds[number % len(kinds)]
             caught += _caught(refit.Rig(spec, load_tokenizer(spec)), damage, second)

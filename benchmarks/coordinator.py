@@ -25,9 +25,9 @@ from qurl_ray.actors.health import Pulse
 from qurl_ray.actors.rollout_worker import Loaded
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
-from qurl_ray.loop.coordinator import Coordinator
-from qurl_ray.loop.prepare import prepare, prepare_task
-from qurl_ray.loop.refit import Offer
+from qurl_ray.loop.coordinator.coordinator import Coordinator
+from qurl_ray.loop.driver.prepare import prepare, prepare_task
+from qurl_ray.loop.messages import Offer
 from qurl_ray.types import Completion, TensorRecord, Verdict
 
 RESULTS = ROOT / "benchmarks" / "results"

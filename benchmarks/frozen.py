@@ -28,7 +28,7 @@ from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop.objectives import objective_settings
+from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.experiments import Rounding

@@ -50,7 +50,7 @@ from objectives_report import (
 )
 
 from qurl_ray.config.algorithm import DAPO, PRESETS
-from qurl_ray.loop.objectives import correction_settings
+from qurl_ray.loop.rank.objectives import correction_settings
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.ratios import log_ratio

@@ -31,7 +31,7 @@ from rollout import ANSWER, HF, PROMPT, SLOTS, VLLM, hf_generate, same_lengths, 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import RunConfig, load_config
-from qurl_ray.loop.prepare import prepare, prepare_task
+from qurl_ray.loop.driver.prepare import prepare, prepare_task
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import Problem, Request
 

@@ -22,7 +22,7 @@ from peers import ours, step_values
 from simulation import Scenario, Simulation, call_cost
 
 from qurl_ray.config import load_config
-from qurl_ray.loop.prepare import prepare, prepare_task
+from qurl_ray.loop.driver.prepare import prepare, prepare_task
 from qurl_ray.planning.machines import GPUS, NODE
 from qurl_ray.planning.roofline import Engine
 from qurl_ray.planning.shapes import find_shape

@@ -18,7 +18,7 @@ from loop import ROOT, machine
 from qurl_ray.config import load_config
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
-from qurl_ray.loop.objectives import objective_settings
+from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.tiny import make_model, make_tokenizer
 from qurl_ray.types import Trajectory
 

@@ -25,15 +25,15 @@ from engines import requests
 
 import qurl_ray.actors.fleet
 import qurl_ray.actors.spans
-import qurl_ray.loop.collect
+import qurl_ray.loop.coordinator.collect
 from qurl_ray.actors.cluster import own_seat
 from qurl_ray.actors.rollout_worker import Loaded
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import StepResult
-from qurl_ray.loop.coordinator import Coordinator
-from qurl_ray.loop.prepare import Prepared
-from qurl_ray.loop.refit import Offer
+from qurl_ray.loop.coordinator.coordinator import Coordinator
+from qurl_ray.loop.driver.prepare import Prepared
+from qurl_ray.loop.messages import Offer
 from qurl_ray.planning.machines import CONSTANTS
 from qurl_ray.planning.phases import learn_s, sync_bytes
 from qurl_ray.planning.roofline import Engine as Roofline
@@ -58,7 +58,7 @@ class Clock:
         made = asyncio.SelectorEventLoop(_Skipping(self))
         made.time = self.now
         shim = SimpleNamespace(monotonic=self.now, perf_counter=self.now, time=self.now)
-        for module in (qurl_ray.actors.fleet, qurl_ray.actors.spans, qurl_ray.loop.collect):
+        for module in (qurl_ray.actors.fleet, qurl_ray.actors.spans, qurl_ray.loop.coordinator.collect):
             module.time = shim
         return made
 

@@ -57,7 +57,7 @@ class Sync:
     manifests: list[Manifest] = field(default_factory=list)
 
     def send(self) -> None:
-        """As loop.sender.Sender and loop.refit.Refit do it, delta and probe included."""
+        """As loop.rank.sender and loop.coordinator.refit do it, delta and probe included."""
         marks = [time.perf_counter()]
         base, self.version = self.version or None, self.version + 1
         options = {"version": self.version, "base_version": base, "unquantized": "bfloat16"}
@@ -85,7 +85,7 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
     config = LearnerConfig(lr=LR, tokens_per_micro_batch=tokens)
     learner = make_learner(model, config, settings, temperature=1.0, total_updates=100)
     engine = TorchEngine(spec, slots=SLOTS)
-    probe = engines.requests(model.config.vocab_size, [4] * 2, 24)  # as loop.collect asks by default
+    probe = engines.requests(model.config.vocab_size, [4] * 2, 24)  # as loop.coordinator.collect asks by default
     probe = [type(r)(uid=r.uid, prompt_ids=probe[0].prompt_ids, seed=r.seed, sampling=r.sampling) for r in probe]
     return Sync(
         learner=learner,

@@ -1,7 +1,7 @@
 """Train through the codes that generate (Jet-RL): python jobs/jet_rl.py --config jobs/configs/jet_rl.yaml"""
 
 from qurl_ray.config.cli import training_app
-from qurl_ray.loop.job import train
+from qurl_ray.loop.driver.job import train
 
 if __name__ == "__main__":
     training_app(None, train)()

@@ -1,7 +1,7 @@
 """Train with GRPO and quantized rollouts: python jobs/qurl_grpo.py --config jobs/configs/quickstart_grpo.yaml"""
 
 from qurl_ray.config.cli import training_app
-from qurl_ray.loop.job import train
+from qurl_ray.loop.driver.job import train
 
 if __name__ == "__main__":
     training_app("grpo", train)()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         SyncError,
     )
     from qurl_ray.evaluation.evaluate import Report, evaluate
-    from qurl_ray.loop.run import RunResult, run
+    from qurl_ray.loop.driver.run import RunResult, run
     from qurl_ray.types import Problem
 
 __version__ = "0.1.0"
@@ -58,10 +58,10 @@ _HOMES = {
     "Problem": "qurl_ray.types",
     "Report": "qurl_ray.evaluation.evaluate",
     "RunConfig": "qurl_ray.config",
-    "RunResult": "qurl_ray.loop.run",
+    "RunResult": "qurl_ray.loop.driver.run",
     "evaluate": "qurl_ray.evaluation.evaluate",
     "load_config": "qurl_ray.config",
-    "run": "qurl_ray.loop.run",
+    "run": "qurl_ray.loop.driver.run",
 }
 """Modules of the public names; the others are errors."""
 

@@ -58,6 +58,26 @@ SIBLINGS = {("loop", "evaluation"), ("loop", "planning"), ("config", "errors")}
 """Pairs (importer, imported) inside a layer; nothing goes the other way."""
 
 
+PROCESSES = {"driver", "rank", "coordinator"}
+"""Folders of loop/, each of what runs in one kind of process."""
+STARTS = {
+    ("driver/run.py", "qurl_ray.loop.rank.entry"),
+    ("driver/run.py", "qurl_ray.loop.coordinator.coordinator"),
+}
+"""The driver hands Ray what the other processes run."""
+LOOP = sorted(path for path in (ROOT / "loop").rglob("*.py") if path.parent != ROOT / "loop")
+
+
+@pytest.mark.parametrize("path", LOOP, ids=lambda path: str(path.relative_to(ROOT)))
+def test_processes_of_a_run_share_only_records(path):
+    """rank/, driver/ and coordinator/ meet in messages.py, and import nothing of each other."""
+    file = path.relative_to(ROOT / "loop")
+    others = PROCESSES - {file.parts[0]}
+    for name in imported(path):
+        of_loop = name.removeprefix("qurl_ray.loop.").split(".")[0] if name.startswith("qurl_ray.loop.") else ""
+        assert of_loop not in others or (str(file), name) in STARTS, f"{file} may not import {name}"
+
+
 def test_reading_a_configuration_needs_neither_torch_nor_ray():
     code = "import sys, qurl_ray.config, qurl_ray.rewards.process; print({'torch', 'ray'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

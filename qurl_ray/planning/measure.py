@@ -43,7 +43,7 @@ _STEPS = 4  # decode steps of one timing
 _CONTEXT, _HELD_TOKENS = 1024, 8192  # of a sequence and of a batch, at most
 _PASS_TOKENS = 512  # of the larger timed pass: some seconds at 135 M parameters
 _MESSAGES = 128
-_PROBES, _PROBE_TOKENS, _PROBE_PROMPT = 2, 4, 24  # as loop.collect and sync.probe_tokens have it
+_PROBES, _PROBE_TOKENS, _PROBE_PROMPT = 2, 4, 24  # as loop.coordinator.collect and sync.probe_tokens have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class Workload:
     @property
     def rounds(self) -> list[float]:
         """Sequences that are drawn at a time: first all, then what will probably fill the groups that were dropped, but
-        never more than all (loop.collect)."""
+        never more than all (loop.coordinator.collect)."""
         asked: list[float] = []
         missing = float(self.prompts)
         while missing > self.prompts / 1000 and len(asked) < _MOST_ROUNDS:

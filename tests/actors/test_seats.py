@@ -17,7 +17,7 @@ from qurl_ray.actors.cluster import check_room, own_seat, without_room
 from qurl_ray.actors.crew import Crew
 from qurl_ray.actors.placement import demand
 from qurl_ray.errors import DeadlineExceeded, PlacementError
-from qurl_ray.loop.run import scaling_config
+from qurl_ray.loop.driver.run import scaling_config
 from qurl_ray.types import PolicySpec
 from tests.actors.reporter import Reporter
 from tests.actors.test_placement import preset

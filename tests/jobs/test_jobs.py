@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from qurl_ray.config.cli import training_app
 from qurl_ray.config.models import TinyModel
-from qurl_ray.loop.job import train
+from qurl_ray.loop.driver.job import train
 from qurl_ray.policy.tiny import cached_tiny_policy
 from tests.conftest import SUMS
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qurl_ray.config import load_config
-from qurl_ray.loop.run import run
+from qurl_ray.loop.driver.run import run
 from tests.loop.runs import SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
 
 pytestmark = pytest.mark.ray

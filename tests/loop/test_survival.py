@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
-from qurl_ray.loop.run import run
+from qurl_ray.loop.driver.run import run
 from tests.loop.runs import ROOT, SMALL, descendants, events, parameters, prompts, start_job, strike, wait_for_steps
 
 pytestmark = pytest.mark.ray

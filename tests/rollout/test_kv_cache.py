@@ -12,7 +12,7 @@ from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.models import LearnerConfig
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.probe import Codes
-from qurl_ray.loop.objectives import objective_settings
+from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.attention import invariant_attention
 from qurl_ray.policy.kv import calibration_ids
 from qurl_ray.policy.load import load_model

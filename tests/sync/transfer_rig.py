@@ -20,10 +20,10 @@ from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Pulse
 from qurl_ray.config import load_config
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop import sender as sender_module
-from qurl_ray.loop.objectives import objective_settings
-from qurl_ray.loop.refit import Refit
-from qurl_ray.loop.sender import Sender
+from qurl_ray.loop.coordinator.refit import Refit
+from qurl_ray.loop.rank import sender as sender_module
+from qurl_ray.loop.rank.objectives import objective_settings
+from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters

@@ -7,7 +7,7 @@ import numpy as np
 
 from qurl_ray.evaluation.statistics import SOLVED, accuracy_with_interval, is_binary, reward_with_interval
 from qurl_ray.learner.protocol import StepResult
-from qurl_ray.loop.collect import Collected
+from qurl_ray.loop.coordinator.collect import Collected
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.reduce import merge
 from qurl_ray.rl.value import value_metrics

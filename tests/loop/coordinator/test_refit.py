@@ -18,11 +18,11 @@ from qurl_ray.actors.rollout_worker import RolloutWorker
 from qurl_ray.config import load_config
 from qurl_ray.errors import StaleWeights, SyncError
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop import sender as sender_module
-from qurl_ray.loop.meeting import Meeting
-from qurl_ray.loop.objectives import objective_settings
-from qurl_ray.loop.refit import Refit
-from qurl_ray.loop.sender import Sender
+from qurl_ray.loop.coordinator.refit import Refit
+from qurl_ray.loop.coordinator.rendezvous import Rendezvous
+from qurl_ray.loop.rank import sender as sender_module
+from qurl_ray.loop.rank.objectives import objective_settings
+from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, tied_head
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
@@ -288,10 +288,10 @@ def test_without_a_fit_engine_the_run_ends_and_none_generates(rig):
 
 def test_ranks_hear_of_one_outcome_in_their_order_and_of_its_error():
     async def both(action):
-        meeting = Meeting(2)
-        calls = [meeting.attend("key", rank, f"from {rank}", action) for rank in (1, 0)]
+        rendezvous = Rendezvous(2)
+        calls = [rendezvous.arrive("key", rank, f"from {rank}", action) for rank in (1, 0)]
         found = await asyncio.gather(*calls, return_exceptions=True)
-        assert not meeting._tables
+        assert not rendezvous._gatherings
         return found
 
     async def join(brought):

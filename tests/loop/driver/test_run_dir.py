@@ -7,7 +7,8 @@ import yaml
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
-from qurl_ray.loop.run_dir import check_shared, open_run_dir
+from qurl_ray.loop.driver.run_dir import open_run_dir
+from qurl_ray.loop.rank.saver import check_shared
 from tests.loop.test_checkpoint import write
 
 

@@ -12,40 +12,17 @@ while others generate.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ray import ObjectRef
 
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Member
 from qurl_ray.errors import QurlError, SyncError
-from qurl_ray.loop.meeting import Meeting
+from qurl_ray.loop.coordinator.rendezvous import Rendezvous
+from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import assemble, count_codes
-from qurl_ray.types import Completion, Manifest, Request, TensorRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """One rank's part of a version, as it is announced."""
-
-    version: int
-    attempt: int
-    """0, or more for engines that are STALE: in quarantine, or started anew."""
-    rank: int
-    format: str
-    weight_max_code: int | None
-    records: tuple[TensorRecord, ...]
-    transferred: bool = False
-    """The engines have it from vLLM's own transfer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """Between an engine's log-probs of its probe and the learner's, in nats."""
-
-    mean: float
-    largest: float
+from qurl_ray.types import Completion, Manifest, Request
 
 
 def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits: int) -> dict[str, float]:
@@ -88,7 +65,7 @@ class Refit:
     ) -> None:
         self._fleet, self._timeout_s, self._tolerance, self._warn = fleet, timeout_s, tolerance, warn
         self._probe = list(probe)
-        self._meeting = Meeting(ranks)
+        self._rendezvous = Rendezvous(ranks)
         self._manifest: Manifest | None = None
         self._resent = self._refits = 0
         self._loaded: list[Member] = []
@@ -102,12 +79,12 @@ class Refit:
         """Announce one rank's part of a version that vLLM's own transfer brings, with the scales of its codes. Returns
         when the engines are ready for it; an offer without buckets has them verify it."""
         key = ("expect", offer.version)
-        await self._meeting.attend(key, offer.rank, (offer, scales), self._expect)
+        await self._rendezvous.arrive(key, offer.rank, (offer, scales), self._expect)
 
     async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
         """Add one rank's part. Returns, once the engines have loaded the whole, what each that could drew as probe."""
         key = ("offer", offer.version, offer.attempt)
-        return await self._meeting.attend(key, offer.rank, (offer, buckets), self._load)
+        return await self._rendezvous.arrive(key, offer.rank, (offer, buckets), self._load)
 
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
         """Rank 0's gaps (one per engine that drew a probe) decide for all. True: offer the version again, in full.
@@ -116,7 +93,7 @@ class Refit:
             SyncError: no engine could take it.
         """
         key = ("conclude", version, attempt)
-        return await self._meeting.attend(key, rank, gaps, lambda found: self._judge(version, attempt, found[0]))
+        return await self._rendezvous.arrive(key, rank, gaps, lambda found: self._judge(version, attempt, found[0]))
 
     async def _expect(self, parts: list[tuple[Offer, list[ObjectRef]]]) -> None:
         await self._fleet.pause()

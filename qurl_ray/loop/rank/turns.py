@@ -18,7 +18,7 @@ from torch import distributed
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.loop.wait import wait
+from qurl_ray.loop.rank.wait import wait
 
 
 class Turn(Enum):

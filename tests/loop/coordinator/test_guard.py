@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from qurl_ray.config.guard import GuardConfig
-from qurl_ray.loop.guard import Guard, Level
+from qurl_ray.loop.coordinator.guard import Guard
+from qurl_ray.loop.messages import Level
 
 DATA = Path(__file__).parent / "data"
 HEALTHY = {

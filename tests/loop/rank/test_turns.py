@@ -6,10 +6,9 @@ import pytest
 
 from qurl_ray.config import load_config
 from qurl_ray.learner.backend import Resident
-from qurl_ray.loop.coordinator import WeightsWanted
-from qurl_ray.loop.guard import Directive
-from qurl_ray.loop.train import RankEnd
-from qurl_ray.loop.turns import Turn, Turns, resident
+from qurl_ray.loop.messages import Directive, WeightsWanted
+from qurl_ray.loop.rank.train import RankLoop
+from qurl_ray.loop.rank.turns import Turn, Turns, resident
 
 
 @pytest.mark.parametrize(
@@ -86,15 +85,15 @@ class Gpu:
 
 @pytest.fixture
 def rank_end(monkeypatch):
-    monkeypatch.setattr("qurl_ray.loop.turns.wait", lambda found, *_: found)
-    monkeypatch.setattr("qurl_ray.loop.train.wait", lambda found, *_: found)
+    monkeypatch.setattr("qurl_ray.loop.rank.turns.wait", lambda found, *_: found)
+    monkeypatch.setattr("qurl_ray.loop.rank.train.wait", lambda found, *_: found)
 
     def make(*overrides, wanted=0):
         gpu, config = Gpu(wanted), load_config(None, overrides)
         names = ("rest", "share", "evaluate", "report", "close")
         coordinator = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(gpu, name)) for name in names})
         turns = Turns(config, gpu, coordinator)
-        return gpu, turns, RankEnd(config, gpu, gpu, turns, coordinator, 0, Directive())
+        return gpu, turns, RankLoop(config, gpu, gpu, turns, coordinator, 0, Directive())
 
     return make
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from qurl_ray.config import RunConfig
 from qurl_ray.evaluation.statistics import paired_p_value
-from qurl_ray.loop.guard import Level
+from qurl_ray.loop.messages import Level
 from qurl_ray.types import Event
 
 _PHASES = ("rollout", "reward", "logprob", "update", "sync")

@@ -6,7 +6,7 @@ from qurl_ray.actors.placement import demand
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
-from qurl_ray.loop.run_dir import dry_run
+from qurl_ray.loop.driver.run_dir import dry_run
 from qurl_ray.planning.shapes import configured_shape
 
 
@@ -21,7 +21,7 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
         if promise := _equal_bits(config):
             typer.echo(f"# {promise}")
         return 0
-    from qurl_ray.loop.run import run  # seconds of imports, which --help and dry runs need not wait for
+    from qurl_ray.loop.driver.run import run  # seconds of imports, which --help and dry runs need not wait for
 
     try:
         result = run(config, fresh=fresh)

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,15 +55,6 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
         except BlockingIOError:
             raise ConfigError(f"a run named {config.name} is still going on in {run_dir}; set another name") from None
         yield _go_on_or_anew(config, run_dir, fresh)
-
-
-def check_shared(run_dir: Path) -> None:
-    """Raise ConfigError unless this process sees the folder that the driver has made."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(
-            f"{run_dir} is not there on {socket.gethostname()}, where a rank of the learner is: every rank writes its "
-            "part of a checkpoint, so output_dir (or $QURL_RUNS) must be on storage that all nodes share"
-        )
 
 
 def _go_on_or_anew(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:

@@ -8,7 +8,7 @@ import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.algorithm import ACR, DAPO, MIS, PRESETS, TIS
-from qurl_ray.loop.objectives import objective_settings, tightened
+from qurl_ray.loop.rank.objectives import objective_settings, tightened
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 

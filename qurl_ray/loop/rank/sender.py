@@ -14,8 +14,8 @@ from qurl_ray.config import RunConfig
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.probe import Codes
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.loop.refit import Gap, Offer
-from qurl_ray.loop.wait import wait
+from qurl_ray.loop.messages import Gap, Offer
+from qurl_ray.loop.rank.wait import wait
 from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import Bucket, Publisher
 from qurl_ray.types import Completion, TensorRecord

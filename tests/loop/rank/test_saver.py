@@ -8,8 +8,8 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.checkpoint import latest
-from qurl_ray.loop.objectives import objective_settings
-from qurl_ray.loop.train import Saver
+from qurl_ray.loop.rank.objectives import objective_settings
+from qurl_ray.loop.rank.saver import Saver
 from qurl_ray.policy.load import load_model
 from tests.loop.test_checkpoint import write
 

@@ -5,10 +5,13 @@ from typing import Any
 
 
 def train_entry(context: dict[str, Any]) -> None:
-    """Run one learner rank; see loop.train. Errors of ours are the coordinator's to keep, and end the run: no restart
-    would mend them. All others, and the coordinator's death, are left to Ray Train, which starts the ranks anew."""
+    """Run one learner rank; see loop.rank.train.
+
+    Errors of ours go to the coordinator and end the run: no restart would mend them. All others, and the coordinator's
+    death, are left to Ray Train, which restarts the ranks.
+    """
     from qurl_ray.errors import CoordinatorDied, QurlError
-    from qurl_ray.loop.train import fail, train_loop
+    from qurl_ray.loop.rank.train import fail, train_loop
 
     try:
         train_loop(context)

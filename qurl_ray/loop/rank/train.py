@@ -8,13 +8,11 @@ Ranks wait for the coordinator with a deadline of their own, never inside a coll
 Train starts all anew, and they go on from the latest checkpoint.
 """
 
-import json
 import os
-import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,33 +21,26 @@ import ray.train
 import torch
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from safetensors import SafetensorError
 from torch import distributed
 
 from qurl_ray.actors.cluster import own_seat
 from qurl_ray.actors.spans import STEPS, Spans, rank_lane
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import CheckpointError, CoordinatorDied, QurlError
+from qurl_ray.errors import CoordinatorDied, QurlError
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.loop.checkpoint import complete, partial_folder, prune
-from qurl_ray.loop.coordinator import Start, WeightsWanted
 from qurl_ray.loop.deadlines import collection_deadline
-from qurl_ray.loop.guard import Directive
-from qurl_ray.loop.objectives import credit, needs_value_model, objective_settings, penalty, tightened
-from qurl_ray.loop.run_dir import check_shared
-from qurl_ray.loop.sender import Sender, unified_flow, weight_max_code
-from qurl_ray.loop.turns import Turn, Turns
-from qurl_ray.loop.wait import wait
-from qurl_ray.policy.export import save_quantized
-from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
-from qurl_ray.policy.save import save_policy
+from qurl_ray.loop.messages import Directive, Start, WeightsWanted
+from qurl_ray.loop.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
+from qurl_ray.loop.rank.saver import Saver, barrier, check_shared
+from qurl_ray.loop.rank.sender import Sender, unified_flow
+from qurl_ray.loop.rank.turns import Turn, Turns
+from qurl_ray.loop.rank.wait import wait
+from qurl_ray.policy.load import load_model, tied_head
 from qurl_ray.quant.experiments import Rounding
-from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.quant.uaq import fold, unfold
+from qurl_ray.quant.uaq import fold
 from qurl_ray.sync.publish import Publisher
-from qurl_ray.types import PolicySpec
 
 _FAIL_S = 30.0
 _RETRY_S = 0.5
@@ -100,36 +91,36 @@ def train_loop(context: dict[str, Any]) -> None:
     sender = Sender(config, learner, publisher, coordinator, prompt, start.version)
     saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
     turns = Turns(config, learner, coordinator)
-    ranks_end = RankEnd(config, learner, sender, turns, coordinator, rank, start.directive)
+    loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive)
 
     if resume:
         learner.load(resume.learner)
-        _barrier()
-        ranks_end.send("none" if start.directive.full_precision else rollouts)
+        barrier()
+        loop.send("none" if start.directive.full_precision else rollouts)
     else:
-        ranks_end.send("none")
-        ranks_end.evaluate("before", 0)
+        loop.send("none")
+        loop.evaluate("before", 0)
         if rollouts != "none":
-            ranks_end.send(rollouts)
+            loop.send(rollouts)
     done = saved = resume.step if resume else 0
     for step in range(done + 1, config.steps + 1):
-        if not ranks_end.step(step):
+        if not loop.step(step):
             break
         done, reward = step, None
         if config.evaluation.every and step % config.evaluation.every == 0:
-            reward = ranks_end.evaluate("during", step)
+            reward = loop.evaluate("during", step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             turns.take(Turn.LEARN)
-            with ranks_end.spanning("checkpoint"):
+            with loop.spanning("checkpoint"):
                 saver.checkpoint(step, reward)
             saved = step
     turns.take(Turn.LEARN)
-    with ranks_end.spanning("checkpoint"):
+    with loop.spanning("checkpoint"):
         if saved < done < config.steps:  # the run ends early: after a stop, the same command goes on from here
             saver.checkpoint(done, None)
         saver.final()  # before anything else can fail
-    ranks_end.last_evaluations(done)
-    for event in ranks_end.spans.events():
+    loop.last_evaluations(done)
+    for event in loop.spans.events():
         wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator to take the last spans")
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
@@ -147,7 +138,7 @@ def _coordinator(context: dict[str, Any]) -> ActorHandle:
     return wait(handle, _FAIL_S, "the coordinator's handle")
 
 
-class RankEnd:
+class RankLoop:
     """A rank's end of the loop: asks the coordinator for what takes rollouts, learns, and sends weights."""
 
     def __init__(
@@ -236,95 +227,6 @@ class RankEnd:
             self._turns.take(Turn.SYNC)
             with self.spanning("sync"):
                 self._sender.resend()
-
-
-class Saver:
-    """Writes checkpoints and policies into the run's folder. Every rank calls the same methods: a sharded learner's
-    parameters are gathered by all."""
-
-    def __init__(
-        self, config: RunConfig, learner: Learner, spec: PolicySpec, coordinator: ActorHandle, run_dir: Path, rank: int
-    ) -> None:
-        self._config, self._learner, self._coordinator = config, learner, coordinator
-        self._run_dir, self._rank = run_dir, rank
-        # What is saved is filled in from the learner each time: the learner's own may be sharded, and is folded.
-        self._policy = load_model(spec).requires_grad_(False) if rank == 0 else None
-        self._tokenizer = load_tokenizer(spec)
-
-    def checkpoint(self, step: int, reward: float | None) -> None:
-        """checkpoints/step-<n>; older ones are dropped as the settings say."""
-        partial = partial_folder(self._run_dir, step)
-        with _writing(f"the checkpoint of step {step}", partial.parent):
-            if self._rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                (partial / "learner").mkdir(parents=True)
-            _barrier()
-            self._learner.save(partial / "learner")
-            self._gather()
-            if self._rank == 0:
-                self._save_policy(partial / "policy")
-                call = self._coordinator.state.remote(step)
-                state = wait(call, self._config.sync.timeout_s, "the coordinator's state")
-                (partial / "loop.json").write_text(json.dumps(state))
-            _barrier()  # every rank's files are there
-            if self._rank == 0:
-                complete(partial, step=step, reward=reward)
-                prune(self._run_dir, self._config.checkpoint.keep)
-        _barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
-
-    def final(self) -> None:
-        """policy/, and policy-<format>/ if one is exported."""
-        self._gather()
-        if self._policy is None:
-            return
-        exported = self._config.export.format(self._config.rollout.quantization)
-        with _writing("the final policy", self._run_dir):
-            try:
-                if exported != "none":
-                    self._save_quantized(exported)
-            finally:  # whatever becomes of the export
-                self._save_policy(self._run_dir / "policy")
-
-    def _save_quantized(self, format_name: str) -> None:
-        """As it is, folded: its codes are then those that the engines hold and that the evaluation judges."""
-        fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
-        assert self._policy, "rank 0 saves"
-        folder = self._run_dir / f"policy-{format_name}"
-        kept = self._config.quantization.kept(self._policy.config.num_hidden_layers)
-        save_quantized(self._policy, self._tokenizer, folder, fmt, kept)
-
-    @torch.no_grad()
-    def _gather(self) -> None:
-        """Fill rank 0's policy from the learner. Collective."""
-        own = dict(self._policy.named_parameters()) if self._policy is not None else {}
-        for name, parameter in self._learner.named_parameters():
-            if own:
-                own[name].copy_(parameter)
-
-    def _save_policy(self, folder: Path) -> None:
-        assert self._policy is not None, "rank 0 only"
-        quantization = self._config.quantization
-        if quantization.uaq_scale != 1:
-            unfold(self._policy, quantization.uaq_scale, quantization.uaq_layers)
-        save_policy(self._policy, self._tokenizer, folder)
-
-
-@contextmanager
-def _writing(what: str, folder: Path) -> Iterator[None]:
-    """Turn the many errors of a full or lost disk into one that says what could not be written, and where."""
-    try:
-        yield
-    except QurlError:  # a deadline is an OSError, too
-        raise
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch and DeepSpeed raise the last
-        raise CheckpointError(
-            f"{what} cannot be written to {folder}: {error}; what is complete there is kept"
-        ) from error
-
-
-def _barrier() -> None:
-    if distributed.is_initialized():
-        distributed.barrier()
 
 
 def _begin(ask: Callable[[], ObjectRef], timeout_s: float) -> Start:

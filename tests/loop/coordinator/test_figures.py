@@ -1,14 +1,16 @@
 """The figures of a step and of an evaluation, worked out by hand."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from qurl_ray.config import load_config
 from qurl_ray.learner.protocol import StepResult
-from qurl_ray.loop.collect import Collected
-from qurl_ray.loop.coordinator import Coordinator
-from qurl_ray.loop.figures import evaluation_figures, step_figures
+from qurl_ray.loop.coordinator.collect import Collected
+from qurl_ray.loop.coordinator.events import EventBuffer
+from qurl_ray.loop.coordinator.figures import evaluation_figures, step_figures
+from qurl_ray.loop.coordinator.session import Session
 from qurl_ray.types import Verdict
 
 RESULT = StepResult(sums={}, seconds={}, grad_norm=1.0, lr=1e-3, skipped_updates=0, proximal={})
@@ -63,10 +65,14 @@ class Collector:
 
 
 def test_the_ranks_get_the_mean_reward_by_which_checkpoints_are_kept_and_failures_are_a_warning():
-    coordinator = Coordinator.__new__(Coordinator)  # what else it has needs Ray
-    coordinator._events, coordinator._config = [], load_config(None, [])
-    coordinator._collector = Collector(Verdict(reward=0.75), Verdict(reward=0.75), Verdict(reward=0.0, status="error"))
-    assert asyncio.run(coordinator._evaluate("during", 3)) == 0.5
-    warning, evaluation = coordinator._events
+    verdicts = Verdict(reward=0.75), Verdict(reward=0.75), Verdict(reward=0.0, status="error")
+    config, events = load_config(None, ["sync.probe_tokens=0"]), EventBuffer()
+
+    async def ask():
+        session = Session(config, Collector(*verdicts), SimpleNamespace(those=lambda *_: []), events, asyncio.Event())
+        return await session.evaluate("during", 3, 0)
+
+    assert asyncio.run(ask()) == 0.5
+    warning, evaluation = events.take()
     assert warning.message == "evaluation 'during': 1 of 3 rewards failed and count as 0"
     assert (evaluation.message, evaluation.values["eval/accuracy"]) == ("during", 2 / 3)

@@ -5,8 +5,8 @@ from fractions import Fraction
 import pytest
 
 from qurl_ray.config import RunConfig
-from qurl_ray.loop.figures import evaluation_figures
-from qurl_ray.loop.summary import RunSummary
+from qurl_ray.loop.coordinator.figures import evaluation_figures
+from qurl_ray.loop.driver.summary import RunSummary
 from qurl_ray.types import Event, Verdict
 
 WHEN = ("before", "after", "after, quantized")

@@ -14,48 +14,12 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from enum import IntEnum
 from typing import Any
 
 from qurl_ray.config.guard import GuardConfig
+from qurl_ray.loop.messages import Directive, Level
 
 _MEDIAN_OVER = 50
-
-
-class Level(IntEnum):
-    """The rungs."""
-
-    NONE = 0
-    WARN = 1
-    TIGHTEN = 2
-    FULL_PRECISION = 3
-    STOP = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Directive:
-    """What the next step is to be like."""
-
-    level: Level = Level.NONE
-    messages: tuple[str, ...] = ()
-    """What to tell; empty where nothing changes."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """For the step that was judged: `guard/level` after it, and `guard/beyond`, how many of its figures were."""
-
-    @property
-    def tighten(self) -> bool:
-        """Train with loop.objectives.tightened settings."""
-        return self.level == Level.TIGHTEN
-
-    @property
-    def full_precision(self) -> bool:
-        """Roll out without quantization; the objective is then the configured one."""
-        return self.level == Level.FULL_PRECISION
-
-    @property
-    def stop(self) -> bool:
-        """Save a checkpoint and end the run."""
-        return self.level == Level.STOP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import DeadlineExceeded, PlacementError, RewardError
-from qurl_ray.loop.run import run
+from qurl_ray.loop.driver.run import run
 from tests.loop.runs import SMALL, events, parameters, prompts, start_job, wait_for_steps
 
 pytestmark = pytest.mark.ray

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from qurl_ray.config import load_config
-from qurl_ray.loop import train
-from qurl_ray.loop.coordinator import Start
-from qurl_ray.loop.guard import Directive
+from qurl_ray.loop.messages import Directive, Start
+from qurl_ray.loop.rank import train
 
 
 class Made(Exception):

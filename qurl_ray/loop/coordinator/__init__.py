@@ -1,0 +1,1 @@
+"""The actor between rollout side and learner side."""

@@ -1,0 +1,1 @@
+"""The process of the job: prepare, start, watch, account for a run."""

@@ -1,0 +1,124 @@
+"""The records that cross between the driver, the learner's ranks and the coordinator."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from qurl_ray.actors.placement import Seat
+from qurl_ray.errors import QurlError
+from qurl_ray.loop.checkpoint import Checkpoint
+from qurl_ray.types import Event, TensorRecord
+
+# --- the guard's decisions, which ranks follow -----------------------------------------------------------------------
+
+
+class Level(IntEnum):
+    """How far the guard has gone."""
+
+    NONE = 0
+    WARN = 1
+    TIGHTEN = 2
+    FULL_PRECISION = 3
+    STOP = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """How the next step is to be made.
+
+    Example:
+        Directive(level=Level.TIGHTEN, messages=("mismatch/kl 0.3 > 0.1 (3 of the last 5 steps); ...",))
+    """
+
+    level: Level = Level.NONE
+    messages: tuple[str, ...] = ()
+    """Sentences for the log; empty where nothing changes."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the step that was judged: `guard/level` after it, and `guard/beyond`, the number of figures beyond a limit."""
+
+    @property
+    def tighten(self) -> bool:
+        """Train with the settings of loop.rank.objectives.tightened."""
+        return self.level == Level.TIGHTEN
+
+    @property
+    def full_precision(self) -> bool:
+        """Roll out without quantization; the objective is then the configured one."""
+        return self.level == Level.FULL_PRECISION
+
+    @property
+    def stop(self) -> bool:
+        """Save a checkpoint and end the run."""
+        return self.level == Level.STOP
+
+
+# --- coordinator to ranks --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The coordinator's answer to ranks that start, or restart."""
+
+    resume: Checkpoint | None
+    """Checkpoint to resume from, its files verified; None for a run from the beginning."""
+    version: int
+    """Highest weight version that an engine may hold; the ranks' versions are to be above it."""
+    directive: Directive
+    """The guard's, for the first step."""
+    over: bool
+    """True if the run has ended with an error: the ranks return."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWanted:
+    """In place of an answer: engines wait for the weights sent last. The ranks send them and ask again."""
+
+
+# --- ranks to coordinator --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One rank's part of a weight version, as it is announced.
+
+    Example:
+        Offer(version=7, attempt=0, rank=0, format="int8", weight_max_code=127, records=records)
+    """
+
+    version: int
+    attempt: int
+    """0; more if it is sent once more, for engines that are STALE: in quarantine, or restarted."""
+    rank: int
+    format: str
+    weight_max_code: int | None
+    records: tuple[TensorRecord, ...]
+    transferred: bool = False
+    """True if the engines have it from vLLM's own transfer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Absolute difference between an engine's log-probs of its probe and the learner's, in nats."""
+
+    mean: float
+    largest: float
+
+
+# --- coordinator to driver -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """The coordinator's answer to the driver, a few times a second."""
+
+    events: list[Event]
+    """All since the last call."""
+    workers: int
+    """Number of rollout workers that the fleet knows."""
+    seats: tuple[Seat, ...] | None
+    """Of the ranks: a colocated run's workers belong there. None until the ranks have started."""
+    seated: tuple[Seat, ...] | None
+    """Of the rollout workers, as far as the coordinator knows."""
+    failure: QurlError | None
+    """The error that ended the run."""
+    log: str
+    """Path of the coordinator's log."""

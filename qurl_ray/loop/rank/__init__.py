@@ -1,0 +1,1 @@
+"""What each worker of Ray Train runs: a rank of the learner."""

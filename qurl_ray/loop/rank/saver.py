@@ -1,0 +1,124 @@
+"""Checkpoints and policies, written by all ranks of the learner."""
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from ray.actor import ActorHandle
+from safetensors import SafetensorError
+from torch import distributed
+
+from qurl_ray.config import RunConfig
+from qurl_ray.errors import CheckpointError, ConfigError, QurlError
+from qurl_ray.learner.protocol import Learner
+from qurl_ray.loop.checkpoint import complete, partial_folder, prune
+from qurl_ray.loop.rank.sender import weight_max_code
+from qurl_ray.loop.rank.wait import wait
+from qurl_ray.policy.export import save_quantized
+from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy.save import save_policy
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.uaq import unfold
+from qurl_ray.types import PolicySpec
+
+
+def check_shared(run_dir: Path) -> None:
+    """Raise ConfigError unless this process sees the folder that the driver has made."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(
+            f"{run_dir} is not there on {socket.gethostname()}, where a rank of the learner is: every rank writes its "
+            "part of a checkpoint, so output_dir (or $QURL_RUNS) must be on storage that all nodes share"
+        )
+
+
+class Saver:
+    """Writes checkpoints and policies into the run's folder. Every rank calls the same methods: a sharded learner's
+    parameters are gathered by all."""
+
+    def __init__(
+        self, config: RunConfig, learner: Learner, spec: PolicySpec, coordinator: ActorHandle, run_dir: Path, rank: int
+    ) -> None:
+        self._config, self._learner, self._coordinator = config, learner, coordinator
+        self._run_dir, self._rank = run_dir, rank
+        # What is saved is filled in from the learner each time: the learner's own may be sharded, and is folded.
+        self._policy = load_model(spec).requires_grad_(False) if rank == 0 else None
+        self._tokenizer = load_tokenizer(spec)
+
+    def checkpoint(self, step: int, reward: float | None) -> None:
+        """checkpoints/step-<n>; older ones are dropped as the settings say."""
+        partial = partial_folder(self._run_dir, step)
+        with _writing(f"the checkpoint of step {step}", partial.parent):
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                (partial / "learner").mkdir(parents=True)
+            barrier()
+            self._learner.save(partial / "learner")
+            self._gather()
+            if self._rank == 0:
+                self._save_policy(partial / "policy")
+                call = self._coordinator.state.remote(step)
+                state = wait(call, self._config.sync.timeout_s, "the coordinator's state")
+                (partial / "loop.json").write_text(json.dumps(state))
+            barrier()  # every rank's files are there
+            if self._rank == 0:
+                complete(partial, step=step, reward=reward)
+                prune(self._run_dir, self._config.checkpoint.keep)
+        barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
+
+    def final(self) -> None:
+        """policy/, and policy-<format>/ if one is exported."""
+        self._gather()
+        if self._policy is None:
+            return
+        exported = self._config.export.format(self._config.rollout.quantization)
+        with _writing("the final policy", self._run_dir):
+            try:
+                if exported != "none":
+                    self._save_quantized(exported)
+            finally:  # whatever becomes of the export
+                self._save_policy(self._run_dir / "policy")
+
+    def _save_quantized(self, format_name: str) -> None:
+        """As it is, folded: its codes are then those that the engines hold and that the evaluation judges."""
+        fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
+        assert self._policy, "rank 0 saves"
+        folder = self._run_dir / f"policy-{format_name}"
+        kept = self._config.quantization.kept(self._policy.config.num_hidden_layers)
+        save_quantized(self._policy, self._tokenizer, folder, fmt, kept)
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        """Fill rank 0's policy from the learner. Collective."""
+        own = dict(self._policy.named_parameters()) if self._policy is not None else {}
+        for name, parameter in self._learner.named_parameters():
+            if own:
+                own[name].copy_(parameter)
+
+    def _save_policy(self, folder: Path) -> None:
+        assert self._policy is not None, "rank 0 only"
+        quantization = self._config.quantization
+        if quantization.uaq_scale != 1:
+            unfold(self._policy, quantization.uaq_scale, quantization.uaq_layers)
+        save_policy(self._policy, self._tokenizer, folder)
+
+
+@contextmanager
+def _writing(what: str, folder: Path) -> Iterator[None]:
+    """Turn the many errors of a full or lost disk into one that says what could not be written, and where."""
+    try:
+        yield
+    except QurlError:  # a deadline is an OSError, too
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch and DeepSpeed raise the last
+        raise CheckpointError(
+            f"{what} cannot be written to {folder}: {error}; what is complete there is kept"
+        ) from error
+
+
+def barrier() -> None:
+    if distributed.is_initialized():
+        distributed.barrier()
