@@ -37,7 +37,7 @@ from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import fold, norm_fed_linears
 from qurl_ray.rewards.scorers import exact
-from qurl_ray.rl.advantages import advantages
+from qurl_ray.rl.advantages import advantages, grpo
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import quantize_into
@@ -94,7 +94,7 @@ def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list
         owners = [problem for problem in problems for _ in range(samples)]
         judged = items_to_judge(made, owners, tokenizer, sampling.stop_ids)
         rewards_PG = np.array([exact(text, problem) for text, problem in judged]).reshape(-1, samples)
-        credit = advantages(rewards_PG, "grpo").ravel()
+        credit = advantages(rewards_PG, grpo).ravel()
         found = [
             Trajectory(
                 uid=one.uid, prompt_ids=request.prompt_ids, token_ids=one.token_ids, logprobs=one.logprobs,

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from qurl_ray.config import load_config
+from qurl_ray.config.rollout import Format
 from qurl_ray.errors import QurlError
 from qurl_ray.evaluation.evaluate import evaluate
 from qurl_ray.evaluation.statistics import Estimate
@@ -26,7 +27,7 @@ def main(
         Path | None, typer.Option(help="Take the task from this file instead of RUN/config.yaml.")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="none, int8, fp8 or int4.", show_default="the checkpoint's own")
+        str | None, typer.Option(help=f"{', '.join(get_args(Format))}.", show_default="the checkpoint's own")
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy answers only.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of the k samples.")] = 1.0,

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from qurl_ray.config.section import Section, with_default_types
+from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES
 
 LossMean = Literal["token", "sequence", "fixed"]
 
@@ -102,7 +103,21 @@ class Ignore(_Unweighted):
     type: Literal["ignore"] = "ignore"
 
 
-Correction = Annotated[ACR | TIS | MIS | Decoupled | Naive | Ignore, Field(discriminator="type")]
+class Custom(CorrectionBase):
+    """Weights that a function of yours gives: `algorithm.correction=my_package.my_module:function` is short for it."""
+
+    type: Literal["custom"] = "custom"
+    function: str
+    """`package.module:function`, or an entry point of the group qurl_ray.corrections: (log_rho_BT, mask_BT) to the
+    weight of each token [B, T], at least 0; 0 drops the token. log_rho is log(p/b), 0 where masked."""
+
+    @field_validator("function")
+    @classmethod
+    def _is_known(cls, function: str) -> str:
+        return CORRECTIONS.check(function)
+
+
+Correction = Annotated[ACR | TIS | MIS | Decoupled | Naive | Ignore | Custom, Field(discriminator="type")]
 
 PRESETS: dict[str, Correction] = {
     "naive": Naive(),
@@ -125,23 +140,14 @@ PRESETS: dict[str, Correction] = {
 
 # --- algorithms ----------------------------------------------------------------------------------
 
-_BOUNDS = {
-    "ppo": {},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "tbpo": {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 1 + 7e-4},
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
-}
-"""Clip bounds of an objective where the settings say nothing."""
 CLIP_BOUNDS = ("clip_low", "clip_high", "dual_clip")
 
 
 class Algorithm(Section):
     correction: Correction = ACR()
     """A section, or one of the names qurl, flashrl, mis, icepop, sequence_tis, sequence_mis, geometric, k2, k3, veto,
-    ais, decoupled, naive, ignore, monitor."""
-    objective: Literal["ppo", "gspo", "cispo", "tbpo"] = "ppo"
-    """ppo clips the ratio of each token; gspo, and tbpo for the band of negative advantages, that of a whole answer;
-    cispo makes the clipped ratio a constant weight."""
+    ais, decoupled, naive, ignore, monitor; or package.module:function."""
+    objective: str = Field("ppo", description=f"The form that is maximised. {OBJECTIVES.help()}.")
     clip_low: float = Field(0.2, gt=0, le=1)
     """The ratio's lower bound is 1 - this; 3e-4 with gspo and tbpo, 1 (no bound) with cispo."""
     clip_high: float = Field(0.2, gt=0)
@@ -176,9 +182,16 @@ class Algorithm(Section):
     def _by_name(cls, correction: Any) -> Any:
         if not isinstance(correction, str):
             return correction
-        if correction not in PRESETS:
-            raise ValueError(f"no correction has this name; there are {', '.join(PRESETS)}")
-        return PRESETS[correction]
+        if correction in PRESETS:
+            return PRESETS[correction]
+        if ":" in correction or correction in CORRECTIONS.installed():
+            return {"type": "custom", "function": correction}
+        raise ValueError(f"no correction has this name; there are {', '.join(PRESETS)}, and package.module:function")
+
+    @field_validator("objective")
+    @classmethod
+    def _objective_is_known(cls, objective: str) -> str:
+        return OBJECTIVES.check(objective)
 
     @model_validator(mode="before")
     @classmethod
@@ -186,12 +199,14 @@ class Algorithm(Section):
         if not isinstance(settings, dict):
             return settings
         objective = settings.get("objective")
-        return {**_BOUNDS[objective], **settings} if isinstance(objective, str) and objective in _BOUNDS else settings
+        entry = OBJECTIVES.entries.get(objective) if isinstance(objective, str) else None
+        return {**entry.bounds, **settings} if entry else settings
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Algorithm":
         correction, objective = self.correction, self.objective
-        if correction.type == "acr" and objective != "ppo" and not correction.metrics_only:
+        entry = OBJECTIVES.entries.get(objective)
+        if correction.type == "acr" and entry and not entry.clips_tokens and not correction.metrics_only:
             raise ValueError(
                 f"correction acr widens the clip of single tokens, which objective {objective} has not; "
                 "algorithm.correction=flashrl, or sequence_tis, goes with it"
@@ -208,12 +223,15 @@ class Algorithm(Section):
 
 
 class _Grouped(Algorithm):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
-    """What a sample is compared with: mean and deviation of its group; the mean; the others' mean; or the mean, then
-    normalised over all tokens of the step."""
+    advantage: str = Field("grpo", description=f"What a sample is compared with. {ADVANTAGES.help()}.")
     max_refill_rounds: int = Field(10, ge=1)
     """With dynamic_sampling, generation rounds per step at most; a step that is still short then trains on what it has,
     and says so."""
+
+    @field_validator("advantage")
+    @classmethod
+    def _advantage_is_known(cls, advantage: str) -> str:
+        return ADVANTAGES.check(advantage)
 
 
 class DAPO(_Grouped):

@@ -1,5 +1,6 @@
 """The command line that every training job shares: --config FILE, key=value overrides, --dry-run, --help."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -47,6 +48,8 @@ def training_app(algorithm: str | None, train: Train) -> typer.Typer:
             bool, typer.Option("--fresh", help="Start anew, not from an unfinished run's checkpoint; that run is kept.")
         ] = False,
     ) -> None:
+        if (here := str(Path.cwd())) not in sys.path:  # modules of the user's own; Ray does the same in its workers
+            sys.path.append(here)
         try:
             # Without a file the job decides the algorithm; with one, the file does, and must agree.
             given = overrides or []

@@ -15,6 +15,8 @@ from qurl_ray.config.guard import GuardConfig
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.rollout import Format, RolloutConfig
 from qurl_ray.config.section import Section, Share, with_default_types
+from qurl_ray.errors import DataError
+from qurl_ray.tables import PROBLEMS, REWARDS, SINKS
 
 # --- model ---------------------------------------------------------------------------------------
 
@@ -73,9 +75,11 @@ ModelConfig = Annotated[TinyModel | PretrainedModel | GgufModel, Field(discrimin
 
 
 class TaskBase(Section):
-    reward: str | None = None
-    """Judge answers with `package.module:function`, (answer: str, problem: Problem) -> float, or with exact,
-    math_verify, reasoning_gym or reasoning_gym_boxed, not with the task's own."""
+    reward: str | None = Field(
+        None,
+        description="Judge answers with this function, (answer: str, problem: Problem) -> float, in place of the "
+        f"task's own. {REWARDS.help()}.",
+    )
     reward_timeout_s: float = Field(5.0, gt=0)
     """Deadline for one answer. The process that judges it is killed at the deadline, and the reward has failed: the
     sample is counted in `reward/failed` and left out of the update. In an evaluation a failed reward counts as 0."""
@@ -138,7 +142,29 @@ class DatasetTask(TaskBase):
     """Of `held_out_path`, if it is not `answer_column`."""
 
 
-TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask, Field(discriminator="type")]
+class CustomTask(TaskBase):
+    """Problems that a function of your own makes or reads; docs/extending.md has an example."""
+
+    type: Literal["custom"] = "custom"
+    problems: str
+    """`package.module:function`, or an entry point of the group qurl_ray.problems. It is called with `params` as
+    keywords, and returns or yields problems: mappings with a prompt, an answer and, for the reward, meta. It may also
+    return {"train": problems, "held_out": problems}."""
+    params: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    held_out_share: float = Field(0.1, gt=0, lt=1)
+    """Share of the problems, the last ones, that is held out, where the function does not say."""
+
+    @field_validator("problems")
+    @classmethod
+    def _is_known(cls, problems: str) -> str:
+        try:
+            return PROBLEMS.check(problems)
+        except DataError as error:
+            raise ValueError(str(error)) from None
+
+
+TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask | CustomTask, Field(discriminator="type")]
 
 # --- quantization --------------------------------------------------------------------------------
 
@@ -269,11 +295,19 @@ class TrackingConfig(Section):
     mlflow_uri: str | None = None
     """Tracking server or database; sqlite in the output folder if absent."""
     experiment: str = "qurl-ray"
+    sinks: tuple[str, ...] = ()
+    """Receivers of your own, each `package.module:Class` or an entry point of the group qurl_ray.sinks: made with
+    (run_dir, settings), and handed every event of the run (docs/extending.md)."""
     console: Literal["auto", "table", "plain", "none"] = "auto"
     """`auto` is a live table on a terminal and plain lines elsewhere."""
     samples_per_step: int = Field(2, ge=0)
     """Rollouts kept token by token per step, in samples.jsonl: one of each prompt, then a second one of each, and so
     on; prompts_per_step times samples_per_prompt keeps all of a round."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _sinks_are_known(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(SINKS.check(sink) for sink in sinks)
 
 
 class EvaluationConfig(Section):

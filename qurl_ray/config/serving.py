@@ -10,6 +10,7 @@ import typer
 from pydantic import Field, ValidationError, model_validator
 
 from qurl_ray.config.load import describe, read_settings
+from qurl_ray.config.rollout import Format
 from qurl_ray.config.section import Section
 from qurl_ray.errors import ConfigError, QurlError
 
@@ -29,7 +30,7 @@ class ServingConfig(Section):
     swapped."""
     engine: Literal["torch", "vllm"] = "torch"
     """`torch` is embedded: on a CPU a request's answer depends on nothing but itself. `vllm` is vLLM 0.32."""
-    quantization: Literal["auto", "none", "int8", "fp8", "fp8_block", "int4"] = "auto"
+    quantization: Literal["auto"] | Format = "auto"
     """Format of the block linears. `auto` takes a run's exported codes (policy-int8) where there are some, else what
     the folder holds; a format quantizes a policy in full precision as it is loaded."""
     kernel: Literal["auto", "emulation"] = "auto"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_ray.config.models import DatasetTask
-from qurl_ray.data.split import Split, disjoint
+from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
@@ -28,20 +28,13 @@ def dataset_split(task: DatasetTask) -> Split:
     columns = (task.prompt_column, task.answer_column)
     rows, notes = _usable(_read(task, task.path, task.split, columns), source=task.path)
     if task.held_out_path is None:
-        train_rows, held_out_rows = _cut(rows, task)
+        train_rows, held_out_rows = held_out_from(rows, task.held_out_share, source=task.path)
     else:
         own = (task.held_out_prompt_column or columns[0], task.held_out_answer_column or columns[1])
         held_out = _usable(_read(task, task.held_out_path, task.held_out_split, own), source=task.held_out_path)
         train_rows, held_out_rows, notes = rows, held_out[0], notes + held_out[1]
     split = disjoint(_problems(train_rows, "train"), _problems(held_out_rows, "held_out"), source=task.path)
     return split._replace(notes=notes + split.notes)
-
-
-def _cut(rows: Rows, task: DatasetTask) -> tuple[Rows, Rows]:
-    if len(rows) < 2:
-        raise DataError(f"{task.path} has one usable row only, so none can be held out; set task.held_out_path")
-    cut = len(rows) - min(max(round(len(rows) * task.held_out_share), 1), len(rows) - 1)
-    return rows[:cut], rows[cut:]
 
 
 def _problems(rows: Rows, prefix: str) -> list[Problem]:

@@ -1,10 +1,12 @@
 """Training and held-out problems that never meet."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
+
+T = TypeVar("T")
 
 
 class Split(NamedTuple):
@@ -32,3 +34,16 @@ def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, sour
     left_out = len(everything) - len(train)
     notes = (f"{source}: {left_out} training prompts left out because they are held out",) if left_out else ()
     return Split(train, held_out, notes)
+
+
+def held_out_from(problems: list[T], share: float, *, source: str) -> tuple[list[T], list[T]]:
+    """(training, held-out): the last `share` is held out, at least one and never all.
+
+    Raises:
+        DataError: there are fewer than two.
+    """
+    if len(problems) < 2:
+        many = "one usable problem only" if problems else "no usable problem"
+        raise DataError(f"{source} has {many}, so none can be held out; give held-out problems of their own")
+    cut = len(problems) - min(max(round(len(problems) * share), 1), len(problems) - 1)
+    return problems[:cut], problems[cut:]

@@ -3,14 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qurl_ray.config.models import ArithmeticTask, DatasetTask, ReasoningGymTask, TaskConfig
-from qurl_ray.data.arithmetic import arithmetic_split
-from qurl_ray.data.files import dataset_split
-from qurl_ray.data.gym import gym_split
-from qurl_ray.data.split import Split
+from qurl_ray.config.models import TaskConfig
+from qurl_ray.tables import TASKS
 from qurl_ray.types import Problem
-
-_REWARDS = {"arithmetic": "exact", "reasoning_gym": "reasoning_gym", "dataset": "math_verify"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +16,7 @@ class Task:
     held_out: Sequence[Problem]
     """No prompt of these is in `train`."""
     reward: str
-    """For rewards.resolve: the user's own, or that of the task's type."""
+    """A name of tables.REWARDS: the user's own, or that of the task's type."""
     notes: tuple[str, ...] = ()
     """What was left out (empty rows, duplicates), one sentence each; a run announces them at its start."""
 
@@ -32,20 +27,10 @@ def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
     Raises:
         DataError: no such file, data set, column or parameter, or no problems.
     """
-    split = _split(task)
+    split = TASKS.load(task.type)(task)
     return Task(
         train=split.train,
         held_out=split.held_out[:eval_problems],
-        reward=task.reward or _REWARDS[task.type],
+        reward=task.reward or TASKS.entries[task.type].reward,
         notes=split.notes,
     )
-
-
-def _split(task: TaskConfig) -> Split:
-    match task:
-        case ArithmeticTask():
-            return arithmetic_split(task)
-        case ReasoningGymTask():
-            return gym_split(task)
-        case DatasetTask():
-            return dataset_split(task)

@@ -8,7 +8,7 @@ from torch import distributed
 
 from qurl_ray.learner.backend import add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
-from qurl_ray.rl.advantages import Kind, advantages, padded
+from qurl_ray.rl.advantages import Comparison, advantages, grpo, padded
 from qurl_ray.rl.calibration import calibrated, clip_histogram
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.objective import per_token
@@ -40,7 +40,7 @@ class Penalty:
 
     coef: float
     estimator: Estimator
-    advantage: Kind = "grpo"
+    compare: Comparison = grpo
     """How samples of a group are compared, where no value model gives credit."""
 
     def of(self, one: Pass) -> torch.Tensor:
@@ -69,7 +69,7 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
         groups.setdefault(key[0], []).append(key)
     found = [[everything[key] for key in group] for group in groups.values()]
     rewards_PG, lengths_PG = (padded([[sample[i] for sample in group] for group in found]) for i in (0, 1))
-    fresh_PG = advantages(rewards_PG, penalty.advantage, lengths_PG)
+    fresh_PG = advantages(rewards_PG, penalty.compare, lengths_PG)
     by_key = {key: fresh_PG[p, g] for p, group in enumerate(groups.values()) for g, key in enumerate(group)}
     for one in passes:
         one.advantages = one.advantages.new_tensor([by_key.get((s.group, s.uid), 0.0) for s in one.samples])

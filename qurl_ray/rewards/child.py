@@ -18,7 +18,7 @@ import time
 
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards.judge import judge
-from qurl_ray.rewards.resolve import resolve
+from qurl_ray.tables import REWARDS
 from qurl_ray.types import Problem
 
 THREADS_LEFT = 98
@@ -33,7 +33,7 @@ _LOOK_AGAIN_S = 1.0  # at threads that slept
 def serve(channel: socket.socket, spec: str) -> int:
     """Resolve the reward and judge with it until the parent closes the socket. Returns the exit code."""
     try:
-        score = resolve(spec)
+        score = REWARDS.load(spec)
     except RewardError as error:
         _send(channel, {"error": str(error)})
         return 0

@@ -66,7 +66,7 @@ class VerifierProcess:
         """Starts nothing yet.
 
         Args:
-            spec: what `resolve` takes; it is resolved in the child, never here.
+            spec: name of a reward (qurl_ray.tables); it is imported in the child, never here.
             timeout_s: seconds for one answer, counted from the verdict before it.
             memory_gb: what the child and all that it starts may hold together, in memory and in temporary files;
                 see docs/failure.md for where this holds.

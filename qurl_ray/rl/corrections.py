@@ -17,12 +17,16 @@ and whole sequences whose weight becomes 0:
 A token with weight 0 still counts in the loss's denominator: rejection makes an update smaller, not the rest larger.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
+
+Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(log_rho_BT, mask_BT) to the weight of each token [B, T], at least 0. A row is one answer, whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,8 @@ class CorrectionSettings:
     ratio: Literal["proximal", "behavior"] = "proximal"
     """Denominator of the ratio R that is clipped: theta/p, or theta/b (naive importance sampling)."""
     weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    weigh: Weigh | None = None
+    """In place of `weight`, cap and band: a function of a user's own."""
     cap: float = float("inf")
     """C."""
     band: tuple[float, float] | None = None
@@ -65,9 +71,12 @@ def correct(
     Args:
         log_rho_BT: log(p/b), bounded, 0 where masked (rl.ratios.log_ratio).
         strength: λ.
+
+    Raises:
+        ValueError: settings.weigh returned another shape, or weights that are negative or not finite.
     """
     raw_BT = _raw_weights(log_rho_BT, mask_BT, settings)
-    weight_BT = _bounded(raw_BT, settings)
+    weight_BT = _weighed(settings.weigh, log_rho_BT, mask_BT) if settings.weigh else _bounded(raw_BT, settings)
     vetoed_B = (mask_BT & (log_rho_BT.exp() < settings.veto)).any(dim=1)
     rejected_B = _divergent(log_rho_BT, mask_BT, settings) | vetoed_B
     dropped_BT = (weight_BT == 0) | rejected_B[:, None]
@@ -119,6 +128,17 @@ def _raw_weights(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Corr
     else:
         return log_rho_BT.exp()
     return log_B.exp()[:, None].expand_as(log_rho_BT)
+
+
+def _weighed(weigh: Weigh, log_rho_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    weight_BT = weigh(log_rho_BT, mask_BT)
+    if not isinstance(weight_BT, torch.Tensor) or weight_BT.shape != log_rho_BT.shape:
+        shape = f"a tensor {list(weight_BT.shape)}" if isinstance(weight_BT, torch.Tensor) else type(weight_BT).__name__
+        raise ValueError(f"it returned {shape}, expected a tensor {list(log_rho_BT.shape)}")
+    weight_BT = torch.where(mask_BT, weight_BT.to(log_rho_BT.dtype), 0.0)
+    if not (weight_BT.isfinite() & (weight_BT >= 0)).all():
+        raise ValueError("it returned weights that are negative or not finite")
+    return weight_BT
 
 
 def _bounded(raw_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:

@@ -46,7 +46,7 @@ from collections.abc import Mapping
 import torch
 
 from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
-from qurl_ray.rl.surrogate import Surrogate
+from qurl_ray.rl.surrogate import Bounds, Surrogate
 
 
 @torch.no_grad()
@@ -79,12 +79,13 @@ def update_sums(
     mask_BT: torch.Tensor,
     weight_BT: torch.Tensor,
     term: Surrogate,
+    bounds: Bounds,
     clip_high: float,
 ) -> Sums:
     """Of p against theta, and of the clip; `log_ratio_BT` is log(theta/p)."""
     log_ratio_N = log_ratio_BT[mask_BT].double()
     positive_BT, negative_BT = (adv_BT > 0) & mask_BT, (adv_BT < 0) & mask_BT
-    above_BT, below_BT = term.ratio_BT > term.upper_BT, term.ratio_BT < term.lower
+    above_BT, below_BT = term.ratio_BT > bounds.upper_BT, term.ratio_BT < bounds.lower
     # without ACR the bound is 1+εh, and no token lies between
     admitted_BT = positive_BT & (term.ratio_BT > 1 + clip_high) & ~above_BT & (weight_BT > 0)
     mass_BT = (weight_BT * term.slope_BT).double()

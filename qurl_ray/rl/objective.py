@@ -23,7 +23,6 @@ To that come, if asked for, + β · KL(theta‖reference) and - η · entropy, b
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -31,14 +30,14 @@ import torch
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.diagnostics import mismatch_sums, update_sums
 from qurl_ray.rl.ratios import Estimator, Sums, at_least_float32, kl_estimate, log_ratio, sequence_mean
-from qurl_ray.rl.surrogate import Form, surrogate
+from qurl_ray.rl.surrogate import Bounds, Form, Surrogate, evaluate, ppo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSettings:
     """What the objective is, as values."""
 
-    form: Form = "ppo"
+    form: Form = ppo
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     clip_low: float
     clip_high: float
@@ -102,25 +101,20 @@ def objective(
     log_ratio_BT = log_ratio(logprobs_BT, old_BT, mask_BT)
     adv_BT = torch.where(mask_BT, per_token(advantages, log_ratio_BT), 0.0)
 
-    clipped = partial(
-        surrogate,
-        log_ratio_BT,
-        adv_BT,
-        mask_BT,
-        form=settings.form,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-    )
-    term = clipped(corrected.widening_BT)
+    def clipped(widening_BT: torch.Tensor) -> tuple[Surrogate, Bounds]:
+        upper_BT = (1 + settings.clip_high) * widening_BT
+        bounds = Bounds(lower=1 - settings.clip_low, upper_BT=upper_BT, dual=settings.dual_clip)
+        return evaluate(settings.form, log_ratio_BT, adv_BT, mask_BT, bounds), bounds
+
+    term, bounds = clipped(corrected.widening_BT)
     if applies:
         values_BT = corrected.weight_BT * term.value_BT
     else:
-        values_BT = clipped(torch.ones_like(adv_BT)).value_BT
+        values_BT = clipped(torch.ones_like(adv_BT))[0].value_BT
     loss = -mean(values_BT, mask_BT, denominators, settings)
     sums = mismatch_sums(prox_BT, behavior_BT, log_rho_BT, mask_BT) | corrected.sums
     moved_BT = log_ratio(logprobs_BT.detach(), prox_BT, mask_BT)
-    sums |= update_sums(moved_BT, adv_BT, mask_BT, corrected.weight_BT, term, settings.clip_high)
+    sums |= update_sums(moved_BT, adv_BT, mask_BT, corrected.weight_BT, term, bounds, settings.clip_high)
     if reference_BT is not None:
         kl_BT = kl_estimate(log_ratio(logprobs_BT, reference_BT.detach(), mask_BT), settings.kl_estimator)
         if settings.kl_coef:

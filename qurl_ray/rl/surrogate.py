@@ -1,13 +1,27 @@
-"""The clipped forms of the policy gradient, token by token."""
+"""The clipped forms of the policy gradient, token by token: functions that `algorithm.objective` names.
+
+A form takes log(theta/p), or with naive importance sampling log(theta/b), the advantages, the mask and the bounds, and
+gives what is maximised. It may return a Surrogate, or only its value [B, T]: see `evaluate`.
+"""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
 
 import torch
 
 from qurl_ray.rl.ratios import sequence_mean
 
-Form = Literal["ppo", "gspo", "cispo"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Clip bounds of a ratio."""
+
+    lower: float
+    """1 - clip_low."""
+    upper_BT: torch.Tensor
+    """1 + clip_high, times ACR's widening."""
+    dual: float | None
+    """c: for A < 0 the surrogate is at least c·A."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,53 +31,93 @@ class Surrogate:
     value_BT: torch.Tensor
     """To be maximised."""
     ratio_BT: torch.Tensor
-    """What is clipped."""
-    lower: float
-    upper_BT: torch.Tensor
+    """What is clipped, without gradient."""
     bounded_BT: torch.Tensor
     """bool: where dual clip holds."""
     slope_BT: torch.Tensor
     """|d value / d log theta|, without gradient."""
 
 
-def surrogate(
-    log_ratio_BT: torch.Tensor,
-    adv_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    widening_BT: torch.Tensor,
-    *,
-    form: Form,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> Surrogate:
-    """The form's value of each token, see rl.objective; `widening_BT` multiplies the upper clip bound."""
-    if form == "gspo":
-        # The mean's value, but each token's own log-prob carries its gradient, with that token's weight and advantage
-        # (GSPO-token). Where a sequence has one weight and one advantage, this is the gradient of the mean.
-        log_mean_BT = sequence_mean(log_ratio_BT, mask_BT).detach()[:, None]
-        log_ratio_BT = log_mean_BT + (log_ratio_BT - log_ratio_BT.detach())
+class Form(Protocol):
+    """A clipped form of the policy gradient."""
+
+    def __call__(
+        self, log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds
+    ) -> Surrogate | torch.Tensor:
+        """The surrogate of each token.
+
+        Args:
+            log_ratio_BT: [B, T] with gradient, 0 where masked.
+            adv_BT: [B, T], 0 where masked.
+            mask_BT: bool [B, T], True on sampled tokens. A row is one answer, whole.
+        """
+        ...
+
+
+def ppo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds) -> Surrogate:
+    """min(R A, clip(R) A) of each token's ratio R: https://arxiv.org/abs/1707.06347"""
     ratio_BT = log_ratio_BT.exp()
-    lower, upper_BT = 1 - clip_low, (1 + clip_high) * widening_BT
-    clipped_BT = ratio_BT.clamp(min=lower).minimum(upper_BT)
+    value_BT = torch.minimum(ratio_BT * adv_BT, _clipped(ratio_BT, bounds) * adv_BT)
     bounded_BT = torch.zeros_like(mask_BT)
-    if form == "cispo":
-        constant_BT = clipped_BT.detach() * adv_BT
-        # log(theta/p) for log theta: the same gradient, and a value that starts at 0.
-        value_BT, slope_BT = constant_BT * log_ratio_BT, constant_BT.abs()
-    else:
-        value_BT = torch.minimum(ratio_BT * adv_BT, clipped_BT * adv_BT)
-        if dual_clip is not None:
-            floor_BT = dual_clip * adv_BT
-            bounded_BT = (adv_BT < 0) & (value_BT < floor_BT)
-            value_BT = torch.where(bounded_BT, floor_BT, value_BT)
-        cut_BT = ((adv_BT > 0) & (ratio_BT > upper_BT)) | ((adv_BT < 0) & (ratio_BT < lower)) | bounded_BT
-        slope_BT = torch.where(cut_BT, 0.0, (ratio_BT * adv_BT).abs()).detach()
+    if bounds.dual is not None:
+        floor_BT = bounds.dual * adv_BT
+        bounded_BT = (adv_BT < 0) & (value_BT < floor_BT)
+        value_BT = torch.where(bounded_BT, floor_BT, value_BT)
+    cut_BT = ((adv_BT > 0) & (ratio_BT > bounds.upper_BT)) | ((adv_BT < 0) & (ratio_BT < bounds.lower)) | bounded_BT
+    slope_BT = torch.where(cut_BT, 0.0, (ratio_BT * adv_BT).abs()).detach()
+    return Surrogate(value_BT=value_BT, ratio_BT=ratio_BT.detach(), bounded_BT=bounded_BT, slope_BT=slope_BT)
+
+
+def gspo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds) -> Surrogate:
+    """ppo's, of one ratio per answer: R = exp(mean_t log ratio). GSPO-token, https://arxiv.org/abs/2507.18071
+
+    The mean's value, but each token's own log-prob carries its gradient, with that token's weight and advantage. Where
+    a sequence has one weight and one advantage, this is the gradient of the mean.
+    """
+    log_mean_BT = sequence_mean(log_ratio_BT, mask_BT).detach()[:, None]
+    return ppo(log_mean_BT + (log_ratio_BT - log_ratio_BT.detach()), adv_BT, mask_BT, bounds)
+
+
+def cispo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds) -> Surrogate:
+    """sg(clip(R)) · A · log theta: https://arxiv.org/abs/2506.13585"""
+    ratio_BT = log_ratio_BT.exp()
+    constant_BT = _clipped(ratio_BT, bounds).detach() * adv_BT
     return Surrogate(
-        value_BT=value_BT,
+        # log(theta/p) for log theta: the same gradient, and a value that starts at 0.
+        value_BT=constant_BT * log_ratio_BT,
         ratio_BT=ratio_BT.detach(),
-        lower=lower,
-        upper_BT=upper_BT,
-        bounded_BT=bounded_BT,
-        slope_BT=slope_BT,
+        bounded_BT=torch.zeros_like(mask_BT),
+        slope_BT=constant_BT.abs(),
     )
+
+
+def evaluate(
+    form: Form, log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds
+) -> Surrogate:
+    """The form's Surrogate. One that returns only its value gets the rest from it: R = exp(log ratio), its slope by
+    autograd, nowhere bounded.
+
+    Raises:
+        ValueError: the form returned something else.
+    """
+    found = form(log_ratio_BT, adv_BT, mask_BT, bounds)
+    if isinstance(found, Surrogate):
+        return found
+    if not isinstance(found, torch.Tensor) or found.shape != log_ratio_BT.shape:
+        shape = f"a tensor {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise ValueError(f"it returned {shape}, expected a Surrogate or a tensor {list(log_ratio_BT.shape)}")
+    with torch.enable_grad():
+        leaf_BT = log_ratio_BT.detach().requires_grad_()
+        again = form(leaf_BT, adv_BT, mask_BT, bounds)
+        assert isinstance(again, torch.Tensor), "as before"
+        slope_BT = torch.autograd.grad(again.sum(), leaf_BT)[0] if again.requires_grad else torch.zeros_like(found)
+    return Surrogate(
+        value_BT=found,
+        ratio_BT=log_ratio_BT.detach().exp(),
+        bounded_BT=torch.zeros_like(mask_BT),
+        slope_BT=slope_BT.abs(),
+    )
+
+
+def _clipped(ratio_BT: torch.Tensor, bounds: Bounds) -> torch.Tensor:
+    return ratio_BT.clamp(min=bounds.lower).minimum(bounds.upper_BT)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
+from qurl_ray.tables import SINKS
 from qurl_ray.tracking.console import open_console
 from qurl_ray.tracking.json_lines import MetricsFile, StepsFile, prompts_file, samples_file, timeline_file
 from qurl_ray.tracking.sink import Outcome, Sink
@@ -41,7 +42,8 @@ class Tracker:
             console: for tests; standard output if absent.
 
         Raises:
-            ConfigError: run_dir cannot be written, which is better known now than after an hour.
+            ConfigError: run_dir cannot be written, or one of tracking.sinks cannot be made, which is better known now
+                than after an hour.
         """
         self.run_dir = run_dir
         self._lock = threading.RLock()
@@ -60,6 +62,7 @@ class Tracker:
         )
         if screen:
             self._sinks.append(screen)
+        self._sinks += [_open_sink(name, run_dir, resolved) for name in config.tracking.sinks]
         if config.tracking.mlflow:
             self._open_mlflow(config, resolved)
 
@@ -157,3 +160,16 @@ def _open_files(run_dir: Path) -> tuple[MetricsFile, *tuple[StepsFile, ...]]:
         return MetricsFile(run_dir), samples_file(run_dir), prompts_file(run_dir), timeline_file(run_dir)
     except OSError as error:
         raise ConfigError(f"cannot write to the run folder {run_dir} ({error.strerror}); set output_dir") from error
+
+
+def _open_sink(name: str, run_dir: Path, settings: dict[str, Any]) -> Sink:
+    """A sink from outside, made and looked at."""
+    make = SINKS.load(name)
+    try:
+        sink = make(run_dir, settings)
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(f"sink {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    lacks = [part for part in ("name", "handle", "notices", "close") if not hasattr(sink, part)]
+    if lacks:
+        raise ConfigError(f"sink {name!r} has no {lacks[0]}: see qurl_ray.tracking.sink.Sink")
+    return sink

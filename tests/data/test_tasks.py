@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qurl_ray.config.models import ArithmeticTask, DatasetTask, ReasoningGymTask
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import DataError
-from qurl_ray.rewards.resolve import resolve
+from qurl_ray.tables import REWARDS
 
 
 def prompts(problems):
@@ -120,7 +120,7 @@ def test_reasoning_gym_problems_are_disjoint_repeatable_and_plain_json():
     assert len(set(uids(task))) == 40
     problem = task.train[0]
     assert json.loads(json.dumps(problem.meta)) == problem.meta
-    assert resolve(task.reward)(problem.answer, problem) == 1.0
+    assert REWARDS.load(task.reward)(problem.answer, problem) == 1.0
 
 
 def test_reasoning_gym_passes_parameters_on():
@@ -236,7 +236,7 @@ def test_a_missing_column_is_named_with_the_nearest_and_all_that_there_are(tmp_p
         ("data.jsonl", "", "is empty"),
         ("data.jsonl", "\n\n", "is empty"),
         ("data.jsonl", '{"prompt": "", "answer": "2"}\n', "each of the 1 rows has an empty prompt or answer"),
-        ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}\n', "one usable row only"),
+        ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}\n', "one usable problem only"),
         ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt"', "line 2: not JSON"),
         ("data.jsonl", "[1, 2]\n", "line 1: expected an object, got list"),
         ("data.jsonl", '{"prompt": [1], "answer": "2"}\n', "prompt or answer is list"),

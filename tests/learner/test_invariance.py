@@ -12,6 +12,7 @@ from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.load import load_model
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
+from qurl_ray.rl.surrogate import cispo, gspo
 from tests.learner.test_torch_backend import groups
 
 ACR = CorrectionSettings(weight="token", cap=1.5, adaptive_clip=True)
@@ -27,10 +28,10 @@ OBJECTIVES = {
         **BOUNDS,
     ),
     "gspo, sequence weights, veto": ObjectiveSettings(
-        form="gspo", correction=CorrectionSettings(weight="geometric", cap=2.0, veto=1e-3), **BOUNDS
+        form=gspo, correction=CorrectionSettings(weight="geometric", cap=2.0, veto=1e-3), **BOUNDS
     ),
     "cispo, band, fixed length": ObjectiveSettings(
-        form="cispo",
+        form=cispo,
         correction=CorrectionSettings(weight="token", band=(0.5, 2.0), reject="k3", reject_high=1.0),
         loss_mean="fixed",
         fixed_length=16,

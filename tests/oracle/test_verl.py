@@ -16,7 +16,9 @@ from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.ratios import kl_estimate, log_ratio
 from qurl_ray.rl.reduce import as_floats, merge, moments
+from qurl_ray.rl.surrogate import cispo, gspo, ppo
 from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
+from qurl_ray.tables import ADVANTAGES
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos")
 mismatch = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -35,7 +37,7 @@ OFF = 1e30
 
 MODES = {"token": "token-mean", "sequence": "seq-mean-token-mean", "fixed": "seq-mean-token-sum-norm"}
 TOLERANCES = {"token": EXACT, "sequence": COUNTED, "fixed": EXACT}
-NAMES = {"ppo": "vanilla", "gspo": "gspo", "cispo": "cispo"}
+NAMES = {ppo: "vanilla", gspo: "gspo", cispo: "cispo"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,7 @@ def test_micro_batches_add_up_to_verls_whole_batch(loss_mean, seed):
 def test_gspo(moved, low, high, loss_mean, seed):
     """verl routes sg(s_i) through each token's log-prob: the gradient of s_i, for one advantage per sequence."""
     batch = random_batch(seed, by_sequence=True, moved=moved)
-    settings = settings_of(form="gspo", clip_low=low, clip_high=high, loss_mean=loss_mean)
+    settings = settings_of(form=gspo, clip_low=low, clip_high=high, loss_mean=loss_mean)
     actual, expected = ours(batch, settings), verls(batch, settings)
     assert_same(actual, expected, TOLERANCES[loss_mean])
     clipped = actual[2]["clip/upper"] + actual[2]["clip/lower"]
@@ -197,7 +199,7 @@ def test_gspo(moved, low, high, loss_mean, seed):
 def test_cispo(low, high, loss_mean, seed):
     """Same gradient. The values differ by what is constant under autograd: verl has log theta, we have log(theta/p)."""
     batch = random_batch(seed)
-    settings = settings_of(form="cispo", clip_low=low, clip_high=high, loss_mean=loss_mean)
+    settings = settings_of(form=cispo, clip_low=low, clip_high=high, loss_mean=loss_mean)
     (loss, gradient_BT, _), (verls_loss, verls_gradient_BT, _) = ours(batch, settings), verls(batch, settings)
     clipped_BT = (batch.theta_BT - batch.prox_BT).exp().clamp(1 - low, 1 + high)
     constant_BT = clipped_BT * batch.adv_BT * batch.prox_BT
@@ -226,9 +228,9 @@ def test_weights_of_the_mismatch(correction, form, seed):
     torch.testing.assert_close(found_BT, weights_BT, **EXACT)
     assert ((weights_BT != batch.log_rho.exp()) & batch.mask_BT).any() == (correction != "decoupled")
 
-    chosen = settings_of(settings, form=form, dual_clip=DUAL if form == "ppo" else None)  # verl's gspo has none
+    chosen = settings_of(settings, form=form, dual_clip=DUAL if form is ppo else None)  # verl's gspo has none
     actual, expected = ours(batch, chosen), verls(batch, chosen, weights_BT=weights_BT)
-    if form != "cispo":  # see test_cispo
+    if form is not cispo:  # see test_cispo
         torch.testing.assert_close(actual[0], expected[0], **EXACT)
     torch.testing.assert_close(actual[1], expected[1], **EXACT)
     if level == "token" and settings.band is None:  # for sequences, verl counts these and not their tokens
@@ -361,7 +363,7 @@ def test_advantages(kind, function, also, seed):
     """In a group of equal rewards verl's are the rounding of a mean, over 1e-6 with grpo; ours are exactly 0."""
     rewards_PG, scores_BT, mask_BT, index_B = scored_answers(seed)
     expected_BT, _ = getattr(core, function)(scores_BT, mask_BT.double(), index_B, **also)
-    found_PG = advantages(rewards_PG, kind, mask_BT.sum(dim=1).reshape(rewards_PG.shape).numpy())
+    found_PG = advantages(rewards_PG, ADVANTAGES.load(kind), mask_BT.sum(dim=1).reshape(rewards_PG.shape).numpy())
     actual_BT = torch.from_numpy(found_PG).reshape(-1, 1) * mask_BT
     torch.testing.assert_close(actual_BT, expected_BT, **COUNTED)
 
@@ -378,7 +380,7 @@ def test_a_group_of_one_is_worth_nothing_here_and_in_verl_mostly_its_reward(kind
     reward_BT, one_BT = torch.tensor([[0.4]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     expected_BT, _ = getattr(core, function)(reward_BT, one_BT, np.array([0]))
     assert expected_BT.item() == pytest.approx(verls_is)
-    assert advantages(reward_BT.numpy(), kind).item() == 0
+    assert advantages(reward_BT.numpy(), ADVANTAGES.load(kind)).item() == 0
 
 
 def long_answers(seed: int):

@@ -11,6 +11,7 @@ from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats, merge
+from qurl_ray.rl.surrogate import cispo, gspo, ppo
 
 CAP, LOW, HIGH, DUAL = 1.3, 0.2, 0.1, 2.5
 ACR = CorrectionSettings(
@@ -128,16 +129,16 @@ def test_naive_ratios_are_clipped_against_the_behavior_and_the_rest_stays():
     assert not any(found[key] for key in undone - {"mismatch/weight_ess"})
 
 
-@pytest.mark.parametrize("form", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("form", [ppo, gspo, cispo])
 def test_the_gradient_s_mass_is_that_of_the_loss(form):
     """|d loss / d log theta| as autograd finds it, summed over tokens, and over those that ACR admits."""
     theta, p, b, _, _, advantages, mask = batch(6)
-    correction = ACR if form != "gspo" else dataclasses.replace(ACR, adaptive_clip=False)
+    correction = ACR if form is not gspo else dataclasses.replace(ACR, adaptive_clip=False)
     leaf, s = theta.clone().requires_grad_(), dataclasses.replace(SETTINGS, form=form, correction=correction)
     loss, sums = objective(leaf, p, b, advantages, mask, Denominators(tokens=1, sequences=1), s)
     loss.backward()
     assert sums["gradient_mass"].item() == pytest.approx(leaf.grad.abs().sum().item(), rel=1e-10)
-    if form != "gspo":
+    if form is not gspo:
         ratio, rho = (theta - p).exp(), (p - b).exp()
         admitted = mask & (advantages[:, None] > 0) & (ratio > 1 + HIGH)
         admitted &= ratio <= (1 + HIGH) * (rho / CAP).clamp(min=1)

@@ -13,6 +13,8 @@ from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.ratios import kl_estimate
 from qurl_ray.rl.reduce import merge
+from qurl_ray.rl.surrogate import cispo, gspo, ppo
+from qurl_ray.tables import OBJECTIVES
 
 CORRECTIONS = {
     "ignore": CorrectionSettings(),
@@ -25,7 +27,7 @@ CORRECTIONS = {
     "geometric": CorrectionSettings(weight="geometric", reject="geometric", reject_low=0.5, reject_high=2.0),
     "k3": CorrectionSettings(weight="token", cap=2.0, reject="k3", reject_high=0.5),
 }
-FORMS = ("ppo", "gspo", "cispo")
+FORMS = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 MEANS = ("token", "sequence", "fixed")
 every_form = pytest.mark.parametrize("form", FORMS)
 every_correction = pytest.mark.parametrize("name", CORRECTIONS)
@@ -64,9 +66,9 @@ def by_hand(theta, p, b, advantages, mask, denominators, s: ObjectiveSettings, r
             if rejected or (c.band and not c.band[0] <= raw[c.weight] <= c.band[1]):
                 w = 0.0
             low, high = 1 - s.clip_low, (1 + s.clip_high) * (max(1, rho / c.cap) if c.adaptive_clip else 1)
-            ratio = math.exp(sum(log_r.values()) / n if s.form == "gspo" else log_r[t])
+            ratio = math.exp(sum(log_r.values()) / n if s.form is gspo else log_r[t])
             clipped = min(max(ratio, low), high)
-            if s.form == "cispo":
+            if s.form is cispo:
                 f = clipped * a * log_r[t]
             else:
                 f = min(ratio * a, clipped * a)
@@ -88,7 +90,11 @@ def by_hand(theta, p, b, advantages, mask, denominators, s: ObjectiveSettings, r
 
 def options(form="ppo", correction="ignore", **more) -> ObjectiveSettings:
     defaults = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None if form == "cispo" else 2.0, "fixed_length": 7}
-    return ObjectiveSettings(form=form, correction=CORRECTIONS[correction], **(defaults | more))
+    return ObjectiveSettings(form=FORMS[form], correction=CORRECTIONS[correction], **(defaults | more))
+
+
+def test_every_objective_that_settings_name_is_tested_here():
+    assert {OBJECTIVES.load(name) for name in OBJECTIVES.entries} == set(FORMS.values())
 
 
 @every_form
@@ -107,7 +113,7 @@ def test_matches_the_definition(form, name, loss_mean):
 
 @settings(max_examples=120, deadline=None)
 @given(
-    form=st.sampled_from(FORMS),
+    form=st.sampled_from(list(FORMS)),
     name=st.sampled_from(list(CORRECTIONS)),
     loss_mean=st.sampled_from(MEANS),
     seed=st.integers(0, 10_000),
@@ -165,7 +171,7 @@ def test_gradients_are_those_of_the_value(form, name):
 
 def weights_of(p, b, a, mask, s: ObjectiveSettings) -> torch.Tensor:
     """From ppo at theta = p without clips: its gradient is -w·R·A, where R is 1 (naive: p/b)."""
-    free = dataclasses.replace(s, form="ppo", clip_low=1.0, clip_high=1e9, dual_clip=None)
+    free = dataclasses.replace(s, form=ppo, clip_low=1.0, clip_high=1e9, dual_clip=None)
     leaf = p.clone().requires_grad_()
     objective(leaf, p, b, a, mask, Denominators(tokens=1, sequences=1), free)[0].backward()
     return -leaf.grad / a / ((p - b).exp() if s.correction.ratio == "behavior" else 1)

@@ -26,6 +26,7 @@ from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.rollout.requests import check_logprobs, make_requests
+from qurl_ray.tables import ADVANTAGES
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 
 
@@ -70,6 +71,8 @@ class Collector:
         self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
         self._fleet, self._verifiers = fleet, verifiers
         self._cursor = PromptCursor(task.train, seed=config.seed)
+        comparison = config.algorithm.advantage
+        self._compare = None if comparison == "gae" else ADVANTAGES.load(comparison)
         self._text: dict[int, str] = {}
         """By token."""
 
@@ -117,17 +120,16 @@ class Collector:
         for sample in collected.shown:
             found = learned.get(sample["uid"])
             # A value model gives every token its own, later.
-            sample["advantage"] = round(found.advantage, 4) if found and algorithm.advantage != "gae" else None
+            sample["advantage"] = round(found.advantage, 4) if found and self._compare else None
         return collected
 
     def _compared(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
         """With advantages; where a value model gives credit, that is the learner's work."""
-        kind = self._config.algorithm.advantage
-        if kind == "gae" or not groups:
+        if self._compare is None or not groups:
             return groups
         rewards_PG = padded([[s.reward for s in group] for group in groups])
         lengths_PG = padded([[len(s.token_ids) for s in group] for group in groups])
-        found_PG = advantages(rewards_PG, kind, lengths_PG)
+        found_PG = advantages(rewards_PG, self._compare, lengths_PG)
         return [
             [replace(s, advantage=float(value)) for s, value in zip(group, found_G, strict=False)]
             for group, found_G in zip(groups, found_PG, strict=True)

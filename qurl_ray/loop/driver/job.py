@@ -6,6 +6,7 @@ from qurl_ray.actors.placement import demand
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
+from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.run_dir import dry_run
 from qurl_ray.planning.shapes import configured_shape
 
@@ -14,6 +15,7 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     """Train, or only check, print and save the settings. Returns the exit status: 130 after Ctrl-C, 3 if the guard has
     stopped the run."""
     if dry:
+        try_functions(config)
         typer.echo(dry_run(config), nl=False)
         typer.echo(f"# placement: {demand(config)}")
         for sentence in idle_settings(config):

@@ -30,6 +30,7 @@ from qurl_ray.config.models import ModelConfig, TinyModel
 from qurl_ray.data.tasks import Task
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
+from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import Prepared, prepare, prepare_task
 from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import RunSummary
@@ -69,6 +70,7 @@ def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
     config = resolve(config, submitted=submitted())
     if not ray.is_initialized():
         check_address()  # now, and not only after a cold start
+    try_functions(config)
     task = prepare_task(config)
     with open_run_dir(config, fresh=fresh) as run_dir:
         return _run_in(run_dir, config, task)

@@ -5,19 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.algorithm import ACR, MIS, PPO, TIS, AlgorithmConfig, Correction, Decoupled, Naive
+from qurl_ray.config.algorithm import ACR, MIS, PPO, TIS, AlgorithmConfig, Correction, Custom, Decoupled, Naive
 from qurl_ray.learner.critic import Credit
 from qurl_ray.learner.passes import Penalty
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
+from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES
 
 
 def objective_settings(config: RunConfig) -> ObjectiveSettings:
     """What the objective is."""
     algorithm = config.algorithm
     return ObjectiveSettings(
-        # TBPO is GSPO with a dual clip: only their default bounds differ.
-        form="gspo" if algorithm.objective == "tbpo" else algorithm.objective,
+        form=OBJECTIVES.load(algorithm.objective),
         correction=correction_settings(algorithm.correction),
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
@@ -52,6 +52,8 @@ def correction_settings(correction: Correction) -> CorrectionSettings:
             settings |= {"weight": "token", "cap": math.inf}
         case Naive():
             settings |= {"ratio": "behavior"}
+        case Custom():
+            settings |= {"weigh": CORRECTIONS.load(correction.function)}
     return CorrectionSettings(**settings)
 
 
@@ -79,6 +81,7 @@ def tightened(settings: ObjectiveSettings) -> ObjectiveSettings:
         correction,
         ratio="proximal",
         weight="token" if correction.weight == "none" else correction.weight,
+        weigh=None,
         cap=math.inf,
         band=band,
         adaptive_clip=False,
@@ -118,5 +121,5 @@ def penalty(algorithm: AlgorithmConfig) -> Penalty | None:
     """The KL that is taken from rewards."""
     if not algorithm.kl_coef or algorithm.kl_in == "loss":
         return None
-    comparison = {} if isinstance(algorithm, PPO) else {"advantage": algorithm.advantage}
+    comparison = {} if isinstance(algorithm, PPO) else {"compare": ADVANTAGES.load(algorithm.advantage)}
     return Penalty(coef=algorithm.kl_coef, estimator=algorithm.kl_estimator, **comparison)

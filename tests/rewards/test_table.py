@@ -8,7 +8,7 @@ import pytest
 
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards import scorers
-from qurl_ray.rewards.resolve import BUILT_IN, resolve
+from qurl_ray.tables import REWARDS
 
 
 @pytest.fixture(autouse=True)
@@ -16,13 +16,13 @@ def _bad_rewards_can_be_imported(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", REWARDS.entries)
 def test_the_built_in_rewards_have_short_names(name):
-    assert resolve(name) is getattr(scorers, name)
+    assert REWARDS.load(name) is getattr(scorers, name)
 
 
 def test_a_users_function_is_found_by_module_and_name():
-    assert resolve("bad_rewards:raises").__module__ == "bad_rewards"
+    assert REWARDS.load("bad_rewards:raises").__module__ == "bad_rewards"
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_a_users_function_is_found_by_module_and_name():
 )
 def test_a_bad_name_is_an_error_that_says_what_is_wrong(spec, message):
     with pytest.raises(RewardError, match=message):
-        resolve(spec)
+        REWARDS.load(spec)
 
 
 def test_a_module_that_breaks_on_import_is_a_reward_error(tmp_path, monkeypatch):
     (tmp_path / "breaks_on_import.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RewardError, match="cannot import breaks_on_import: ZeroDivisionError"):
-        resolve("breaks_on_import:f")
+        REWARDS.load("breaks_on_import:f")
 
 
 def test_rewards_need_neither_torch_nor_ray():

@@ -1,0 +1,68 @@
+"""Problems that a function of the user's own makes or reads."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from qurl_ray.config.models import CustomTask
+from qurl_ray.data.split import Split, disjoint, held_out_from
+from qurl_ray.errors import DataError, QurlError
+from qurl_ray.tables import PROBLEMS
+from qurl_ray.types import Problem
+
+_KEYS = ("prompt", "answer", "meta", "uid")
+
+
+def custom_split(task: CustomTask) -> Split:
+    """Call `task.problems` with `task.params` and take its problems apart.
+
+    The function returns, or yields, problems: each a Problem, or a mapping with a prompt, and if there are, an answer
+    and meta (plain JSON values for the reward). The last held_out_share of them are held out. Or it returns a mapping
+    with the keys train and held_out, problems each.
+
+    Raises:
+        DataError: the function cannot be imported, raises, or gives something else.
+    """
+    function = PROBLEMS.load(task.problems)
+    try:
+        made = function(**task.params)
+        if isinstance(made, Mapping):
+            if set(made) != {"train", "held_out"}:
+                raise DataError(
+                    f"it returned a mapping with the keys {sorted(map(str, made))}, expected train, held_out"
+                )
+            train, held_out = _problems(made["train"], "train"), _problems(made["held_out"], "held_out")
+        else:
+            train, held_out = held_out_from(_problems(made, "train"), task.held_out_share, source=task.problems)
+    except QurlError as error:
+        raise DataError(f"task.problems={task.problems}: {error}") from error
+    except Exception as error:  # a user's function may raise anything
+        raise DataError(
+            f"task.problems={task.problems} failed with task.params {task.params}: {type(error).__name__}: {error}"
+        ) from error
+    if not held_out:
+        raise DataError(f"task.problems={task.problems} gave no held-out problems")
+    return disjoint(train, held_out, source=task.problems)
+
+
+def _problems(made: Any, prefix: str) -> list[Problem]:
+    if not isinstance(made, Iterable) or isinstance(made, str | bytes):
+        raise DataError(f"it returned {type(made).__name__}, expected problems")
+    problems = [_problem(item, f"{prefix}-{index}") for index, item in enumerate(made)]
+    uids = {problem.uid for problem in problems}
+    if len(uids) != len(problems):
+        raise DataError(f"{len(problems) - len(uids)} of its {prefix} problems have the uid of another one")
+    return problems
+
+
+def _problem(item: Any, uid: str) -> Problem:
+    if isinstance(item, Problem):
+        return item if item.uid else replace(item, uid=uid)
+    if not isinstance(item, Mapping):
+        raise DataError(f"problem {uid} is {type(item).__name__}, expected a Problem or a mapping with a prompt")
+    if unknown := [key for key in item if key not in _KEYS]:
+        raise DataError(f"problem {uid} has the key {unknown[0]!r}; known are {', '.join(_KEYS)}: put others into meta")
+    prompt, answer = item.get("prompt"), item.get("answer", "")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise DataError(f"problem {uid} has no prompt")
+    return Problem(uid=str(item.get("uid", uid)), prompt=prompt, answer=str(answer), meta=dict(item.get("meta", {})))

@@ -1,0 +1,146 @@
+"""Extension points: tables of functions by name, to which users add their own from outside the package.
+
+A setting that names a function of a table takes
+
+- a name of the table,
+- `package.module:function`, which every process of the run can import, or
+- a name that an installed package declares as an entry point of the table's group:
+
+      [project.entry-points."qurl_ray.objectives"]
+      mine = "my_package.my_module:mine"
+
+The package's own functions stand in the tables in the same way, as references that are imported when they are used:
+settings can be read without torch. docs/extending.md has an example of each table.
+"""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Generic, TypeVar
+
+from qurl_ray.errors import ConfigError, QurlError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A function of a table.
+
+    Example:
+        Entry(reference="qurl_ray.rl.advantages:rloo", help="the mean of the others")
+    """
+
+    reference: str
+    """`package.module:function`."""
+    help: str
+    """A clause for --help."""
+    needs: tuple[str, ...] = ()
+    """Packages that the function imports when it is called; `load` imports them, so that a missing one shows early."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table(Generic[E]):
+    """The functions that a setting may name.
+
+    Example:
+        ADVANTAGES.load("rloo")(rewards_PG, lengths_PG)
+    """
+
+    kind: str
+    """A word for messages: "objective"."""
+    group: str
+    """Entry points of other packages: "qurl_ray.objectives"."""
+    entries: Mapping[str, E]
+    arguments: tuple[str, ...] | None
+    """Positional arguments that a function must take; None does not check them."""
+    error: type[QurlError] = ConfigError
+
+    def check(self, name: str) -> str:
+        """Return `name` if it is in the table, an entry point, or has the form of a reference. Nothing is imported.
+
+        Raises:
+            QurlError: of the table's kind; it names the nearest entry.
+        """
+        self._reference(name)
+        return name
+
+    def load(self, name: str) -> Callable[..., Any]:
+        """Import and return the function.
+
+        Raises:
+            QurlError: of the table's kind. There is no such function, its module cannot be imported, or it does not
+                take the table's arguments.
+        """
+        for package in self.entries[name].needs if name in self.entries else ():
+            self._import(package, name)
+        module_name, _, attribute = self._reference(name).partition(":")
+        function = self._attribute(self._import(module_name, name), attribute, name)
+        self._check_arguments(function, name)
+        return function
+
+    def installed(self) -> dict[str, str]:
+        """Entry points of the group: references by name."""
+        return {point.name: point.value for point in metadata.entry_points(group=self.group)}
+
+    def help(self) -> str:
+        """The entries with their clauses, and what else may be given, for --help."""
+        known = "; ".join(f"{name}: {entry.help}" for name, entry in self.entries.items())
+        return f"{known}; or package.module:function"
+
+    def _reference(self, name: str) -> str:
+        if name in self.entries:
+            return self.entries[name].reference
+        module, _, function = name.partition(":")
+        if function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+            return name
+        installed = self.installed()
+        if name in installed:
+            return installed[name]
+        known = [*self.entries, *installed]
+        raise self.error(
+            f"{self.kind} {name!r} is neither built in ({', '.join(known)}) nor of the form package.module:function"
+            f"{_nearest(name, known)}"
+        )
+
+    def _import(self, module: str, name: str) -> Any:
+        try:
+            return importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # a user's module may raise anything when it is imported
+            message = f"{self.kind} {name!r}: cannot import {module}: {type(error).__name__}: {error}"
+            raise self.error(message) from error
+
+    def _attribute(self, module: Any, attribute: str, name: str) -> Callable[..., Any]:
+        if not hasattr(module, attribute):
+            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
+            raise self.error(f"{self.kind} {name!r}: {module.__name__} has no {attribute}{_nearest(attribute, there)}")
+        function = getattr(module, attribute)
+        if not callable(function):
+            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
+            raise self.error(
+                f"{self.kind} {name!r}: {attribute} is {type(function).__name__}, not a function"
+                f"{_nearest(attribute, there)}"
+            )
+        return function
+
+    def _check_arguments(self, function: Callable[..., Any], name: str) -> None:
+        if self.arguments is None:
+            return
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # some callables written in C tell nothing
+            return
+        try:
+            signature.bind(*self.arguments)
+        except TypeError as error:
+            wanted = ", ".join(self.arguments)
+            raise self.error(f"{self.kind} {name!r} must take ({wanted}), it takes {signature}: {error}") from error
+
+
+def _nearest(name: str, candidates: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, candidates, n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""

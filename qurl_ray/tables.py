@@ -1,0 +1,146 @@
+"""The tables of functions that settings name: what can be added from outside without a change of the package.
+
+table          setting                     a function of
+TASKS          task.type                   the task's section, to its problems
+REWARDS        task.reward                 an answer and its problem, to a number
+ADVANTAGES     algorithm.advantage         the rewards of a step, to what each sample is worth
+CORRECTIONS    algorithm.correction        log(p/b), to the weight of each token
+OBJECTIVES     algorithm.objective         log(theta/p), advantages and bounds, to what is maximised
+SINKS          tracking.sinks              a run's folder and settings, to a receiver of events
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qurl_ray.errors import ConfigError, DataError, RewardError
+from qurl_ray.extensions import Entry, Table
+
+# --- problems and rewards --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskEntry(Entry):
+    """A type of task."""
+
+    reward: str
+    """Judges its answers where task.reward says nothing."""
+
+
+TASKS = Table[TaskEntry](
+    kind="task",
+    group="qurl_ray.tasks",
+    arguments=("task",),
+    error=DataError,
+    entries={
+        "arithmetic": TaskEntry(
+            reference="qurl_ray.data.arithmetic:arithmetic_split", help="sums made from a seed", reward="exact"
+        ),
+        "reasoning_gym": TaskEntry(
+            reference="qurl_ray.data.gym:gym_split", help="a reasoning-gym data set", reward="reasoning_gym"
+        ),
+        "dataset": TaskEntry(
+            reference="qurl_ray.data.files:dataset_split", help="a file, or a data set of the hub", reward="math_verify"
+        ),
+        "custom": TaskEntry(
+            reference="qurl_ray.data.custom:custom_split", help="problems of a function of your own", reward="exact"
+        ),
+    },
+)
+"""Types of tasks; each has a section in config.models. `custom` is the way in for functions from outside."""
+
+PROBLEMS = Table[Entry](kind="source of problems", group="qurl_ray.problems", arguments=None, error=DataError, entries={})
+"""Functions that task.problems names, for tasks of the type custom. They get task.params as keywords."""
+
+REWARDS = Table[Entry](
+    kind="reward",
+    group="qurl_ray.rewards",
+    arguments=("answer", "problem"),
+    error=RewardError,
+    entries={
+        "exact": Entry(reference="qurl_ray.rewards.scorers:exact", help="the whole answer is the expected text"),
+        "math_verify": Entry(
+            reference="qurl_ray.rewards.scorers:math_verify",
+            help="the answer equals the expected one as mathematics",
+            needs=("math_verify",),
+        ),
+        "reasoning_gym": Entry(
+            reference="qurl_ray.rewards.scorers:reasoning_gym",
+            help="the data set's own scorer, of the last boxed text or of the whole answer",
+            needs=("reasoning_gym",),
+        ),
+        "reasoning_gym_boxed": Entry(
+            reference="qurl_ray.rewards.scorers:reasoning_gym_boxed",
+            help="the same, and 0 for an answer without a box",
+            needs=("reasoning_gym",),
+        ),
+    },
+)
+
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective(Entry):
+    """A form of the objective, and how it is clipped where the settings say nothing."""
+
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """clip_low, clip_high, dual_clip."""
+    clips_tokens: bool = True
+    """True if the ratio of each token is clipped by itself: ACR widens that clip."""
+
+
+_ANSWERS = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+OBJECTIVES = Table[Objective](
+    kind="objective",
+    group="qurl_ray.objectives",
+    arguments=("log_ratio_BT", "adv_BT", "mask_BT", "bounds"),
+    entries={
+        "ppo": Objective(reference="qurl_ray.rl.surrogate:ppo", help="clips the ratio of each token"),
+        "gspo": Objective(
+            reference="qurl_ray.rl.surrogate:gspo",
+            help="clips the mean ratio of a whole answer",
+            bounds=_ANSWERS,
+            clips_tokens=False,
+        ),
+        "tbpo": Objective(
+            reference="qurl_ray.rl.surrogate:gspo",
+            help="gspo with a dual clip that leaves answers with a negative advantage a narrow band",
+            bounds=_ANSWERS | {"dual_clip": 1 + 7e-4},
+            clips_tokens=False,
+        ),
+        "cispo": Objective(
+            reference="qurl_ray.rl.surrogate:cispo",
+            help="makes the clipped ratio a constant weight",
+            bounds={"clip_low": 1.0, "clip_high": 4.0},
+            clips_tokens=False,
+        ),
+    },
+)
+
+ADVANTAGES = Table[Entry](
+    kind="advantage",
+    group="qurl_ray.advantages",
+    arguments=("rewards_PG", "lengths_PG"),
+    entries={
+        "grpo": Entry(reference="qurl_ray.rl.advantages:grpo", help="mean and deviation of its group"),
+        "dr_grpo": Entry(reference="qurl_ray.rl.advantages:dr_grpo", help="the mean of its group"),
+        "rloo": Entry(reference="qurl_ray.rl.advantages:rloo", help="the mean of the others in its group"),
+        "reinforce_baseline": Entry(
+            reference="qurl_ray.rl.advantages:reinforce_baseline",
+            help="the mean of its group, then normalised over all tokens of the step",
+        ),
+    },
+)
+
+CORRECTIONS = Table[Entry](
+    kind="correction", group="qurl_ray.corrections", arguments=("log_rho_BT", "mask_BT"), entries={}
+)
+"""Weights of a user's own. The package's corrections are sections (config.algorithm): each has settings of its own."""
+
+# --- tracking --------------------------------------------------------------------------------------------------------
+
+SINKS = Table[Entry](
+    kind="sink", group="qurl_ray.sinks", arguments=("run_dir", "settings"), error=ConfigError, entries={}
+)
+"""Receivers of a user's own (tracking.sink.Sink), beside the files, the console and MLflow."""
