@@ -1,7 +1,7 @@
-"""What rollouts that run ahead of the learner gain and cost: python benchmarks/asynchrony.py (about 15 minutes).
+"""Benefit and cost of rollouts that run ahead of the learner: python benchmarks/asynchrony.py (about 15 minutes).
 
-Half of the quickstart with `rollout.max_staleness` 0, 1 and 4, where engine and learner have a core each, and in turns
-with both cores for either. Each cell is a job of its own (cells.py). Table and picture go to
+Half of the quickstart runs with `rollout.max_staleness` 0, 1 and 4, where engine and learner have a core each, and in
+turns with both cores for either. Each cell is a job of its own (cells.py). Table and picture go to
 benchmarks/results/asynchrony.{json,md,png}.
 """
 
@@ -16,7 +16,14 @@ from loop import ROOT, machine
 from matplotlib import pyplot as plt
 
 CONFIG = "jobs/configs/quickstart.yaml"
-COMMON = ("guard.enabled=false", "steps=80", "learner.lr=4e-5")
+COMMON = (
+    "guard.enabled=false",
+    "steps=80",
+    "rollout.prompts_per_step=64",
+    "rollout.samples_per_prompt=8",
+    "learner.lr=4e-5",
+    "learner.warmup_steps=0",
+)
 _ONE_EACH = ("rollout.threads=1", "learner.threads=1")
 ARMS = (
     Arm(name="in turns, both cores", settings=(), color="#777777"),
@@ -27,7 +34,7 @@ ARMS = (
 
 
 def rows(cells: dict[str, list[Cell]]) -> list[str]:
-    """A Markdown table; means over seeds."""
+    """Return a Markdown table; figures are means over seeds."""
     lines = [
         "| | s/step, median | over in turns, a core each | learner waits, of a step | staleness, mean | ESS | "
         "KL(b‖p) | after % (each seed) |",
@@ -53,7 +60,7 @@ def rows(cells: dict[str, list[Cell]]) -> list[str]:
 
 
 def draw(cells: dict[str, list[Cell]], path: Path) -> None:
-    """Reward and effective sample size over steps."""
+    """Draw reward and effective sample size over steps."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
     for axis, key, title in zip(
         axes, ("reward/mean", "mismatch/ess"), ("reward of the rollouts", "effective sample size"), strict=True
@@ -70,7 +77,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The JSON file; the table and the picture go beside it.")] = RESULTS
     / "asynchrony.json",
 ) -> None:
-    """Train with rollouts that run ahead, and compare."""
+    """Train with rollouts that run ahead of the learner, and compare."""
     cells = {
         arm.name: [cell("ahead", CONFIG, COMMON, arm, seed, runs.resolve()) for seed in range(seeds)] for arm in ARMS
     }

@@ -1,4 +1,5 @@
-"""Tables of training runs: each cell is a job of its own, whose folder is kept: a second call runs what is missing."""
+"""Tables of training runs. Each cell is a job of its own, whose folder is kept: a second call runs only missing
+cells."""
 
 import hashlib
 import json
@@ -21,7 +22,7 @@ from matplotlib import pyplot as plt
 
 RESULTS = ROOT / "benchmarks" / "results"
 WHOLE = ("evaluation.target_reward=null", "evaluation.every=0")
-"""All steps are made, and nothing is evaluated between them: the quickstart would end at its target."""
+"""Settings that make all steps and evaluate nothing between them. Without them the quickstart ends at its target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +33,12 @@ class Arm:
     settings: tuple[str, ...]
     color: str
     base: str = "full precision"
-    """The arm with which its gain is compared, where a table does."""
+    """Name of the arm that the gain is compared with, in tables that do so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A finished run."""
+    """A finished run: one arm with one seed."""
 
     seed: int
     summary: dict[str, Any]
@@ -48,16 +49,16 @@ class Cell:
         return [event for event in self.events if event["kind"] == "step"]
 
     def series(self, key: str) -> list[float]:
-        """One figure over the steps; nan where a step has none."""
+        """Values of one metric over the steps; nan for a step without it."""
         return [float("nan") if (value := step["values"].get(key)) is None else value for step in self.steps]
 
     def last(self, key: str) -> float:
-        """A figure of the last step that has it: one without an update has none of mismatch."""
+        """Value of a metric at the last step that has it. A step without an update has no mismatch metrics."""
         return next(v for step in reversed(self.steps) if (v := step["values"].get(key)) is not None)
 
     @property
     def best(self) -> float:
-        """Accuracy in the format that does better: full precision, or the one it was trained with."""
+        """Larger accuracy after training: in full precision, or in the format of the training run."""
         return max(self.summary["accuracy_after"], self.summary["accuracy_after_quantized"])
 
 
@@ -73,8 +74,11 @@ def cell(
     begin: bool = True,
     quiet: bool = False,
 ) -> Cell | None:
-    """The run of an arm and seed, made if it is not there; None where `begin` forbids that. Its folder's name ends with
-    a digest of the settings: where they are changed, it is another run. `quiet`: its console goes to a file beside."""
+    """Return the run of an arm and a seed. Start it if it is missing; return None instead if `begin` is False.
+
+    The folder's name ends with a digest of the settings: changed settings make another run. With `quiet`, the console
+    output goes to a log file beside the folder.
+    """
     settings = [f"seed={seed}", "export.quantized=none", *WHOLE, *common, *arm.settings]
     digest = hashlib.sha256("\n".join([job, (ROOT / config).read_text(), *settings]).encode()).hexdigest()[:6]
     name = re.sub(r"[^\w.]+", "-", f"{table}-{arm.name}-{seed}-{digest}")
@@ -88,14 +92,14 @@ def cell(
         runs.mkdir(parents=True, exist_ok=True)
         with log.open("w") if quiet else nullcontext() as console:
             status = subprocess.run(command, cwd=ROOT, stdout=console, stderr=console).returncode
-        if status not in (0, 3):  # 3: the guard has stopped it, which is an outcome, too
+        if status not in (0, 3):  # 3: stopped by the guard, which is a valid result too
             raise SystemExit(f"{name} ended with status {status}{f'; see {log}' if quiet else ''}")
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Cell(seed=seed, summary=json.loads((folder / "summary.json").read_text()), events=events)
 
 
 def _finished(folder: Path) -> bool:
-    """Whether a run has ended in this folder, by itself or by its guard."""
+    """Return True if a run has ended in this folder, by itself or stopped by its guard."""
     if not (folder / "summary.json").exists():
         return False
     summary = json.loads((folder / "summary.json").read_text())
@@ -103,12 +107,12 @@ def _finished(folder: Path) -> bool:
 
 
 def percent(cells: Sequence[Cell], key: str) -> float:
-    """Mean over the cells of a share in their summaries."""
+    """Mean over the cells of a share in their summaries, in percent."""
     return 100 * statistics.mean(one.summary[key] for one in cells)
 
 
 def draw_series(axis: plt.Axes, arms: Sequence[Arm], cells: dict[str, list[Cell]], key: str, *, width: int = 1) -> None:
-    """A thin line per seed and a thick one for their mean, each a mean over the last `width` steps."""
+    """Draw a thin line per seed and a thick one for their mean. Each point is a mean over the last `width` steps."""
     colors = {arm.name: arm.color for arm in arms}
     for name, found in cells.items():
         curves = [smooth(one.series(key), width) for one in found]
@@ -121,11 +125,11 @@ def draw_series(axis: plt.Axes, arms: Sequence[Arm], cells: dict[str, list[Cell]
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """Means over the last `width` values."""
+    """Running means of the values, each over the last `width` of them."""
     return [mean_of_numbers(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
 
 
 def mean_of_numbers(values: Sequence[float]) -> float:
-    """Without nan, which steps without an update have; nan if all are."""
+    """Mean of the values that are not nan; nan if all are. Steps without an update have nan."""
     numbers = [value for value in values if not math.isnan(value)]
     return statistics.mean(numbers) if numbers else math.nan

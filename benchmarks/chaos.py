@@ -1,15 +1,15 @@
 """Faults while a run trains: python benchmarks/chaos.py (about 2 hours), or --only ROW, --quick.
 
-Each row hurts jobs while they train, waits until they have recovered, and hurts them again. In the end each must have
-drawn and answered the prompts of a run that was left alone, and have its parameters, to the bit. Every strike is
-printed with what the run said of it. Besides:
+Each row injects a fault into training jobs, waits until they have recovered, and injects it again. At the end each job
+must have drawn and answered the same prompts as an undisturbed run, and must have the same parameters, bit for bit.
+Every fault is printed with the message in which the run reported it. Other rows:
 
 - sync: damaged weights. rewards: some hang or crash.
-- soak: what the processes of a run hold while it goes on for long.
+- soak: resources that the processes of a long run hold.
 - overhead: time of an undisturbed run over that of another checkout, --against PATH.
 
-Rows that were measured are kept in the runs folder: a second call measures what is missing. Tables and a picture go to
-benchmarks/results/chaos.{json,md,png}. The rows disk-full and read-only mount file systems, which takes root.
+Measured rows are kept in the runs folder: a second call measures only missing ones. Tables and a picture go to
+benchmarks/results/chaos.{json,md,png}. The rows disk-full and read-only mount file systems, which needs root.
 """
 
 import json
@@ -37,9 +37,9 @@ _JUDGED = (
     "task.reward_timeout_s=1",
     "task.verifiers=4",
 )
-"""Of the jobs of the row rewards. A step takes several times the deadline of a reward, as it usually does: what hangs
-last is waited for. Without dynamic sampling no groups are drawn in the place of others, so that as many samples are
-generated and judged either way."""
+"""Settings of the jobs of the row rewards. As in real runs, a step takes several times the deadline of a reward,
+because it waits for the last reward that hangs. Without dynamic sampling no group is replaced, so both kinds of jobs
+generate and judge the same number of samples."""
 _THROUGHPUT = 0.8
 _OVERHEAD = 1.03
 _HEAD = (
@@ -50,8 +50,11 @@ _HEAD = (
 
 
 def corrupted_syncs(times: int) -> Row:
-    """Damage of every kind to what one of two workers receives. In one process, with the real sender and workers: the
-    damaged one is asked to generate right after it refused, and must refuse that as well."""
+    """Damage the weights that one of two workers receives, in every way in turn, and count how often that is detected.
+
+    The real sender and workers run in one process. Right after the damaged worker refused the load, it is asked to
+    generate, and must refuse that as well.
+    """
     import pytest
 
     from qurl_ray.config.models import TinyModel
@@ -69,7 +72,7 @@ def corrupted_syncs(times: int) -> Row:
     kinds += [(damage, True) for damage in (*whole, refit.foreign_base, refit.stale_version)]
     row = Row(label="corrupted weight sync", times=times)
     caught = 0
-    with pytest.MonkeyPatch.context() as patch:  # buckets travel by hand, not through Ray
+    with pytest.MonkeyPatch.context() as patch:  # buckets are passed directly, not through Ray
         patch.setattr("qurl_ray.actors.rollout_worker.ray.get", lambda bucket: bucket)
         patch.setattr("qurl_ray.loop.rank.sender.ray.put", list)
         patch.setattr("qurl_ray.loop.rank.sender.wait", lambda result, *_: result)
@@ -81,7 +84,7 @@ def corrupted_syncs(times: int) -> Row:
 
 
 def _caught(rig: Any, damage: Callable, second: bool) -> bool:
-    """Whether the damage was seen before a token was drawn, and mended."""
+    """Return True if the damage was detected before any token was drawn, and then repaired."""
     from qurl_ray.errors import QurlError, StaleWeights
 
     worker, refused = rig.workers[1], []
@@ -108,8 +111,10 @@ def _caught(rig: Any, damage: Callable, second: bool) -> bool:
 
 
 def vicious_rewards(place: Place, pairs: int) -> Row:
-    """Samples generated and judged per second where one reward in twenty hangs or kills its process, over that of the
-    same jobs without."""
+    """Compare the throughput of jobs in which one reward in twenty hangs or kills its process with that of clean ones.
+
+    Throughput is samples generated and judged per second. The row's result is the median ratio.
+    """
     row = Row(label="5 % of rewards hang or crash", times=pairs)
     ratios = []
     for pair in range(pairs):
@@ -131,7 +136,7 @@ def vicious_rewards(place: Place, pairs: int) -> Row:
 
 
 def measure(name: str, place: Place, times: int) -> Row:
-    """A row of the table."""
+    """Measure one row of the table."""
     if name == "sync":
         return corrupted_syncs(times)
     if name == "rewards":
@@ -149,7 +154,7 @@ def _restored(row: dict[str, Any]) -> Row:
 
 
 def report(kept: dict[str, Any], runs: Path, out: Path) -> None:
-    """Print and write what there is."""
+    """Print and write the tables of all rows that were measured so far."""
     rows = {name: _restored(row) for name, row in kept.get("rows", {}).items()}
     text = ["`python benchmarks/chaos.py`", *_where(kept.get("machines", {})), "", *_HEAD]
     text += [row.markdown() for row in rows.values()]
@@ -171,7 +176,7 @@ def report(kept: dict[str, Any], runs: Path, out: Path) -> None:
 
 
 def _where(machines: dict[str, str]) -> list[str]:
-    """Rows need not have been measured at once."""
+    """Return one line per machine with the rows that were measured on it; not all rows need be measured at once."""
     return [""] + [
         f"- {machine}: {', '.join(name for name, one in machines.items() if one == machine)}"
         for machine in dict.fromkeys(machines.values())
@@ -190,7 +195,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The JSON file; the table and the picture go beside it.")] = RESULTS
     / "chaos.json",
 ) -> None:
-    """Hurt runs while they train, and see whether they end where an undisturbed one does."""
+    """Inject faults into training runs, and check that they end as an undisturbed run does."""
     runs = runs.resolve()
     runs.mkdir(parents=True, exist_ok=True)
     place, file = Place(runs=runs, logs=runs), runs / "rows.json"

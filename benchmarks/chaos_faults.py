@@ -1,4 +1,5 @@
-"""The faults, each as a function that hurts a training job, waits until it has recovered, and says what happened."""
+"""Faults: functions that inject one into a training job, wait until the job has recovered, and return a record of
+it."""
 
 import os
 import random
@@ -13,21 +14,21 @@ from pathlib import Path
 
 from chaos_jobs import STEPS, Finding, Job, Place, Row, Strike, Stuck, Told, import_paths, title_of
 
-_JOBS = 8  # of a row, at most
-_LAST = 4  # steps before the end in which nothing is hurt any more
+_JOBS = 8  # largest number of jobs for one row of the table
+_LAST = 4  # steps at the end of a job, without faults
 _DISK_MB = 256
-_ROOM_KB = 384  # left on a full disk: less than a checkpoint, enough for the lines of some steps
+_ROOM_KB = 384  # left free on a full disk: less than a checkpoint, enough for the lines of some steps
 
 
 @contextmanager
 def here(place: Place) -> Iterator[Place]:
-    """Jobs in the runs folder, each with a Ray of its own."""
+    """Yield `place` as it is: jobs run in the runs folder, each with its own Ray instance."""
     yield place
 
 
 @contextmanager
 def small_disk(place: Place) -> Iterator[Place]:
-    """Runs on a file system of their own. Needs the right to mount one."""
+    """Yield a place whose runs are on a small file system of their own. Needs the right to mount one."""
     folder = place.runs / "disk"
     folder.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", folder)
@@ -39,7 +40,7 @@ def small_disk(place: Place) -> Iterator[Place]:
 
 @contextmanager
 def own_cluster(place: Place, cpus: int = 2) -> Iterator[Place]:
-    """A cluster of one node, which what has to be somewhere is on; others may be added to it."""
+    """Yield a place with a Ray cluster of one node, which is never killed. Other nodes may be added to it."""
     from ray.cluster_utils import Cluster
 
     os.environ |= import_paths()
@@ -61,14 +62,14 @@ def _mount(*arguments: str | Path) -> None:
 
 
 def _unmount(folder: Path) -> None:
-    subprocess.run(["umount", "--lazy", folder], check=True)  # whoever still looks at it may
+    subprocess.run(["umount", "--lazy", folder], check=True)  # lazy: a process that still uses it may continue
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
 def worker(method: str) -> Callable[[Job], Strike | None]:
-    """SIGKILL a rollout worker while it is in a method ("" is idle)."""
+    """Return a fault that SIGKILLs a rollout worker while it runs a method ("" means idle)."""
     title = f"ray::RolloutWorker.{method}" if method else "ray::RolloutWorker"
 
     def hurt(job: Job) -> Strike | None:
@@ -93,8 +94,8 @@ def worker(method: str) -> Callable[[Job], Strike | None]:
             meanwhile=meanwhile,
             said=_text(found),
             recovery_s=float(back.groups[0]) if back else None,
-            # Before it is noticed, an idle one may have been called to load. (A pulse that ends takes the title of
-            # what still runs beside it: one that seemed idle and is noticed in generate was not idle.)
+            # Before its death is noticed, an idle worker may have been called to load. (A heartbeat that ends removes
+            # the title of a method that still runs: a worker that looked idle but died in generate was not idle.)
             counts=noticed in ([method] if method else ["idle", "load"]),
         )
 
@@ -102,8 +103,10 @@ def worker(method: str) -> Callable[[Job], Strike | None]:
 
 
 def _catch(job: Job, title: str) -> tuple[int, str] | None:
-    """SIGKILL the first rollout worker that has this title: its pid, and what the others did. None if the job ended
-    before."""
+    """SIGKILL the first rollout worker whose process has this title.
+
+    Returns its pid, and what the other workers did at that time. None if the job ended before.
+    """
     while not job.ended:
         pids, until = job.titled("ray::RolloutWorker"), time.monotonic() + 1.0
         while time.monotonic() < until:
@@ -116,7 +119,7 @@ def _catch(job: Job, title: str) -> tuple[int, str] | None:
 
 
 def restarted_by_itself(prefix: str) -> Callable[[Job], Strike | None]:
-    """SIGKILL a process after which the ranks begin anew."""
+    """Return a fault that SIGKILLs a process, after which the ranks restart."""
 
     def hurt(job: Job) -> Strike | None:
         _pause(2.0)
@@ -125,7 +128,7 @@ def restarted_by_itself(prefix: str) -> Callable[[Job], Strike | None]:
             return None
         step, at, meanwhile = job.step, time.time(), job.meanwhile()
         os.kill(pids[0], signal.SIGKILL)
-        said = job.until(lambda: job.told(r".*goes on from.*", at), "the learner to be started anew")
+        said = job.until(lambda: job.told(r".*continues from.*", at), "the learner to restart")
         again = said and job.until(lambda: job.stepped(said.at), "a step after that")
         return Strike(
             what=f"SIGKILL {prefix} (pid {pids[0]})",
@@ -140,18 +143,18 @@ def restarted_by_itself(prefix: str) -> Callable[[Job], Strike | None]:
 
 
 def driver(job: Job) -> Strike | None:
-    """SIGKILL the driver; give the command once more."""
+    """SIGKILL the driver, and start the same command again."""
     _pause(2.0)
     if job.ended:
         return None
     step, meanwhile, pid = job.step, job.meanwhile(), job.process.pid
     left = job.kill()
     behind = f"; left behind: {', '.join(map(title_of, left))}" if left else ""
-    return _again(job, f"SIGKILL the driver (pid {pid}){behind}", step, meanwhile, "going on after")
+    return _again(job, f"SIGKILL the driver (pid {pid}){behind}", step, meanwhile, "resuming after")
 
 
 def _again(job: Job, what: str, step: int, meanwhile: str, expected: str, said: str = "") -> Strike:
-    """Start a job once more, wait for its next step, and say what it said."""
+    """Start a job again, wait for its next step, and return a strike with the message that the run logged."""
     at = time.time()
     job.start()
     again = job.until(lambda: job.stepped(at), "a step after the start")
@@ -167,7 +170,7 @@ def _again(job: Job, what: str, step: int, meanwhile: str, expected: str, said: 
 
 
 def node(job: Job) -> Strike | None:
-    """Kill all of the second node; give it back three steps later."""
+    """Kill the whole second node, and add a new one three steps later."""
     place = job.place
     if place.node is None:
         place.node = place.cluster.add_node(num_cpus=1)
@@ -180,7 +183,7 @@ def node(job: Job) -> Strike | None:
     without = job.reaches(step + 3)
     returned = time.time()
     place.node = place.cluster.add_node(num_cpus=1)
-    # A rank that was on it takes the room of a worker, in whose place another one is hired later.
+    # A rank that was on that node takes the room of a worker; another worker is hired in its place later.
     back = without and job.until(
         lambda: job.told(".* (is back after|joins the fleet)", returned), "a second worker to come back"
     )
@@ -198,7 +201,7 @@ def node(job: Job) -> Strike | None:
 
 
 def disk_full(job: Job) -> Strike | None:
-    """Fill the disk but for less than a checkpoint; free it when the run has ended, and start it again."""
+    """Fill the disk until less than a checkpoint fits. Free it when the run has ended, and start the run again."""
     filler = job.place.runs / "filler"
     step, meanwhile = job.step, job.meanwhile()
     with filler.open("wb") as file:
@@ -209,7 +212,7 @@ def disk_full(job: Job) -> Strike | None:
 
 
 def read_only(job: Job) -> Strike | None:
-    """Mount a read-only disk over the checkpoints' folder; undo it when the run has ended, and start it again."""
+    """Mount a read-only file system over the checkpoint folder. When the run has ended, unmount it and start again."""
     folder = job.run_dir / "checkpoints"
     step, meanwhile = job.step, job.meanwhile()
     _mount("-t", "tmpfs", "-o", "ro", "tmpfs", folder)
@@ -224,11 +227,11 @@ def _failed_checkpoint(job: Job, what: str, step: int, meanwhile: str) -> Strike
     said = job.last_words()
     if "cannot be written to" not in said:
         raise Stuck(f"{job.name}: {what}, but the run said: {said}")
-    return _again(job, what, step, meanwhile, "going on after", said)
+    return _again(job, what, step, meanwhile, "resuming after", said)
 
 
 def corrupt_byte(job: Job) -> Strike | None:
-    """SIGKILL the driver, flip one bit of its newest checkpoint, start it again."""
+    """SIGKILL the driver, flip one bit of its newest checkpoint, and start the job again."""
     if not job.until(lambda: len(_checkpoints(job)) >= 2, "two checkpoints") or job.ended:
         return None
     step, meanwhile = job.step, job.meanwhile()
@@ -252,13 +255,13 @@ _DRAW = random.Random(0)
 
 
 def _pause(most_s: float) -> None:
-    """Strike at any time of a step."""
+    """Wait for a random time, so that a fault can happen at any moment of a step."""
     time.sleep(_DRAW.uniform(0, most_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A row of the table.
+    """One row of the table: a fault, and the number of times that it is injected.
 
     Example:
         Fault(label="SIGKILL the driver, then start again", times=5, hurt=driver)
@@ -267,13 +270,13 @@ class Fault:
     label: str
     times: int
     hurt: Callable[[Job], Strike | None]
-    """None: the job ended before."""
+    """Function that injects the fault into a job. It returns None if the job ended before."""
     around: Callable = here
     settings: tuple[str, ...] = ()
     steps: int = STEPS
 
     def measure(self, name: str, place: Place, undisturbed: Path, times: int) -> Row:
-        """Jobs, until the fault was done so often."""
+        """Run jobs until the fault was injected `times` times, and return the row."""
         row = Row(label=self.label, times=times)
         try:
             with self.around(place) as inside:

@@ -1,4 +1,4 @@
-"""Training jobs that are hurt while they run: started, watched, and compared with one that was left alone."""
+"""Training jobs that get faults while they run: started, watched, and compared with an undisturbed job."""
 
 import json
 import os
@@ -45,67 +45,67 @@ SETTINGS = (
     "tracking.mlflow=false",
     "tracking.console=none",
 )
-"""Of all jobs that are compared. Threads are fixed: another number of them may round otherwise."""
-_LOG = re.compile(r"; log [^)]*")  # what a run says of where a process logs is of no use later
+"""Settings of all jobs that are compared. Thread counts are fixed, because another number may round differently."""
+_LOG = re.compile(r"; log [^)]*")  # where a process logs, in a message: of no use later
 _STUCK_S = 900.0
 _LOOK_S = 0.1
 _GONE_S = 60.0
 
 
 class Stuck(Exception):
-    """What should have happened did not, and the job still runs."""
+    """An expected event does not happen, and the job still runs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Place:
-    """Where jobs run."""
+    """Folders of runs and logs, and the Ray cluster if the jobs share one."""
 
     runs: Path
     logs: Path
     cluster: Any = None
-    """A ray.cluster_utils.Cluster; None lets a job start a Ray of its own."""
+    """A ray.cluster_utils.Cluster; with None, each job starts its own Ray instance."""
     node: Any = None
-    """Its second node."""
+    """Second node of the cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """A message of the run."""
+    """A message that the run logged."""
 
     text: str
     at: float
-    """Unix seconds."""
+    """Time of the message, in Unix seconds."""
     groups: tuple[str, ...]
-    """Of the pattern that it was found by."""
+    """Groups of the pattern that matched the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """One fault, as it was done, and as the run told of it."""
+    """One injected fault, and how the run reported it."""
 
     what: str
     step: int
-    """The last that was done before."""
+    """Last step that was done before the fault."""
     meanwhile: str
-    """What the other rollout workers did, or all, if it was none of them."""
+    """Methods that the other rollout workers ran at that time; those of all workers if none was killed."""
     said: str
     recovery_s: float | None
-    """Until the run itself said that it had recovered, or made its next step; None: it ended before."""
+    """Seconds until the run reported its recovery, or made its next step; None if it ended before."""
     counts: bool = True
-    """False: it came too late for what it was to hit."""
+    """False if the fault came too late for its target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A job that has ended, beside the one that was left alone."""
+    """A job that has ended, compared with the undisturbed one."""
 
     job: str
     status: int
-    """Of its exit."""
+    """Exit status of the job."""
     answers: bool
-    """The same prompts in the same steps, each once, and as many samples and tokens of them."""
+    """True if both jobs had the same prompts in the same steps, each once, with as many samples and tokens."""
     parameters: bool
-    """The final ones are equal, to the bit."""
+    """True if the final parameters are equal, bit for bit."""
 
     @property
     def ok(self) -> bool:
@@ -113,7 +113,7 @@ class Finding:
 
 
 class Job:
-    """jobs/qurl_dapo.py in a process of its own, which may be started again and again."""
+    """jobs/qurl_dapo.py in a process of its own, which may be started several times."""
 
     def __init__(self, place: Place, name: str, *settings: str) -> None:
         self.place, self.name, self.run_dir = place, name, place.runs / name
@@ -123,13 +123,13 @@ class Job:
         self.process: subprocess.Popen | None = None
 
     def begin(self) -> "Job":
-        """From the first step."""
+        """Start from the first step, without the files of an earlier run."""
         shutil.rmtree(self.run_dir, ignore_errors=True)
         self.log.unlink(missing_ok=True)
         return self.start()
 
     def start(self) -> "Job":
-        """From the latest checkpoint."""
+        """Start from the latest checkpoint."""
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | import_paths()
         if self.place.cluster:
             environment["RAY_ADDRESS"] = self.place.cluster.address
@@ -145,7 +145,8 @@ class Job:
         return self
 
     def lines(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Of metrics.jsonl as it is now: what came after a checkpoint that the run went back to is gone."""
+        """Return the lines of metrics.jsonl, of one kind if it is given. Lines after a checkpoint that the run resumed
+        from are gone."""
         path = self.run_dir / "metrics.jsonl"
         text = path.read_text() if path.is_file() else ""
         found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
@@ -153,7 +154,7 @@ class Job:
         return [line for line in found if kind in (None, line["kind"])]
 
     def told(self, pattern: str, since: float) -> Told | None:
-        """The first message after a time that matches from its beginning."""
+        """Return the first message after the time `since` whose beginning matches the pattern; None without one."""
         self.lines()
         for at, message in sorted(self._told):
             if at > since and (found := re.match(pattern, message, re.DOTALL)):
@@ -162,11 +163,11 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The last that is done."""
+        """Number of the last step that is done; 0 if none is."""
         return max((line["step"] for line in self.lines("step")), default=0)
 
     def stepped(self, since: float) -> float | None:
-        """When the first step after a time was done."""
+        """Time at which the first step after the time `since` was done; None if there is none."""
         return next((line["time"] for line in self.lines("step") if line["time"] > since), None)
 
     @property
@@ -174,7 +175,7 @@ class Job:
         return self.process.poll() is not None
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """What the condition returns, once it is true; its last value if the job ended before.
+        """Wait until the condition is true, and return its value; return its last value if the job ended before.
 
         Raises:
             Stuck: neither happens.
@@ -189,11 +190,11 @@ class Job:
             time.sleep(_LOOK_S)
 
     def reaches(self, step: int) -> bool:
-        """Wait until it has done this step. False: it ended before."""
+        """Wait until the job has done this step. Return False if it ended before."""
         return self.until(lambda: self.step >= step, f"step {step}")
 
     def whole(self) -> bool:
-        """Wait until both rollout workers were fit at the end of the last step. False: it ended before."""
+        """Wait until both rollout workers were healthy at the end of the last step. False if the job ended before."""
 
         def fit() -> bool:
             steps = self.lines("step")
@@ -202,21 +203,21 @@ class Job:
         return self.until(fit, "two fit rollout workers") and not self.ended
 
     def processes(self) -> list[tuple[int, str]]:
-        """(pid, title) of all processes of the run."""
+        """Return (pid, title) of all processes of the run."""
         root = os.getpid() if self.place.cluster else self.process.pid
         return [(pid, command.rstrip("\0")) for pid, command in descendants(root) if pid != os.getpid()]
 
     def titled(self, prefix: str) -> list[int]:
-        """Processes whose title begins so."""
+        """Return the pids of processes whose title begins with `prefix`."""
         return [pid for pid, title in self.processes() if title.startswith(prefix)]
 
     def meanwhile(self, *, but: int = 0) -> str:
-        """What the rollout workers (but one) do now: Ray puts the method that runs into the title."""
+        """Return the methods that the rollout workers (except `but`) run now, which Ray puts into process titles."""
         found = [title for pid, title in self.processes() if title.startswith("ray::RolloutWorker") and pid != but]
         return ", ".join(sorted(title.partition(".")[2] or "idle" for title in found))
 
     def kill(self) -> list[int]:
-        """SIGKILL the driver. Returns the processes that it leaves behind, Ray's own agents aside, which end later."""
+        """SIGKILL the driver. Return the pids that it leaves behind, except Ray's own agents, which end later."""
         below = [pid for pid, title in self.processes() if pid != self.process.pid and not title.endswith("Agent")]
         self.process.kill()
         self.process.wait()
@@ -226,40 +227,40 @@ class Job:
         return left
 
     def end(self) -> int:
-        """Wait until it has ended. Returns its exit status."""
+        """Wait until the job has ended, and return its exit status."""
         self.until(lambda: self.ended, "its end")
         return self.process.wait()
 
     def abandon(self) -> None:
-        """End it, if it still runs: with all its processes, if its Ray is its own."""
+        """Kill the job if it still runs, with all its processes if its Ray instance is its own."""
         if not self.ended:
             for pid in [self.process.pid] if self.place.cluster else [pid for pid, _ in self.processes()]:
                 if title_of(pid):
                     os.kill(pid, signal.SIGKILL)
 
     def compared(self, other: Path) -> Finding:
-        """Once it has ended, with the run in another folder."""
+        """Wait until the job has ended, and compare it with the run in another folder."""
         status = self.end()
         same = status == 0 and torch.equal(parameters(self.run_dir / "policy"), parameters(other / "policy"))
         return Finding(job=self.name, status=status, answers=_answers(self.run_dir) == _answers(other), parameters=same)
 
     def last_words(self) -> str:
-        """The last line of its output."""
+        """Return the last line of the job's output."""
         return next((line for line in reversed(self.log.read_text().splitlines()) if line.strip()), "")
 
 
 def without_places(text: str, runs: Path) -> str:
-    """Without where this machine had runs and logs."""
+    """Return `text` without the paths of runs and logs on this machine."""
     return _LOG.sub("", text).replace(str(runs), "runs")
 
 
 def import_paths() -> dict[str, str]:
-    """Environment in which processes of a run find the rewards of this folder."""
+    """Environment variables with which processes of a run find the rewards of this folder."""
     return {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"}
 
 
 def title_of(pid: int) -> str:
-    """Of a process; "" if it has ended."""
+    """Title of a process; "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0")
     except OSError:
@@ -267,7 +268,7 @@ def title_of(pid: int) -> str:
 
 
 def _answers(run_dir: Path) -> list[tuple]:
-    """Of each step: the prompts, and how many samples and tokens they came to."""
+    """Return the prompts of each step, and the number of samples and tokens of each step."""
     prompts = [json.loads(line) for line in (run_dir / "prompts.jsonl").read_text().splitlines()]
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     counts = [
@@ -280,15 +281,15 @@ def _answers(run_dir: Path) -> list[tuple]:
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """Of the table."""
+    """One row of the table."""
 
     label: str
     times: int
-    """That were wanted."""
+    """Number of repetitions that were requested."""
     strikes: list[Strike] = field(default_factory=list)
     jobs: list[Finding] = field(default_factory=list)
     result: str = ""
-    """Of rows that compare otherwise; an error, where there was one."""
+    """Result of rows that are compared in another way; an error message if there was an error."""
     ok: bool = True
 
     @property
@@ -296,7 +297,7 @@ class Row:
         return sum(strike.counts for strike in self.strikes)
 
     def markdown(self) -> str:
-        """One line of the table."""
+        """Return the row as one line of the Markdown table."""
         seconds = [strike.recovery_s for strike in self.strikes if strike.recovery_s is not None]
         recovery = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "–"
         share = [f"{sum(values)} of {len(self.jobs)}" for values in self._columns()] if self.jobs else ["–"] * 3
@@ -314,7 +315,7 @@ class Row:
         return [job.status == 0 for job in self.jobs], [j.answers for j in self.jobs], [j.parameters for j in self.jobs]
 
     def details(self) -> list[str]:
-        """One line per strike."""
+        """Return one line per strike."""
         lines = []
         for strike in self.strikes:
             seconds = "–" if strike.recovery_s is None else f"{strike.recovery_s:.1f} s"

@@ -1,4 +1,4 @@
-"""Rewards of the chaos runs; imported by name in the processes that judge."""
+"""Rewards of the chaos runs. The processes that judge import them by name."""
 
 import os
 import time
@@ -8,14 +8,14 @@ _SHARE = 0.05
 
 
 def parity(answer, problem):
-    """Something that a policy with random weights can get more and less of."""
+    """Return 1.0 for an answer of odd length, else 0.0. A policy with random weights can get more or less of it."""
     return float(len(answer) % 2)
 
 
 def vicious(answer, problem):
-    """`parity`, but for one answer in twenty the process hangs or dies, half and half.
+    """Return `parity`, but hang for one answer in forty, and end the process for another one in forty.
 
-    Never for the right answer, which a run judges before it starts.
+    The right answer, which a run judges before it starts, is always judged.
     """
     draw = zlib.crc32(f"{problem.uid} {answer}".encode()) / 2**32
     if answer != problem.answer and draw < _SHARE:

@@ -1,4 +1,4 @@
-"""What a run holds while it goes on for long, and what being able to survive costs it."""
+"""Resources that a long run holds, and the cost of fault tolerance."""
 
 import json
 import os
@@ -41,22 +41,24 @@ _PANELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What all processes of a run hold at one time."""
+    """Resources that all processes of a run hold at one time."""
 
     minutes: float
     step: int
     rss_mb: float
-    """Of all processes together; what they share is counted for each."""
+    """Resident memory of all processes together, in MB. Shared memory is counted for each process."""
     roles_mb: dict[str, float]
     files: int
     actors: int
-    """Processes of Ray that have work or an actor."""
+    """Number of Ray processes that run a task or hold an actor."""
     object_store_mb: float
 
 
 def soak(place: Place, minutes: float) -> list[Sample]:
-    """Sample a run for so long. A rollout worker is killed every two minutes: what is lost then must come back whole,
-    and no more than that."""
+    """Sample a run for `minutes`. A rollout worker is killed every two minutes.
+
+    Whatever is lost with a worker must come back completely, and nothing beyond that.
+    """
     import ray
 
     samples: list[Sample] = []
@@ -91,7 +93,7 @@ def _sample(job: Job, minutes: float) -> Sample:
             resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / 1e6
             files += len(os.listdir(f"/proc/{pid}/fd"))
         except OSError:
-            continue  # ended meanwhile
+            continue  # the process has ended meanwhile
         actors += title.startswith("ray::") and title != "ray::IDLE"
         found = "driver" if pid == job.process.pid else "Ray"
         roles[next((role for prefix, role in _TITLES.items() if title.startswith(prefix)), found)] += resident
@@ -109,7 +111,7 @@ def _sample(job: Job, minutes: float) -> Sample:
 
 
 def soak_lines(samples: Sequence[Sample]) -> list[str]:
-    """A Markdown table: medians of the first and of the last third."""
+    """Return a Markdown table: medians of the first and of the last third of the samples."""
     first, last = samples[: len(samples) // 3], samples[-(len(samples) // 3) :]
     lines = [
         f"**{samples[-1].minutes:.0f} minutes, {samples[-1].step} steps, a rollout worker killed every "
@@ -132,7 +134,7 @@ def _pairs(first: Sequence[Sample], last: Sequence[Sample]) -> Iterator[tuple[st
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
-    """One panel for each of what should be flat."""
+    """Draw one panel for each quantity that should be flat."""
     figure, axes = plt.subplots(1, len(_PANELS), figsize=(3.6 * len(_PANELS), 3), constrained_layout=True)
     minutes = [sample.minutes for sample in samples]
     for axis, (key, label) in zip(axes, _PANELS.items(), strict=True):
@@ -147,7 +149,7 @@ def draw(samples: Sequence[Sample], path: Path) -> None:
 
 
 def overhead(runs: Path, against: Path, pairs: int) -> list[float]:
-    """Ratios of train_seconds, this tree over another checkout, of jobs that take turns."""
+    """Return ratios of train_seconds, this tree over another checkout, of jobs that take turns."""
     trees = {"here": ROOT, "there": against.resolve()}
     ratios = []
     for pair in range(pairs):
@@ -161,7 +163,7 @@ def overhead(runs: Path, against: Path, pairs: int) -> list[float]:
 
 
 def _train_seconds(tree: Path, runs: Path, name: str) -> float:
-    """Of the quickstart, shorter; evaluation is not part of it."""
+    """Return the training time of a shorter quickstart in seconds, without evaluation."""
     own = tree / ".venv" / "bin" / "python"
     python = str(own) if own.exists() else sys.executable
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"PYTHONPATH": str(tree)}

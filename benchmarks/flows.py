@@ -3,8 +3,8 @@
 Each cell is a job of its own (cells.py). Tables and a picture go to benchmarks/results/flows.{json,md,png}.
 
 - same: the task of jobs/configs/jet_rl.yaml in full precision, with quantized rollouts alone, and in unified flows.
-- coarse: the same task with ternary weights and twice the learning rate, from fewer prompts: rollouts alone quantized,
-  uncorrected (naive importance sampling) and with ACR, against the unified flow.
+- coarse: the same task with ternary weights, twice the learning rate and fewer prompts. Quantized rollouts alone,
+  uncorrected (naive importance sampling) and with ACR, are compared with the unified flow.
 """
 
 import json
@@ -67,7 +67,7 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[Arm, ...]]] = {
 
 
 def rows(cells: dict[str, list[Cell]]) -> list[str]:
-    """A Markdown table; means over seeds, the seeds in brackets."""
+    """Return a Markdown table of means over seeds; the better accuracy of each seed is shown as well."""
     lines = [
         "| | before % | after % | after, in its format % | better of both, by seed | KL(b‖p), last step | max ρ |",
         "|---|---|---|---|---|---|---|",
@@ -83,7 +83,7 @@ def rows(cells: dict[str, list[Cell]]) -> list[str]:
 
 
 def draw(tables: dict[str, dict[str, list[Cell]]], path: Path) -> None:
-    """Reward over steps, a thin line per seed and a thick one for their mean."""
+    """Draw the reward over steps, a thin line per seed and a thick one for their mean."""
     figure, axes = plt.subplots(
         1, len(tables), figsize=(5.5 * len(tables), 3.6), constrained_layout=True, squeeze=False
     )
@@ -101,7 +101,7 @@ def main(
     out: Annotated[Path, typer.Option(help="The JSON file; the table and the picture go beside it.")] = RESULTS
     / "flows.json",
 ) -> None:
-    """Train in each precision flow and compare."""
+    """Train in each precision flow, and compare the results."""
     tables: dict[str, dict[str, list[Cell]]] = {}
     for table in only or TABLES:
         common, arms = TABLES[table]

@@ -1,8 +1,9 @@
-"""The frozen actor: how far one update moves the codes that generate, and what they generate. For reproduce.py.
+"""The frozen actor: how far one update moves the codes that generate, and what they generate. Used by reproduce.py.
 
-Every arm makes the same updates, on answers that the starting policy gave in INT8: arms differ in nothing but the fold
-of UAQ, the learning rate and the rounding. Under AdamW, but for its eps and the clipping of gradients, a fold by s is
-a learning rate of s times on the folded linears and 1/s on their norms: the control row makes such updates, no fold.
+All arms make the same updates, on answers that the starting policy generated in INT8. Arms differ only in the fold of
+UAQ, the learning rate and the rounding. Under AdamW, except for its eps and the clipping of gradients, a fold by s
+equals a learning rate of s times on the folded linears and of 1/s on their norms. The control rows make such updates
+without a fold.
 """
 
 import copy
@@ -44,14 +45,14 @@ from qurl_ray.sync.local import quantize_into
 from qurl_ray.types import PolicySpec, Problem, SamplingParams, Trajectory
 
 RATES = (1e-6, 4e-5)
-"""The papers', and the quickstart's."""
+"""Learning rates: the papers', and the quickstart's."""
 UPDATES = 10
 FORMAT = get_format("int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """What differs: the fold, or the learning rate of what would be folded, or the rounding."""
+    """Difference of an arm: the fold, the learning rate of the weights that would be folded, or the rounding."""
 
     scale: float = 1.0
     control: float = 1.0
@@ -70,17 +71,23 @@ ARMS = {
 
 
 class Setting:
-    """The quickstart's cold-started policy and the answers that it gives in INT8, of one seed."""
+    """The quickstart's cold-started policy of one seed, and the answers that it gives in INT8."""
 
     def __init__(self, seed: int) -> None:
-        self.config = load_config(ROOT / "jobs" / "configs" / "quickstart.yaml", [f"seed={seed}"])
+        self.config = load_config(
+            ROOT / "jobs" / "configs" / "quickstart.yaml",
+            [f"seed={seed}", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=8"],
+        )
         task = load_task(self.config.task, eval_problems=64)
         self.spec = PolicySpec(source=str(cached_tiny_policy(self.config.model, task.train, lambda *_: None)))
         self.updates, self.held_out = _answers(self.config, task, self.spec)
 
 
 def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list], list[tuple[torch.Tensor, int]]]:
-    """Mini-batches of each update, and ids [B, T] of held-out prompts with answers, with how much of T is prompt."""
+    """Return the mini-batches of each update, and the held-out prompts with their answers.
+
+    The latter are pairs: ids [B, T], and the number of the T tokens that belong to the prompt.
+    """
     tokenizer, engine = load_tokenizer(spec), TorchEngine(spec, slots=config.rollout.slots)
     quantize_into(engine, load_model(spec), "int8", config.quantization.keep)
     encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
@@ -117,7 +124,7 @@ def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list
 
 
 def follow(setting: Setting, arm: Arm, lr: float) -> Iterator[dict[str, float]]:
-    """After each update: share of codes that the sync changes, KL of the new actor to the last, KL(b‖p)."""
+    """Yield after each update: share of codes that the sync changes, KL of the new actor to the last, and KL(b‖p)."""
     config = setting.config
     model = load_model(setting.spec)
     paths = quantized_linears(model, config.quantization.keep)
@@ -149,9 +156,10 @@ def follow(setting: Setting, arm: Arm, lr: float) -> Iterator[dict[str, float]]:
 
 @torch.no_grad()
 def _stretch(model: PreTrainedModel, before: dict[str, torch.Tensor], factor: float) -> None:
-    """Make the last update `factor` times as long where UAQ folds, and as much shorter on the norms before.
+    """Make the last update `factor` times as long on the linears that UAQ folds, and 1 / `factor` on the norms before
+    them.
 
-    That is the update of such a learning rate: AdamW's moments do not depend on the weights.
+    A learning rate of that factor makes the same update: AdamW's moments do not depend on the weights.
     """
     if factor == 1:
         return
@@ -169,25 +177,25 @@ def _codes(model: PreTrainedModel, paths: list[str], rounding: Rounding | None) 
 
 
 def _changed(before: dict[str, QTensor], after: dict[str, QTensor]) -> float:
-    """Share of the codes."""
+    """Share of the codes that differ."""
     changed = sum(int((before[path].codes != q.codes).sum()) for path, q in after.items())
     return changed / sum(q.codes.numel() for q in after.values())
 
 
 @torch.inference_mode()
 def _logprobs(model: PreTrainedModel, texts: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """Of what may stand in the place of each token of the answers [tokens, V]."""
+    """Log-probs of all tokens of the vocabulary at each position of the answers, float64 [tokens, V]."""
     logits = [model(ids_BT).logits[:, prompt - 1 : -1] for ids_BT, prompt in texts]
     return torch.cat([one_BTV.double().log_softmax(-1).flatten(0, 1) for one_BTV in logits])
 
 
 def _kl(a_NV: torch.Tensor, b_NV: torch.Tensor) -> float:
-    """KL(a‖b), nats per token."""
+    """KL(a‖b), in nats per token."""
     return float((a_NV.exp() * (a_NV - b_NV)).sum(-1).mean())
 
 
 def measure(seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """{learning rate: {arm: means over the updates}}; the share of codes since the start is the last one's."""
+    """Return {learning rate: {arm: means over the updates}}; `changed_since_start` is that of the last update."""
     setting, found = Setting(seed), {}
     for lr in RATES:
         for name, arm in ARMS.items():
@@ -199,7 +207,7 @@ def measure(seed: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def rows(cells: list[dict]) -> list[str]:
-    """A Markdown table of means over seeds."""
+    """Return a Markdown table of means over seeds."""
     lines = [
         f"| lr | | codes changed by a sync % | in all {UPDATES} % | KL of actor to the last | KL(b‖p) |",
         "|---|---|---|---|---|---|",
@@ -215,7 +223,7 @@ def rows(cells: list[dict]) -> list[str]:
 
 
 def draw(cells: list[dict], path: Path) -> None:
-    """Bars of each arm, a dot for each seed."""
+    """Draw a bar for each arm, and a dot for each seed."""
     figure, axes = plt.subplots(2, 2, figsize=(10, 5), sharey=True, constrained_layout=True)
     for row, lr in zip(axes, map("{:g}".format, RATES), strict=True):
         for axis, (key, label) in zip(
@@ -231,5 +239,5 @@ def draw(cells: list[dict], path: Path) -> None:
             axis.set_xlim(10 ** math.floor(math.log10(least)), 10 ** math.ceil(math.log10(most)))
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(alpha=0.3, axis="x")
-    axes[0, 0].invert_yaxis()  # all share it
+    axes[0, 0].invert_yaxis()  # all panels share the axis
     figure.savefig(path, dpi=110)

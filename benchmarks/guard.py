@@ -1,7 +1,7 @@
 """A run driven into mismatch on purpose, without and with the guard: python benchmarks/guard.py.
 
-The task of jobs/configs/jet_rl.yaml with ternary weights in rollouts, naive importance sampling and twice the learning
-rate. Each cell is a job of its own (cells.py). Table and picture go to benchmarks/results/guard.{json,md,png}.
+The task is that of jobs/configs/jet_rl.yaml with ternary weights in rollouts, naive importance sampling and twice the
+learning rate. Each cell is a job of its own (cells.py). Table and picture go to benchmarks/results/guard.{json,md,png}.
 """
 
 import json
@@ -43,12 +43,12 @@ ARMS = (
 
 
 def warnings(one: Cell) -> list[dict[str, Any]]:
-    """What the guard said."""
+    """Return the warnings of the guard."""
     return [e for e in one.events if e["kind"] == "warning" and e["message"].startswith("guard: ")]
 
 
 def rows(cells: dict[str, list[Cell]]) -> list[str]:
-    """A Markdown table; means over seeds, the seeds in brackets."""
+    """Return a Markdown table of means over seeds, with the accuracy of each seed in brackets."""
     lines = [
         "| | before % | after % (each seed) | reward, last 10 steps | ESS, least of a step | steps | of these in full "
         "precision |",
@@ -60,7 +60,7 @@ def rows(cells: dict[str, list[Cell]]) -> list[str]:
         reward = statistics.mean(statistics.mean(one.series("reward/mean")[-10:]) for one in found)
         ess = min(np.nanmin(one.series("mismatch/ess")) for one in found)
         steps = statistics.mean(len(one.steps) for one in found)
-        # the level after a step is what the next one was made with
+        # the level after a step is the level that the next step used
         full = statistics.mean(one.series("guard/level")[:-1].count(3.0) for one in found)
         lines.append(
             f"| {name} | {before:.1f} | {after:.1f} ({each}) | {reward:.2f} | {ess:.2g} | {steps:g} | {full:g} |"
@@ -69,7 +69,7 @@ def rows(cells: dict[str, list[Cell]]) -> list[str]:
 
 
 def draw(cells: dict[str, list[Cell]], path: Path) -> None:
-    """Figures over steps."""
+    """Draw the metrics of PANELS over steps."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(5 * len(PANELS), 3.6), constrained_layout=True)
     for axis, (key, title) in zip(axes, PANELS.items(), strict=True):
         draw_series(axis, ARMS, cells, key)

@@ -1,10 +1,10 @@
-"""Does a row's result depend on what else is computed with it, by which rules does it not, and what do these cost?
+"""Does a row's result depend on what else is computed with it, which rules prevent that, and what do they cost?
 
     python benchmarks/invariance.py
 
-Five tables: row counts at which products differ, in MKL's modes and with oneDNN, and the rule that is found for them;
-their speeds; what breaks in attention without each of its rules; log-probs with and without rules; and the seconds of a
-decode step with rules over those without. Results, with their machine and date, are in docs/LOG.md.
+Prints five tables: row counts at which products differ, in MKL's modes and with oneDNN, and the rule that is found for
+them; speeds of the products; errors of attention without each of its rules; log-probs with and without rules; and the
+seconds of a decode step with rules over those without. Results, with their machine and date, are in docs/LOG.md.
 """
 
 import os
@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from typing import Annotated, Any
 from unittest.mock import patch
 
-from qurl_ray.config.models import TinyModel  # isort: skip  before torch, so that MKL computes as is wanted
+from qurl_ray.config.models import TinyModel  # isort: skip  before torch, because it sets MKL's mode
 
 import torch
 import typer
@@ -46,7 +46,7 @@ from qurl_ray.rollout.slots import SlotCache
 
 MODES = ("AUTO", "AUTO,STRICT", "AVX2,STRICT")
 SHAPES = ((256, 18), (256, 768), (768, 256), (1536, 576), (2048, 2048))  # K, N
-WHOLE = 2048  # rows of the product to compare with
+WHOLE = 2048  # rows of the reference product
 ROWS = (*range(1, 65), 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024)
 TIMED_ROWS = (1, 2, 4, 32, 512)
 STEP_ROWS = (1, 2, 8, 32)
@@ -57,7 +57,7 @@ NO_RULE = Rule(kernel="mkl")
 
 
 def differing_rows(kernel: str, K: int, N: int, threads: int) -> list[int]:
-    """The M of ROWS at which a row of x[:M] · wᵀ is not, bit for bit, that of the product with all WHOLE rows."""
+    """Return the M of ROWS at which any bit of x[:M] · wᵀ differs from that of the product with all WHOLE rows."""
     torch.set_num_threads(threads)
     x, w = (torch.randn(rows, K, generator=_seed(rows)) for rows in (WHOLE, N))
     multiply = kernels()[kernel][0](w)
@@ -66,10 +66,10 @@ def differing_rows(kernel: str, K: int, N: int, threads: int) -> list[int]:
 
 
 def microseconds(form: tuple[str, int], K: int, N: int, M: int) -> float:
-    """A product with M rows on one thread takes, repeated for about 50 ms.
+    """Microseconds of a product with M rows on one thread, repeated for about 50 ms.
 
     Args:
-        form: library, and which of its forms of a weight (selfcheck.kernels).
+        form: library, and index of one of its forms of a weight (selfcheck.kernels).
     """
     torch.set_num_threads(1)
     x, w = (torch.randn(rows, K, generator=_seed(rows)) for rows in (M, N))
@@ -82,7 +82,7 @@ def microseconds(form: tuple[str, int], K: int, N: int, M: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The rules of qurl_ray/policy/attention.py, each of which can be left out."""
+    """Rules of qurl_ray/policy/attention.py, each of which can be left out."""
 
     key_chunk: int | None = KEY_CHUNK
     key_multiple: int = KEY_MULTIPLE
@@ -91,7 +91,7 @@ class Rules:
 
 
 def variants() -> dict[str, Rules]:
-    """All rules of this machine, and all but one."""
+    """Return all rules of this machine, and sets that leave out one of them, by name."""
     rule = attention_rule(64) or NO_RULE
     every = Rules(with_keys=rule, with_values=rule)
     return {
@@ -104,7 +104,7 @@ def variants() -> dict[str, Rules]:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, rules: Rules) -> torch.Tensor:
-    """Causal attention of queries at positions first, first + 1, …; all [heads, length, d]. Written for this script."""
+    """Causal attention of queries at positions first, first + 1, …; all [heads, length, d]. For this script only."""
     T, S = query.shape[1], round_up(key.shape[1], rules.key_multiple)
     key, value = (pad(part, (0, 0, 0, S - part.shape[1])) for part in (key, value))
     rows = _padded(query * query.shape[-1] ** -0.5, rules.with_keys)
@@ -117,7 +117,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: i
 
 
 def differing_positions(variant: str, length: int) -> list[int]:
-    """Positions whose result, computed alone as an engine does, is not that of all positions at once."""
+    """Return the positions whose result, computed alone as in an engine, differs from that of all positions at once."""
     torch.set_num_threads(1)
     query, key, value = (torch.randn(8, length, 64, generator=_seed(part)) for part in range(3))
     rules = variants()[variant]
@@ -144,7 +144,7 @@ def _padded(rows: torch.Tensor, rule: Rule) -> torch.Tensor:
 
 @contextmanager
 def without_rules() -> Iterator[None]:
-    """Inside, products are torch's own, and attention gives them two rows at least, as was enough on Intel."""
+    """Inside this context, products are torch's own, and attention pads to two rows at least, enough on Intel."""
     with patch.object(products, "linear_rule", lambda *_: None), patch.object(attention, "attention_rule", two_rows):
         yield
 
@@ -155,9 +155,10 @@ def two_rows(head_dim: int) -> Rule:
 
 @torch.no_grad()
 def logprob_gap(format_name: str, by_rule: bool) -> tuple[int, int, float]:
-    """(tokens whose log-prob differs, tokens, largest difference in nats): 128 short sequences at once or one by one.
+    """Return (tokens whose log-prob differs, tokens, largest difference in nats) for 128 short sequences.
 
-    A random policy of the tiny model's default shape, its matrices four times the initial size.
+    They are computed at once and one by one, by a random policy of the tiny model's default shape, whose matrices have
+    four times the initial size.
     """
     torch.set_num_threads(1)
     with nullcontext() if by_rule else without_rules():
@@ -197,13 +198,13 @@ STEPS = {
     "SmolLM2-135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     | {"num_key_value_heads": 3, "vocab_size": 49152},
 }
-"""Shapes of policies, by name."""
-KEYS = 64  # that a row of a timed step sees
+"""Configurations of the timed policies, by name."""
+KEYS = 64  # keys that each row of a timed step attends to
 
 
 @torch.inference_mode()
 def step_seconds(policy: str, format_name: str, rows: int, threads: int, rounds: int) -> list[tuple[float, float]]:
-    """Pairs (by rule, without rules) of the seconds of one decode step and its head."""
+    """Return pairs (by rule, without rules) of the seconds of one decode step and its head."""
     torch.set_num_threads(threads)
     model = with_row_rules(AutoModelForCausalLM.from_config(LlamaConfig(**STEPS[policy]), attn_implementation=NAME))
     if format_name != "none":
@@ -236,7 +237,7 @@ def step_seconds(policy: str, format_name: str, rows: int, threads: int, rounds:
 
 
 def _seconds(call: Callable[[], object], for_s: float = 0.2) -> float:
-    """Of one call, after one more, repeated for so long."""
+    """Seconds of one call: the mean of calls repeated for `for_s` seconds, after one call to warm up."""
     call()
     count, started = 0, time.perf_counter()
     while (seconds := time.perf_counter() - started) < for_s:
@@ -249,10 +250,10 @@ def _seconds(call: Callable[[], object], for_s: float = 0.2) -> float:
 
 
 class Process:
-    """A process that starts with MKL_CBWR set to `mode`: MKL reads it once, at its first product."""
+    """A process that starts with MKL_CBWR set to `mode`. MKL reads the variable once, at its first product."""
 
     def __init__(self, mode: str, stack: ExitStack) -> None:
-        os.environ["MKL_CBWR"] = mode  # a spawned process takes the environment of the moment it starts
+        os.environ["MKL_CBWR"] = mode  # a spawned process gets the environment at its start
         self._pool = stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
         assert self.run(os.getenv, "MKL_CBWR") == mode
 
@@ -261,7 +262,7 @@ class Process:
 
 
 def differences(processes: dict[str, Process], threads: int) -> Iterator[list[str]]:
-    """One row per shape: at which M rows differ, with MKL in each mode and with oneDNN, and the rule."""
+    """Yield one row per shape: the M at which rows differ, with MKL in each mode and with oneDNN, and the rule."""
     for K, N in SHAPES:
         found = [process.run(differing_rows, "mkl", K, N, threads) for process in processes.values()]
         found.append(processes["AUTO,STRICT"].run(differing_rows, "onednn", K, N, threads))
@@ -270,8 +271,10 @@ def differences(processes: dict[str, Process], threads: int) -> Iterator[list[st
 
 
 def speeds(process: "Process", rounds: int) -> Iterator[list[str]]:
-    """One row per shape: how many times as fast oneDNN is as MKL in strict mode with the weight as it is, and packed;
-    in turn, medians of the rounds."""
+    """Yield one row per shape: speedup of oneDNN over MKL in strict mode, with the weight as it is, and packed.
+
+    Both take turns. Each speedup is a median of the rounds.
+    """
     forms = ("mkl", 0), ("onednn", 0), ("onednn", 1)
     for K, N in SHAPES:
         cells = []
@@ -282,7 +285,7 @@ def speeds(process: "Process", rounds: int) -> Iterator[list[str]]:
 
 
 def steps(process: "Process", threads: int, rounds: int) -> Iterator[list[str]]:
-    """One row per policy and format: seconds of a decode step by rule over those without, median (least to most)."""
+    """Yield one row per policy and format: decode seconds by rule over those without, as median (least to most)."""
     for policy in STEPS:
         for format_name in ("none", "int8"):
             cells = []
@@ -294,14 +297,14 @@ def steps(process: "Process", threads: int, rounds: int) -> Iterator[list[str]]:
 
 
 def positions(processes: dict[str, Process], length: int) -> Iterator[list[str]]:
-    """One row per variant: how many positions differ, and which, in each mode."""
+    """Yield one row per variant: how many positions differ, and which, in each mode."""
     for variant in variants():
         found = [process.run(differing_positions, variant, length) for process in processes.values()]
         yield [variant, *(f"{len(at)}: {ranges(at, range(length))}" for at in found)]
 
 
 def gaps(processes: dict[str, Process]) -> Iterator[list[str]]:
-    """One row per format, without rules and by rule: tokens whose log-prob differs, and by how much at most."""
+    """Yield one row per format, without rules and by rule: number of differing log-probs, largest difference."""
     for name, by_rule in product(("none", "int8"), (False, True)):
         found = (process.run(logprob_gap, name, by_rule) for process in processes.values())
         cells = (f"{differ} of {tokens}, max {largest:.1e}" for differ, tokens, largest in found)
@@ -309,7 +312,7 @@ def gaps(processes: dict[str, Process]) -> Iterator[list[str]]:
 
 
 def ranges(found: Sequence[int], tested: Sequence[int], most: int = 4) -> str:
-    """`1–15, 80–192`: runs of neighbours among the tested numbers; the first `most` of them."""
+    """Return the runs of neighbours among the tested numbers as text, such as `1–15, 80–192`; at most `most` runs."""
     runs: list[list[int]] = []
     for before, number in zip((None, *tested), tested, strict=False):
         if number in found:
@@ -322,7 +325,7 @@ def ranges(found: Sequence[int], tested: Sequence[int], most: int = 4) -> str:
 
 
 def machine() -> str:
-    """Processor, its vector extensions, cores, torch and MKL, date."""
+    """Return processor with vector extensions, cores, torch, MKL and date as one line."""
     mkl = next((part for part in torch.__config__.show().splitlines() if "oneAPI" in part), "no MKL").strip(" -")
     return f"{processor_name()}, {os.cpu_count()} cores; torch {torch.__version__}; {mkl}; {date.today()}"
 
@@ -332,7 +335,7 @@ def main(
     length: Annotated[int, typer.Option(help="Positions of the attention.")] = 500,
     rounds: Annotated[int, typer.Option(help="Measurements of each speed, of which the median counts.")] = 7,
 ) -> None:
-    """Count the rows, positions and log-probs that depend on what else is computed, with and without strict mode."""
+    """Count rows, positions and log-probs that depend on what else is computed, with and without strict mode."""
     print(machine())
     with ExitStack() as stack:
         processes = {mode: Process(mode, stack) for mode in MODES}

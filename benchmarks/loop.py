@@ -1,7 +1,8 @@
 """The whole loop on this machine: python benchmarks/loop.py (about 8 minutes), or --only bench_step.
 
-Runs the presets one after the other, each as its own job, and prints what their summaries say: the INT8 quickstart, the
-same run with full-precision rollouts, and the step of fixed size. `--out` also writes the figures as JSON.
+Runs the presets one after the other, each as its own job, and prints the figures of their summaries: the INT8
+quickstart, the same run with full-precision rollouts, and the step of fixed size. `--out` also writes the figures as
+JSON.
 """
 
 import json
@@ -22,14 +23,14 @@ PRESETS = ("quickstart", "quickstart_full", "bench_step")
 
 
 def run(preset: str, output_dir: Path) -> dict[str, Any]:
-    """The preset's summary, and the seconds of the whole command."""
+    """Run a preset, and return its summary with the seconds of the whole command."""
     command = [
         sys.executable,
         "jobs/qurl_dapo.py",
         "--config",
         f"jobs/configs/{preset}.yaml",
         f"output_dir={output_dir}",
-        "--fresh",  # a run that was cut short would be gone on with
+        "--fresh",  # else an interrupted run would be resumed
     ]
     started = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True)
@@ -38,7 +39,7 @@ def run(preset: str, output_dir: Path) -> dict[str, Any]:
 
 
 def row(s: dict[str, Any]) -> str:
-    """One line of the Markdown table."""
+    """Return one line of the Markdown table."""
     share = {phase: seconds / s["train_seconds"] for phase, seconds in s["phase_seconds"].items()}
     cells = [
         s["name"],
@@ -56,7 +57,7 @@ def row(s: dict[str, Any]) -> str:
 
 
 def machine() -> str:
-    """Processor, cores, versions and date, for the heading of a table."""
+    """Return processor, cores, versions and date, for the heading of a table."""
     flags = torch.backends.cpu.get_cpu_capability()
     vnni = ", VNNI" if torch.cpu._is_vnni_supported() else ""
     amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""

@@ -1,9 +1,9 @@
 """Memory and time of one update on long answers: python benchmarks/memory.py, or --quick for a look at small sizes.
 
-A slice of Qwen2.5-7B (its width, few of its layers) runs forward and backward over one micro-batch, every token but the
-first of a sequence being scored. Each row of a table adds one of the means that bound memory to those above it; each
-cell has a process of its own. Memory is the peak beyond weights and gradients, both of which are there before. A cell
-that does not fit says so: nothing is extrapolated. Results are in benchmarks/results/memory.json.
+A slice of Qwen2.5-7B (its width, few of its layers) runs forward and backward over one micro-batch. Every token except
+the first of each sequence is scored. Each row of a table adds one method that bounds memory to those above it; each
+cell has a process of its own. Memory is the peak beyond weights and gradients, which are allocated before. A cell that
+does not fit is marked as such: nothing is extrapolated. Results are in benchmarks/results/memory.json.
 """
 
 import gc
@@ -34,7 +34,7 @@ WITHOUT_BOUND = 10**15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """Which means are used; those that are not are made without effect."""
+    """Methods that bound memory. A method that is not used is disabled."""
 
     name: str
     pieces_of_logits: bool = False
@@ -45,7 +45,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One cell."""
+    """Settings of one cell."""
 
     variant: Variant
     lengths: tuple[int, ...]
@@ -53,15 +53,15 @@ class Case:
     vocabulary: int
     device: str
     limit: int
-    """Bytes of memory that the process may have in all."""
+    """Memory that the process may have in total, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a case needed; None if it did not fit."""
+    """Memory and time of a case; None if it did not fit."""
 
     peak: int | None
-    """Bytes beyond weights and gradients."""
+    """Peak memory beyond weights and gradients, in bytes."""
     forward_seconds: float | None
     backward_seconds: float | None
 
@@ -70,7 +70,7 @@ DOES_NOT_FIT = Measured(peak=None, forward_seconds=None, backward_seconds=None)
 
 
 def cumulative() -> list[Variant]:
-    """From none of the means to all of them."""
+    """Return the variants, from none of the methods to all of them."""
     variants = [Variant(name="padded, all scores, all logits")]
     for name, used in (
         ("+ logits in pieces", "pieces_of_logits"),
@@ -83,7 +83,7 @@ def cumulative() -> list[Variant]:
 
 
 def mixed(tokens: int) -> tuple[int, ...]:
-    """Lengths of seven answers that have `tokens` tokens together: one of a half, two of 3/16, four of 1/32."""
+    """Lengths of seven answers with `tokens` tokens in total: one of 1/2, two of 3/16, four of 1/32."""
     return (tokens // 2, *[3 * tokens // 16] * 2, *[tokens // 32] * 4)
 
 
@@ -91,11 +91,11 @@ def mixed(tokens: int) -> tuple[int, ...]:
 
 
 def measure(case: Case) -> Measured:
-    """Forward and backward once."""
+    """Run forward and backward once, within the memory limit of the case."""
     resource.setrlimit(resource.RLIMIT_DATA, (case.limit, case.limit))
     try:
         return _measure(case)
-    except RuntimeError as error:  # of the allocator; anything else is a fault
+    except RuntimeError as error:  # from the allocator; any other error is a bug
         if "memory" not in str(error):
             raise
         return DOES_NOT_FIT
@@ -147,19 +147,19 @@ def _model(case: Case) -> PreTrainedModel:
 
 
 def _peak_from_now(device: str) -> Callable[[], int]:
-    """A function that tells how far memory has grown at most since this call."""
+    """Return a function that returns how far memory has grown at most since this call, in bytes."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         return lambda: torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _status("VmRSS")
     return lambda: _status("VmHWM") - before
 
 
 def _status(key: str) -> int:
-    """Bytes that the kernel counts for this process."""
+    """Return a figure that the kernel keeps of this process (such as VmRSS), in bytes."""
     return 1024 * int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
@@ -167,12 +167,12 @@ def _status(key: str) -> int:
 
 
 def run(case: Case) -> Measured:
-    """`measure` in a new process whose heap gives every freed tensor back, so that its pages are those of tensors."""
+    """Call `measure` in a new process whose heap returns freed tensors at once: only live tensors hold pages."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # read when the process starts
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(measure, case).result()
-        except BrokenProcessPool:  # the kernel ended it
+        except BrokenProcessPool:  # the kernel killed it
             return DOES_NOT_FIT
 
 
@@ -187,7 +187,9 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the slice.")] = 2,
     vocabulary: Annotated[int, typer.Option(help="Rows of the head; Qwen2.5-7B has 152064.")] = 152064,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    limit_gib: Annotated[float | None, typer.Option(help="Of a process; 3/4 of what is free if absent.")] = None,
+    limit_gib: Annotated[
+        float | None, typer.Option(help="Memory limit of a process; 3/4 of the free memory if absent.")
+    ] = None,
     batch: Annotated[list[str] | None, typer.Option(help="mixed or single; both if absent.")] = None,
     row: Annotated[list[int] | None, typer.Option(help="Rows to measure, from 0; all if absent.")] = None,
     quick: Annotated[bool, typer.Option(help="One layer, a vocabulary of 8192, 1024 tokens.")] = False,
@@ -233,7 +235,7 @@ def main(
 
 
 def _free() -> int:
-    """Bytes that a new process can have without swapping."""
+    """Memory that a new process can have without swapping, in bytes."""
     return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
 
 

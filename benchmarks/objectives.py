@@ -1,18 +1,18 @@
 """Which correction to pick: python benchmarks/objectives.py (80 seconds on one core), or --quick for a look.
 
-Every correction of qurl_ray.config.algorithm.PRESETS is put through the real objective, and the gradient that it gives
-from answers of b, the quantized engine, is compared with the one that the same clipped objective gives from answers of
-p, the policy to be trained. A policy of three tokens, with logits that depend on the last two, is small enough for
-sums over all answers of six tokens: expectations are exact. Longer answers are sampled.
+Every correction of qurl_ray.config.algorithm.PRESETS is put through the real objective. The gradient that it gives from
+answers of b, the quantized engine, is compared with the gradient that the same clipped objective gives from answers of
+p, the policy to be trained. A policy of three tokens, with logits that depend on the last two, is small enough for sums
+over all answers of six tokens: expectations are exact. Longer answers are sampled.
 
     b         p with noise on the logits, half of its variance per context and half per prefix: gaussian, or heavy tails
-              (Student's t with 2 degrees of freedom), scaled until KL(b‖p) per token is what is asked for
+              (Student's t with 2 degrees of freedom), scaled to the requested KL(b‖p) per token
     theta     p after a step along the gradient: first update, theta = p; later update, R = theta/p up to 2 or down to ½
     A         (r - mean r) / std r among the answers of its policy; r = 1 for the best by a sum of random scores
     bias      ‖E_b g - E_p g‖ / ‖E_p g‖
     noise     sqrt(trace Cov_b g) / ‖E_p g‖ of a single answer
-    rms       sqrt(bias² + noise²/512), the error of an update of 512 answers; 1 is that of no update at all
-    direction the same with the length of the update at its best, sqrt(1 - <E_b g, E_p g>² / (‖E_p g‖² E‖update‖²))
+    rms       sqrt(bias² + noise²/512), the error of an update of 512 answers; no update at all has an error of 1
+    direction the error of an update of the best length, sqrt(1 - <E_b g, E_p g>² / (‖E_p g‖² E‖update‖²))
     ess       (E w)² / E w² of the final weights of tokens; for naive, whose weights are within its ratio, of rho
 
 Figures are medians over random policies with fixed seeds.
@@ -66,7 +66,7 @@ torch.set_default_dtype(torch.float64)
 
 
 def corrections() -> dict[str, CorrectionSettings]:
-    """The presets, without those that are others by another name, and one that has no bias at all."""
+    """Return the presets without duplicates and metrics-only ones, and one correction that has no bias at all."""
     found = {name: correction_settings(preset) for name, preset in PRESETS.items() if not preset.metrics_only}
     first = {settings: name for name, settings in reversed(found.items())}
     return {name: one for name, one in found.items() if first[one] == name} | {
@@ -79,25 +79,25 @@ def corrections() -> dict[str, CorrectionSettings]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A random policy p, noise for its contexts, and what is rewarded. K contexts, V tokens."""
+    """A random policy p, noise for its contexts, and the scores that decide the reward. K contexts, V tokens."""
 
     logits_KV: torch.Tensor
     noise_KV: torch.Tensor
     scores_KV: torch.Tensor
     draw: Callable[..., torch.Tensor]
-    """Noise of a shape."""
+    """Function that draws noise of a given shape."""
     random: torch.Generator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """All answers there are, or samples."""
+    """All possible answers, or sampled ones."""
 
     exact: bool
     tokens_BT: torch.Tensor
     contexts_BT: torch.Tensor
     noise_BTV: torch.Tensor
-    """Of the logits before each token."""
+    """Noise of the logits before each token."""
 
 
 def problem(seed: int, *, heavy: bool) -> Problem:
@@ -117,18 +117,18 @@ def problem(seed: int, *, heavy: bool) -> Problem:
 
 
 def enumerated(given: Problem) -> Answers:
-    """All answers of six tokens."""
+    """Return all answers of six tokens."""
     tokens_BT = torch.cartesian_prod(*[torch.arange(V)] * SHORT)
     padded_BT = torch.nn.functional.pad(tokens_BT, (2, 0))
     contexts_BT = padded_BT[:, :SHORT] * V + padded_BT[:, 1 : SHORT + 1]
-    # answers with the same first t tokens are neighbours
+    # answers with the same first t tokens are adjacent
     noises = [given.draw(V**t, V).repeat_interleave(V ** (SHORT - t), dim=0) for t in range(SHORT)]
     noise_BTV = (torch.stack(noises, dim=1) + given.noise_KV[contexts_BT]) * 0.5**0.5
     return Answers(exact=True, tokens_BT=tokens_BT, contexts_BT=contexts_BT, noise_BTV=noise_BTV)
 
 
 def sampled(given: Problem, scale: float, count: int, length: int) -> Answers:
-    """Answers drawn from p with `scale` times the noise, anew for each prefix of each answer."""
+    """Draw answers from p with `scale` times the noise, which is new for each prefix of each answer."""
     tokens_BT, contexts_BT = torch.zeros(2, count, length, dtype=torch.long)
     noise_BTV = given.draw(count, length, V)
     context_B = torch.zeros(count, dtype=torch.long)
@@ -142,7 +142,7 @@ def sampled(given: Problem, scale: float, count: int, length: int) -> Answers:
 
 
 def logprobs(given: Problem, answers: Answers, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens under b, which is p with `scale` times the noise, and KL(b‖p) before each; both [B, T]."""
+    """Return log-probs of the tokens under b (p with `scale` times the noise), and KL(b‖p) before each; both [B, T]."""
     logits_BTV = given.logits_KV[answers.contexts_BT]
     p_BTV, b_BTV = logits_BTV.log_softmax(-1), (logits_BTV + scale * answers.noise_BTV).log_softmax(-1)
     chosen_BT = b_BTV.gather(-1, answers.tokens_BT[:, :, None])[:, :, 0]
@@ -150,14 +150,14 @@ def logprobs(given: Problem, answers: Answers, scale: float) -> tuple[torch.Tens
 
 
 def shares(answers: Answers, logprobs_BT: torch.Tensor) -> torch.Tensor:
-    """[B]: how much each answer counts in an expectation over the policy of these log-probs, which drew the samples."""
+    """Weight [B] of each answer in an expectation over the policy of these log-probs, which drew the samples."""
     return logprobs_BT.sum(1).exp() if answers.exact else torch.full((len(logprobs_BT),), 1 / len(logprobs_BT))
 
 
 def scale_for(given: Problem, answers: Answers, kl: float) -> float:
-    """Of the noise, for this KL(b‖p) per token."""
+    """Return the scale of the noise that gives this KL(b‖p) per token."""
 
-    if not answers.exact:  # p's own contexts stand for those of b
+    if not answers.exact:  # p's own contexts are used in place of those of b
         fields = ("tokens_BT", "contexts_BT", "noise_BTV")
         answers = Answers(exact=False, **{name: getattr(answers, name)[:PILOT] for name in fields})
 
@@ -180,7 +180,7 @@ def bisect(below: Callable[[float], bool], low: float, high: float, *, rounds: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """Answers as the objective takes them; rows of all fields belong together."""
+    """Answers in the form that the objective takes. Rows of all fields belong together."""
 
     tokens_BT: torch.Tensor
     contexts_BT: torch.Tensor
@@ -194,13 +194,13 @@ class Rollouts:
             yield Rollouts(**{name: getattr(self, name)[at : at + CHUNK] for name in self.__slots__})
 
     def rho(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """log(p/b) and the mask, which is True everywhere."""
+        """Return log(p/b) and the mask, which is True everywhere."""
         mask_BT = torch.ones_like(self.prox_BT, dtype=torch.bool)
         return log_ratio(self.prox_BT, self.behavior_BT, mask_BT), mask_BT
 
 
 def bar(given: Problem, answers: Answers) -> float:
-    """The score that 40 % of p's answers reach."""
+    """Return the score that 40 % of p's answers reach."""
     share_B = shares(answers, logprobs(given, answers, 0.0)[0])
     score_B, order_B = scores(given, answers).sort()
     return float(score_B[int((share_B[order_B].cumsum(0) < 0.6).sum())])
@@ -211,10 +211,10 @@ def scores(given: Problem, answers: Answers) -> torch.Tensor:
 
 
 def rollouts(given: Problem, answers: Answers, scale: float, least: float, *, baseline: str = "own") -> Rollouts:
-    """Of b, or of p if `scale` is 0; scores from `least` on are rewarded.
+    """Return rollouts of b, or of p if `scale` is 0. Scores from `least` on are rewarded.
 
-    Baseline "p", of exact answers only, takes mean and deviation of the reward from p. With it, products of rho have no
-    bias; but an engine's answers are compared among themselves.
+    Baseline "p", for exact answers only, takes mean and deviation of the reward from p. With it, products of rho have
+    no bias; in practice, however, an engine's answers are compared among themselves.
     """
     (behavior_BT, _), (prox_BT, _) = (logprobs(given, answers, one) for one in (scale, 0.0))
     share_B, reward_B = shares(answers, behavior_BT), (scores(given, answers) >= least).double()
@@ -231,16 +231,16 @@ def rollouts(given: Problem, answers: Answers, scale: float, least: float, *, ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Of the gradient of one answer, and of the tokens' weights."""
+    """Moments of the gradient of one answer, and effective sample size of the tokens' weights."""
 
     mean_N: torch.Tensor
     variance: float
     ess: float
     count: float
-    """Samples; infinite where expectations are exact."""
+    """Number of samples; infinite where expectations are exact."""
 
     def length2(self) -> float:
-        """‖E g‖², without what sampling adds to it."""
+        """Return ‖E g‖² without the part that sampling adds to it."""
         return max(0.0, float(self.mean_N.square().sum()) - self.variance / self.count)
 
 
@@ -266,13 +266,13 @@ def moments(given: Rollouts, theta_KV: torch.Tensor, correction: CorrectionSetti
 
 
 def _weighted(part: Rollouts, weight_BT: torch.Tensor) -> torch.Tensor:
-    """Means of w > 0, w and w²: what rl.value.moments counts in a batch."""
+    """Means of w > 0, w and w²; rl.reduce.moments has their sums over a batch."""
     powers = ((weight_BT > 0).to(weight_BT.dtype), weight_BT, weight_BT.square())
     return torch.stack([part.share_B @ power_BT.mean(1) for power_BT in powers])
 
 
 def gradients(part: Rollouts, theta_KV: torch.Tensor, correction: CorrectionSettings, lam: float) -> torch.Tensor:
-    """[B, K·V]: of each answer's objective, by theta's logits."""
+    """Gradient [B, K·V] of each answer's objective with respect to theta's logits."""
     at_BT = part.contexts_BT * V + part.tokens_BT
     logprobs_BT = theta_KV.log_softmax(-1).flatten()[at_BT].requires_grad_()
     settings = ObjectiveSettings(correction=correction, clip_low=DAPO().clip_low, clip_high=DAPO().clip_high)
@@ -284,7 +284,7 @@ def gradients(part: Rollouts, theta_KV: torch.Tensor, correction: CorrectionSett
 
 
 def later(given: Problem, on_p: Rollouts) -> torch.Tensor:
-    """theta after a step along the gradient, the longest with |log R| <= log 2 for all tokens."""
+    """Return theta after a step along the gradient, the longest one with |log R| <= log 2 for all tokens."""
     step_KV = moments(on_p, given.logits_KV, CorrectionSettings(), exact=True).mean_N.view(CONTEXTS, V)
     step_KV = step_KV / step_KV.norm()
     before_KV = given.logits_KV.log_softmax(-1)
@@ -297,7 +297,7 @@ def later(given: Problem, on_p: Rollouts) -> torch.Tensor:
 
 
 def compared(b: Moments, p: Moments) -> dict[str, float]:
-    """The figures that the head of this file defines."""
+    """Return the figures that the docstring of this file defines."""
     size2 = p.length2()
     bias2 = max(0.0, float((b.mean_N - p.mean_N).square().sum()) - b.variance / b.count - p.variance / p.count) / size2
     noise2 = b.variance / size2
@@ -316,7 +316,7 @@ def compared(b: Moments, p: Moments) -> dict[str, float]:
 
 
 def short_answers(seeds: int, kls: Sequence[float]) -> Results:
-    """(noise, update, baseline, correction, KL) to figures."""
+    """Return a map from (noise, update, baseline, correction, KL) to figures."""
     found = defaultdict(list)
     for heavy, seed in product((True, False), range(seeds)):
         progress(f"short answers, {NOISES[heavy]} noise, policy {seed + 1} of {seeds}")
@@ -338,7 +338,7 @@ def short_answers(seeds: int, kls: Sequence[float]) -> Results:
 
 
 def long_answers(seeds: int, lengths: Sequence[int], count: int) -> Results:
-    """(correction, KL, length) to figures, with heavy tails, in the first update: theta = p."""
+    """Return a map from (correction, KL, length) to figures, with heavy tails, in the first update: theta = p."""
     found = defaultdict(list)
     for seed, length in product(range(seeds), lengths):
         progress(f"answers of {length} tokens, policy {seed + 1} of {seeds}")
@@ -377,7 +377,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder of the results; benchmarks/results, none if quick.")] = None,
     quick: Annotated[bool, typer.Option(help="Two policies, answers of 8 and 32 tokens.")] = False,
 ) -> None:
-    """Print bias, noise, effective sample size and error of every correction; leave table, figures and picture."""
+    """Print bias, noise, effective sample size and error of every correction; write table, figures and picture."""
     torch.set_num_threads(1)
     started = time.process_time()
     short = short_answers(2 if quick else 11, KLS)

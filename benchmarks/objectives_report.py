@@ -1,4 +1,4 @@
-"""What benchmarks/objectives.py found, as a picture, a table and sentences; and the sizes that both files need."""
+"""Results of benchmarks/objectives.py as a picture, a table and sentences; and the sizes that both files need."""
 
 import math
 import textwrap
@@ -13,12 +13,12 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 V, SHORT, ANSWERS = 3, 6, 512
-"""Tokens of the vocabulary and of a short answer; answers of an update."""
+"""Tokens of the vocabulary; tokens of a short answer; answers of an update."""
 LONG_KLS = (0.005, 0.025)
 ON_POLICY, UNCAPPED = "on policy", "sequence, no cap"
 
 Results = dict[tuple[Any, ...], dict[str, float]]
-"""Where (see short_answers, long_answers) to which figures."""
+"""Figures by the keys that short_answers and long_answers define."""
 
 SHOWN, SHOWN_KL = ("heavy-tailed", "later", "own"), 0.1
 FIGURES = ("bias", "noise", "ess", "rms", "direction")
@@ -35,7 +35,7 @@ STYLES = {name: (color, line) for color, names in FAMILIES.values() for name, li
 
 
 def draw(short: Results, long: Results, path: Path) -> None:
-    """Six panels: four against the mismatch, two against the length."""
+    """Draw six panels: four against the mismatch, two against the length."""
     figure, axes = plt.subplots(3, 2, figsize=(11, 12.5))
     figure.subplots_adjust(left=0.06, right=0.85, top=0.895, bottom=0.045, wspace=0.62, hspace=0.3)
     kls = sorted({key[-1] for key in short if key[-1] <= SHOWN_KL})
@@ -71,7 +71,7 @@ def draw(short: Results, long: Results, path: Path) -> None:
 def panel(
     axes: Any, x: Sequence[float], curves: dict[str, list[float]], limits: tuple[float, float], title: str
 ) -> None:
-    """Curves with their names at the right; those that coincide are drawn once."""
+    """Draw curves with their names at the right. Curves that coincide are drawn once."""
     axes.set(xscale="log", yscale="log", ylim=limits)
     axes.set_title(title, loc="left", fontsize=12)
     axes.minorticks_off()
@@ -99,12 +99,12 @@ def panel(
 
 
 def close(ys: list[float], others: list[float], floor: float) -> bool:
-    """Whether no eye could tell the curves apart."""
+    """Return True if the curves look the same."""
     return all(abs(math.log(max(a, floor) / max(b, floor))) < 0.05 for a, b in zip(ys, others, strict=True))
 
 
 def spread(heights: list[float], sizes: list[float]) -> list[float]:
-    """The middles of labels, moved apart so that none overlap, the highest at 1 at most."""
+    """Return the middles of labels, moved apart so that none overlap; the highest is at most 1."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed = dict(enumerate(heights))
     for low, high in pairwise(order):
@@ -116,7 +116,7 @@ def spread(heights: list[float], sizes: list[float]) -> list[float]:
 
 
 def rows(short: Results) -> Iterator[str]:
-    """All of the short answers' figures as aligned text."""
+    """Yield all figures of the short answers as aligned text."""
     yield f"{'noise':<13}{'update':<7}{'baseline':<9}{'correction':<17}{'KL':>7}" + "".join(f"{x:>10}" for x in FIGURES)
     for (noise, update, baseline, name, kl), figures in short.items():
         values = "".join(f"{figures[one]:>10.4f}" for one in FIGURES)
@@ -124,7 +124,7 @@ def rows(short: Results) -> Iterator[str]:
 
 
 def table(short: Results, long: Results) -> str:
-    """Markdown: what there is to know in one look."""
+    """Return the most important figures as a Markdown table."""
     tokens, large = max(key[-1] for key in long), LONG_KLS[-1]
     head = ["", f"bias, KL {large}", "noise", "ess", *(f"error, KL {kl}" for kl in (0.002, large, SHOWN_KL))]
     head += [f"{tokens} tokens: {one}, KL {kl}" for one in ("error", "direction", "ess") for kl in LONG_KLS]
@@ -138,7 +138,7 @@ def table(short: Results, long: Results) -> str:
 
 
 def advice(short: Results, long: Results) -> str:
-    """What the figures say; look whether they still do when they change."""
+    """Return the conclusions from the figures as Markdown. Check that they still hold if the figures change."""
     tokens = max(key[-1] for key in long)
 
     def near(name: str, figure: str = "rms", kl: float = 0.025, update: str = "later") -> str:

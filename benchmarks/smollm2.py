@@ -1,8 +1,8 @@
 """A real pretrained model, INT8 rollouts against full precision: python benchmarks/smollm2.py (an hour on 2 cores).
 
-Two arms of jobs/configs/smollm2_135m.yaml, `--steps` long: INT8 with ACR and UAQ, and full precision, uncorrected.
-Each is a job of its own and goes on where it was stopped; what is finished is kept. A table, the figures and the curves
-go to benchmarks/results/smollm2_135m.{md,json,png}. `make smollm2` installs the weights.
+Runs two arms of jobs/configs/smollm2_135m.yaml, each of `--steps` steps: INT8 with ACR and UAQ, and full precision,
+uncorrected. Each is a job of its own and resumes where it was stopped; finished ones are kept. A table, the figures and
+the curves go to benchmarks/results/smollm2_135m.{md,json,png}. `make smollm2` installs the weights.
 """
 
 import json
@@ -30,12 +30,12 @@ PANELS = {"reward/mean": "reward of the rollouts (T = 1)", "mismatch/kl": "KL(bâ
 
 
 def evaluations(one: Cell) -> list[dict]:
-    """Of the policy as it rolls out, and in the end in full precision."""
+    """Return the evaluations of the policy as it rolls out, and the last one in full precision."""
     return [event for event in one.events if event["kind"] == "evaluation" and "quantized" not in event["message"]]
 
 
 def rows(cells: dict[str, Cell]) -> list[str]:
-    """A Markdown table."""
+    """Return a Markdown table of the arms."""
     lines = [
         "| | before % | after % (95 %) | after, its rollout format % | steps | of it rollouts | s/step, median | "
         "rollout tokens/s | smallest ESS | largest Ï |",
@@ -55,7 +55,7 @@ def rows(cells: dict[str, Cell]) -> list[str]:
 
 
 def draw(cells: dict[str, Cell], path: Path) -> None:
-    """Held-out accuracy as rolled out with its intervals, reward and mismatch, over steps."""
+    """Draw held-out accuracy as rolled out with its intervals, reward and mismatch, over steps."""
     figure, (accuracy, *others) = plt.subplots(1, 3, figsize=(12, 3.2), constrained_layout=True)
     for arm in ARMS:
         shown = [event for event in evaluations(cells[arm.name]) if event["message"] != "after"]
@@ -77,7 +77,7 @@ def draw(cells: dict[str, Cell], path: Path) -> None:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Of each arm.")] = 60,
+    steps: Annotated[int, typer.Option(help="Number of steps of each arm.")] = 60,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "smollm2",
     out: Annotated[Path, typer.Option(help="The JSON file; the rest goes beside it.")] = RESULTS / f"{NAME}.json",
 ) -> None:

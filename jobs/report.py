@@ -17,9 +17,9 @@ def main(
 ) -> None:
     """Write the pages of a run into its folder, and print their paths.
 
-    report.html has accuracy, reward, mismatch and time over the steps; rollouts/ has every recorded rollout token by
-    token, a page per step; timeline.html (and timeline.json, for Perfetto) has what every process did when. They need
-    no network and no server; older ones are replaced.
+    report.html shows accuracy, reward, mismatch and time over the steps. rollouts/ shows every recorded rollout token
+    by token, a page per step. timeline.html (and timeline.json, for Perfetto) shows what every process did and when.
+    The pages need no network and no server; older ones are replaced.
     """
     if not (run / "metrics.jsonl").is_file():
         typer.echo(f"error: {run} holds no metrics.jsonl; give the folder of a run, such as runs/quickstart", err=True)

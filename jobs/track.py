@@ -18,9 +18,9 @@ def main(
         str | None, typer.Option(help="Server or database; without it, the one that the run was tracked by.")
     ] = None,
 ) -> None:
-    """Send MLflow what a run's folder holds and MLflow lacks: metrics, traces, plots, artifacts and the policy.
+    """Send to MLflow what a run's folder holds and MLflow lacks: metrics, traces, plots, artifacts and the policy.
 
-    For a run whose server was down, or that was tracked without MLflow. Doing it again changes nothing.
+    Use it for a run whose server was down, or that was tracked without MLflow. Sending again changes nothing.
     """
     for run in runs:
         try:

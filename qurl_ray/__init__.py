@@ -1,7 +1,7 @@
 """Reinforcement learning of language models with quantized rollouts, on Ray.
 
-`__all__` is the public API (docs/api.md). Its names are imported when they are first asked for: `import qurl_ray` needs
-neither torch nor ray. Whatever is not listed may change in any version.
+`__all__` is the public API (docs/api.md). Its names are imported at their first use, so that `import qurl_ray` needs
+neither torch nor ray. Names that are not listed may change in any version.
 """
 
 import os
@@ -63,11 +63,11 @@ _HOMES = {
     "load_config": "qurl_ray.config",
     "run": "qurl_ray.loop.driver.run",
 }
-"""Modules of the public names; the others are errors."""
+"""Module of each public name. Names that are not listed are errors, from qurl_ray.errors."""
 
-# MKL's strict reproducibility mode: on Intel a row of a product then depends on that row alone, on AMD it does with
-# four rows or more. numerics.selfcheck measures what else is needed (docs/concepts.md). MKL reads the variable once,
-# at its first product, so it is set before torch is imported.
+# MKL's strict reproducibility mode. On Intel, a row of a matrix product then depends on that row alone; on AMD, only
+# with four rows or more. numerics.selfcheck measures what else is needed (docs/concepts.md). MKL reads the variable
+# once, at its first product, so it is set before torch is imported.
 TORCH_WAS_FIRST = "torch" in sys.modules and "MKL_CBWR" not in os.environ
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 

@@ -8,7 +8,7 @@ QurlError
 ├── QuantizationError    a weight or model cannot be quantized                  (never retried)
 ├── CheckpointError      a checkpoint is damaged or not this run's              (never loaded)
 ├── SyncError            weights arrived damaged, incomplete or out of date     (never generated from)
-├── CoordinatorDied      the coordinator's process ended                     (the run goes on from a checkpoint)
+├── CoordinatorDied      the coordinator's process ended                     (the run resumes from a checkpoint)
 ├── EngineError          an engine failed while sampling
 │   └── StaleWeights     an engine does not hold the weights that were asked for
 └── DeadlineExceeded     something was waited for longer than its deadline
@@ -16,7 +16,7 @@ QurlError
 
 
 class QurlError(Exception):
-    """Catch this to catch them all."""
+    """Base class of all errors of qurl_ray."""
 
 
 class ConfigError(QurlError, ValueError):
@@ -24,7 +24,7 @@ class ConfigError(QurlError, ValueError):
 
 
 class PlacementError(QurlError, RuntimeError):
-    """The cluster can never hold what a run asks of it, or not where it would have to be."""
+    """The cluster can never provide the resources that a run needs, or not on the nodes where it needs them."""
 
 
 class DataError(QurlError, ValueError):
@@ -40,15 +40,15 @@ class QuantizationError(QurlError, ValueError):
 
 
 class CheckpointError(QurlError, RuntimeError):
-    """A checkpoint is damaged, incomplete, or another run's; nothing is loaded from it."""
+    """A checkpoint is damaged, incomplete, or belongs to another run; nothing is loaded from it."""
 
 
 class SyncError(QurlError, RuntimeError):
-    """Weights arrived damaged, incomplete or out of date; nothing is generated from them."""
+    """Weights arrived damaged, incomplete or out of date; nothing is generated with them."""
 
 
 class CoordinatorDied(QurlError, RuntimeError):
-    """The coordinator's process ended; Ray starts another, and the learner goes on from the latest checkpoint."""
+    """The coordinator's process ended; Ray starts another, and the learner resumes from the latest checkpoint."""
 
 
 class EngineError(QurlError, RuntimeError):
@@ -56,8 +56,8 @@ class EngineError(QurlError, RuntimeError):
 
 
 class StaleWeights(EngineError):
-    """An engine does not hold the weights that were asked for."""
+    """An engine does not hold the requested version of the weights."""
 
 
 class DeadlineExceeded(QurlError, TimeoutError):
-    """Something was waited for longer than its deadline; the message names it."""
+    """An operation took longer than its deadline; the message names the operation."""

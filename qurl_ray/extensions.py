@@ -29,13 +29,13 @@ class Entry:
     """A function of a table.
 
     Example:
-        Entry(reference="qurl_ray.rl.advantages:rloo", help="the mean of the others")
+        Entry(reference="qurl_ray.rl.advantages:rloo", help="subtracts the mean of the others in the group")
     """
 
     reference: str
     """`package.module:function`."""
     help: str
-    """A clause for --help."""
+    """A clause for --help, whose subject is the entry."""
     needs: tuple[str, ...] = ()
     """Packages that the function imports when it is called; `load` imports them, so that a missing one shows early."""
 
@@ -89,8 +89,8 @@ class Table(Generic[E]):
 
     def help(self) -> str:
         """The entries with their clauses, and what else may be given, for --help."""
-        known = "; ".join(f"{name}: {entry.help}" for name, entry in self.entries.items())
-        return f"{known}; or package.module:function"
+        known = "; ".join(f"`{name}` {entry.help}" for name, entry in self.entries.items())
+        return f"{known}; or give `package.module:function`"
 
     def _reference(self, name: str) -> str:
         if name in self.entries:

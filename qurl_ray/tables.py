@@ -33,22 +33,26 @@ TASKS = Table[TaskEntry](
     error=DataError,
     entries={
         "arithmetic": TaskEntry(
-            reference="qurl_ray.data.arithmetic:arithmetic_split", help="sums made from a seed", reward="exact"
+            reference="qurl_ray.data.arithmetic:arithmetic_split", help="makes sums from a seed", reward="exact"
         ),
         "reasoning_gym": TaskEntry(
-            reference="qurl_ray.data.gym:gym_split", help="a reasoning-gym data set", reward="reasoning_gym"
+            reference="qurl_ray.data.gym:gym_split", help="takes a reasoning-gym data set", reward="reasoning_gym"
         ),
         "dataset": TaskEntry(
-            reference="qurl_ray.data.files:dataset_split", help="a file, or a data set of the hub", reward="math_verify"
+            reference="qurl_ray.data.files:dataset_split",
+            help="reads a file, or a data set of the hub",
+            reward="math_verify",
         ),
         "custom": TaskEntry(
-            reference="qurl_ray.data.custom:custom_split", help="problems of a function of your own", reward="exact"
+            reference="qurl_ray.data.custom:custom_split", help="calls a function of your own", reward="exact"
         ),
     },
 )
 """Types of tasks; each has a section in config.models. `custom` is the way in for functions from outside."""
 
-PROBLEMS = Table[Entry](kind="source of problems", group="qurl_ray.problems", arguments=None, error=DataError, entries={})
+PROBLEMS = Table[Entry](
+    kind="source of problems", group="qurl_ray.problems", arguments=None, error=DataError, entries={}
+)
 """Functions that task.problems names, for tasks of the type custom. They get task.params as keywords."""
 
 REWARDS = Table[Entry](
@@ -57,20 +61,20 @@ REWARDS = Table[Entry](
     arguments=("answer", "problem"),
     error=RewardError,
     entries={
-        "exact": Entry(reference="qurl_ray.rewards.scorers:exact", help="the whole answer is the expected text"),
+        "exact": Entry(reference="qurl_ray.rewards.scorers:exact", help="gives 1 if the answer is the expected text"),
         "math_verify": Entry(
             reference="qurl_ray.rewards.scorers:math_verify",
-            help="the answer equals the expected one as mathematics",
+            help="gives 1 if the answer equals the expected one as mathematics",
             needs=("math_verify",),
         ),
         "reasoning_gym": Entry(
             reference="qurl_ray.rewards.scorers:reasoning_gym",
-            help="the data set's own scorer, of the last boxed text or of the whole answer",
+            help="calls the data set's own scorer, with the last boxed text or the whole answer",
             needs=("reasoning_gym",),
         ),
         "reasoning_gym_boxed": Entry(
             reference="qurl_ray.rewards.scorers:reasoning_gym_boxed",
-            help="the same, and 0 for an answer without a box",
+            help="does the same, and gives 0 without a box",
             needs=("reasoning_gym",),
         ),
     },
@@ -105,7 +109,7 @@ OBJECTIVES = Table[Objective](
         ),
         "tbpo": Objective(
             reference="qurl_ray.rl.surrogate:gspo",
-            help="gspo with a dual clip that leaves answers with a negative advantage a narrow band",
+            help="is gspo with a dual clip, which leaves answers with a negative advantage a narrow band",
             bounds=_ANSWERS | {"dual_clip": 1 + 7e-4},
             clips_tokens=False,
         ),
@@ -123,12 +127,14 @@ ADVANTAGES = Table[Entry](
     group="qurl_ray.advantages",
     arguments=("rewards_PG", "lengths_PG"),
     entries={
-        "grpo": Entry(reference="qurl_ray.rl.advantages:grpo", help="mean and deviation of its group"),
-        "dr_grpo": Entry(reference="qurl_ray.rl.advantages:dr_grpo", help="the mean of its group"),
-        "rloo": Entry(reference="qurl_ray.rl.advantages:rloo", help="the mean of the others in its group"),
+        "grpo": Entry(
+            reference="qurl_ray.rl.advantages:grpo", help="subtracts the mean of its group and divides by the deviation"
+        ),
+        "dr_grpo": Entry(reference="qurl_ray.rl.advantages:dr_grpo", help="subtracts the mean of its group"),
+        "rloo": Entry(reference="qurl_ray.rl.advantages:rloo", help="subtracts the mean of the others in its group"),
         "reinforce_baseline": Entry(
             reference="qurl_ray.rl.advantages:reinforce_baseline",
-            help="the mean of its group, then normalised over all tokens of the step",
+            help="subtracts the mean of its group, then normalises over all tokens of the step",
         ),
     },
 )

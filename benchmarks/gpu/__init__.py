@@ -1,7 +1,7 @@
-"""What this package does on one GPU, in ten minutes: `python -m benchmarks.gpu`, in the repository's root.
+"""Benchmarks of this package on one GPU, in ten minutes: `python -m benchmarks.gpu`, in the repository's root.
 
-It needs torch, transformers and what qurl_ray's layers 0 to 3 import (docs/design.md): no Ray, no vLLM, no downloads,
-no installation of this package. Weights are random and made on the device.
+It needs torch, transformers and the packages that qurl_ray's layers 0 to 3 import (docs/design.md): no Ray, no vLLM, no
+downloads, no installation of this package. Weights are random and made on the device.
 
 | part | what it measures |
 |---|---|
@@ -10,6 +10,6 @@ no installation of this package. Weights are random and made on the device.
 | step | the learner's step in bfloat16 and through FP8 blocks |
 | rollout | decode steps of the torch engine in bfloat16, INT8 and FP8, without and with CUDA graphs |
 
-Speeds are measured on a few layers of a model's shape, and extrapolated to all of them: both are in the figures, under
-names that say which is which. Nothing of this was measured yet.
+Speeds are measured on a few layers of a model's shape, and extrapolated to all of them. The figures have both, under
+names that say which is which. None of this was measured yet.
 """

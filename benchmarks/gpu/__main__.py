@@ -12,16 +12,16 @@ import torch
 from benchmarks.gpu.bench import FULL, TINY, Bench
 
 PARTS = {"kernels": 0.2, "unified": 0.2, "step": 0.35, "rollout": 1.0}
-"""In their order, each with its share of the time that is left when it begins."""
+"""Parts in their order, each with its share of the time that is left when it begins."""
 
 
 def run(name: str, bench: Bench) -> None:
-    """Imported only here: a part whose imports fail is one that fails."""
+    """Import a part and run it. It is imported only here, so that a failed import is a failure of this part alone."""
     import_module(f"benchmarks.gpu.{name}").run(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the figures as JSON."""
+    """Measure the parts, print the results, and write the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="one part, with all of the time")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing more is begun (9)")

@@ -1,4 +1,4 @@
-"""What the parts share: how much is measured, fair timing, the clock, the file of figures."""
+"""Shared code of the parts: how much is measured, fair timing, the clock, the file of figures."""
 
 import gc
 import json
@@ -27,24 +27,24 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much is measured."""
+    """Sizes and repeats of all measurements."""
 
     shapes: tuple[Shape, ...]
     layers: tuple[int, int] = (1, 3)
-    """Of the models that are timed: what a layer takes is the slope between the two."""
+    """Numbers of layers of the two timed models. The time of a layer is the slope between the two."""
     rounds: int = 5
-    """In each of them everyone has a turn; a first one is not counted."""
+    """Rounds in which each call has a turn; a first one to warm up is not counted."""
     batches: tuple[int, ...] = (1, 32, 128, 256)
     """Sequences that an engine decodes at a time."""
     prompt: int = 512
     steps: int = 8
     """Decode steps of one turn."""
     tokens: int = 8192
-    """Of a learner's step, and of the products of the unified linear."""
+    """Tokens of a learner's step, and of the products of the unified linear."""
     sample: int = 1024
-    """Tokens of one of the learner's samples, a quarter of them the prompt's."""
+    """Tokens of one sample of the learner, a quarter of them the prompt's."""
     ragged: tuple[tuple[int, int], ...] = ((520, 648), (528, 656), (640, 1152), (1000, 1001))
-    """N, K of further weights: widths that suit no kernel, one, two or all of them."""
+    """N, K of further weights, whose widths suit no kernel, one, two or all of them."""
     rows: tuple[int, ...] = (1, 7, 17, 33, 256, 300)
 
 
@@ -64,17 +64,17 @@ TINY = Scale(
 
 
 class Bench:
-    """One run of the kit.
+    """One run of the benchmarks.
 
     Args:
-        minutes: after which nothing more is begun; what runs then is not interrupted.
-        out: the file of figures, whole after every one of them.
+        minutes: time after which nothing more is started; a measurement that runs then is not interrupted.
+        out: the file of figures, which is complete after every figure.
     """
 
     def __init__(self, *, device: str, scale: Scale, minutes: float, out: Path) -> None:
         self.device, self.scale = torch.device(device), scale
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        """Of what engines do not quantize. CPUs are slow in bfloat16."""
+        """Dtype of tensors that engines do not quantize. CPUs are slow in bfloat16."""
         self.figures: Figures = {"machine": machine(self.device), "errors": {}, "skipped": [], "seconds": {}}
         self._out, self._part = out, ""
         self._ends = self._stops = time.monotonic() + 60 * minutes
@@ -84,11 +84,11 @@ class Bench:
         return self.device.type == "cuda"
 
     def left(self) -> float:
-        """Seconds of the whole run."""
+        """Seconds that are left of the whole run."""
         return self._ends - time.monotonic()
 
     def part(self, name: str, share: float, measure: Callable[["Bench"], None]) -> None:
-        """Have a part measured, within its share of the time that is left."""
+        """Measure a part, within its share of the time that is left."""
         started, self._part = time.monotonic(), name
         self._stops = started + share * self.left()
         self.figures[name] = {}
@@ -97,7 +97,7 @@ class Bench:
         self._write()
 
     def attempt(self, key: str, measure: Callable[[], T]) -> T | None:
-        """What it returns, or None: it failed, or there is no time left. The file then says so."""
+        """Return the result of `measure`. Return None if it fails or no time is left, and record that in the file."""
         name = f"{self._part}: {key}"
         if time.monotonic() > self._stops:
             self.figures["skipped"].append(name)
@@ -105,7 +105,7 @@ class Bench:
             return None
         try:
             return measure()
-        except Exception as error:  # no memory, no kernel, a fault of ours: the others are measured all the same
+        except Exception as error:  # no memory, no kernel or a bug: the others are still measured
             lines = str(error).strip().splitlines() or [""]
             self.figures["errors"][name] = f"{type(error).__name__}: {lines[0][:400]}"
             self.say(f"{name}: {self.figures['errors'][name]}")
@@ -114,7 +114,7 @@ class Bench:
             self._write()
 
     def free(self) -> None:
-        """What nothing holds any more, before something large is made: modules in a flow refer to themselves."""
+        """Free unused memory before something large is built. Modules in a flow refer to themselves, hence gc."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
@@ -134,10 +134,10 @@ class Bench:
         new.replace(self._out)
 
     def take_turns(self, calls: Mapping[K, Call]) -> dict[K, list[float]]:
-        """Seconds of each in each round; a slow moment of the machine is everybody's."""
+        """Return the seconds of each call in each round. They take turns, so that a slow moment affects all of them."""
         wait = torch.cuda.synchronize if self.cuda else lambda: None
         found: dict[K, list[float]] = {name: [] for name in calls}
-        for counts in (False, *[True] * self.scale.rounds):  # at first libraries choose kernels, and memory is taken
+        for counts in (False, *[True] * self.scale.rounds):  # first, libraries choose kernels and allocate memory
             for name, call in calls.items():
                 wait()
                 started = time.perf_counter()
@@ -149,18 +149,18 @@ class Bench:
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Median over the rounds of how many times as fast the second was."""
+    """Median over the rounds of the speedup of the second over the first."""
     return statistics.median(s / f for s, f in zip(slow, fast, strict=True))
 
 
 def whole(few: float, more: float, layers: tuple[int, int], shape: Shape) -> float:
-    """Extrapolated to all layers of the shape, from what is measured with so many of them. Of time, say."""
+    """Extrapolate a quantity, such as time, to all layers of the shape, from its values with `layers` layers."""
     return few + (shape.layers - layers[0]) * (more - few) / (layers[1] - layers[0])
 
 
 @contextmanager
 def policy_of(shape: Shape, layers: int, vocabulary: int) -> Iterator[PolicySpec]:
-    """A model of Qwen2's architecture and this shape, whose weights are what it begins with."""
+    """Yield the spec of a model of Qwen2's architecture and this shape. It has no saved weights, only initial ones."""
     config = transformers.Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         hidden_size=shape.hidden,

@@ -1,7 +1,7 @@
-"""Are the kernels right? Against a float64 product of the very operands that they multiply, dequantized.
+"""Are the kernels right? They are compared with a float64 product of the same operands, dequantized.
 
 Errors are relative, in the norm of the whole result: of `QuantizedLinear` for every format, shape and number of rows,
-and of the three products of `unified_linear`. Where there is no kernel, emulation is checked in its place.
+and of the three products of `unified_linear`. Where there is no kernel, its emulation is checked instead.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from qurl_ray.quant.unified import across_tokens, unified_linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIMITS = {"integers": 1e-5, "floats": 2e-3, "bfloat16": 5e-3}
-"""Largest relative error of a result in float32 from integer codes and from FP8, and of any in bfloat16. Tensor cores
-add up FP8 with fewer bits than float32 has."""
+"""Largest relative error: of a float32 result from integer codes, of one from FP8, and of any result in bfloat16.
+Tensor cores add up FP8 with fewer bits than float32 has."""
 
 
 def run(bench: Bench) -> None:
@@ -39,7 +39,7 @@ def run(bench: Bench) -> None:
 
 
 def fused(shape: Shape) -> Iterator[tuple[int, int]]:
-    """N, K of a layer's linears as an engine fuses them: q, k and v; out; gate and up; down."""
+    """Yield N, K of a layer's linears as an engine fuses them: q, k and v; out; gate and up; down."""
     width = shape.heads * shape.head_dim
     yield width + 2 * shape.kv_heads * shape.head_dim, shape.hidden
     yield shape.hidden, width
@@ -48,10 +48,10 @@ def fused(shape: Shape) -> Iterator[tuple[int, int]]:
 
 
 def checked(bench: Bench, fmt: Format, N: int, K: int) -> Figures:
-    """Largest error over the numbers of rows, by the type of the input; and if a row's bits depend on the others."""
+    """Return the largest error over the numbers of rows, by input type, and whether a row's bits depend on others."""
     random = torch.Generator(bench.device).manual_seed(0)
     new = partial(torch.randn, generator=random, device=bench.device)
-    linear = QuantizedLinear(quantize(0.05 * new(N, K), fmt), new(N).bfloat16().float())  # a bias that both types hold
+    linear = QuantizedLinear(quantize(0.05 * new(N, K), fmt), new(N).bfloat16().float())  # both types hold this bias
     weight, x_MK = exact_weight(linear.resident()), 3 * new(max(bench.scale.rows), K)
     errors, alone = {}, True
     for dtype, kind in DTYPES.items():
@@ -66,7 +66,7 @@ def checked(bench: Bench, fmt: Format, N: int, K: int) -> Figures:
 
 
 def products(bench: Bench, fmt: Format, N: int, K: int) -> Figures:
-    """Largest error of y, dx and dW, in the terms of quant/unified.py, by the type of x and dy."""
+    """Return the largest error of y, dx and dW, in the terms of quant/unified.py, by the type of x and dy."""
     random = torch.Generator(bench.device).manual_seed(0)
     new = partial(torch.randn, generator=random, device=bench.device)
     weight_NK, M = (0.05 * new(N, K)).requires_grad_(), max(bench.scale.rows)
@@ -76,7 +76,7 @@ def products(bench: Bench, fmt: Format, N: int, K: int) -> Figures:
         x_MK, dy_MN = new(M, K).to(kind).requires_grad_(), (1e-3 * new(M, N)).to(kind)
         y_MN = unified_linear(x_MK, weight_NK, None, fmt=fmt, backward="quantized")
         dx_MK, dw_NK = torch.autograd.grad(y_MN, (x_MK, weight_NK), dy_MN)
-        seen_MK = dequantize_rows(*quantize_rows(x_MK.detach().float(), fmt), fmt)  # what WGrad rounds once more
+        seen_MK = dequantize_rows(*quantize_rows(x_MK.detach().float(), fmt), fmt)  # WGrad rounds this once more
         expected = {
             "FProp": (y_MN, exact_rows(x_MK, fmt) @ w.t()),
             "DGrad": (dx_MK, exact_rows(dy_MN, fmt) @ w),
@@ -93,14 +93,14 @@ def products(bench: Bench, fmt: Format, N: int, K: int) -> Figures:
 
 
 def exact_weight(q: QTensor) -> torch.Tensor:
-    """float64 [N, K]"""
+    """Return the dequantized weight, float64 [N, K]."""
     N, K = q.shape
     scale = q.scale.double().repeat_interleave(q.fmt.rows, dim=0)[:N]
     return floats(q.codes).double() * scale.repeat_interleave(q.fmt.group or K, dim=1)[:, :K]
 
 
 def exact_rows(x_MK: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """float64 [M, K]: activations as they are rounded before a product, if they are."""
+    """Return activations as they are rounded before a product, if they are, float64 [M, K]."""
     x_MK = x_MK.detach().float()
     return exact(*quantize_rows(x_MK, fmt), fmt) if fmt.activation_max else x_MK.double()
 

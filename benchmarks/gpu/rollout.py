@@ -1,8 +1,9 @@
-"""How fast the torch engine generates: decode steps by format and batch, launched one by one and as CUDA graphs.
+"""Speed of the torch engine: decode steps by format and batch, launched one by one and as CUDA graphs.
 
-Engines have a few layers and a small vocabulary, since a sync checks every byte of it on the CPU. What the whole
-vocabulary takes longer, the product with the head and the draw, is measured beside them. So a step of the whole model
-is that of the few layers, plus the slope over layers for the others, plus what the head takes longer.
+Engines have a few layers and a small vocabulary, because a sync checks every byte on the CPU. The whole vocabulary
+takes longer in the product with the head and in the draw; this additional time is measured beside them. The time of a
+step of the whole model is that of the few layers, plus the slope over layers for the others, plus the additional time
+of the head.
 """
 
 import statistics
@@ -24,10 +25,10 @@ from qurl_ray.sync.local import quantize_into
 from qurl_ray.types import Request, SamplingParams
 
 FORMATS = ("none", "int8", "fp8", "fp8_block")
-VOCABULARY = 1024  # of the engines
+VOCABULARY = 1024  # tokens of the engines' vocabulary
 
 Engines = dict[int, TorchEngine]
-"""Of one format, by their layers."""
+"""Engines of one format, by their number of layers."""
 
 
 def run(bench: Bench) -> None:
@@ -38,7 +39,7 @@ def run(bench: Bench) -> None:
 
 
 def measure(bench: Bench, shape: Shape, way: str, capture: Callable[[], Capture] | None) -> None:
-    """All formats side by side, batch after batch: small ones first, as a cache stays if it is large enough."""
+    """Measure all formats side by side, batch after batch; small ones first, as a large enough cache is kept."""
     bench.free()
     made: dict[str, Engines] = {}
     for name in FORMATS:
@@ -56,7 +57,7 @@ def measure(bench: Bench, shape: Shape, way: str, capture: Callable[[], Capture]
 
 
 def engines(bench: Bench, shape: Shape, name: str, capture: Callable[[], Capture] | None) -> Engines:
-    """With random weights in this format, as a sync leaves them."""
+    """Return engines with random weights in this format, as a sync leaves them."""
     made: Engines = {}
     for layers in bench.scale.layers:
         with policy_of(shape, layers, min(VOCABULARY, shape.vocab)) as spec:
@@ -70,12 +71,12 @@ def engines(bench: Bench, shape: Shape, name: str, capture: Callable[[], Capture
 
 
 def turns(bench: Bench, name: str, pair: Engines, count: int) -> dict[tuple[str, int], Call]:
-    """By (format, layers): some decode steps of so many sequences."""
+    """Return calls that make some decode steps of `count` sequences, by (format, layers)."""
     return {(name, layers): endless(bench, one, count) for layers, one in pair.items()}
 
 
 def endless(bench: Bench, one: TorchEngine, count: int) -> Call:
-    """Steps of a batch that never ends; its prompts, which are one, are in the cache when this returns."""
+    """Return a call that makes decode steps of a batch that never ends; its equal prompts are already in the cache."""
     answer = bench.scale.steps * (bench.scale.rounds + 1) + 3  # a turn to warm up, two draws here, and one to spare
     prompt = np.arange(bench.scale.prompt, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=answer, ignore_eos=True)
@@ -93,7 +94,7 @@ def endless(bench: Bench, one: TorchEngine, count: int) -> Call:
 
 
 def timed(bench: Bench, shape: Shape, count: int, calls: dict[tuple[str, int], Call]) -> Figures:
-    """Milliseconds and tokens per second: as measured, and extrapolated to all layers and the whole vocabulary."""
+    """Return milliseconds and tokens per second, measured, and extrapolated to all layers and the whole vocabulary."""
     steps, layers = bench.scale.steps, bench.scale.layers
     seconds = bench.take_turns(calls)
     took = {key: 1000 * statistics.median(each) / steps for key, each in seconds.items()}
@@ -118,7 +119,7 @@ def timed(bench: Bench, shape: Shape, count: int, calls: dict[tuple[str, int], C
 
 @torch.inference_mode()
 def head_ms(bench: Bench, shape: Shape, count: int) -> float:
-    """What product with the head and draw take longer of the whole vocabulary than of the engines'."""
+    """Milliseconds that head product and draw take longer with the whole vocabulary than with the engines'."""
     new = partial(torch.randn, device=bench.device, dtype=bench.dtype)
     states_Bd, uniform_B = new(count, shape.hidden), torch.rand(count, dtype=torch.float64)
     sizes = {min(VOCABULARY, shape.vocab), shape.vocab}
@@ -126,7 +127,7 @@ def head_ms(bench: Bench, shape: Shape, count: int) -> float:
 
     def draw(size: int) -> None:
         tokens_B, logprobs_B = sample(linear(states_Bd, heads[size]), SamplingParams(), uniform_B)
-        tokens_B.cpu(), logprobs_B.cpu()  # as the engine, which waits for both
+        tokens_B.cpu(), logprobs_B.cpu()  # like the engine, which waits for both
 
     took = bench.take_turns({size: partial(draw, size) for size in sizes})
     return 1000 * (statistics.median(took[max(sizes)]) - statistics.median(took[min(sizes)]))

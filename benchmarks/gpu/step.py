@@ -1,7 +1,7 @@
 """The learner's step on one GPU: forward, objective, backward, clipping and AdamW, of a few layers and the whole head.
 
-One learner is timed twice, in bfloat16 autocast and through FP8 blocks, so that both have the same parameters. What the
-whole model would take follows from the slope over layers; that it would fit is not said.
+One learner is timed twice, in bfloat16 autocast and through FP8 blocks, so that both have the same parameters. The time
+of the whole model follows from the slope over layers. This does not say that it would fit into memory.
 """
 
 import statistics
@@ -73,7 +73,7 @@ def measured(bench: Bench, shape: Shape, layers: int, packing: bool) -> Figures:
 
 
 def samples(bench: Bench, shape: Shape) -> list[Trajectory]:
-    """Random answers of one length to random prompts."""
+    """Return random answers of one length to random prompts."""
     random = np.random.default_rng(0)
     length, prompt = bench.scale.sample, bench.scale.sample // 4
     ids = random.integers(shape.vocab, size=(bench.scale.tokens // length, length)).astype(np.int32)
@@ -92,7 +92,7 @@ def samples(bench: Bench, shape: Shape) -> list[Trajectory]:
 
 
 def extrapolated(bench: Bench, shape: Shape, found: dict[int, Figures]) -> Figures:
-    """Of all layers; nothing if one of the measurements is missing."""
+    """Return the figures extrapolated to all layers; nothing if one of the measurements is missing."""
     if len(found) < len(bench.scale.layers):
         return {}
     took = {name: [one[name]["seconds"] for one in found.values()] for name in (PLAIN, FLOW)}

@@ -1,7 +1,7 @@
-"""What training through codes gains: forward and backward of one layer's linears, each weight quantized in each.
+"""Gain of training through codes: forward and backward of one layer's linears, each weight quantized in each.
 
-Against bfloat16 as the learner computes it without a flow, by autocast of float32 masters. FP8 blocks have all three
-products in FP8; INT8 has its forward, and a backward in float32 (quant/unified.py).
+The baseline is bfloat16 as the learner computes it without a flow, by autocast of float32 masters. FP8 blocks compute
+all three products in FP8; INT8 computes its forward in INT8, and a backward in float32 (quant/unified.py).
 """
 
 import statistics

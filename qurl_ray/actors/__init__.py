@@ -1,1 +1,1 @@
-"""Plain classes that become Ray actors here, and nowhere else."""
+"""Rollout workers and verifiers: plain classes that become Ray actors here, with their placement and supervision."""

@@ -1,4 +1,4 @@
-"""The way to a Ray cluster that runs already, and what it has, may get, and gave to this process."""
+"""Connection to a running Ray cluster, and queries of its resources, its autoscaler and this process's GPUs."""
 
 import json
 import os
@@ -12,17 +12,17 @@ from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import placement_group_table
 
-from qurl_ray.actors.placement import Demand, Seat, counts, what_is_missing
+from qurl_ray.actors.placement import Demand, GpuAssignment, counts, what_is_missing
 from qurl_ray.errors import ConfigError, PlacementError
 
 _CONNECT_S = 10.0
 
 
 def check_address() -> None:
-    """Whether anything listens at $RAY_ADDRESS, if it is set; Ray itself would try for over ten minutes, in silence.
+    """Check that something listens at $RAY_ADDRESS, if it is set. Ray itself would retry silently for over ten minutes.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: nothing listens there.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -37,10 +37,10 @@ def check_address() -> None:
 
 
 def attach(**settings: Any) -> None:
-    """`ray.init`, with these settings, to the cluster of $RAY_ADDRESS.
+    """Call `ray.init` with these settings, on the cluster of $RAY_ADDRESS.
 
     Raises:
-        ConfigError: there is none, or it refuses this process.
+        ConfigError: there is no cluster, or it refuses this process.
     """
     check_address()
     address = os.environ["RAY_ADDRESS"]
@@ -57,14 +57,16 @@ def attach(**settings: Any) -> None:
 
 
 def check_room(asked: Demand) -> None:
-    """Before anything is placed. Where an autoscaler may add nodes, the deadlines of placing are left to find out.
+    """Check, before anything is placed, that the cluster can ever hold this run.
+
+    Where an autoscaler may add nodes of unknown size, nothing is raised here: the deadlines of placement apply.
 
     Raises:
         PlacementError: the cluster can never hold it.
     """
     missing = what_is_missing(asked, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     if missing and (largest := state.get_max_resources_from_cluster_config()):
-        missing = what_is_missing(asked, [largest])  # as if that were one node: what does not fit there never will
+        missing = what_is_missing(asked, [largest])  # treated as one node: what does not fit there never will
     elif missing and _autoscales():
         missing = None
     if missing:
@@ -72,8 +74,8 @@ def check_room(asked: Demand) -> None:
 
 
 def _autoscales() -> bool:
-    """Whether Ray's first autoscaler may add nodes. There is no public answer: the types of nodes that it tells of are
-    those it may make, or, without one, "node_<id>" of the nodes that are there."""
+    """Return True if Ray's first autoscaler may add nodes. Ray has no public API for this. The node types in the status
+    report are those that the autoscaler may create, or, without one, "node_<id>" of the existing nodes."""
     status = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
     report = json.loads(status).get("autoscaler_report") if status else None
     types = {**(report["active_nodes"] or {}), **(report["idle_nodes"] or {})} if report else {}
@@ -81,7 +83,7 @@ def _autoscales() -> bool:
 
 
 def there_is() -> str:
-    """What the cluster has, and what of it is free, for messages."""
+    """Resources of the cluster, in total and free now, as text for messages."""
     kinds = {"CPU": 0.0, "GPU": 0.0}
     return (
         f"the cluster has {counts(kinds | ray.cluster_resources())}, "
@@ -90,8 +92,8 @@ def there_is() -> str:
 
 
 def without_room(asked: Demand) -> bool:
-    """Whether Ray looks in vain for room for the ranks. Ray Train's groups have no name: anybody's of the same bundles
-    is taken for theirs."""
+    """Return True if Ray cannot find resources for the ranks. Ray Train's placement groups have no name, so any waiting
+    group with the same bundles is taken for theirs."""
     return any(
         group["state"] == "PENDING"
         and group["stats"]["scheduling_state"] in ("NO_RESOURCES", "INFEASIBLE")
@@ -101,7 +103,7 @@ def without_room(asked: Demand) -> bool:
     )
 
 
-def own_seat() -> Seat:
-    """Where Ray has put this process."""
+def own_assignment() -> GpuAssignment:
+    """Return the node and GPUs that Ray has assigned to this process."""
     context = ray.get_runtime_context()
-    return Seat(node=context.get_node_id(), gpus=tuple(sorted(context.get_accelerator_ids().get("GPU", []))))
+    return GpuAssignment(node=context.get_node_id(), gpus=tuple(sorted(context.get_accelerator_ids().get("GPU", []))))

@@ -1,8 +1,8 @@
-"""The rollout workers as one: work and weights are spread over them, the dead are noticed and come back.
+"""The fleet of rollout workers: it distributes requests and weights, detects dead workers and readmits them.
 
-Every worker is served by a task of its own, which gives it one piece of work at a time. Ray starts a dead worker's
-process anew; it generates again once it has verified the current weights. Which worker answers a request changes
-nothing in the answer, so what a dead one leaves is asked of others.
+Each worker is served by its own asyncio task, which sends it one chunk of requests at a time. Ray restarts a dead
+worker's process; it generates again once it has verified the current weights. An answer does not depend on the worker
+that gives it, so the unanswered requests of a dead worker go to others.
 """
 
 import asyncio
@@ -16,63 +16,65 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorError, RayTaskError
 
-from qurl_ray.actors.health import Health, Member, Pulse
+from qurl_ray.actors.health import Health, Heartbeat, Member
 from qurl_ray.actors.rollout_worker import Loaded, control
 from qurl_ray.actors.spans import Spans, worker_lane
-from qurl_ray.actors.work import FleetCounts, Piece, Work
+from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
 from qurl_ray.types import Completion, Manifest, Request
 
-_MARGIN_S = 30.0  # engines notice their deadline between two tokens
-_TICK_S = 0.25  # how often a starting worker, and one that is being interrupted, is asked again
-_PULSE_S = 0.002  # between any two heartbeats: thousands of workers must not keep the coordinator busy with theirs
-_SLOTFULS = 4  # requests of a piece, in slots of an engine: enough to keep them filled, few enough to be done twice
-_DIED_FOR_GOOD = (ActorDiedError, ActorUnschedulableError)  # it cannot be made at all, or not where it should be
+_MARGIN_S = 30.0  # engines check their deadline between two tokens
+_TICK_S = 0.25  # between two calls to a worker that restarts, or that is being interrupted
+_HEARTBEAT_S = 0.002  # between any two heartbeats: those of thousands of workers must not overload the coordinator
+_SLOTFULS = 4  # requests of a chunk, per slot of an engine: enough to keep slots filled, few enough to repeat
+_DIED_FOR_GOOD = (ActorDiedError, ActorUnschedulableError)  # it cannot be created at all, or not where it should be
 _DIED = (RayActorError, ActorUnschedulableError)
 
 Tell = Callable[[Literal["info", "warning"], str], None]
 
 
 class Fleet:
-    """Of the coordinator, in whose event loop it lives.
+    """All rollout workers of a run. The fleet lives in the coordinator's event loop.
 
     Args:
-        actors: handles of RolloutWorker, made by the driver, which ends them.
-        tell: what has to be seen: a warning or a piece of information, and its sentence.
+        actors: handles of RolloutWorker. The driver creates and ends them.
+        tell: called with each message that the user must see: its kind (a warning or information) and its
+            text.
     """
 
     def __init__(self, actors: Sequence[ActorHandle], config: RolloutConfig, tell: Tell) -> None:
         self._config, self._tell = config, tell
         self.members: list[Member] = []
         self.version = -1
-        """Of the weights that healthy workers hold."""
+        """Version of the weights that healthy workers hold; -1 before the first."""
         self.counts, self.spans = FleetCounts(), Spans()
         self.recovery_seconds: list[float] = []
-        """From a worker's death to its verified refit."""
+        """Seconds from the death of a worker to its verified refit, one per recovery."""
         self._lost_at: dict[int, float] = {}
         self._fatal: EngineError | None = None
-        """Why a worker can never start."""
+        """Error of a worker that can never start."""
         self._works: list[Work] = []
-        self._busy: dict[int, tuple[Work, Piece]] = {}
+        self._busy: dict[int, tuple[Work, Chunk]] = {}
         self._paused = False
         self._changed, self._offered = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
         self._tending: dict[int, tuple[asyncio.Task, ...]] = {}
-        """By worker."""
+        """Tasks that watch and serve each worker, by worker index."""
         self._resting = asyncio.Lock()
         for actor in actors:
             self.join(actor)
 
-    # --- who takes part -----------------------------------------------------------------------------------------
+    # --- membership ---------------------------------------------------------------------------------------------
 
     def join(self, actor: ActorHandle) -> None:
-        """One more worker, from now on."""
+        """Add a worker."""
         self.members.append(Member(index=len(self.members), actor=actor))
         self._tend(self.members[-1])
 
     def replace(self, index: int, actor: ActorHandle) -> None:
-        """Another worker in the place of one that was ended on purpose, as engines of a colocated run that move."""
+        """Put another worker in the place of one that was ended on purpose, such as an engine of a colocated run that
+        moves."""
         for task in self._tending.pop(index):
             task.cancel()
         self._fatal = None
@@ -81,13 +83,13 @@ class Fleet:
         self._notify()
 
     def leave(self) -> None:
-        """The last worker is taken away on purpose; what it had to do is asked of others."""
+        """Remove the last worker, which is ended on purpose; its unanswered requests go to others."""
         member = self.members.pop()
         for task in self._tending.pop(member.index):
             task.cancel()
         if busy := self._busy.pop(member.index, None):
-            work, piece = busy
-            work.give_back(piece, member.index)
+            work, chunk = busy
+            work.give_back(chunk, member.index)
         self._notify()
         self._offer()
 
@@ -98,11 +100,11 @@ class Fleet:
         """Workers in one of these states."""
         return [member for member in self.members if member.health in states]
 
-    def begin_anew(self) -> int:
-        """Forget all work and trust no worker's weights, for a learner that begins anew. Returns the highest version
-        that a worker may hold."""
+    def restart(self) -> int:
+        """Fail all work under way and trust no worker's weights, because the learner restarts. Returns the highest
+        version that a worker may hold."""
         for work in self._works:
-            work.error = EngineError("the learner was started anew")
+            work.error = EngineError("the learner restarted")
         for member in self.those(Health.HEALTHY):
             member.turn(Health.STALE)
         for member in self.members:
@@ -113,25 +115,25 @@ class Fleet:
         return highest
 
     def highest(self) -> int:
-        """Version of weights that a worker may hold."""
-        return max([0, self.version, *(m.pulse.version or 0 for m in self.members if m.pulse)])
+        """Return the highest weight version that a worker may hold."""
+        return max([0, self.version, *(m.heartbeat.version or 0 for m in self.members if m.heartbeat)])
 
     async def started(self) -> None:
-        """Returns when all workers are up.
+        """Return when all workers are up.
 
         Raises:
-            DeadlineExceeded: some are not within `start_timeout_s`.
-            EngineError: one cannot be made.
+            DeadlineExceeded: some are not up within `start_timeout_s`.
+            EngineError: one cannot be created.
         """
         await self._until(lambda: not self.those(Health.RESTARTING, Health.DEAD), "all rollout workers to start")
         if self._fatal:
             raise self._fatal
 
     async def some_alive(self) -> None:
-        """Returns when a worker is up that can take weights.
+        """Return when at least one worker is up that can take weights.
 
         Raises:
-            DeadlineExceeded: none is within `start_timeout_s`.
+            DeadlineExceeded: none is up within `start_timeout_s`.
             EngineError: none ever will be.
         """
         await self._until(
@@ -153,13 +155,13 @@ class Fleet:
             raise DeadlineExceeded(message) from None
 
     def roster(self) -> str:
-        """All workers and their states, for messages."""
+        """All workers and their states, as text for messages."""
         return "; ".join(f"{member.where()} is {member.health}" for member in self.members)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
     async def weight_max_code(self, format_name: str) -> int:
-        """Largest weight code that every worker that is up can take."""
+        """Return the largest weight code that every worker that is up can take."""
         calls = {m.index: m.actor.weight_max_code.remote(format_name) for m in self.members if m.alive}
         found = await self._gather(calls, self._config.start_timeout_s, "say what codes they take", "ask")
         return min(value for value in found.values() if isinstance(value, int))
@@ -172,9 +174,12 @@ class Fleet:
         probe: Sequence[Request],
         timeout_s: float,
     ) -> dict[int, Loaded | QurlError]:
-        """These workers load, verify and draw the probe; what each says, be it that it refuses the weights, died or was
-        not done in time. Without buckets they have loaded, through vLLM's own transfer. All of them are STALE until
-        `holds` says otherwise."""
+        """Have these workers load and verify the weights and draw the probe. Without buckets, they have loaded the
+        weights through vLLM's own transfer.
+
+        Returns each worker's result by index, or an error if it refused the weights, died or was late. All of them are
+        STALE until `holds` is called.
+        """
         for member in members:
             member.turn(Health.STALE)
             member.doing, member.awake = "load", True
@@ -186,7 +191,7 @@ class Fleet:
                 member.doing = "idle"
 
     def holds(self, member: Member, version: int) -> None:
-        """That worker has verified the version and passed the probe: it may generate."""
+        """Mark the worker as healthy: it has verified the version and passed the probe, so it may generate."""
         self.version = version
         if not member.alive:  # it died meanwhile
             return
@@ -200,16 +205,16 @@ class Fleet:
         self._offer()
 
     async def expect(self, manifest: Manifest, scales: Sequence[ObjectRef], timeout_s: float) -> None:
-        """Make all workers ready for a version through vLLM's own transfer, also those that are left out: they are part
-        of its collectives."""
+        """Prepare all workers for a version that comes through vLLM's own transfer. Workers that are left out are
+        included: they take part in its collectives."""
         calls = {m.index: m.actor.expect.remote(manifest, scales) for m in self.members}
         _raise_first(await self._gather(calls, timeout_s, f"expect weights {manifest.version}", "load"))
 
     async def transfer(self, method: str, arguments: dict, timeout_s: float) -> None:
-        """A step of that, by all."""
+        """Run one step of vLLM's own transfer on all workers."""
         each = [arguments] * len(self.members)
         if "rank_offset" in (info := arguments.get("init_info", {})):
-            # vLLM numbers the workers of one engine: the engines get places one after the other, behind the sender.
+            # vLLM numbers the workers of one engine only: the engines get consecutive rank offsets, after the sender.
             size = (info["world_size"] - 1) // len(self.members)
             each = [{"init_info": info | {"rank_offset": 1 + i * size}} for i in range(len(self.members))]
         calls = {m.index: m.actor.transfer.remote(method, own) for m, own in zip(self.members, each, strict=True)}
@@ -218,7 +223,7 @@ class Fleet:
     # --- generation ---------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions in the order of the requests, each answered once, whoever dies meanwhile.
+        """Return completions in the order of the requests. Each request is answered once, even if workers die.
 
         Raises:
             DeadlineExceeded: some answers were not finished in time; the engines have stopped working on them.
@@ -234,7 +239,7 @@ class Fleet:
         try:
             while not work.over:
                 await _wait(self._changed, 1.0)
-                # What is done twice may take twice as long, and wait for a worker to start.
+                # Repeated requests may take twice as long, and wait for a worker to start.
                 again = self._config.start_timeout_s + self._config.timeout_s if work.repeated else 0.0
                 limit = self._config.timeout_s + again
                 if time.monotonic() - began > limit + _MARGIN_S:
@@ -244,7 +249,7 @@ class Fleet:
                     )
         finally:
             self._works.remove(work)
-            self._spawn(self._interrupt(lambda w, _: w is work))  # nobody waits for those answers any more
+            self._spawn(self._interrupt(lambda w, _: w is work))  # nothing waits for those answers any more
         self.counts.repeated += work.repeated
         self.counts.hedged += work.hedged
         if work.error:
@@ -252,17 +257,17 @@ class Fleet:
         return work.answers()
 
     async def pause(self) -> None:
-        """Interrupt what is being generated, so that weights can be loaded; what was drawn so far is kept. Returns when
-        no engine generates."""
+        """Interrupt all generation, so that weights can be loaded; tokens drawn so far are kept. Returns when no engine
+        generates."""
         self._paused = True
         await self._interrupt(lambda *_: True)
 
     async def rest(self, timeout_s: float) -> None:
-        """Have the workers that are awake give their memory back, until they are asked for something. Returns when they
-        have; what they generated is interrupted, and goes on then.
+        """Put all awake workers to sleep: they release their memory until the next request. Returns when they have.
+        Generation that this interrupts resumes with that request.
 
         Raises:
-            EngineError: one cannot. One that dies meanwhile has given it back.
+            EngineError: one cannot sleep. A worker that dies meanwhile has released its memory.
         """
         async with self._resting:
             awake = [member for member in self.those(Health.HEALTHY, Health.STALE) if member.awake]
@@ -276,28 +281,29 @@ class Fleet:
             self.resume()
 
     def resume(self) -> None:
-        """Go on with the weights that are now held."""
+        """Resume generation, with the weights that the workers hold now."""
         self._paused = False
         self._offer()
 
-    async def _interrupt(self, which: Callable[[Work, Piece], bool]) -> None:
-        """Cancel what runs of these, again and again until none runs: a cancel that overtakes its call does nothing."""
+    async def _interrupt(self, which: Callable[[Work, Chunk], bool]) -> None:
+        """Cancel the selected chunks until none of them runs. Repeats, because a cancel that overtakes its call has no
+        effect."""
         while targets := [index for index, busy in self._busy.items() if which(*busy)]:
             for index in targets:
-                work, piece = self._busy[index]
-                control(self.members[index].actor.cancel).remote([request.uid for request in work.requests(piece)])
+                work, chunk = self._busy[index]
+                control(self.members[index].actor.cancel).remote([request.uid for request in work.requests(chunk)])
             with suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     while any(which(*busy) for busy in self._busy.values()):
                         await self._changed.wait()
 
     async def _serve(self, member: Member) -> None:
-        """Give a worker one piece after the other."""
+        """Send a worker one chunk of requests after the other."""
         while True:
             found = None if self._paused or member.health is not Health.HEALTHY else self._next(member)
             if found is None:
                 running = any(work.running for work in self._works)
-                await _wait(self._offered, 1.0 if running else None)  # a straggler is noticed by the clock
+                await _wait(self._offered, 1.0 if running else None)  # stragglers are found by polling
                 continue
             self._busy[member.index] = found
             member.doing, member.awake = "generate", True
@@ -308,28 +314,28 @@ class Fleet:
                 self._busy.pop(member.index, None)
                 member.doing = "idle"
                 self._notify()
-                if found[0].waiting:  # also what this worker has not done
+                if found[0].waiting:  # includes requests that this worker left unanswered
                     self._offer()
 
-    def _next(self, member: Member) -> tuple[Work, Piece] | None:
+    def _next(self, member: Member) -> tuple[Work, Chunk] | None:
         for work in self._works:
-            if piece := work.next(member.index, time.monotonic(), hedge_after=self._config.hedge_after):
-                return work, piece
+            if chunk := work.next(member.index, time.monotonic(), hedge_after=self._config.hedge_after):
+                return work, chunk
         return None
 
-    async def _answer(self, member: Member, work: Work, piece: Piece) -> dict[str, float]:
-        """Returns what it came to, in figures."""
+    async def _answer(self, member: Member, work: Work, chunk: Chunk) -> dict[str, float]:
+        """Have a worker answer one chunk. Returns figures for its span."""
         limit = self._config.timeout_s
         try:
-            completions = await member.actor.generate.remote(work.requests(piece), self.version, limit)
+            completions = await member.actor.generate.remote(work.requests(chunk), self.version, limit)
         except _DIED as error:
-            had = work.requests(piece)
-            where = "go to others" if work.give_back(piece, member.index) else "are with another one already"
+            had = work.requests(chunk)
+            where = "go to others" if work.give_back(chunk, member.index) else "are with another one already"
             self._lost(member, f"its {len(had)} requests ({had[0].uid} to {had[-1].uid}) {where}", error)
             return {}
         except RayTaskError as error:
-            work.give_back(piece, member.index)
-            if isinstance(error.cause, StaleWeights):  # a process that is new and was not noticed yet
+            work.give_back(chunk, member.index)
+            if isinstance(error.cause, StaleWeights):  # its process has restarted, which was not noticed yet
                 self._lost(member, "its requests go to others", error)
             else:
                 work.error = error.cause if isinstance(error.cause, QurlError) else EngineError(str(error))
@@ -339,44 +345,48 @@ class Fleet:
             drawn = max(len(c.token_ids) for c in late)
             what = f"{len(late)} of {len(completions)} answers are unfinished, after up to {drawn} tokens"
             work.error = DeadlineExceeded(f"waited {limit:g} s for rollouts by {member.where()}: {what}")
-        others = [index for index in piece.runners if index != member.index]
-        work.take(piece, member.index, completions, time.monotonic())
-        if others and not late:  # it was asked of two: the slower one may stop
-            self._spawn(self._interrupt(lambda _, running: running is piece))
+        others = [index for index in chunk.runners if index != member.index]
+        work.take(chunk, member.index, completions, time.monotonic())
+        if others and not late:  # two workers had this chunk: the slower one may stop
+            self._spawn(self._interrupt(lambda _, running: running is chunk))
         return {"requests": len(completions), "tokens": sum(len(c.token_ids) for c in completions)}
 
     # --- health -------------------------------------------------------------------------------------------------
 
     async def _watch(self, member: Member) -> None:
-        """Ask a worker again and again whether it lives."""
+        """Request heartbeats from a worker until it is left out."""
         while member.health is not Health.OUT:
             starting = member.health in (Health.DEAD, Health.RESTARTING)
             try:
                 async with asyncio.timeout(None if starting else self._config.silent_s / 4):
-                    pulse = await control(member.actor.pulse).remote()
+                    heartbeat = await control(member.actor.heartbeat).remote()
             except TimeoutError:
                 self._silent(member)
                 continue
             except _DIED_FOR_GOOD as error:
-                self._lost(member, "it cannot be started anew", error)
+                self._lost(member, "it cannot be restarted", error)
                 member.turn(Health.OUT)
                 self._fatal = EngineError(f"{member.where()} cannot start: {error}")
                 self._notify()
                 return
             except _DIED as error:
-                self._lost(member, "it is started anew", error)
+                self._lost(member, "it is being restarted", error)
                 await asyncio.sleep(_TICK_S)
                 continue
-            self._heard(member, pulse)
-            await asyncio.sleep(max(self._config.heartbeat_s, _PULSE_S * len(self.members)))
+            self._heard(member, heartbeat)
+            await asyncio.sleep(max(self._config.heartbeat_s, _HEARTBEAT_S * len(self.members)))
 
-    def _heard(self, member: Member, pulse: Pulse) -> None:
+    def _heard(self, member: Member, heartbeat: Heartbeat) -> None:
         silent, member.heard = time.monotonic() - member.heard, time.monotonic()
-        if member.pulse and member.pulse.boot != pulse.boot and member.health not in (Health.DEAD, Health.RESTARTING):
-            self._lost(member, "it was started anew", None)
-        before, member.pulse = member.pulse, pulse
+        if (
+            member.heartbeat
+            and member.heartbeat.boot != heartbeat.boot
+            and member.health not in (Health.DEAD, Health.RESTARTING)
+        ):
+            self._lost(member, "it was restarted", None)
+        before, member.heartbeat = member.heartbeat, heartbeat
         if member.health is Health.SUSPECT:
-            fit = pulse.version == self.version
+            fit = heartbeat.version == self.version
             self._tell("info", f"{member.where()} answers again")
             member.turn(Health.HEALTHY if fit else Health.STALE)
             self._offer()
@@ -386,11 +396,11 @@ class Fleet:
             member.doing = "idle"
             self.spans.past(worker_lane(member.index), "dead" if before else "start", silent)
             if before:
-                self._tell("info", f"{member.where()} has been started anew, and needs weights")
+                self._tell("info", f"{member.where()} has restarted and needs weights")
         self._notify()
 
     def _silent(self, member: Member) -> None:
-        """No answer in time: suspect it, and end it if that goes on."""
+        """Handle a heartbeat that is late: suspect the worker, and end it if the silence lasts."""
         seconds = time.monotonic() - member.heard
         if member.alive:
             member.turn(Health.SUSPECT)
@@ -401,7 +411,7 @@ class Fleet:
         self._notify()
 
     def _lost(self, member: Member, consequence: str, error: Exception | None) -> None:
-        """Its process is gone; Ray starts another one."""
+        """Record that a worker's process is gone; Ray starts another one."""
         if member.health in (Health.DEAD, Health.RESTARTING, Health.OUT):
             return
         cause = f" ({type(error).__name__})" if error else ""
@@ -416,7 +426,8 @@ class Fleet:
     # --- waiting ------------------------------------------------------------------------------------------------
 
     async def _gather(self, calls: dict[int, ObjectRef], timeout_s: float, what: str, span: str) -> dict[int, Any]:
-        """What each worker returns, or why it did not: an error of ours. `span` is what a timeline calls it."""
+        """Return each worker's result, or the error (QurlError) that explains why it has none. `span` is the name of
+        the call in the timeline."""
 
         async def outcome(index: int, call: ObjectRef) -> Any:
             member = self.members[index]
@@ -429,7 +440,7 @@ class Fleet:
                 self._lost(member, f"it was not done within {timeout_s:g} s and is ended", None)
                 return DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {what}")
             except _DIED as error:
-                self._lost(member, "it is started anew", error)
+                self._lost(member, "it is being restarted", error)
                 return EngineError(f"{member.where()} died while it was to {what}")
             except RayTaskError as error:
                 if isinstance(error.cause, QurlError):
@@ -440,13 +451,13 @@ class Fleet:
         return dict(zip(calls, found, strict=True))
 
     def _notify(self) -> None:
-        """Wake up those that wait for a condition: it may hold now."""
+        """Wake up all tasks that wait for a condition: it may hold now."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _offer(self) -> None:
-        """Wake up the workers without work: there may be some. Not at every change, of which thousands of workers make
-        as many: each would wake up all others."""
+        """Wake up the tasks of idle workers: there may be work. Not called at every change: with thousands of workers,
+        each change would wake up all others."""
         self._offered.set()
         self._offered = asyncio.Event()
 

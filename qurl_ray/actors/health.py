@@ -1,11 +1,11 @@
-"""The states of a rollout worker, and what may follow what. Pure.
+"""States of a rollout worker and the transitions between them. Pure.
 
     HEALTHY ─silent─► SUSPECT ─silent for longer─► DEAD ─► RESTARTING ─answers─► STALE ─verified refit─► HEALTHY
        │  ▲              │                           ▲                            │ ▲
        │  └───answers────┘                           └───── its process ended ────┘ │
        └──────────────────── refused weights, or failed the probe ──────────────────┘
 
-OUT is for good: a worker that failed to take the same weights twice, or that cannot be started.
+OUT is final: the worker failed to take the same weights twice, or cannot be started.
 """
 
 import time
@@ -34,18 +34,18 @@ _AFTER = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """What a worker answers when it is asked whether it lives."""
+class Heartbeat:
+    """Heartbeat: a rollout worker's answer to the question whether it is alive."""
 
     boot: str
-    """Of its process: another one after a restart."""
+    """Random id of its process; a restart changes it."""
     pid: int
     node: str
-    """Id of the node it runs on."""
+    """Ray's id of the node that it runs on."""
     version: int | None
-    """Of the weights it holds and has verified; None is STALE."""
+    """Version of the weights that it holds and has verified; None means STALE."""
     log: str
-    """File that its process writes to, on that node."""
+    """Log file of its process, on that node."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,18 +55,18 @@ class Member:
     index: int
     actor: Any
     health: Health = Health.RESTARTING
-    pulse: Pulse | None = None
-    """The last."""
+    heartbeat: Heartbeat | None = None
+    """Last heartbeat; None before the first."""
     heard: float = field(default_factory=time.monotonic)
-    """When that was."""
+    """Time of the last heartbeat, start or death, in seconds of the monotonic clock."""
     doing: str = "starting"
     awake: bool = True
-    """Whether it may hold the memory that `sleep` gives back."""
+    """True if it may hold the memory that `sleep` releases."""
     refusals: int = 0
-    """Times that it failed to take the version it is to hold."""
+    """Number of times that it failed to take the version that it is to hold."""
 
     def turn(self, health: Health) -> None:
-        """To another state, or stay; ValueError if that may not follow."""
+        """Change to another state, or stay; ValueError if the transition is not allowed."""
         if health is self.health:
             return
         if health not in _AFTER[self.health]:
@@ -75,10 +75,10 @@ class Member:
 
     @property
     def alive(self) -> bool:
-        """Answers, as far as is known."""
+        """True if it answers, as far as is known."""
         return self.health in (Health.HEALTHY, Health.STALE)
 
     def where(self) -> str:
-        """For messages: "rollout worker 1 (pid 4711, generate; log /tmp/…)"."""
-        place = f"pid {self.pulse.pid}, {self.doing}; log {self.pulse.log}" if self.pulse else self.doing
+        """Name, process and log for messages: "rollout worker 1 (pid 4711, generate; log /tmp/…)"."""
+        place = f"pid {self.heartbeat.pid}, {self.doing}; log {self.heartbeat.log}" if self.heartbeat else self.doing
         return f"rollout worker {self.index} ({place})"

@@ -1,9 +1,9 @@
-"""What a run asks of Ray, and where colocated engines go: records, and decisions that are functions of them. Pure.
+"""Resources that a run requests from Ray, and the placement of colocated engines: records and functions. Pure.
 
-    disaggregated   a placement group of all ranks (Ray Train's), and one per engine, each of one bundle
-    colocated       the ranks' alone; an engine takes nothing of Ray and is pinned to the GPUs of its ranks
+    disaggregated   one placement group for all ranks (Ray Train's), and one per engine, each of one bundle
+    colocated       only the ranks' group; an engine requests nothing from Ray and is pinned to the GPUs of its ranks
 
-A bundle is never split over nodes, so the GPUs of a tensor-parallel engine are on one.
+A bundle is never split over nodes, so the GPUs of a tensor-parallel engine are on one node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,17 @@ from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import PlacementError
 
 Resources = Mapping[str, float]
-"""Ray's, by kind: {"CPU": 1, "GPU": 8}."""
+"""Amounts of Ray resources, by kind: {"CPU": 1, "GPU": 8}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where a process computes."""
+class GpuAssignment:
+    """GPU assignment of a process: the node and the GPUs on which it computes."""
 
     node: str
-    """Ray's id of it."""
+    """Ray's id of the node."""
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES has them there: numbers or UUIDs."""
+    """GPUs as CUDA_VISIBLE_DEVICES names them on that node: numbers or UUIDs."""
 
     def __str__(self) -> str:
         return f"GPU {', '.join(self.gpus)} of node {self.node[:8]}" if self.gpus else f"node {self.node[:8]}"
@@ -32,16 +32,16 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a run asks of Ray before it begins."""
+    """Resources that a run requests from Ray before it starts."""
 
     ranks: int
     rank: dict[str, float]
-    """Of each."""
+    """Resources of each rank."""
     workers: int
     worker: dict[str, float]
-    """Of each; {} if they are the ranks' guests."""
+    """Resources of each rollout worker; {} for colocated engines."""
     shared: int
-    """GPUs that each engine computes on."""
+    """Number of GPUs that each engine computes on."""
 
     @property
     def total(self) -> dict[str, float]:
@@ -56,7 +56,7 @@ class Demand:
 
 
 def demand(config: RunConfig) -> Demand:
-    """What this run asks of Ray. Coordinator and verifiers ask for nothing."""
+    """Resources that this run requests. Coordinator and verifiers request none."""
     return Demand(
         ranks=config.learner.workers,
         rank=_of_one(1 if config.learner.device == "cuda" else 0),
@@ -67,22 +67,22 @@ def demand(config: RunConfig) -> Demand:
 
 
 def gpus_of_worker(config: RolloutConfig) -> int:
-    """That one engine computes on."""
+    """Number of GPUs that one engine computes on."""
     if config.device == "cpu":
         return 0
     return config.vllm.tensor_parallel if config.engine == "vllm" else 1
 
 
 def worker_resources(config: RolloutConfig) -> dict[str, float]:
-    """The bundle of a rollout worker with GPUs of its own."""
+    """Bundle of a rollout worker with GPUs of its own."""
     return _of_one(gpus_of_worker(config))
 
 
 def what_is_missing(asked: Demand, nodes: Sequence[Resources]) -> str | None:
-    """Why these nodes can never hold it, even with nothing else on them; None if nothing is known to forbid it.
+    """Reason why these nodes can never hold the run, even if nothing else runs on them; None if no reason is known.
 
     Args:
-        nodes: all that each has.
+        nodes: total resources of each node.
     """
     total = {kind: sum(node.get(kind, 0) for node in nodes) for kind in asked.total}
     short = {kind: count for kind, count in asked.total.items() if total[kind] < count}
@@ -99,19 +99,19 @@ def what_is_missing(asked: Demand, nodes: Sequence[Resources]) -> str | None:
     return None
 
 
-def guests(seats: Sequence[Seat], each: int) -> list[Seat]:
-    """Where colocated engines go.
+def engine_assignments(assignments: Sequence[GpuAssignment], each: int) -> list[GpuAssignment]:
+    """GPU assignments of colocated engines.
 
     Args:
-        seats: of the learner's ranks, in their order.
-        each: ranks whose GPUs one engine takes.
+        assignments: GPU assignments of the learner's ranks, in the order of the ranks.
+        each: number of ranks whose GPUs one engine uses.
 
     Raises:
         PlacementError: an engine would have GPUs of two nodes.
     """
-    of_node: dict[str, list[Seat]] = {}
-    for seat in seats:
-        of_node.setdefault(seat.node, []).append(seat)
+    of_node: dict[str, list[GpuAssignment]] = {}
+    for assignment in assignments:
+        of_node.setdefault(assignment.node, []).append(assignment)
     if odd := {node[:8]: len(found) for node, found in of_node.items() if len(found) % each}:
         where = ", ".join(f"{count} on node {node}" for node, count in odd.items())
         raise PlacementError(
@@ -119,14 +119,16 @@ def guests(seats: Sequence[Seat], each: int) -> list[Seat]:
             f"a node, and Ray Train placed {where}: set learner.workers to a multiple of the GPUs of a node"
         )
     return [
-        Seat(node=node, gpus=tuple(gpu for seat in found[start : start + each] for gpu in seat.gpus))
+        GpuAssignment(
+            node=node, gpus=tuple(gpu for assignment in found[start : start + each] for gpu in assignment.gpus)
+        )
         for node, found in of_node.items()
         for start in range(0, len(found), each)
     ]
 
 
 def counts(resources: Resources) -> str:
-    """Ray's resources in words: "2 CPU, 0 GPU"."""
+    """Ray resources in words: "2 CPU, 0 GPU"."""
     return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources)
 
 
@@ -135,7 +137,7 @@ def _of_one(gpus: int) -> dict[str, float]:
 
 
 def _each(resources: Resources) -> str:
-    """By what is scarce."""
+    """Resources in words, by the scarcest kind: GPUs if there are any, else CPUs."""
     return f"{resources['GPU']:g} GPU" if "GPU" in resources else f"{resources['CPU']:g} CPU"
 
 

@@ -1,4 +1,4 @@
-"""One engine in one actor."""
+"""Rollout worker: one engine in one Ray actor."""
 
 import os
 import uuid
@@ -11,7 +11,7 @@ import torch
 from ray import ObjectRef
 from ray.actor import ActorMethod
 
-from qurl_ray.actors.health import Pulse
+from qurl_ray.actors.health import Heartbeat
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import SyncError
 from qurl_ray.rollout.make import make_engine
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from qurl_ray.rollout.vllm_engine import VllmEngine
 
 CONTROL = "control"
-"""Concurrency group of calls that are answered while the engine works; the default group works."""
+"""Concurrency group of calls that are answered while the engine works, which it does in the default group."""
 
 
 def control(method: ActorMethod) -> ActorMethod:
-    """The same in that group."""
+    """Return the method, to be called in the CONTROL concurrency group."""
     return method.options(concurrency_group=CONTROL)
 
 
 def own_log() -> str:
-    """The file that Ray has this actor's process write to."""
+    """Path of the log file that Ray has assigned to this process."""
     return os.path.realpath("/proc/self/fd/2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a worker says of a version that it loaded and verified."""
+    """Report of a worker on a version that it has loaded and verified."""
 
     kernels: list[str]
-    """In use now."""
+    """Kernels in use now."""
     probe: list[Completion]
 
 
 class RolloutWorker:
-    """Owns an engine; weights arrive as references to the senders' buckets, one copy per node.
+    """Owner of one engine. Weights arrive as references to the senders' buckets, one copy per node.
 
     Args:
-        colocated: the engine shares its device with a learner, and sleeps until it is asked for something.
+        colocated: the engine shares its device with a learner, and sleeps until its next request.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class RolloutWorker:
         if colocated:
             self._engine.sleep()
 
-    def pulse(self) -> Pulse:
-        """That it lives, and what it holds."""
-        return Pulse(
+    def heartbeat(self) -> Heartbeat:
+        """Return a heartbeat: the process's identity and the weight version that it holds."""
+        return Heartbeat(
             boot=self._boot,
             pid=os.getpid(),
             node=ray.get_runtime_context().get_node_id(),
@@ -84,24 +84,24 @@ class RolloutWorker:
         return self._engine.weight_max_code(format_name)
 
     def _of_vllm(self) -> "VllmEngine":
-        """The engine, for what only vLLM's can do."""
+        """Return the engine as a VllmEngine, for operations that only vLLM has."""
         return cast("VllmEngine", self._engine)
 
     def expect(self, manifest: Manifest, scales: Sequence[ObjectRef]) -> None:
-        """Make a vLLM engine ready for a version through its own transfer; `load` without buckets verifies it."""
+        """Prepare a vLLM engine for a version through its own transfer; `load` without buckets verifies it."""
         self._engine.wake()
         self._of_vllm().expect(manifest, {name: array for ref in scales for name, array in ray.get(ref).items()})
 
     def transfer(self, method: str, arguments: dict) -> None:
-        """A step of that."""
+        """Run one step of vLLM's own transfer."""
         self._of_vllm().transfer(method, arguments)
 
     def load(self, manifest: Manifest, buckets: Sequence[ObjectRef] | None, probe: Sequence[Request]) -> Loaded:
-        """Load and verify a version, or verify what was transferred, then draw the probe from it.
+        """Load and verify a version, or verify a transferred one, then draw the probe from it.
 
         Raises:
-            SyncError: it is damaged, a delta to a version that this engine does not hold, or has codes that its kernel
-                cannot take.
+            SyncError: the version is damaged, a delta to a version that this engine does not hold, or has codes that
+                its kernel cannot take.
         """
         largest = self._engine.weight_max_code(manifest.precision)
         if manifest.weight_max_code > largest:
@@ -125,7 +125,7 @@ class RolloutWorker:
         return self._engine.generate(requests, version=version, deadline_s=deadline_s)
 
     def sleep(self) -> None:
-        """Give the device's memory back until the engine is asked for something; nothing may run."""
+        """Release the device's memory until the engine's next request. Nothing may run."""
         self._engine.sleep()
 
     def cancel(self, uids: Collection[str]) -> None:

@@ -1,8 +1,8 @@
-"""What a process of the run did when: a few spans per step, for timeline.jsonl.
+"""Spans: what each process of the run did, and when; a few spans per step, for timeline.jsonl.
 
-A span is a plain record: lane (the row it is drawn in), name, start (unix seconds), seconds, the step under way, and
-figures. They are taken beside the work and never read by it. A span costs microseconds, and reaches the driver with
-events that go there anyway.
+A span is a plain record: lane (the row in which it is drawn), name, start (unix seconds), seconds, the current step,
+and figures. Spans are recorded beside the work, which never reads them. Recording one takes microseconds. Spans reach
+the driver with events that are sent anyway.
 """
 
 import time
@@ -13,9 +13,9 @@ from typing import Any
 from qurl_ray.types import Event
 
 STEPS, ROLLOUTS, EVALUATION = "steps", "rollouts", "evaluation"
-"""Lanes of the run as a whole; every learner rank and rollout worker has one of its own."""
+"""Lanes of the whole run; every learner rank and rollout worker has its own lane."""
 _LIMIT = 4096
-"""Spans between two calls of `events`; what is beyond is counted only."""
+"""Largest number of spans kept between two calls of `events`; further ones are only counted."""
 
 
 def rank_lane(rank: int) -> str:
@@ -27,7 +27,7 @@ def worker_lane(index: int) -> str:
 
 
 class Spans:
-    """Of one process, in one thread or event loop.
+    """Spans of one process, recorded in one thread or event loop.
 
     Example:
         spans = Spans()
@@ -38,13 +38,13 @@ class Spans:
 
     def __init__(self) -> None:
         self.step = 0
-        """That spans belong to from now on."""
+        """Step of the spans that are recorded from now on."""
         self._ended: list[dict[str, Any]] = []
         self._left_out = 0
 
     @contextmanager
     def during(self, lane: str, name: str, **figures: float) -> Iterator[dict[str, float]]:
-        """The block, however it ends. Yields the figures, so that it may add some."""
+        """Record the block as a span, however the block ends. Yields the figures, so that the block may add some."""
         start, began = time.time(), time.perf_counter()
         try:
             yield figures
@@ -52,18 +52,18 @@ class Spans:
             self._add(lane, name, start, time.perf_counter() - began, figures)
 
     def past(self, lane: str, name: str, seconds: float, **figures: float) -> None:
-        """What has just ended and took so long."""
+        """Record a span that took `seconds` and has just ended."""
         self._add(lane, name, time.time() - seconds, seconds, figures)
 
     def phases(self, lane: str, seconds: Mapping[str, float]) -> None:
-        """Phases that came one after the other; the last has just ended."""
+        """Record consecutive phases, the last of which has just ended."""
         start = time.time() - sum(seconds.values())
         for name, took in seconds.items():
             self._add(lane, name, start, took, {})
             start += took
 
     def events(self) -> list[Event]:
-        """What has ended since the last call, as one event or none."""
+        """Return the spans that have ended since the last call, as one event or none."""
         ended, self._ended = self._ended, []
         if self._left_out:
             ended.append(_span(STEPS, "spans left out", time.time(), 0.0, self.step, {"spans": self._left_out}))

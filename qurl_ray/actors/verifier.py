@@ -1,4 +1,5 @@
-"""Judging as Ray actors. Reward functions run in processes below the actors, which they cannot take down."""
+"""Verifiers: Ray actors that judge answers. Reward functions run in child processes, which cannot take an actor
+down."""
 
 import asyncio
 import queue
@@ -19,22 +20,22 @@ from qurl_ray.types import Problem, Verdict
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_PROCESSES = 4  # of a verifier: one works, the others are there for when it hangs
-_PIECE = 128  # answers in one call, at most: few enough to lose with an actor
+_PROCESSES = 4  # of a verifier: one works, the others replace it when it hangs
+_PIECE = 128  # most answers in one call: few enough to lose with an actor
 _RETRY_S = 0.5
 
 
 class Verifier:
-    """Judges with one process at a time, and has a few to spare.
+    """Judge that uses one process at a time and has a few spare ones.
 
     An answer that takes longer than a quarter of its deadline keeps its process, and a spare one takes the next answer:
-    a hang costs that quarter. A process that was killed starts anew beside the work: a crash costs its answer.
+    a hang costs only that quarter. A killed process restarts in the background: a crash costs only its answer.
     """
 
     def __init__(self, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB) -> None:
-        """See VerifierProcess, to each of which the bounds apply."""
+        """Create the processes, idle at first. Both bounds apply to each of them; see VerifierProcess."""
         self._processes = [VerifierProcess(spec, timeout_s, memory_gb=memory_gb) for _ in range(_PROCESSES)]
-        self._free: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()  # a warm one before one that has not started
+        self._free: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()  # warm processes come before new ones
         for process in self._processes:
             self._free.put(process)
         self._threads = ThreadPoolExecutor(_PROCESSES)
@@ -42,7 +43,7 @@ class Verifier:
         self._patience_s = timeout_s / _PROCESSES
 
     def check(self) -> None:
-        """RewardError if the reward cannot be used."""
+        """Raise RewardError if the reward cannot be used."""
         process = self._free.get()
         try:
             process.check()
@@ -50,7 +51,8 @@ class Verifier:
             self._free.put(process)
 
     def judge_many(self, items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
-        """One verdict per (answer, problem), in order. Works from several threads at once, which take turns."""
+        """Return one verdict per (answer, problem), in order. Several threads may call this at once; they take
+        turns."""
         verdicts: list[Verdict | None] = [None] * len(items)
         calls, start = [], 0
         while start < len(items):
@@ -83,36 +85,36 @@ class Verifier:
     def _renew(self, process: VerifierProcess) -> None:
         try:
             process.check()
-        finally:  # a reward that cannot be resolved any more says so to the next answer
+        finally:  # if the reward can no longer be resolved, the next answer reports it
             self._free.put(process)
 
 
 class _Run:
-    """Answers that one process judges, from `start` on."""
+    """Answers that one process judges, from index `start` on."""
 
     def __init__(self, items: Sequence[tuple[str, Problem]], verdicts: list[Verdict | None], start: int) -> None:
         self.items, self.start = items, start
         self._verdicts, self._at, self._over, self._since = verdicts, start, False, time.monotonic()
         self.left = False
-        """Another process judges all but the next one."""
+        """True if another process has taken over all answers after the next one."""
         self._changed = threading.Condition()
 
     def put(self, verdict: Verdict) -> None:
-        """The next verdict. One that another process was quicker with stays."""
+        """Store the next verdict, unless another process was faster."""
         with self._changed:
             if self._verdicts[self._at] is None:
                 self._verdicts[self._at] = verdict
-            self._at, self._since = self._at + 1, time.monotonic()  # without waking anybody: this is often
+            self._at, self._since = self._at + 1, time.monotonic()  # wakes up nobody: this is called often
 
     def finish(self) -> None:
-        """No more verdicts."""
+        """Mark that no more verdicts will come."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def until_stuck(self, patience_s: float) -> int:
-        """Waits. Returns the first answer that is another process's to judge: behind the last verdict, if the process
-        is done, or behind the answer that it has not judged for so long."""
+        """Wait until the process is done or stuck. Returns the index of the first answer for another process: after the
+        last verdict if it is done, or after the answer that it has not judged for `patience_s` seconds."""
         with self._changed:
             while not self._over:
                 remaining = self._since + patience_s - time.monotonic()
@@ -120,27 +122,27 @@ class _Run:
                     self.left = True
                     return self._at + 1
                 self._changed.wait(remaining)
-            # Without a single verdict it could not begin at all: its error is raised by whoever asks for the result.
+            # Without a single verdict, it could not start at all: the caller gets its error with the result.
             return self._at if self._at > self.start else len(self.items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierPool:
-    """Handles of the verifiers; it may be sent to other processes."""
+    """Handles of the verifiers; may be sent to other processes."""
 
     verifiers: "tuple[ActorHandle, ...]"
 
     async def judge(self, items: Sequence[tuple[str, Problem]], deadline_s: float) -> list[Verdict]:
-        """One verdict per (answer, problem), in order. Pieces go to whichever verifier is free.
+        """Return one verdict per (answer, problem), in order. Chunks go to whichever verifier is free.
 
-        The answers that a verifier dies with get status "error"; it is restarted.
+        If a verifier dies, the answers of its chunk get status "error"; the verifier is restarted.
 
         Raises:
-            DeadlineExceeded: some verdicts were not there after `deadline_s` seconds.
+            DeadlineExceeded: some verdicts were missing after `deadline_s` seconds.
             RewardError: the reward cannot be resolved.
         """
         verdicts: list[Verdict] = [failure("error", "not judged")] * len(items)
-        # As many pieces at a verifier as it has processes, so that one that hangs does not hold up the next.
+        # As many chunks at a verifier as it has processes, so that a hanging one does not delay the next.
         lanes = [verifier for _ in range(_PROCESSES) for verifier in self.verifiers]
         size = max(1, min(_PIECE, len(items) // (2 * len(lanes))))
         starts = iter(range(0, len(items), size))
@@ -159,7 +161,7 @@ class VerifierPool:
         return verdicts
 
     def close(self) -> None:
-        """End the verifiers with all that their rewards started."""
+        """End the verifiers and everything that their rewards started."""
         import ray
 
         ray.wait([verifier.close.remote() for verifier in self.verifiers], num_returns=len(self.verifiers), timeout=5)
@@ -168,10 +170,10 @@ class VerifierPool:
 
 
 def start_verifiers(count: int, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB) -> VerifierPool:
-    """A pool of `count` verifiers; see Verifier. Calls are not retried: the pool knows best what an answer is worth."""
+    """Start a pool of `count` verifiers; see Verifier. Ray does not retry calls: the pool handles failures itself."""
     import ray
 
-    # One thread for each piece that the pool gives it, and one to close it.
+    # One thread for each chunk that the pool sends at once, and one for `close`.
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_PROCESSES + 1)(Verifier)
     return VerifierPool(verifiers=tuple(actor.remote(spec, timeout_s, memory_gb) for _ in range(count)))
 
@@ -180,7 +182,7 @@ async def _ask(verifier: "ActorHandle", items: Sequence[tuple[str, Problem]]) ->
     try:
         return await verifier.judge_many.remote(list(items))
     except RayActorError:
-        await _back(verifier)  # or it would fail all that are left, one after the other
+        await _back(verifier)  # or all remaining chunks would fail, one after the other
         return [failure("error", "the verifier died")] * len(items)
 
 

@@ -1,4 +1,4 @@
-"""What is learned from rollouts, and what is done about their mismatch with the learner."""
+"""Settings of learning from rollouts, and of corrections for their mismatch with the learner."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,25 +8,30 @@ from qurl_ray.config.section import Section, with_default_types
 from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES
 
 LossMean = Literal["token", "sequence", "fixed"]
+"""Averages of the loss; the help is at the fields `loss_mean`."""
 
 # --- corrections ---------------------------------------------------------------------------------
 
 
 class CorrectionBase(Section):
-    """What every correction can do besides."""
+    """Settings of all corrections."""
 
     reject: Literal["none", "geometric", "k2", "k3"] = "none"
-    """Drop whole answers: by the geometric mean of rho, or by the k2 or k3 estimate of KL(b‖p) per token."""
+    """Rule that drops whole answers: `none` drops none; `geometric` drops those whose geometric mean of rho is below
+    `reject_low` or above `reject_high`; `k2` and `k3` drop those whose k2 or k3 estimate of KL(b‖p) per token is above
+    `reject_high`."""
     reject_low: float | None = Field(None, gt=0)
-    """With reject=geometric, the least mean that is kept; 0.999 if absent."""
+    """Smallest geometric mean of rho that is kept, with reject=geometric; null means 0.999."""
     reject_high: float | None = Field(None, gt=0)
-    """The largest value that is kept; if absent 1.001 for geometric, 0.01 for k2 and k3."""
+    """Largest value that is kept: of the geometric mean of rho, or of the estimated KL in nats per token. null means
+    1.001 for geometric, and 0.01 for k2 and k3."""
     veto: float | None = Field(None, gt=0, lt=1)
-    """Drop answers with any token whose rho is below this; 1e-4 is common."""
+    """Lower bound on rho: an answer with any token below it is dropped. null drops none; 1e-4 is common."""
     ess_floor: float | None = Field(None, gt=0, lt=1)
-    """Mix the weights with 1 in each step, just so far that their effective sample size is at least this share."""
+    """Smallest effective sample size of a step's weights, as a share of the tokens that are kept: weights are mixed
+    with 1 just enough to reach it. null does not mix; types naive and ignore have no weights to mix."""
     metrics_only: bool = False
-    """Measure and log what the correction would do, and train as with `ignore`."""
+    """Measure and log what the correction would do, and train as with type `ignore`."""
 
     @model_validator(mode="after")
     def _rejection_fits(self) -> "CorrectionBase":
@@ -40,26 +45,30 @@ class CorrectionBase(Section):
         return self
 
     def reject_range(self) -> tuple[float, float]:
-        """(low, high) of the rejection's value, defaults filled in."""
+        """Return (low, high) of the rejection's value, defaults filled in."""
         low, high = {"geometric": (0.999, 1.001)}.get(self.reject, (0.0, 0.01))
         return self.reject_low or low, self.reject_high or high
 
 
 class _Truncated(CorrectionBase):
     is_cap: float = Field(2.0, ge=1)
-    """C: importance weights proximal/behavior above this are truncated."""
+    """Cap C of importance weights (proximal over behavior): larger ones are truncated to it."""
 
 
 class _ByUnit(CorrectionBase):
     unit: Literal["token", "sequence", "geometric"] = "token"
-    """What is weighted: a token by rho, a whole answer by the product of its rho, or by their geometric mean."""
+    """Unit that gets one weight: `token` weights each token by its rho; `sequence` weights a whole answer by the
+    product of its tokens' rho; `geometric` weights a whole answer by their geometric mean."""
 
 
 class _Unweighted(CorrectionBase):
     @model_validator(mode="after")
     def _nothing_to_weaken(self) -> "_Unweighted":
         if self.ess_floor is not None:
-            raise ValueError("ess_floor weakens weights, which this correction has not")
+            raise ValueError(
+                f"ess_floor has no effect with correction {self.type}, which uses no weights: remove it, or choose tis "
+                "or acr"
+            )
         return self
 
 
@@ -80,9 +89,9 @@ class MIS(_ByUnit):
 
     type: Literal["mis"] = "mis"
     low: float = Field(0.5, ge=0, lt=1)
-    """The least weight that is kept."""
+    """Smallest weight that is kept; smaller ones become 0."""
     high: float = Field(5.0, gt=1)
-    """The largest weight that is kept."""
+    """Largest weight that is kept; larger ones become 0."""
 
 
 class Decoupled(CorrectionBase):
@@ -98,18 +107,19 @@ class Naive(_Unweighted):
 
 
 class Ignore(_Unweighted):
-    """No correction: the mismatch between engine and learner is left alone."""
+    """No correction: the mismatch between engine and learner is left as it is."""
 
     type: Literal["ignore"] = "ignore"
 
 
 class Custom(CorrectionBase):
-    """Weights that a function of yours gives: `algorithm.correction=my_package.my_module:function` is short for it."""
+    """Weights from a function of your own: `algorithm.correction=my_package.my_module:function` is short for it."""
 
     type: Literal["custom"] = "custom"
     function: str
-    """`package.module:function`, or an entry point of the group qurl_ray.corrections: (log_rho_BT, mask_BT) to the
-    weight of each token [B, T], at least 0; 0 drops the token. log_rho is log(p/b), 0 where masked."""
+    """Function that returns the weights: `package.module:function`, or an entry point of the group
+    qurl_ray.corrections. It takes (log_rho_BT, mask_BT) and returns the weight of each token [B, T], at least 0; 0
+    drops the token. log_rho is log(p/b), 0 where masked."""
 
     @field_validator("function")
     @classmethod
@@ -136,41 +146,53 @@ PRESETS: dict[str, Correction] = {
     "ais": TIS(ess_floor=0.9),
     "monitor": ACR(metrics_only=True),
 }
-"""Corrections by the names that they have elsewhere, each a whole section: `algorithm.correction=flashrl`."""
+"""Corrections by their published names, each a whole section: `algorithm.correction=flashrl`."""
 
 # --- algorithms ----------------------------------------------------------------------------------
 
 CLIP_BOUNDS = ("clip_low", "clip_high", "dual_clip")
+"""Settings whose defaults depend on the objective."""
 
 
 class Algorithm(Section):
+    """Settings of all algorithms."""
+
     correction: Correction = ACR()
-    """A section, or one of the names qurl, flashrl, mis, icepop, sequence_tis, sequence_mis, geometric, k2, k3, veto,
-    ais, decoupled, naive, ignore, monitor; or package.module:function."""
-    objective: str = Field("ppo", description=f"The form that is maximised. {OBJECTIVES.help()}.")
+    """Correction for the mismatch between engine and learner: a section whose `type` is acr, tis, mis, decoupled,
+    naive, ignore or custom, or one of the names qurl, flashrl, mis, icepop, sequence_tis, sequence_mis, geometric, k2,
+    k3, veto, ais, decoupled, naive, ignore, monitor (docs/objectives.md), or package.module:function. Below, rho = p/b
+    is the probability of a token under the learner before the step (p, proximal) over that under the engine (b,
+    behavior)."""
+    objective: str = Field("ppo", description=f"Form of the objective: {OBJECTIVES.help()}.")
     clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio's lower bound is 1 - this; 3e-4 with gspo and tbpo, 1 (no bound) with cispo."""
+    """Distance of the ratio's lower clip bound from 1: the bound is 1 - clip_low. The default is 3e-4 with objectives
+    gspo and tbpo, and 1 (no bound) with cispo."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio's upper bound is 1 + this; 4e-4 with gspo and tbpo, 4 with cispo."""
+    """Distance of the ratio's upper clip bound from 1: the bound is 1 + clip_high. The default is 4e-4 with objectives
+    gspo and tbpo, and 4 with cispo."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c of -c*A for negative advantages; absent is unbounded, as published. 1.0007 with tbpo."""
+    """Bound c of the dual clip: for a negative advantage A, the surrogate is at least c·A. null sets no bound, as
+    published; the default is 1.0007 with objective tbpo."""
     calibrate_every: int = Field(0, ge=0)
-    """With correction=naive or a unified flow: set the clip bounds anew every so many steps, so that they cut as
-    much as the nominal ones would cut of the exact ratio (calibrated clipping); 0 is off. In a unified flow that ratio
-    takes two more passes, in full precision."""
+    """Number of steps between two calibrations of the clip bounds, so that they cut as much as the nominal ones would
+    cut of the exact ratio (calibrated clipping); 0 is off. It needs correction=naive or a unified flow, in which the
+    exact ratio takes two more passes, in full precision."""
     kl_coef: float = Field(0.0, ge=0)
-    """Factor of a KL penalty against the policy that the run began with. Above 0, every rank holds that policy too."""
+    """Factor of a KL penalty against the policy at the start of the run; 0 is off. Above 0, every rank holds that
+    policy too."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log(policy/reference): d, d²/2, or exp(-d) - 1 + d."""
+    """Estimator of the penalty's KL at a token, with d = log(policy/reference): `k1` is d; `k2` is d²/2; `k3` is
+    exp(-d) - 1 + d."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the penalty to the loss, or take it from the reward: from each token's where a value model gives credit, else
-    from the answer's."""
+    """Where the KL penalty is applied: `loss` adds it to the loss; `reward` subtracts it from the reward, of each token
+    with PPO, else of the whole answer."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Factor of an entropy bonus."""
+    """Factor of an entropy bonus; 0 is off."""
     updates_per_rollout: int = Field(4, ge=1)
-    """Mini-batch updates made from the rollouts of one step. With 1, ACR equals TIS."""
+    """Number of updates, one per mini-batch, made from the rollouts of one step. With 1, ACR equals TIS."""
     overlong_buffer: int = Field(0, ge=0)
-    """Tokens before max_new_tokens over which a penalty falls from 0 to -1; 0 is off."""
+    """Number of tokens before max_new_tokens over which a penalty that is added to the reward falls from 0 to -1; 0 is
+    off."""
 
     @model_validator(mode="before")
     @classmethod
@@ -223,10 +245,12 @@ class Algorithm(Section):
 
 
 class _Grouped(Algorithm):
-    advantage: str = Field("grpo", description=f"What a sample is compared with. {ADVANTAGES.help()}.")
+    advantage: str = Field(
+        "grpo", description=f"Advantage of a sample from the rewards of its group: {ADVANTAGES.help()}."
+    )
     max_refill_rounds: int = Field(10, ge=1)
-    """With dynamic_sampling, generation rounds per step at most; a step that is still short then trains on what it has,
-    and says so."""
+    """Largest number of generation rounds in a step, with dynamic_sampling. A step that is still short then trains on
+    what it has, and logs a warning."""
 
     @field_validator("advantage")
     @classmethod
@@ -239,11 +263,13 @@ class DAPO(_Grouped):
 
     type: Literal["dapo"] = "dapo"
     clip_high: float = Field(0.28, gt=0)
-    """The ratio's upper bound is 1 + this; 4e-4 with gspo and tbpo, 4 with cispo."""
+    """Distance of the ratio's upper clip bound from 1: the bound is 1 + clip_high. The default is 4e-4 with objectives
+    gspo and tbpo, and 4 with cispo."""
     loss_mean: LossMean = "token"
-    """Mean over all tokens, over each answer's and then over answers, or over answers times max_new_tokens."""
+    """How the loss is averaged: `token` is the mean over all tokens; `sequence` is the mean over each answer's tokens,
+    then over answers; `fixed` is the sum divided by answers times max_new_tokens."""
     dynamic_sampling: bool = True
-    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
+    """Drop groups whose answers all have the same reward, and draw new prompts in their place."""
 
 
 class GRPO(_Grouped):
@@ -251,9 +277,10 @@ class GRPO(_Grouped):
 
     type: Literal["grpo"] = "grpo"
     loss_mean: LossMean = "sequence"
-    """Mean over all tokens, over each answer's and then over answers, or over answers times max_new_tokens."""
+    """How the loss is averaged: `token` is the mean over all tokens; `sequence` is the mean over each answer's tokens,
+    then over answers; `fixed` is the sum divided by answers times max_new_tokens."""
     dynamic_sampling: bool = False
-    """Drop groups whose answers were all judged alike and draw new prompts in their place."""
+    """Drop groups whose answers all have the same reward, and draw new prompts in their place."""
 
 
 class PPO(Algorithm):
@@ -261,26 +288,30 @@ class PPO(Algorithm):
 
     type: Literal["ppo"] = "ppo"
     advantage: Literal["gae"] = "gae"
-    """Generalised advantage estimation from the value model, whitened over all tokens of the step."""
+    """How credit is given to tokens: `gae`, the only value, is generalised advantage estimation from the value model,
+    whitened over all tokens of the step."""
     loss_mean: LossMean = "token"
-    """Mean over all tokens, over each answer's and then over answers, or over answers times max_new_tokens."""
+    """How the loss is averaged: `token` is the mean over all tokens; `sequence` is the mean over each answer's tokens,
+    then over answers; `fixed` is the sum divided by answers times max_new_tokens."""
     dynamic_sampling: Literal[False] = False
-    """Not for PPO: there are no groups to compare."""
+    """Always false, the only value: with PPO there are no groups to compare."""
     max_refill_rounds: Literal[1] = 1
-    """See dynamic_sampling."""
+    """Always 1, the only value: there is no dynamic_sampling."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount factor of rewards per token; 1 does not discount."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
-    """Of generalised advantage estimation; 1 is the return minus the value."""
+    """Parameter lambda of generalised advantage estimation; with 1, an advantage is the return minus the value."""
     critic: Literal["separate", "shared"] = "separate"
-    """The value model: a second model, or a second head on the policy. Either begins with a head of zeros."""
+    """Value model: `separate` is a second model; `shared` is a second head on the policy. In both, the head starts with
+    zeros."""
     critic_lr: float = Field(1e-5, gt=0)
-    """Learning rate of a separate value model, which begins as a copy of the policy. It warms up and falls as
+    """Learning rate of a separate value model, which starts as a copy of the policy. It warms up and falls as
     `learner.lr` does."""
     critic_coef: float = Field(0.1, gt=0)
-    """Factor of a shared value model's loss in the policy's."""
+    """Factor of a shared value model's loss, which is added to the policy's."""
     value_clip: float | None = Field(0.5, gt=0)
-    """How far a value may move from that before the step; absent is unbounded."""
+    """Distance, in units of reward, at which the value loss clips a token's value around its value from before the
+    step. null does not clip."""
 
 
 AlgorithmConfig = Annotated[DAPO | GRPO | PPO, Field(discriminator="type")]

@@ -1,4 +1,4 @@
-"""The command line that every training job shares: --config FILE, key=value overrides, --dry-run, --help."""
+"""Command line that all training jobs share: --config FILE, key=value overrides, --dry-run, --help."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ _JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
 
 
 def settings_help() -> str:
-    """Every setting with its default, written from the models."""
+    """Return the help of every setting with its default, made from the models."""
     lines = []
     for key, default, text in describe():
         lines.append(f"{key} = {default}  {text}" if default else f"\b\n[{key}] {text}")
@@ -22,16 +22,18 @@ def settings_help() -> str:
 
 
 class Train(Protocol):
-    """What a job does with its settings; returns the exit status."""
+    """Function that runs a job with its settings and returns the exit status."""
 
     def __call__(self, config: RunConfig, *, dry: bool, fresh: bool) -> int: ...
 
 
 def training_app(algorithm: str | None, train: Train) -> typer.Typer:
-    """A command that reads a config whose algorithm is `algorithm` and calls `train`; None is for unified precision
-    flows with any algorithm.
+    """Return a command that reads the settings, checks that their algorithm is `algorithm`, and calls `train`.
 
     Errors that qurl_ray raises on purpose are printed without a traceback.
+
+    Args:
+        algorithm: None is for unified precision flows, with any algorithm.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -45,7 +47,10 @@ def training_app(algorithm: str | None, train: Train) -> typer.Typer:
         ] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print and save the settings; stop.")] = False,
         fresh: Annotated[
-            bool, typer.Option("--fresh", help="Start anew, not from an unfinished run's checkpoint; that run is kept.")
+            bool,
+            typer.Option(
+                "--fresh", help="Start from the beginning, not from an unfinished run's checkpoint; that run is kept."
+            ),
         ] = False,
     ) -> None:
         if (here := str(Path.cwd())) not in sys.path:  # modules of the user's own; Ray does the same in its workers

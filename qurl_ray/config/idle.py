@@ -1,4 +1,5 @@
-"""Settings that a combination makes idle. A run announces them at its start; docs/objectives.md lists them."""
+"""Find settings that have no effect in their combination. A run logs them at its start; docs/objectives.md lists
+them."""
 
 from collections.abc import Iterator
 
@@ -7,13 +8,13 @@ from qurl_ray.config.models import RunConfig
 
 
 def idle_settings(config: RunConfig) -> list[str]:
-    """One sentence each."""
+    """Return one sentence for each setting that has no effect."""
     return [*_corrections(config), *_objectives(config), *_learner(config), *_sampling(config)]
 
 
 def _corrections(config: RunConfig) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.correction
-    # With full-precision rollouts the sentence about that says it all.
+    # With full-precision rollouts, only the sentence about these is reported.
     full = config.rollout.quantization == "none" and config.rollout.kv_cache == "full"
     if full and correction.type != "ignore":
         yield f"{correction.type} has almost nothing to correct with full-precision rollouts"

@@ -1,4 +1,4 @@
-"""From a YAML file and `key.sub=value` overrides to a RunConfig, with errors that name the way out."""
+"""From a YAML file and `key.sub=value` overrides to a RunConfig, with errors that say how to mend them."""
 
 import difflib
 import os
@@ -23,7 +23,7 @@ _INSTEAD = {
     "images": "images are not supported: prompts are text",
     "normalize_by_std": "normalize_by_std is now algorithm.advantage: grpo divides by the deviation, dr_grpo does not",
 }
-"""Keys that users of other frameworks, or of earlier versions, look for."""
+"""Messages for keys of other frameworks, or of earlier versions, that are not settings here."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -41,7 +41,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Those of the file, if there is one, with overrides applied in order; not validated.
+    """Read the settings of `path`, if there is one, and apply overrides in order. They are not validated.
 
     Raises:
         ConfigError: the file is missing or no mapping, or an override is no `key=value`.
@@ -56,7 +56,8 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str,
 
 
 def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
-    """Make `output_dir` absolute: Ray moves train workers and submitted jobs to temporary folders.
+    """Return the settings with an absolute `output_dir`: Ray moves train workers and submitted jobs to temporary
+    folders.
 
     Args:
         submitted: the driver runs as a Ray job, in a copy of the working directory that is deleted afterwards.
@@ -65,13 +66,13 @@ def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
 
 
 def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
-    """Where runs are: as asked, or $QURL_RUNS, or runs/ here (~/qurl-runs for submitted jobs). Absolute."""
+    """Absolute path of the folder of runs: `asked`, else $QURL_RUNS, else ./runs (~/qurl-runs for submitted jobs)."""
     folder = asked or os.environ.get("QURL_RUNS") or ("~/qurl-runs" if submitted else "runs")
     return Path(folder).expanduser().resolve()
 
 
 def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, default, help) of every setting, for --help and the reference in docs/."""
+    """Yield (dotted key, default, help) of every setting, for --help and the reference in docs/."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         unions = _sections(field.annotation)
@@ -81,7 +82,7 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
             continue
         rows = [list(describe(member, f"{key}.")) for member in unions]
         shared = [row for row in rows[0] if len(unions) > 1 and all(row in others for others in rows)]
-        if shared:  # once, and not again for every type
+        if shared:  # listed once, and not again for every type
             yield key, "", " ".join((field.description or "Settings of every type.").split())
             yield from shared
         for member, own in zip(unions, rows, strict=True):
@@ -121,21 +122,21 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
         if not isinstance(settings, dict):
             raise ConfigError(f"{'.'.join(keys[: done + 1])} is a value, not a section: cannot set {'.'.join(keys)}")
     if last == "type" and value != settings.get("type", DEFAULT_TYPES.get(keys[-2] if sections else "")):
-        settings.clear()  # another type has other settings: those of the old one go, its defaults come
+        settings.clear()  # another type has other settings: drop those of the old one
     if last == "objective" and value != settings.get(last, "ppo"):
-        for bound in CLIP_BOUNDS:  # so do another objective's bounds
+        for bound in CLIP_BOUNDS:  # another objective has other bounds
             settings.pop(bound, None)
     settings[last] = value
 
 
 def _as_section(name: str, value: Any) -> Any:
-    """A correction's name is a section, of which one setting may be changed."""
+    """Return the section that a correction's name stands for, so that one of its settings can be changed."""
     named = name == "correction" and isinstance(value, str) and value in PRESETS
     return PRESETS[value].model_dump() if named else value
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a field may hold: [] for plain values, several for a union."""
+    """Return the models that a field may hold: [] for plain values, several for a union."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     members = get_args(annotation) or (annotation,)
@@ -143,11 +144,11 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _show(value: Any) -> str:
-    return "none set" if value is None else str(value) if not isinstance(value, str) else value or '""'
+    return "null" if value is None else str(value) if not isinstance(value, str) else value or '""'
 
 
 def _explain(error: ValidationError, source: str) -> str:
-    """One line per fault: where it is, what was given, what would be right."""
+    """Return one line per error: where it is, what was given, what would be right."""
     return "\n".join(f"{source}: {_fault(item)}" for item in error.errors())
 
 
@@ -166,7 +167,8 @@ def _fault(item: Any) -> str:
 
 
 def _dotted(path: list[str]) -> str:
-    """The key as a user writes it: pydantic puts a union's tag into the path (task.arithmetic.operators)."""
+    """Return the key as a user writes it, without the tags that pydantic adds for unions
+    (task.arithmetic.operators)."""
     members: list[type[BaseModel]] = [RunConfig]
     kept = []
     for part in path:

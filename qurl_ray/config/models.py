@@ -1,4 +1,4 @@
-"""The settings of a run. Class defaults are vetted; the text under a field is its help.
+"""Settings of a run. Class defaults are vetted; the docstring under a field is its help.
 
 Every section is frozen and rejects unknown keys. Units are in the names. The layers below get
 values from here, never a section itself, except where a section is their whole argument.
@@ -26,19 +26,27 @@ class TinyModel(Section):
 
     type: Literal["tiny"] = "tiny"
     hidden_size: int = Field(256, ge=64)
+    """Width of the hidden states; `hidden_size` / `heads` must be 32, 64, 96 or 128."""
     layers: int = Field(4, ge=1)
+    """Number of decoder layers."""
     heads: int = Field(4, ge=1)
+    """Number of attention heads of a layer; a multiple of `kv_heads`."""
     kv_heads: int = Field(2, ge=1)
+    """Number of key and value heads of a layer (grouped-query attention)."""
     intermediate_size: int = Field(512, ge=64)
+    """Width of the hidden layer of each MLP."""
     max_length: int = Field(64, ge=8)
-    """Context: prompt and answer together, in tokens."""
+    """Context length: prompt and answer together, in tokens."""
     cold_start: bool = True
-    """Teach the task by supervised learning first, until `cold_start_accuracy`; False leaves random weights."""
+    """Train the policy on the task by supervised learning before the run, until `cold_start_accuracy`; false leaves
+    random weights."""
     cold_start_accuracy: float = Field(0.4, gt=0, lt=1)
-    """Greedy accuracy, on problems held out from the cold start (1000 where the task has 5000), at which it stops."""
+    """Share of problems answered correctly, by greedy decoding, at which the cold start stops. It is measured on
+    training problems that the cold start does not learn from: a fifth of them, at most 1000."""
     cold_start_steps: int = Field(3000, ge=1)
-    """At most this many supervised steps; not reaching the accuracy by then is an error."""
+    """Largest number of supervised steps; it is an error if the accuracy is not reached by then."""
     seed: int = 0
+    """Seed of the random weights and of the cold start."""
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "TinyModel":
@@ -54,9 +62,10 @@ class PretrainedModel(Section):
 
     type: Literal["pretrained"] = "pretrained"
     path: str
-    """Folder, or hub id such as HuggingFaceTB/SmolLM2-135M-Instruct."""
+    """Folder of the model, or its Hugging Face hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct."""
     max_length: int | None = Field(None, ge=8)
-    """Context to use, in tokens; the model's own if absent."""
+    """Context length to use (prompt and answer together), in tokens. null uses the model's own; a value above that is
+    an error."""
 
 
 class GgufModel(Section):
@@ -64,9 +73,10 @@ class GgufModel(Section):
 
     type: Literal["gguf"] = "gguf"
     path: str
-    """The file; `<package>/<file>` is also looked for among the installed Python packages."""
+    """Path of the GGUF file; `<package>/<file>` is also looked for among the installed Python packages."""
     max_length: int | None = Field(None, ge=8)
-    """Context to use, in tokens; the model's own if absent."""
+    """Context length to use (prompt and answer together), in tokens. null uses the model's own; a value above that is
+    an error."""
 
 
 ModelConfig = Annotated[TinyModel | PretrainedModel | GgufModel, Field(discriminator="type")]
@@ -75,50 +85,61 @@ ModelConfig = Annotated[TinyModel | PretrainedModel | GgufModel, Field(discrimin
 
 
 class TaskBase(Section):
+    """Settings of all types of task."""
+
     reward: str | None = Field(
         None,
-        description="Judge answers with this function, (answer: str, problem: Problem) -> float, in place of the "
-        f"task's own. {REWARDS.help()}.",
+        description=f"Function that judges answers, (answer: str, problem: Problem) -> float: {REWARDS.help()}. null "
+        "takes the one of the task's type.",
     )
     reward_timeout_s: float = Field(5.0, gt=0)
-    """Deadline for one answer. The process that judges it is killed at the deadline, and the reward has failed: the
-    sample is counted in `reward/failed` and left out of the update. In an evaluation a failed reward counts as 0."""
+    """Deadline for judging one answer, in seconds. The process that judges it is killed at the deadline, and the reward
+    has failed: the sample is counted in `reward/failed` and left out of the update. In an evaluation a failed reward
+    counts as 0."""
     reward_memory_gb: float = Field(4.0, gt=0)
-    """What the process that judges, and all that it starts, may hold together in memory, memfds, /dev/shm and temporary
-    files. Beyond it an allocation fails or the process is killed, and the reward has failed, as at the deadline.
-    docs/failure.md says what is guaranteed where."""
+    """Largest amount of memory, memfds, /dev/shm and temporary files that the process that judges, and all processes
+    that it starts, may hold together, in GB (2^30 bytes). Beyond it an allocation fails or the process is killed, and
+    the reward has failed, as at the deadline. docs/failure.md says what is guaranteed where."""
     verifiers: int = Field(1, ge=1)
-    """Processes that judge answers."""
+    """Number of verifiers, which judge answers at the same time."""
     template: str = "{prompt}"
-    """Text around a problem's prompt, when the tokenizer has no chat template or `chat` is off."""
+    """Text around a problem's prompt, which replaces {prompt} in it. It is used if the tokenizer has no chat template
+    or `chat` is off; the tiny policy takes only the default."""
     chat: bool = False
-    """Wrap the prompt with the tokenizer's chat template."""
+    """Wrap the prompt with the tokenizer's chat template, as one user message."""
 
 
 class ArithmeticTask(TaskBase):
-    """Sums (or differences, products) generated from a seed; training and held-out problems never meet."""
+    """Sums (or differences, products) generated from a seed; no problem is both trained on and held out."""
 
     type: Literal["arithmetic"] = "arithmetic"
     operators: str = "+"
-    """Any of + - *, drawn evenly."""
+    """Operators of the problems: one or more of + - *, each equally frequent."""
     min_operand: int = Field(0, ge=0)
+    """Smallest operand."""
     max_operand: int = Field(99, ge=1)
+    """Largest operand."""
     held_out_share: float = Field(0.2, gt=0, lt=1)
-    """Share of all problems kept for evaluation."""
+    """Share of all problems that is held out for evaluation."""
     seed: int = 0
+    """Seed that shuffles the problems, and so decides which are held out."""
 
 
 class ReasoningGymTask(TaskBase):
-    """Any reasoning-gym data set by name, judged by its own scorer."""
+    """Any data set of reasoning-gym, chosen by name and judged by its own scorer."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str
     """Name of the data set, such as chain_sum or leg_counting."""
     params: dict[str, Any] = {}
-    """Settings of the data set itself."""
+    """Parameters of the data set, by name, except its seed and size."""
     train_size: int = Field(10_000, ge=1)
+    """Number of problems generated for training."""
     held_out_size: int = Field(500, ge=1)
+    """Number of problems generated for evaluation; repeated prompts are left out."""
     seed: int = 0
+    """Seed of the first training problem. Each further problem has the next seed; those of held-out problems follow
+    those of training problems."""
 
 
 class DatasetTask(TaskBase):
@@ -126,20 +147,25 @@ class DatasetTask(TaskBase):
 
     type: Literal["dataset"] = "dataset"
     path: str
-    """Local file, or hub id."""
+    """Local .jsonl or .parquet file, or hub id of a data set."""
     name: str | None = None
-    """Configuration of a hub data set, such as `main` for openai/gsm8k."""
+    """Configuration of a hub data set, such as `main` for openai/gsm8k; null means its default."""
     split: str = "train"
+    """Split of a hub data set that is trained on."""
     held_out_path: str | None = None
-    """Local file or hub id of the held-out problems; the last `held_out_share` of `path` if absent."""
+    """Local file or hub id of the held-out problems; null holds out the last `held_out_share` of `path`."""
     held_out_split: str = "test"
+    """Split of `held_out_path`, if that is a hub data set."""
     held_out_share: float = Field(0.1, gt=0, lt=1)
+    """Share of the problems of `path`, the last ones, that is held out if `held_out_path` is null."""
     prompt_column: str = "prompt"
+    """Name of the column of prompts."""
     answer_column: str = "answer"
+    """Name of the column of answers."""
     held_out_prompt_column: str | None = None
-    """Of `held_out_path`, if it is not `prompt_column`."""
+    """Name of the column of prompts in `held_out_path`; null means `prompt_column`."""
     held_out_answer_column: str | None = None
-    """Of `held_out_path`, if it is not `answer_column`."""
+    """Name of the column of answers in `held_out_path`; null means `answer_column`."""
 
 
 class CustomTask(TaskBase):
@@ -147,13 +173,13 @@ class CustomTask(TaskBase):
 
     type: Literal["custom"] = "custom"
     problems: str
-    """`package.module:function`, or an entry point of the group qurl_ray.problems. It is called with `params` as
-    keywords, and returns or yields problems: mappings with a prompt, an answer and, for the reward, meta. It may also
-    return {"train": problems, "held_out": problems}."""
+    """Function that makes or reads the problems: `package.module:function`, or an entry point of the group
+    qurl_ray.problems. It is called with `params` as keywords, and returns or yields problems: mappings with a prompt,
+    an answer and, for the reward, meta. It may also return {"train": problems, "held_out": problems}."""
     params: dict[str, Any] = {}
-    """Keyword arguments of the function."""
+    """Keyword arguments of the function, by name."""
     held_out_share: float = Field(0.1, gt=0, lt=1)
-    """Share of the problems, the last ones, that is held out, where the function does not say."""
+    """Share of the problems, the last ones, that is held out if the function does not return held-out problems."""
 
     @field_validator("problems")
     @classmethod
@@ -170,33 +196,40 @@ TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask | CustomT
 
 
 class QuantizationConfig(Section):
-    """How weights become codes."""
+    """Quantization of weights: which linears become codes, and how."""
 
     kernel: Literal["auto", "emulation"] = "auto"
-    """`auto` takes the device's integer kernel where there is one; `emulation` computes the reference in float32."""
+    """How quantized linears are computed: `auto` uses the device's kernel for the format if there is one, else
+    emulation; `emulation` computes the reference in float32."""
     keep: tuple[str, ...] = (r"(^|\.)lm_head\.", r"(^|\.)embed_tokens\.")
-    """Regular expressions (re.search) of linears that stay in full precision. The only list: learner, engines and
-    sync read this one."""
+    """Regular expressions (re.search) of names of linears that stay in full precision. This is the only such list:
+    learner, engines and sync all read it."""
     keep_first_layers: int = Field(0, ge=0)
-    """Also keep the linears of so many layers at the bottom in full precision."""
+    """Number of layers, from the first on, whose linears also stay in full precision."""
     keep_last_layers: int = Field(0, ge=0)
-    """And at the top."""
+    """Number of layers, up to the last, whose linears also stay in full precision."""
     weight_max_code: int | None = Field(None, ge=1)
-    """Bound on weight codes, below the format's own: int4 with 1 has ternary weights. For experiments with a mismatch
-    as large as that of large models and long answers."""
+    """Upper bound on weight codes, below the format's own; int4 with 1 has ternary weights. null leaves the format's.
+    For experiments with a mismatch as large as that of large models and long answers."""
     rounding: Literal["nearest", "stochastic", "error_feedback"] = "nearest"
-    """The last two are experiments that lost (docs/LOG.md): they change a third of all codes at every sync, so they
-    need `sync.delta=false`, and `sync.probe_tokens=0`, as nobody but the sender can make the same codes."""
+    """How weights are rounded to codes: `nearest` takes the nearest code; `stochastic` rounds up or down at random,
+    exact on average; `error_feedback` adds the rounding error of the previous sync to the weight and takes the nearest
+    code. The last two are experiments with worse results (docs/LOG.md): they change a third of all codes at every sync,
+    so they need `sync.delta=false`, and `sync.probe_tokens=0`, as only the sender can make the same codes."""
     backward: Literal["auto", "quantized", "straight_through", "full"] = "auto"
-    """Of a unified flow's linears: `quantized` makes both gradients from FP8 codes (fp8_block, and `auto` there),
-    `straight_through` from the forward's dequantized operands (`auto` elsewhere), `full` from weights and activations
-    in full precision."""
+    """How the gradients of linears are computed in a unified precision flow: `quantized` computes both from FP8 codes
+    (fp8_block only); `straight_through` from the forward's dequantized operands; `full` from weights and activations in
+    full precision; `auto` is `quantized` with fp8_block, else `straight_through`."""
     uaq_scale: float = Field(1.0, ge=1)
-    """s of update-aware quantization: linears fed by a norm are divided by s, the norm's gain multiplied. 1 is off."""
+    """Scale s of update-aware quantization: weights of linears that a norm feeds are divided by s, and the norm's gain
+    is multiplied by s, so that an update moves their codes s times as far. 1 is off."""
     uaq_layers: Literal["qkv", "qkv+mlp"] = "qkv+mlp"
+    """Linears that `uaq_scale` applies to: `qkv` is the query, key and value projections; `qkv+mlp` is these and the
+    MLP's gate and up projections."""
 
     def kept(self, layers: int) -> tuple[str, ...]:
-        """`keep` for a model of so many layers, with those that are kept at its ends."""
+        """Return `keep` with patterns added for the first and last layers that are kept, for a model of so many
+        layers."""
         ends = [*range(self.keep_first_layers), *range(max(0, layers - self.keep_last_layers), layers)]
         return (*self.keep, *(rf"(^|\.)layers\.{layer}\." for layer in sorted(set(ends))))
 
@@ -215,45 +248,56 @@ class QuantizationConfig(Section):
 
 
 class LearnerConfig(Section):
-    """The full-precision side."""
+    """The learner, which trains the full-precision weights."""
 
     backend: Literal["torch", "deepspeed"] = "torch"
-    """`torch` replicates the parameters on every rank; `deepspeed` shards as `zero_stage` says."""
+    """Training backend: `torch` replicates the parameters on every rank; `deepspeed` shards as `zero_stage` says."""
     workers: int = Field(1, ge=1)
+    """Number of learner ranks (processes), which share the samples of each update."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """`cuda` gives each rank a GPU of its own."""
+    """Device of the ranks: `cpu`, or `cuda`, which gives each rank one GPU."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 is autocast; parameters, gradients and optimizer stay float32."""
+    """Number format of forward and backward passes: `float32`, or `bfloat16` by autocast. Parameters, gradients and
+    optimizer stay float32 in both."""
     lr: float = Field(1e-6, gt=0)
+    """Learning rate of AdamW, after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
-    """Updates over which the learning rate rises linearly."""
+    """Number of updates over which the learning rate rises linearly; 0 starts with the full rate."""
     lr_final_share: float = Field(1.0, ge=0, le=1)
     """Share of `lr` that is left at the last update, after a linear fall; 1 keeps the rate constant."""
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's decay rates of the running means of the gradient and of its square."""
     weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of AdamW, for matrices only; norms and biases do not decay. 0 is off."""
     grad_clip: float = Field(1.0, gt=0)
-    """Bound on the global norm of the gradient."""
+    """Upper bound on the global norm of an update's gradient; a larger gradient is scaled down to it."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Tokens of one forward and backward pass; padding counts unless `packing` is on."""
+    """Largest number of tokens of one forward and backward pass; padding counts unless `packing` is on. A sample that
+    is longer is alone in its pass."""
     packing: bool = False
     """Join the samples of a micro-batch end to end instead of padding them; attention stays within each."""
     share_prompts: bool = True
-    """Compute the prompt of a group's samples once, and no padding; on a CPU, without `packing`."""
+    """Compute the prompt that a group's samples share once, and without padding. It has an effect only on a CPU and
+    without `packing`."""
     gradient_checkpointing: bool = False
-    """Keep only the blocks' inputs for the backward pass and compute the rest again."""
+    """Keep only the inputs of the blocks for the backward pass, and compute the rest again."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """With `deepspeed`, what is sharded over the ranks: 1 optimizer, 2 and gradients, 3 and parameters."""
+    """State that DeepSpeed shards over the ranks, with backend=deepspeed: 0 shards nothing; 1 the optimizer's states; 2
+    also the gradients; 3 also the parameters."""
     offload_optimizer: bool = False
-    """With `deepspeed` and `zero_stage` 1 to 3: keep the optimizer's states, and make its step, on the CPU."""
+    """Keep the optimizer's states on the CPU, and make its step there; needs backend=deepspeed and `zero_stage` 1 to
+    3."""
     offload_while_waiting: bool = False
     """Move optimizer, gradients and parameters to the CPU during rollouts, for engines that share the GPU. With
-    `placement=colocated` it is on unless it is set to false, and all but the parameters are moved during syncs, too."""
+    `placement=colocated` it is on unless it is set to false, and everything except the parameters is moved during
+    syncs, too."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of a rank; all cores divided by the workers if absent."""
+    """Number of CPU threads of a rank. null divides the cores of the rank's machine by the number of ranks."""
     timeout_s: float = Field(600.0, gt=0)
-    """Deadline for collectives, and for placing and starting the ranks."""
+    """Deadline for collectives, and for placing and starting the ranks, in seconds."""
     max_failures: int = Field(3, ge=0)
-    """How often the ranks are started anew, from the latest checkpoint, after one of them, or the coordinator, died."""
+    """Number of times that the ranks may be restarted, from the latest checkpoint, after one of them, or the
+    coordinator, died."""
 
     @model_validator(mode="after")
     def _backend_can(self) -> "LearnerConfig":
@@ -266,43 +310,49 @@ class SyncConfig(Section):
     """Weight transfer from learner to engines."""
 
     transport: Literal["object_store", "nccl", "sparse_nccl", "ipc"] = "object_store"
-    """How weights travel. All but the first are vLLM's own, from GPU to GPU, with codes as bfloat16: `nccl` sends all,
-    `sparse_nccl` what changed, `ipc` hands over the memory of a GPU that learner and engine share, one of each, with
-    `placement=colocated`. The first version in a format and refits go through the object store all the same. Not
-    measured yet."""
+    """How weights travel to the engines: `object_store` uses Ray's object store; `nccl` sends all weights from GPU to
+    GPU; `sparse_nccl` sends only what changed from GPU to GPU; `ipc` hands over the memory of a GPU that one learner
+    rank and one engine share, with `placement=colocated`. The last three are vLLM's own, send codes as bfloat16, and
+    use the object store for the first version in a format and for versions that are sent again. They are not measured
+    yet."""
     timeout_s: float = Field(120.0, gt=0)
-    """Deadline for every engine to load and verify one version."""
+    """Deadline for every engine to load and verify one weight version, in seconds."""
     delta: bool = True
-    """Send only what changed since the version that the engines hold; all of it where they hold another."""
+    """Send only what changed since the version that the engines hold, and all weights to engines that hold another
+    version; false always sends all."""
     unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
-    """How embeddings, norms and other tensors outside the quantized set travel, and what engines then compute with:
-    `auto` is bfloat16 for engines in bfloat16, and beside codes where the learner does not compute through them
-    (precision_flow=rollout_only); else float32."""
+    """Number format in which embeddings, norms and other tensors without codes travel, and in which engines then
+    compute with them: `float32` (32 bits); `bfloat16` (16 bits); `auto` is bfloat16 for engines with dtype=bfloat16,
+    and beside codes with precision_flow=rollout_only, else float32."""
     bucket_mb: int = Field(32, ge=1)
-    """Tensors travel in buckets of so many MiB, which bounds what a sync holds in memory besides the weights."""
+    """Size of the buckets in which tensors travel, in MiB (2^20 bytes). It bounds what a sync holds in memory besides
+    the weights."""
     probe_tokens: int = Field(4, ge=0)
-    """Tokens that every engine draws after each sync from a fixed prompt, whose log-probs must be those of the
-    learner's forward through the same codes; 0 leaves this check out."""
+    """Number of tokens that every engine draws after each sync from a fixed prompt, to check that their log-probs are
+    those of the learner's forward through the same codes; 0 skips this check."""
     probe_tolerance: float = Field(0.2, gt=0)
-    """Largest mean difference of these log-probs, in nats. It is 0 with the torch engine on a CPU, and what another
-    engine's arithmetic makes of it elsewhere; wrong weights are far above."""
+    """Largest accepted mean difference between engine and learner of the probe's log-probs, in nats. The difference is
+    0 with the torch engine on a CPU, and elsewhere depends on the engine's arithmetic; wrong weights are far above."""
 
 
 class TrackingConfig(Section):
-    """Where numbers go. metrics.jsonl is always written."""
+    """Where the figures of a run are recorded. metrics.jsonl is always written."""
 
     mlflow: bool = True
+    """Also record the run in MLflow: settings, metrics, sampled rollouts, files and the final policy."""
     mlflow_uri: str | None = None
-    """Tracking server or database; sqlite in the output folder if absent."""
+    """MLflow tracking server or database; null means mlflow.db, a SQLite file in `output_dir`."""
     experiment: str = "qurl-ray"
+    """Name of the MLflow experiment."""
     sinks: tuple[str, ...] = ()
-    """Receivers of your own, each `package.module:Class` or an entry point of the group qurl_ray.sinks: made with
-    (run_dir, settings), and handed every event of the run (docs/extending.md)."""
+    """Receivers of your own, each `package.module:Class` or an entry point of the group qurl_ray.sinks. Each is made
+    with (run_dir, settings) and gets the events of the run (docs/extending.md)."""
     console: Literal["auto", "table", "plain", "none"] = "auto"
-    """`auto` is a live table on a terminal and plain lines elsewhere."""
+    """Output on the terminal: `table` is a live table with a progress bar; `plain` is one line per step; `none` is no
+    output; `auto` is `table` on a terminal and `plain` elsewhere."""
     samples_per_step: int = Field(2, ge=0)
-    """Rollouts kept token by token per step, in samples.jsonl: one of each prompt, then a second one of each, and so
-    on; prompts_per_step times samples_per_prompt keeps all of a round."""
+    """Number of rollouts of each step that are kept token by token, in samples.jsonl: one of each prompt, then a second
+    one of each, and so on. prompts_per_step times samples_per_prompt keeps all of a round; 0 keeps none."""
 
     @field_validator("sinks")
     @classmethod
@@ -311,15 +361,16 @@ class TrackingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out reward, and the share of held-out problems solved: those with a reward above 0.5."""
+    """Evaluations on held-out problems: mean reward, and the share of problems solved (reward above 0.5)."""
 
     problems: int = Field(500, ge=1)
-    """Held-out problems, greedy."""
+    """Largest number of held-out problems in an evaluation; each is answered once, greedily."""
     every: int = Field(0, ge=0)
-    """Also evaluate the quantized policy every so many steps; 0 is only before and after."""
+    """Number of steps between two evaluations of the quantized policy during training; 0 evaluates only before and
+    after training."""
     target_reward: float | None = None
-    """The run ends after the first of these evaluations at which the mean held-out reward is at least this; `steps` is
-    then a limit. The learning rate falls as if all of them were made."""
+    """Mean held-out reward at which the run ends, after the first evaluation during training (see `every`) that reaches
+    it; `steps` is then an upper limit. The learning rate falls as if all `steps` were made. null sets no target."""
 
     @model_validator(mode="after")
     def _a_target_needs_evaluations(self) -> "EvaluationConfig":
@@ -332,23 +383,26 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run needs to go on after it was killed, and the policy at that step. Ctrl-C always writes one."""
+    """Checkpoints: all that a killed run needs to resume, and the policy at that step. A run that ends before its last
+    step, for example after Ctrl-C, always writes one."""
 
     every: int = Field(20, ge=0)
-    """Save every so many steps; 0 is only at Ctrl-C."""
+    """Number of steps between two checkpoints; 0 writes one only if the run ends before its last step."""
     keep: int = Field(2, ge=1)
-    """How many of the latest to keep; the one with the best held-out reward (`evaluation.every`) stays besides."""
+    """Number of latest checkpoints to keep, in addition to the one with the best held-out reward
+    (`evaluation.every`)."""
 
 
 class ExportConfig(Section):
-    """The final policy is always saved in full precision, under policy/."""
+    """Export of the final policy, which is always saved in full precision, under policy/."""
 
     quantized: Literal["auto", "none", "int8", "fp8"] = "auto"
-    """Also save and evaluate a compressed-tensors checkpoint, which vLLM loads; `auto` takes the rollouts' format if
-    it can be exported (int4 and fp8_block cannot)."""
+    """Format of an additional compressed-tensors checkpoint that is saved and evaluated, and that vLLM can load: `none`
+    exports none; `int8` and `fp8` export that format; `auto` exports the rollouts' format if it is int8 or fp8 (int4
+    and fp8_block cannot be exported)."""
 
     def format(self, rollouts: Format) -> Literal["none", "int8", "fp8"]:
-        """Format of the exported checkpoint for rollouts in that one; "none" is no export."""
+        """Return the format of the exported checkpoint for rollouts in that format; "none" is no export."""
         if self.quantized != "auto":
             return self.quantized
         return rollouts if rollouts in ("int8", "fp8") else "none"
@@ -358,28 +412,38 @@ class ExportConfig(Section):
 
 
 class RunConfig(Section):
-    """One training run."""
+    """Settings of one training run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Folder under output_dir, and name of the MLflow run."""
+    """Name of the run's folder under output_dir, and of its MLflow run."""
     seed: int = 0
+    """Seed of the order of prompts, of sampling, and of mini-batches. Generated problems (`task.seed`) and the tiny
+    policy (`model.seed`) have seeds of their own."""
     steps: int = Field(100, ge=1)
-    """Rollout-and-learn steps; at most so many with `evaluation.target_reward`."""
+    """Number of steps, each of rollouts and learning; with `evaluation.target_reward` the run may end earlier."""
     output_dir: Path | None = None
-    """Where run folders go; $QURL_RUNS, or ~/qurl-runs for submitted jobs, or ./runs if absent."""
+    """Folder that holds the run folders. null means $QURL_RUNS if that is set, else ./runs, or ~/qurl-runs for
+    submitted jobs."""
     model: ModelConfig = TinyModel()
+    """Policy to be trained: `type` is tiny, pretrained or gguf."""
     task: TaskConfig = ArithmeticTask()
+    """Problems to train on, and how answers are judged: `type` is arithmetic, reasoning_gym, dataset or custom. The
+    settings directly below exist for every type."""
     precision_flow: Literal["rollout_only", "unified", "unified_int8"] = "rollout_only"
-    """`rollout_only` trains in full precision and corrects for the difference (QuRL). `unified` trains through the very
-    codes that generate: with rollout.quantization=fp8_block, gradients and all, that is Jet-RL; `unified_int8` is the
-    same with int8."""
+    """Precision of training compared with rollouts: `rollout_only` trains in full precision and corrects for the
+    difference (QuRL); `unified` trains through the same codes as the engines, which with
+    rollout.quantization=fp8_block, gradients included, is Jet-RL; `unified_int8` is `unified` with
+    rollout.quantization=int8."""
     placement: Placement = "disaggregated"
-    """Who computes where. `disaggregated` gives engines GPUs of their own. `colocated` puts them on the GPUs of the
-    learner's ranks, where they take turns: engines sleep while the learner trains, and the learner's states are on the
-    host while engines generate. It needs rollout.workers × tensor_parallel = learner.workers. Not measured on GPUs."""
+    """GPUs of engines and learner: `disaggregated` gives engines GPUs of their own; `colocated` puts them on the GPUs
+    of the learner's ranks, where they take turns: engines sleep while the learner trains, and the learner's states are
+    in host memory while engines generate. `colocated` needs rollout.workers × tensor_parallel = learner.workers. Not
+    measured on GPUs yet."""
     rollout: RolloutConfig = RolloutConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     algorithm: AlgorithmConfig = DAPO()
+    """Algorithm of reinforcement learning: `type` is dapo, grpo or ppo. The settings directly below exist for every
+    type."""
     learner: LearnerConfig = LearnerConfig()
     guard: GuardConfig = GuardConfig()
     sync: SyncConfig = SyncConfig()
@@ -434,7 +498,7 @@ class RunConfig(Section):
         return self
 
     def _staleness_fits(self) -> None:
-        """What rollouts that run ahead need."""
+        """Raise ValueError if another setting contradicts rollouts that run ahead of the learner."""
         ahead, correction = f"rollout.max_staleness={self.rollout.max_staleness}", self.algorithm.correction
         if correction.type == "ignore" or correction.metrics_only:
             raise ValueError(
@@ -448,7 +512,7 @@ class RunConfig(Section):
             )
 
     def _flow_fits(self) -> None:
-        """What training through the rollouts' codes needs."""
+        """Raise ValueError if another setting contradicts a unified precision flow."""
         flow, rollout = f"precision_flow={self.precision_flow}", self.rollout
         if rollout.quantization == "none":
             raise ValueError(f"{flow} trains through the format of the rollouts: set rollout.quantization to one")
@@ -473,7 +537,7 @@ class RunConfig(Section):
         return ours_on_cpus and (rollout.dtype, learner.compute) == ("float32", "float32")
 
     def backward(self) -> Literal["quantized", "straight_through", "full"]:
-        """What gradients of a unified flow are made of."""
+        """Return how gradients of a unified flow are computed: `quantization.backward`, with `auto` resolved."""
         if self.quantization.backward != "auto":
             return self.quantization.backward
         return "quantized" if self.rollout.quantization == "fp8_block" else "straight_through"

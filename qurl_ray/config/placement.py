@@ -1,4 +1,4 @@
-"""Who computes where: what `placement`, and weights that go from GPU to GPU, need of the other settings."""
+"""Checks of `placement`, and of weight transfers from GPU to GPU, against the other settings."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -6,10 +6,11 @@ if TYPE_CHECKING:
     from qurl_ray.config.models import RunConfig
 
 Placement = Literal["disaggregated", "colocated"]
+"""GPUs of engines and learner; the help is at RunConfig.placement."""
 
 
 def with_offload(settings: Any) -> Any:
-    """Let colocated learners make room for the engines, unless the settings say otherwise."""
+    """Set learner.offload_while_waiting with placement=colocated, unless the settings give it."""
     if not isinstance(settings, dict) or settings.get("placement") != "colocated":
         return settings
     learner = settings.get("learner") or {}
@@ -19,7 +20,7 @@ def with_offload(settings: Any) -> Any:
 
 
 def check_placement(config: "RunConfig") -> None:
-    """What taking turns on the same GPUs needs.
+    """Check that the other settings allow engines and learner to take turns on the same GPUs.
 
     Raises:
         ValueError: another setting contradicts `placement=colocated`.
@@ -58,7 +59,7 @@ def check_placement(config: "RunConfig") -> None:
 
 
 def check_transport(config: "RunConfig") -> None:
-    """What vLLM's own weight transfer needs.
+    """Check that the other settings allow vLLM's own weight transfer.
 
     Raises:
         ValueError: another setting contradicts `sync.transport`.

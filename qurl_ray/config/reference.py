@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the models: python -m qurl_ray.config.reference > docs/configuration.md"""
+"""Write docs/configuration.md from the models: python -m qurl_ray.config.reference > docs/configuration.md"""
 
 import sys
 from collections.abc import Iterator
@@ -14,18 +14,20 @@ first is the default, and its `type` decides which settings it has, besides thos
 
 
 def reference() -> str:
-    """The page: one table per section, and per type of a section that has several."""
+    """Return the page: one table per section, and one per type of a section that has several."""
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
     yield _HEAD
     yield from _table_under("The run", "")
-    for key, default, text in describe():
+    rows = list(describe())
+    rows.sort(key=lambda row: not row[1] or "." in row[0])  # settings outside of all sections first
+    for key, default, text in rows:
         if not default and "." not in key.partition(".type=")[0]:
             yield from _table_under(f"`{key}`", text)
         else:  # a section inside a section is a row, so that what follows it stays in its table
-            shown = default if default in ("", "required", "none set") else f"`{default}`"
+            shown = default if default in ("", "required") else f"`{default}`"
             yield "| " + " | ".join(cell.replace("|", r"\|") for cell in (f"`{key}`", shown, text)) + " |"
 
 

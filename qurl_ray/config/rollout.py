@@ -1,4 +1,4 @@
-"""The settings of the fleet that generates."""
+"""Settings of the rollout workers, which generate answers."""
 
 from typing import Literal
 
@@ -7,74 +7,95 @@ from pydantic import Field, model_validator
 from qurl_ray.config.section import Section
 
 Format = Literal["none", "int8", "fp8", "fp8_block", "int4"]
+"""Number formats of quantized linears; the help is at RolloutConfig.quantization."""
 
 
 class VllmConfig(Section):
-    """Of the engines, with `rollout.engine=vllm`."""
+    """Settings of vLLM engines, used with `rollout.engine=vllm`."""
 
     tensor_parallel: int = Field(1, ge=1)
-    """Processes (GPUs on CUDA) that share one engine's weights."""
+    """Number of processes (one GPU each with device=cuda) that share the weights of one engine."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values in each of them. If absent, a CPU takes what `slots` full contexts need, a GPU what
-    is free."""
+    """Memory for keys and values in each process of an engine, in GB (2^30 bytes). null takes what `slots` full
+    contexts need on a CPU, and what is free on a GPU; `placement=colocated` does not allow null."""
 
 
 class RolloutConfig(Section):
-    """The fleet that generates."""
+    """Rollout workers: the engines that generate answers."""
 
     quantization: Format = "int8"
-    """Format of the block linears during rollouts; `none` is full precision."""
+    """Number format of the linears during rollouts, except those that `quantization.keep` names: `none` is full
+    precision; `int8` is 8-bit integers, with one scale per output channel of the weights and per token of the
+    activations; `fp8` is 8-bit floats (E4M3) with the same scales; `fp8_block` is E4M3 with one scale per block of 128
+    × 128 weights and per 128 activations of a token; `int4` is 4-bit integers (-7 to 7) of the weights only, with one
+    scale per 128 columns. A format without a kernel on the device is emulated in float32, which saves no time; int4
+    always is."""
     engine: Literal["torch", "vllm"] = "torch"
-    """`torch` is embedded, and agrees with the learner bit for bit on a CPU; `vllm` is vLLM 0.32 with this package's
-    quantization."""
+    """Engine that generates: `torch` is this package's own, which agrees with the learner bit for bit on a CPU; `vllm`
+    is vLLM 0.32 with this package's quantization."""
     vllm: VllmConfig = VllmConfig()
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where engines compute. `cuda` gives each worker a GPU of its own, or `vllm.tensor_parallel` of them. Not measured
-    yet."""
+    """Device of the engines: `cpu`, or `cuda`, which gives each worker one GPU, or `vllm.tensor_parallel` GPUs with
+    engine=vllm. Not measured on GPUs yet."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations, and of weights that are not quantized. bfloat16 is for GPUs."""
+    """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` (16 bits), which is
+    for GPUs."""
     workers: int = Field(1, ge=1)
-    """Engines that the run begins with."""
+    """Number of rollout workers, each with one engine, at the start of the run."""
     max_workers: int | None = Field(None, ge=1)
-    """Grow to so many when the cluster has room, such as after a node joined it; absent is `workers`."""
+    """Largest number of rollout workers: workers are added up to it when the cluster has room, for example after a node
+    joined. null means `workers`."""
     max_staleness: int = Field(0, ge=0)
-    """Steps that rollouts may run ahead of the learner. 0 takes turns, and repeats to the bit; with more, engines
-    generate while the learner trains, and take new weights between two tokens: tokens of an answer may be of several
-    versions, which objectives that correct by the engine's log-probs allow for."""
+    """Number of steps that rollouts may run ahead of the learner. With 0 they take turns, and a run can be repeated bit
+    for bit; above 0, engines generate while the learner trains and take new weights between two tokens. The tokens of
+    an answer may then come from several weight versions, so a correction is needed (`algorithm.correction` other than
+    ignore)."""
     prompts_per_step: int = Field(64, ge=1)
+    """Number of prompts, and so of groups of answers, of a step. With dynamic sampling, more prompts are drawn until
+    this number of groups is left."""
     samples_per_prompt: int = Field(8, ge=1)
+    """Number of answers to each prompt, which form a group; at least 2, except with PPO."""
     max_new_tokens: int = Field(8, ge=1)
+    """Largest length of an answer, in tokens."""
     temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of rollouts; the learner computes log-probs at the same one. Evaluations are greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 the engine's log-probs are of the truncated distribution, which the learner does not see."""
+    """Sample from the smallest set of likeliest tokens whose probabilities add up to this; 1 keeps all tokens. Below 1,
+    the engine's log-probs are of the truncated distribution, but the learner's are not."""
     top_k: int = Field(0, ge=0)
-    """0 keeps the whole vocabulary; else see top_p."""
+    """Number of likeliest tokens to sample from; 0 keeps the whole vocabulary. Above 0, the engine's log-probs are of
+    the truncated distribution, but the learner's are not."""
     ignore_eos: bool = False
-    """Generate exactly max_new_tokens, for benchmarks."""
+    """Do not end answers at the end token, so that each has exactly max_new_tokens tokens; for benchmarks."""
     slots: int = Field(512, ge=1)
-    """Sequences that a worker decodes at a time; further requests wait for a free slot."""
+    """Number of answers that a worker decodes at a time; further requests wait for a free slot."""
     kv_cache: Literal["full", "fp8"] = "full"
-    """`fp8` holds keys and values as E4M3 codes, in a quarter of the memory, with a scale per layer and key head that
-    is measured anew for every version of the weights; whatever their format is, so in all evaluations of a run. On a
-    CPU it is an emulation, slower than `full`."""
+    """Number format in which an engine stores keys and values: `full` is that of `dtype`; `fp8` is E4M3, in a quarter
+    of the memory of float32, with one scale per layer and key head that is measured again for every weight version.
+    `fp8` needs engine=torch, and applies to all rollouts and evaluations of the run, whatever the format of the weights
+    is. On a CPU it is an emulation, slower than `full`."""
     cuda_graphs: bool = False
-    """Of the torch engine on a GPU: capture decode steps, anew after each sync, and start each with one call. For long
-    answers. Not measured yet."""
+    """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. They are captured again after
+    each sync, so it is for long answers. Needs engine=torch and device=cuda; not measured yet."""
     compile: bool = False
-    """Of the torch engine on a GPU: compile norms, rotary embeddings and activations. For use with `cuda_graphs`. Not
-    measured yet."""
+    """Compile norms, rotary embeddings and activations with torch.compile; for use with `cuda_graphs`. Needs
+    engine=torch and device=cuda; not measured yet."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of a worker; all cores divided by the workers if absent."""
+    """Number of CPU threads of a worker. null divides the cores of the driver's machine by the largest number of
+    workers."""
     timeout_s: float = Field(600.0, gt=0)
-    """Deadline for the rollouts of one round of prompts."""
+    """Deadline for the rollouts of one round of prompts, or of an evaluation, in seconds; missing it ends the run. If
+    requests were repeated, because a worker died or weights changed, it is twice as long plus `start_timeout_s`."""
     start_timeout_s: float = Field(180.0, gt=0)
-    """Deadline for placing and starting the workers, and for one to come back when none is left."""
+    """Deadline for placing and starting the workers, and for one to come back when none is left, in seconds."""
     heartbeat_s: float = Field(2.0, gt=0)
-    """Seconds between two questions whether a worker lives; at least 2 ms times the number of workers."""
+    """Time between two heartbeats of a worker, in seconds; never less than 2 ms times the number of workers."""
     silent_s: float = Field(60.0, gt=0)
-    """A worker that does not answer for a quarter of this is suspect; for all of it, it is ended and started anew."""
+    """Longest time without an answer from a worker, in seconds; after it the worker is killed and restarted. After a
+    quarter of it the worker is suspect, and gets no new work."""
     hedge_after: float = Field(3.0, ge=1)
-    """Ask an idle worker for what another one still generates after so many times the others' median."""
+    """Multiple of the median duration of finished chunks of requests; a chunk that takes longer is also given to an
+    idle worker, and the first answers count."""
 
     @model_validator(mode="after")
     def _grows(self) -> "RolloutConfig":

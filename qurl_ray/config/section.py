@@ -1,17 +1,18 @@
-"""What all sections of a run's settings share."""
+"""Base class of all sections of settings, and the default type of a section."""
 
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+"""Number that is at least 0 and below 1."""
 
 DEFAULT_TYPES = {"model": "tiny", "task": "arithmetic", "algorithm": "dapo", "correction": "acr"}
-"""What a section is when it does not say."""
+"""Type of a section that does not give one, by the section's name."""
 
 
 def with_default_types(settings: Any) -> Any:
-    """Let `task: {max_operand: 9}` mean the default type of task."""
+    """Fill in the default `type` of sections that give none, so that `task: {max_operand: 9}` is valid."""
     if not isinstance(settings, dict):
         return settings
     filled = dict(settings)
@@ -22,7 +23,7 @@ def with_default_types(settings: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A group of settings."""
+    """Base class of a group of settings: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False

@@ -1,4 +1,4 @@
-"""How a policy is served: settings, from YAML plus key=value overrides, and the command line that takes them."""
+"""Settings of serving a policy, from YAML plus key=value overrides, and the command line that takes them."""
 
 import difflib
 import ipaddress
@@ -16,77 +16,93 @@ from qurl_ray.errors import ConfigError, QurlError
 
 
 class ServingConfig(Section):
-    """One app that serves one policy, and its successors."""
+    """Settings of one app that serves one policy, and its successors."""
 
     policy: str | None = None
-    """A folder (that of a run, or of a model), `models:/name/version` in MLflow (also `models:/name/latest` and
-    `models:/name@alias`), or the name of a run in output_dir. The latest finished run there if absent."""
+    """Policy to serve: a folder (that of a run, or of a model), `models:/name/version` in MLflow (also
+    `models:/name/latest` and `models:/name@alias`), or the name of a run in output_dir. null means the latest finished
+    run there."""
     output_dir: Path | None = None
-    """Where run folders are; $QURL_RUNS, or ./runs if absent."""
+    """Folder that holds the run folders; null means $QURL_RUNS if that is set, else ./runs."""
     mlflow_uri: str | None = None
-    """Tracking server or database with the registered models; sqlite in output_dir if absent."""
+    """MLflow tracking server or database with the registered models; null means mlflow.db, a SQLite file in
+    output_dir."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
-    """What clients call the model; the run's or registered model's name if absent. It stays when the policy is
+    """Name of the model for clients; null means the run's or registered model's name. It stays when the policy is
     swapped."""
     engine: Literal["torch", "vllm"] = "torch"
-    """`torch` is embedded: on a CPU a request's answer depends on nothing but itself. `vllm` is vLLM 0.32."""
+    """Engine that generates: `torch` is this package's own, whose answer on a CPU depends only on the request; `vllm`
+    is vLLM 0.32."""
     quantization: Literal["auto"] | Format = "auto"
-    """Format of the block linears. `auto` takes a run's exported codes (policy-int8) where there are some, else what
-    the folder holds; a format quantizes a policy in full precision as it is loaded."""
+    """Number format of the linears: `auto` takes a run's exported codes (policy-int8) if there are any, else what the
+    folder holds; `none` is full precision; `int8`, `fp8`, `fp8_block` and `int4` are the formats of
+    `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
     kernel: Literal["auto", "emulation"] = "auto"
-    """As quantization.kernel of a run."""
+    """How quantized linears are computed: `auto` uses the device's kernel for the format if there is one, else
+    emulation; `emulation` computes the reference in float32."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """`cuda` gives each replica a GPU of its own, or `tensor_parallel` of them. Not measured yet."""
+    """Device of the engines: `cpu`, or `cuda`, which gives each replica `tensor_parallel` GPUs. Not measured on GPUs
+    yet."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations, and of weights that are not quantized. bfloat16 is for GPUs."""
+    """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` (16 bits), which is
+    for GPUs and for vLLM."""
     tensor_parallel: int = Field(1, ge=1)
-    """Processes (GPUs on CUDA) that share one vLLM engine's weights."""
+    """Number of processes (one GPU each with device=cuda) that share the weights of one vLLM engine."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values of a vLLM engine. If absent, a CPU takes what `slots` full contexts need, a GPU what
-    is free."""
+    """Memory for keys and values in each process of a vLLM engine, in GB (2^30 bytes). null takes what `slots` full
+    contexts need on a CPU, and what is free on a GPU."""
     slots: int = Field(32, ge=1)
     """Answers that a replica generates at a time."""
     max_length: int | None = Field(None, ge=8)
-    """Tokens of prompt and answer together; the model's own, at most 2048, if absent."""
+    """Context length (prompt and answer together), in tokens. null means the model's own, at most 2048."""
     max_tokens: int = Field(1024, ge=1)
-    """Largest max_tokens of a request."""
+    """Largest number of tokens that a request may ask for in an answer (its max_tokens)."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt; what max_length leaves if absent."""
+    """Largest length of a prompt, in tokens; null means what max_length leaves."""
     max_choices: int = Field(16, ge=1)
-    """Most answers to one request: n times its prompts."""
+    """Largest number of answers to one request, which is n times its prompts."""
     max_body_kb: int = Field(1024, ge=1)
-    """Largest body of a request."""
+    """Largest size of a request's body, in KiB (1024 bytes)."""
     body_timeout_s: float = Field(10.0, gt=0)
-    """Deadline for the body of a request to arrive."""
+    """Deadline for the body of a request to arrive, in seconds."""
     queue: int = Field(64, ge=0)
-    """Answers that may wait for a slot of a replica. Beyond that a request is turned away with 429."""
+    """Number of answers that may wait for a slot of a replica; requests beyond that are refused with status 429."""
     retry_after_s: int = Field(1, ge=1)
-    """What a client that was turned away is told to wait."""
+    """Time after which a refused client is told to try again (Retry-After), in seconds."""
     silent_s: float = Field(60.0, gt=0)
-    """A replica whose engine works but tells of no token for so long is unhealthy, and is started anew."""
+    """Longest time without a token from an engine that has work, in seconds; after it the replica is unhealthy, and is
+    restarted."""
     replicas: int = Field(1, ge=1)
-    """Replicas to begin with."""
+    """Number of replicas at the start, and the smallest number."""
     max_replicas: int | None = Field(None, ge=1)
-    """Grow to so many when more is asked than `slots` of each can take, and shrink again; absent is `replicas`."""
+    """Largest number of replicas: the app adds replicas up to it when more is asked than the `slots` of each can take,
+    and removes them again. null means `replicas`."""
     upscale_after_s: float = Field(10.0, ge=0)
+    """Time that more replicas must be needed before any are added, in seconds."""
     downscale_after_s: float = Field(120.0, ge=0)
+    """Time that fewer replicas must be enough before any are removed, in seconds."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of a replica, and CPUs that it takes in Ray; all cores divided by the most replicas if absent."""
+    """Number of CPU threads of a replica, and of CPUs that it takes in Ray. null divides all cores by the largest
+    number of replicas."""
     host: str = "127.0.0.1"
-    """Address to bind. Others than loopback need a key in the environment, or `open=true`."""
+    """Address to listen on. An address other than loopback needs a key in the environment, or `open=true`."""
     port: int = Field(8000, ge=0, le=65535)
+    """TCP port to listen on."""
     api_key_env: str = "QURL_API_KEY"
-    """Environment variable that holds the key. Without one everybody may ask."""
+    """Name of the environment variable that holds the API key. Without a key, only clients on this machine are
+    answered, unless `open` is true."""
     open: bool = False
-    """Answer everybody that can connect, from anywhere, without a key."""
+    """Answer every client that can connect, from anywhere, if there is no key."""
     drain_s: float = Field(60.0, gt=0)
-    """How long answers in flight may take to end when a replica stops."""
+    """Time that answers in flight may take to end when a replica stops, in seconds."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Deadline for the replicas to load a policy."""
+    """Deadline for the replicas to load a policy, in seconds."""
     follow_s: float | None = Field(None, gt=0)
-    """Look every so many seconds whether `policy` means another one by now, and swap to it."""
+    """Time between two checks whether `policy` now means another policy, in seconds; if it does, the app swaps to it.
+    null does not check."""
     template: str = "{prompt}"
-    r"""How messages become a prompt if the tokenizer has no chat template: {prompt} is what they say, joined by \n."""
+    r"""Prompt made from messages if the tokenizer has no chat template: {prompt} is replaced by their contents, joined
+    by \n."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "ServingConfig":
@@ -105,6 +121,7 @@ class ServingConfig(Section):
 
     @property
     def most_replicas(self) -> int:
+        """Largest number of replicas, `max_replicas` resolved."""
         return self.max_replicas or self.replicas
 
     def check_host(self, *, key: bool) -> None:
@@ -117,7 +134,7 @@ class ServingConfig(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Return True if only this machine reaches the address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -134,7 +151,7 @@ def load_serving(path: Path | None, overrides: Sequence[str] = ()) -> ServingCon
 
 
 def validated(settings: dict[str, Any], source: str) -> ServingConfig:
-    """The settings, or a ConfigError with a line for each fault."""
+    """Return the settings, or raise a ConfigError with a line for each error."""
     try:
         return ServingConfig.model_validate(settings)
     except ValidationError as error:
@@ -151,7 +168,7 @@ def _fault(item: Any) -> str:
 
 
 def serving_app(serve: Callable[..., int]) -> typer.Typer:
-    """A command that reads settings and calls `serve(config, dry=…, swap=…)`, which returns the exit status.
+    """Return a command that reads settings and calls `serve(config, dry=…, swap=…)`, which returns the exit status.
 
     Errors that qurl_ray raises on purpose are printed without a traceback.
     """

@@ -1,1 +1,1 @@
-"""Tasks: problems to train on and held-out ones, the order they are drawn in, and their prompts as tokens."""
+"""Tasks: training and held-out problems, the order in which they are drawn, and their prompts as tokens."""

@@ -1,4 +1,4 @@
-"""Answers as text, as a reward function gets them."""
+"""Answers as text, in the form that a reward function gets."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,9 +10,9 @@ from qurl_ray.types import Completion, Problem
 
 
 def answer_text(token_ids: np.ndarray, tokenizer: Any, stop_ids: Sequence[int]) -> tuple[str, bool]:
-    """Text of an answer before its first end token, and True if it has no end token.
+    """Return the text of an answer before its first end token, and True if it has no end token.
 
-    Special tokens before the end are written out, as in "1<pad>3". Text without them would make a wrong answer right.
+    Special tokens before the end are kept in the text, as in "1<pad>3". Without them, a wrong answer could look right.
     """
     ends = np.flatnonzero(np.isin(token_ids, stop_ids))
     truncated = len(ends) == 0
@@ -23,7 +23,7 @@ def answer_text(token_ids: np.ndarray, tokenizer: Any, stop_ids: Sequence[int]) 
 def items_to_judge(
     completions: Iterable[Completion], problems: Iterable[Problem], tokenizer: Any, stop_ids: Sequence[int]
 ) -> list[tuple[str, Problem]]:
-    """(answer, problem) per completion. For an answer without its end token, problem.meta["truncated"] is True."""
+    """Return (answer, problem) per completion. If the answer has no end token, problem.meta["truncated"] is True."""
     items = []
     for completion, problem in zip(completions, problems, strict=True):
         text, truncated = answer_text(completion.token_ids, tokenizer, stop_ids)

@@ -1,4 +1,4 @@
-"""Sums, differences and products: every problem there is, shuffled, then cut in two."""
+"""Sums, differences and products: all possible problems, shuffled, then split in two."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -11,14 +11,14 @@ from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
 _OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-_MOST = 1_000_000  # problems kept; of larger sets a uniform sample
+_MOST = 1_000_000  # problems kept; larger sets are sampled uniformly
 
 
 class ArithmeticProblems(Sequence[Problem]):
-    """Problems kept as numbers (24 bytes each) and written out when asked for."""
+    """Problems stored as numbers (24 bytes each) and converted to text on access."""
 
     def __init__(self, rows: np.ndarray, *, operators: str, prefix: str) -> None:
-        """rows: int64 [problems, 3] of operator index, left and right operand."""
+        """Take `rows`, int64 [problems, 3]: operator index, left operand, right operand."""
         self._rows = rows
         self._operators = operators
         self._prefix = prefix
@@ -44,7 +44,7 @@ class ArithmeticProblems(Sequence[Problem]):
 
 
 def arithmetic_split(task: ArithmeticTask) -> Split:
-    """The first `held_out_share` of the shuffled problems is held out, the rest is for training.
+    """Split the shuffled problems: the first `held_out_share` is held out, the rest is for training.
 
     Raises:
         DataError: unknown operator, empty range of operands, or fewer than two problems.
@@ -72,13 +72,13 @@ def _operators(text: str) -> str:
 
 
 def _draw(operators: int, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
-    """int64 [problems, 3], distinct rows in random order: all there are, or a uniform sample of _MOST."""
+    """Distinct rows in random order, int64 [problems, 3]: all possible rows, or a uniform sample of _MOST."""
     span = high - low + 1
     total = operators * span * span
     if total <= 4 * _MOST:
         which, operands = np.divmod(rng.permutation(total)[:_MOST], span * span)
         return np.stack([which, low + operands // span, low + operands % span], axis=1)
-    # Too many to list. Of 2 * _MOST draws from at least 4 * _MOST, about 1.57 * _MOST are distinct.
+    # Too many to enumerate. Of 2 * _MOST draws from at least 4 * _MOST, about 1.57 * _MOST are distinct.
     left, right = (rng.integers(low, high, size=2 * _MOST, endpoint=True) for _ in range(2))
     rows = np.stack([rng.integers(operators, size=2 * _MOST), left, right], axis=1)
     return rng.permutation(np.unique(rows, axis=0))[:_MOST]

@@ -10,13 +10,13 @@ from qurl_ray.types import Problem
 
 
 class PromptCursor:
-    """Goes through all problems once per epoch, in an order that depends on (seed, epoch) alone.
+    """Cursor that visits all problems once per epoch, in an order that depends on (seed, epoch) alone.
 
     Example:
         cursor = PromptCursor(task.train, seed=0)
         problems = cursor.take(64)
         again = PromptCursor(task.train, seed=0)
-        again.load_state(cursor.state())  # goes on where the first one stands
+        again.load_state(cursor.state())  # resumes at the position of the first cursor
     """
 
     def __init__(self, problems: Sequence[Problem], *, seed: int) -> None:
@@ -27,7 +27,7 @@ class PromptCursor:
         self._turn_to(epoch=0, position=0)
 
     def take(self, n: int) -> list[Problem]:
-        """The next n problems; may run into the next epoch, and so hold a problem twice."""
+        """Return the next n problems. They may extend into the next epoch, and so contain a problem twice."""
         taken: list[Problem] = []
         while len(taken) < n:
             if self._position == len(self._order):
@@ -37,12 +37,12 @@ class PromptCursor:
         return taken
 
     def state(self) -> dict[str, int | str]:
-        """Where it stands, for JSON: all that lies before it was taken, nothing that lies behind it. `taken` is a
-        digest of the problems taken in this epoch."""
+        """Return the position as JSON values. All problems before it were taken, and none after it. `taken` is a digest
+        of the problems taken in this epoch."""
         return {"epoch": self._epoch, "position": self._position, "taken": self._taken.hexdigest()}
 
     def load_state(self, state: dict[str, int | str]) -> None:
-        """Go on from `state`; DataError if other problems were taken than would be now."""
+        """Resume from `state`. Raise DataError if the problems before its position are not those that were taken."""
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch >= 0 and 0 <= position <= len(self._problems):
             self._turn_to(epoch=epoch, position=position)
@@ -59,7 +59,7 @@ class PromptCursor:
         self._consume(self._order[:position])
 
     def _consume(self, window: np.ndarray) -> list[Problem]:
-        """Step over these, the next ones of the order."""
+        """Move past the problems of `window`, the next ones in the order, and return them."""
         problems = [self._problems[int(index)] for index in window]
         for problem in problems:
             self._taken.update(f"{problem.uid}\n{problem.prompt}\n{problem.answer}\n".encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Problems that a function of the user's own makes or reads."""
+"""Problems that a user's own function generates or reads."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -14,14 +14,14 @@ _KEYS = ("prompt", "answer", "meta", "uid")
 
 
 def custom_split(task: CustomTask) -> Split:
-    """Call `task.problems` with `task.params` and take its problems apart.
+    """Call `task.problems` with `task.params` and split the problems that it returns.
 
-    The function returns, or yields, problems: each a Problem, or a mapping with a prompt, and if there are, an answer
-    and meta (plain JSON values for the reward). The last held_out_share of them are held out. Or it returns a mapping
-    with the keys train and held_out, problems each.
+    The function returns or yields problems. Each is a Problem, or a mapping with a prompt and optionally an answer and
+    meta (plain JSON values for the reward). The last held_out_share of them are held out. Alternatively, the function
+    returns a mapping with the keys train and held_out, each of which holds problems.
 
     Raises:
-        DataError: the function cannot be imported, raises, or gives something else.
+        DataError: the function cannot be imported, raises, or returns something else.
     """
     function = PROBLEMS.load(task.problems)
     try:

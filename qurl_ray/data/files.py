@@ -14,11 +14,11 @@ from qurl_ray.types import Problem
 _SUFFIXES = (".jsonl", ".parquet")
 
 Rows = list[tuple[Any, Any]]
-"""(prompt, answer) as the source has them."""
+"""Rows of (prompt, answer), unchanged from the source."""
 
 
 def dataset_split(task: DatasetTask) -> Split:
-    """Held-out problems come from held_out_path, or are the last held_out_share of the rows.
+    """Read a data set and split it. Held-out problems come from held_out_path, or are the last held_out_share of rows.
 
     Rows with an empty prompt or answer are skipped and counted.
 
@@ -45,7 +45,7 @@ def _problems(rows: Rows, prefix: str) -> list[Problem]:
 
 
 def _usable(rows: Rows, *, source: str) -> tuple[Rows, tuple[str, ...]]:
-    """Rows with a prompt and an answer, and a note on how many lack one."""
+    """Return the rows with both a prompt and an answer, and a note on how many rows were skipped."""
     if not rows:
         raise DataError(f"{source} is empty")
     kept = [row for row in rows if all(_has_text(value, source) for value in row)]

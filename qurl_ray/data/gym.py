@@ -14,10 +14,10 @@ from qurl_ray.types import Problem
 
 
 def gym_split(task: ReasoningGymTask) -> Split:
-    """train_size problems from `seed` on, and the held_out_size after them.
+    """Create train_size problems with seeds from `seed` on, and held_out_size problems with the seeds after them.
 
-    reasoning-gym makes entry i of a data set from seed + i, so a held-out set made from seed + 1
-    would repeat the training set; seed + train_size is the first seed that training does not use.
+    reasoning-gym makes entry i of a data set from seed + i. A held-out set made from seed + 1 would
+    therefore repeat the training set; seed + train_size is the first seed that training does not use.
 
     Raises:
         DataError: unknown data set or parameter, or the data set refuses the parameters.
@@ -51,7 +51,7 @@ def _problem(entry: dict[str, Any], *, uid: str, dataset: str, params: dict[str,
         json.dumps(meta)
     except TypeError as error:
         raise DataError(f"reasoning-gym {dataset}: an entry is not plain JSON and cannot travel: {error}") from error
-    answer = entry["answer"]  # None where many answers are right and the scorer knows them when it sees them
+    answer = entry["answer"]  # None if many answers are correct, and only the scorer can recognise them
     return Problem(uid=uid, prompt=entry["question"], answer="" if answer is None else str(answer), meta=meta)
 
 

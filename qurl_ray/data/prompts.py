@@ -16,9 +16,9 @@ _MOST_CHECKED = 20_000
 def encode_prompt(problem: Problem, tokenizer: Any, *, template: str, chat: bool) -> np.ndarray:
     r"""Token ids of a prompt, int32 [length].
 
-    With `chat` and a tokenizer that has a chat template, the prompt is one user message and the
-    assistant's turn is opened. Else `template` is used, in which only {prompt} is special: other
-    braces, as in \boxed{}, stay.
+    With `chat` and a tokenizer that has a chat template, the prompt is one user message, followed by
+    the start of the assistant's turn. Otherwise `template` is used. Only {prompt} is replaced in it:
+    other braces, as in \boxed{}, are kept.
 
     Raises:
         DataError: the template lacks {prompt}, or the prompt has no tokens.
@@ -38,12 +38,12 @@ def encode_prompt(problem: Problem, tokenizer: Any, *, template: str, chat: bool
 def check_lengths(
     problems: Sequence[Problem], encode: Callable[[Problem], np.ndarray], *, max_new_tokens: int, context: int
 ) -> None:
-    """Every prompt leaves room for max_new_tokens in the context; all lengths in tokens.
+    """Check that every prompt leaves room for max_new_tokens in the context. All lengths are in tokens.
 
-    Of more than 20,000 problems, only the 20,000 longest by characters are encoded.
+    If there are more than 20,000 problems, only the 20,000 longest by characters are encoded.
 
     Raises:
-        DataError: some do not fit; names the longest, and counts them.
+        DataError: some prompts do not fit; the message names the longest one, and their number.
     """
     lengths = [(len(encode(problem)), problem.uid) for problem in _longest(problems)]
     too_long = [entry for entry in lengths if entry[0] + max_new_tokens > context]

@@ -1,4 +1,4 @@
-"""Training and held-out problems that never meet."""
+"""Split into training and held-out problems without a common prompt."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
@@ -10,21 +10,22 @@ T = TypeVar("T")
 
 
 class Split(NamedTuple):
-    """What a source of problems gives."""
+    """Training and held-out problems from one source."""
 
     train: Sequence[Problem]
     held_out: Sequence[Problem]
     notes: tuple[str, ...] = ()
-    """What was left out, one sentence each."""
+    """Notes on skipped or removed problems, one sentence each."""
 
 
 def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, source: str) -> Split:
-    """Training problems whose prompt is held out too are left out, and counted.
+    """Remove training problems whose prompt is also held out, and count them in a note.
 
-    The training side gives way: it is the larger one, and accuracy needs a fixed number of held-out problems.
+    Problems are removed from the training side, because it is larger, and accuracy needs a fixed number of held-out
+    problems.
 
     Raises:
-        DataError: nothing is left to train on.
+        DataError: no training problem is left.
     """
     everything = list(candidates)
     prompts = {problem.prompt for problem in held_out}
@@ -37,10 +38,10 @@ def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, sour
 
 
 def held_out_from(problems: list[T], share: float, *, source: str) -> tuple[list[T], list[T]]:
-    """(training, held-out): the last `share` is held out, at least one and never all.
+    """Split into (training, held-out). The last `share` is held out: at least one problem, and never all.
 
     Raises:
-        DataError: there are fewer than two.
+        DataError: there are fewer than two problems.
     """
     if len(problems) < 2:
         many = "one usable problem only" if problems else "no usable problem"

@@ -1,4 +1,4 @@
-"""From the task section of a run to its problems."""
+"""Loading of the problems that the task section of a run describes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from qurl_ray.types import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Problems, and how answers to them are judged."""
+    """Training and held-out problems, and the reward that judges their answers."""
 
     train: Sequence[Problem]
     held_out: Sequence[Problem]
-    """No prompt of these is in `train`."""
+    """Held-out problems; none of their prompts is in `train`."""
     reward: str
-    """A name of tables.REWARDS: the user's own, or that of the task's type."""
+    """Name of the reward, for tables.REWARDS: the one that the user set, or the default of the task's type."""
     notes: tuple[str, ...] = ()
-    """What was left out (empty rows, duplicates), one sentence each; a run announces them at its start."""
+    """Notes on skipped problems (empty rows, duplicates), one sentence each; a run reports them at its start."""
 
 
 def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
-    """The problems of a task, at most `eval_problems` of them held out.
+    """Load the problems of a task, with at most `eval_problems` held-out problems.
 
     Raises:
-        DataError: no such file, data set, column or parameter, or no problems.
+        DataError: the file, data set, column or parameter does not exist, or there are no problems.
     """
     split = TASKS.load(task.type)(task)
     return Task(

@@ -1,1 +1,1 @@
-"""How good a policy is: mean reward and problems solved of greedy answers, avg@k and pass@k, with intervals."""
+"""Evaluation of policies: mean reward and solved problems of greedy answers, avg@k and pass@k, with intervals."""

@@ -1,6 +1,6 @@
-"""Evaluate a saved policy on held-out problems, without Ray: mean reward, problems solved, avg@k and pass@k.
+"""Evaluate a saved policy on held-out problems, without Ray: mean reward, solved problems, avg@k and pass@k.
 
-Estimates have 95 % intervals.
+All estimates have 95 % intervals.
 """
 
 import time
@@ -37,7 +37,7 @@ _PROBLEMS_AT_A_TIME = 64  # between two progress reports
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an evaluation found. A failed reward counts as 0."""
+    """Result of an evaluation. A failed reward counts as 0."""
 
     policy: str
     quantization: str
@@ -45,16 +45,16 @@ class Report:
     reward: Estimate
     """Mean reward of the greedy answers."""
     accuracy: Estimate
-    """Share of problems that the greedy answers solved, by a reward above 0.5."""
+    """Share of problems that the greedy answers solved, that is, with a reward above 0.5."""
     samples: int
-    """k of what follows, which is None where it is 0."""
+    """k, the number of samples per problem. If it is 0, the estimates below are None."""
     temperature: float
     avg_reward_at_k: Estimate | None
     """Mean reward of the samples."""
     avg_at_k: Estimate | None
     """Share of the samples that solved their problem."""
     pass_at_k: Estimate | None
-    """Share of problems that a sample solved."""
+    """Share of problems that at least one sample solved."""
     failed_rewards: int
     seconds: float
 
@@ -71,13 +71,13 @@ def evaluate(
     temperature: float = 1.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Load `policy` into the embedded engine and judge its answers to the task of `config`.
+    """Load `policy` into the embedded engine and judge its answers to the problems of `config.task`.
 
     Args:
-        quantization: format of the block linears, "none" for full precision; None is what the checkpoint holds. A
-            checkpoint of codes is evaluated with these very codes.
-        samples: k; 0 draws none and evaluates greedily only.
-        progress: called with (answers judged, answers in all).
+        quantization: format of the linear layers in the blocks, "none" for full precision; None for the format of the
+            checkpoint. A checkpoint of codes is evaluated with exactly these codes.
+        samples: k, the number of samples per problem; 0 evaluates greedy answers only.
+        progress: called with (number of answers judged, total number of answers).
 
     Raises:
         QurlError: the policy, the task or the reward cannot be used, or the policy holds codes of another format.
@@ -108,7 +108,7 @@ def evaluate(
         verifier.check()
         for sampling, count in rounds:
             rewards: list[float] = []
-            # All at once: a request's seed comes from its problem's place among all problems.
+            # All at once, because the seed of a request depends on the index of its problem among all problems.
             requests = make_requests(
                 task.held_out, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
             )
@@ -143,7 +143,7 @@ def evaluate(
 
 
 def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None, quantization: str) -> TorchEngine:
-    """With the stored codes, or with the policy quantized here."""
+    """Return an engine that holds the stored codes, or the policy quantized here."""
 
     def make(kernel: str) -> TorchEngine:
         return TorchEngine(spec, slots=config.rollout.slots, kernel=kernel)

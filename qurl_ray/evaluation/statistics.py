@@ -1,7 +1,7 @@
-"""How sure one can be of a mean reward, or of a share of problems solved. Pure: numbers in, numbers out.
+"""Confidence intervals and tests for mean rewards and shares of solved problems. All functions are pure.
 
-A benchmark of a few hundred problems decides little: at 500 problems, the 95 % interval of an accuracy of 85 % is
-81.6 % to 87.9 %. Every rate that is reported carries its interval, and two policies are compared on the same problems.
+A benchmark of a few hundred problems gives imprecise results: with 500 problems, the 95 % interval of an accuracy of
+85 % is 81.6 % to 87.9 %. Every reported rate has an interval, and two policies are compared on the same problems.
 """
 
 import math
@@ -12,41 +12,41 @@ from statistics import NormalDist
 import numpy as np
 
 SOLVED = 0.5
-"""An answer with a reward above it solves its problem."""
-# Resampled values held at a time, so that memory does not grow with problems times resamples.
+"""Reward above which an answer counts as solving its problem."""
+# Number of resampled values held at a time, so that memory does not grow with problems times resamples.
 _CHUNK_VALUES = 1_000_000
 _ENUMERATED = 14
-"""Differences of which a paired test looks at all signs."""
+"""Largest number of differences for which a paired test enumerates all combinations of signs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean with the interval that covers the true one at the stated confidence."""
+    """Mean, with an interval that covers the true mean at the stated confidence."""
 
     value: float
     low: float
     high: float
     n: int
-    """Problems that it rests on."""
+    """Number of problems that the estimate is based on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedTest:
-    """Two policies on the same problems."""
+    """Result of a paired test of two policies on the same problems."""
 
     only_first: int
-    """Problems that the first solved and the second did not."""
+    """Number of problems that the first policy solved and the second did not."""
     only_second: int
     p_value: float
     """Two-sided probability of a split at least this uneven if both were equally good."""
 
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Score interval of a proportion p = successes/n, with z the normal quantile of (1 + confidence)/2:
+    """Score interval of a proportion p = successes/n, where z is the normal quantile of (1 + confidence)/2:
 
         (p + z²/2n ± z·sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)
 
-    Wilson 1927, JASA 22:209. Unlike p ± z·sqrt(p(1-p)/n) it stays in [0, 1] and has a width at p = 0 and p = 1.
+    Wilson 1927, JASA 22:209. Unlike p ± z·sqrt(p(1-p)/n), it stays in [0, 1] and has a width at p = 0 and p = 1.
 
     Raises:
         ValueError: n < 1, successes outside 0..n, or confidence outside (0, 1).
@@ -69,7 +69,7 @@ def accuracy_with_interval(correct: Sequence[float] | np.ndarray, confidence: fl
     """Share of True in `correct`, one entry per problem, with its Wilson interval.
 
     Raises:
-        ValueError: `correct` is empty, or holds anything but truth values.
+        ValueError: `correct` is empty, or contains anything but truth values.
     """
     correct_P = _truth_values(correct)
     successes, n = int(correct_P.sum()), len(correct_P)
@@ -78,7 +78,7 @@ def accuracy_with_interval(correct: Sequence[float] | np.ndarray, confidence: fl
 
 
 def reward_with_interval(rewards: Sequence[float] | np.ndarray) -> Estimate:
-    """Mean reward over problems with its 95 % interval: Wilson's where all are 0 or 1, else bootstrapped.
+    """Mean reward over problems with its 95 % interval: Wilson's if all rewards are 0 or 1, else bootstrapped.
 
     Raises:
         ValueError: no rewards, or rewards that are not finite.
@@ -87,17 +87,18 @@ def reward_with_interval(rewards: Sequence[float] | np.ndarray) -> Estimate:
 
 
 def is_binary(rewards: Sequence[float] | np.ndarray) -> bool:
-    """True if every reward is 0 or 1, so that their mean is the share of problems solved."""
+    """True if every reward is 0 or 1, so that the mean reward is the share of solved problems."""
     return bool(np.isin(np.asarray(rewards), (0, 1)).all())
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold at least one of the c correct ones:
+    """Probability that k of n samples, drawn without replacement, include at least one of the c correct ones:
 
         1 - C(n - c, k) / C(n, k)
 
-    The unbiased estimator of Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1. Numerator and denominator are
-    exact integers and are divided once, so nothing overflows or cancels. For one problem; average over problems.
+    This is the unbiased estimator of Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1. Numerator and
+    denominator are exact integers and are divided once, so nothing overflows or cancels. The result is for one problem;
+    average it over problems.
 
     Raises:
         ValueError: not 1 <= k <= n, or not 0 <= c <= n.
@@ -117,9 +118,9 @@ def mean_with_bootstrap_interval(
 ) -> Estimate:
     """Mean over problems, with the percentile bootstrap interval over problems.
 
-    A problem's value is its share of correct samples (avg@k) or its pass_at_k. Problems are what is resampled: samples
-    of one problem resemble each other, and counting each as independent would make the interval too narrow.
-    Efron 1979, Ann. Statist. 7:1. Where all values are equal the interval has no width.
+    A problem's value is its share of correct samples (avg@k) or its pass_at_k. Problems are resampled, not samples: the
+    samples of one problem are correlated, and treating them as independent would make the interval too narrow.
+    Efron 1979, Ann. Statist. 7:1. If all values are equal, the interval has no width.
 
     Raises:
         ValueError: no values, values that are not finite, or resamples < 1.
@@ -135,12 +136,13 @@ def mean_with_bootstrap_interval(
 
 
 def paired_test(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> PairedTest:
-    """Exact McNemar test. With b, c the problems that only the first or only the second solved, and m = b + c:
+    """Exact McNemar test. With b and c the numbers of problems that only the first or only the second policy solved,
+    and m = b + c:
 
         p = min(1, 2 · sum_{i=0}^{min(b, c)} C(m, i) / 2^m)
 
-    McNemar 1947, Psychometrika 12:153, with the binomial in place of its normal approximation. Problems that both or
-    neither solved say nothing about the difference.
+    McNemar 1947, Psychometrika 12:153, with the binomial distribution instead of its normal approximation. Problems
+    that both or neither solved carry no information about the difference.
 
     Raises:
         ValueError: different lengths, empty, or anything but truth values.
@@ -160,14 +162,15 @@ def paired_p_value(
     seed: int = 0,
     resamples: int = 10_000,
 ) -> float:
-    """Two-sided p of the paired permutation test of two mean rewards. With d_i = second_i - first_i over the problems
-    and random signs s_i:
+    """Two-sided p-value of the paired permutation test of two mean rewards. With d_i = second_i - first_i for each
+    problem and random signs s_i:
 
         p = P(|Σ s_i d_i| >= |Σ d_i|)
 
-    Fisher 1935, The Design of Experiments, §21: if both policies were equally good, each difference could as well have
-    the other sign. Up to 14 differences that are not 0, all signs are looked at; beyond, `resamples` random ones, and
-    p = (1 + hits) / (1 + resamples). Where all rewards are 0 or 1 it is McNemar's exact test, which has a closed form.
+    Fisher 1935, The Design of Experiments, §21: if both policies were equally good, each difference could equally have
+    the other sign. With at most 14 nonzero differences, all combinations of signs are enumerated. With more,
+    `resamples` random ones are drawn, and p = (1 + hits) / (1 + resamples). If all rewards are 0 or 1, this is
+    McNemar's exact test, which has a closed form.
 
     Raises:
         ValueError: different lengths, empty, or rewards that are not finite.
@@ -188,19 +191,19 @@ def paired_p_value(
 
 
 def _all_signs(m: int) -> Iterator[np.ndarray]:
-    """All 2^m rows of m signs, as one array."""
+    """Yield all 2^m rows of m signs, as one array."""
     yield 1.0 - 2.0 * (np.arange(2**m)[:, None] >> np.arange(m) & 1)
 
 
 def _random_signs(m: int, seed: int, resamples: int) -> Iterator[np.ndarray]:
-    """`resamples` rows of m random signs, some at a time."""
+    """Yield `resamples` rows of m random signs, in chunks."""
     rng = np.random.default_rng(seed)
     for rows in _chunks(resamples, m):
         yield 1.0 - 2.0 * rng.integers(2, size=(rows, m))
 
 
 def _resampled_means(values_P: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
-    """Means of `resamples` draws of P values with replacement, some at a time."""
+    """Means of `resamples` draws of P values with replacement, computed in chunks."""
     count = len(values_P)
     return np.concatenate(
         [values_P[rng.integers(count, size=(rows, count))].mean(axis=1) for rows in _chunks(resamples, count)]
@@ -208,13 +211,13 @@ def _resampled_means(values_P: np.ndarray, rng: np.random.Generator, resamples: 
 
 
 def _chunks(resamples: int, width: int) -> list[int]:
-    """Rows of `width` values to hold at a time, `resamples` in all."""
+    """Numbers of rows of `width` values to hold at a time; their sum is `resamples`."""
     rows = max(1, _CHUNK_VALUES // width)
     return [min(rows, resamples - start) for start in range(0, resamples, rows)]
 
 
 def _truth_values(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """bool [P]; 0.7 is refused rather than counted as True."""
+    """Convert to bool [P]. A value such as 0.7 is refused rather than counted as True."""
     array = np.asarray(values)
     if array.ndim != 1 or not len(array) or not np.isin(array, (0, 1)).all():
         raise ValueError(f"need one truth value per problem, got {array.dtype} of shape {array.shape}")

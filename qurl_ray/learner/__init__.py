@@ -1,1 +1,1 @@
-"""The full-precision side: batches, backends, updates."""
+"""The learner, which trains the policy in full precision: batches, backends, updates."""

@@ -1,4 +1,4 @@
-"""A module whose parameters an optimizer moves, on all ranks at once; and what the backends share."""
+"""The interface of a backend, which computes gradients and optimizer steps on all ranks; code that backends share."""
 
 from collections.abc import Iterator
 from enum import IntEnum
@@ -13,49 +13,55 @@ from qurl_ray.config.models import LearnerConfig
 
 
 class Resident(IntEnum):
-    """What of a learner is on its device; the rest is on the host."""
+    """Part of a learner that is on its device; the rest is on the host."""
 
     NOTHING = 0
     PARAMETERS = 1
-    """Of the policy: what a sync reads and a forward pass needs."""
+    """Parameters of the policy, which a sync reads and a forward pass needs."""
     ALL = 2
     """Also gradients, the optimizer's states, a value model and a reference."""
 
 
 class Backend(Protocol):
-    """Gradients are summed over ranks, and over all passes since the last step. All ranks make the same calls."""
+    """A module with its optimizer, on all ranks, which must make the same calls.
+
+    Gradients are summed over ranks, and over all passes since the last step.
+    """
 
     module: nn.Module
-    """What it was given."""
+    """The module that the backend was given."""
     lockstep: bool
-    """Whether each pass is a collective, so that a rank without samples must make it too."""
+    """True if each pass is a collective, so that a rank without samples must make it too."""
 
     def __call__(self, batch: Any) -> Any:
-        """The module's output: a tensor, or a tuple of them."""
+        """Return the module's output: a tensor, or a tuple of tensors."""
         ...
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add the loss's gradient; `last` of the passes before a step."""
+        """Add the gradient of the loss. `last` is True for the last pass before a step."""
 
     def step(self, lr: float) -> float | None:
-        """Clip, step, forget the gradient. Returns its norm before clipping; None, and no step, if not finite."""
+        """Clip the gradient, make a step, clear the gradient. Return its norm before clipping.
+
+        If the norm is not finite, make no step and return None.
+        """
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters, one at a time; see learner.protocol.Learner.named_parameters."""
+        """Yield whole parameters, one at a time; see learner.protocol.Learner.named_parameters."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Parameters and optimizer."""
+        """Write the parameters and the state of the optimizer."""
 
     def load(self, folder: Path) -> None:
-        """Undo `save`, with as many ranks."""
+        """Restore the state that `save` wrote, with the same number of ranks."""
 
     def reside(self, resident: Resident) -> None:
-        """Have this on the device, and all else on the host. Only with ALL may it step."""
+        """Keep this part on the device, and the rest on the host. `step` needs ALL."""
 
 
 def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.AdamW:
-    """Matrices decay, norms and biases do not."""
+    """Return an AdamW optimizer with weight decay for matrices, and without for norms and biases."""
     matrices = [p for p in module.parameters() if p.ndim >= 2]
     vectors = [p for p in module.parameters() if p.ndim < 2]
     return torch.optim.AdamW(
@@ -67,20 +73,20 @@ def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.AdamW:
 
 
 def world() -> tuple[int, int]:
-    """(rank, ranks) of the process group; (0, 1) without one."""
+    """Return (rank, number of ranks) of the process group; (0, 1) without one."""
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
 def add_over_ranks(total: torch.Tensor, device: str) -> torch.Tensor:
-    """The sum over all ranks, on the CPU. Collective."""
+    """Return the sum over all ranks, on the CPU. Collective."""
     if world()[1] > 1:
-        total = total.to(device)  # nccl adds up nothing on the CPU
+        total = total.to(device)  # nccl cannot reduce tensors on the CPU
         distributed.all_reduce(total)
     return total.cpu()
 
 
 def save_random_state(folder: Path) -> None:
-    """Torch's generators of this rank, under random-<rank>.safetensors."""
+    """Write the states of this rank's torch generators to random-<rank>.safetensors."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -88,7 +94,7 @@ def save_random_state(folder: Path) -> None:
 
 
 def load_random_state(folder: Path) -> None:
-    """Undo `save_random_state`."""
+    """Restore the states that `save_random_state` wrote."""
     states = load_file(folder / f"random-{world()[0]}.safetensors")
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""From judged samples to what each rank computes: mini-batches, shares, micro-batches. Decided once, for all ranks.
+"""Division of judged samples into mini-batches, shares of ranks and micro-batches, decided once for all ranks.
 
-All lengths are known where this runs, so the number of micro-batches is agreed on without any communication.
+All lengths are known where this runs, so ranks agree on the number of micro-batches without communication.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ class MiniBatch:
     """One rank's part of one update."""
 
     micro_batches: list[list[Trajectory]]
-    """As many on every rank; some may be empty."""
+    """Micro-batches, the same number on every rank; some may be empty."""
     denominators: Denominators
-    """Of the whole update, all ranks."""
+    """Denominators of the whole update, over all ranks."""
 
     def __reduce__(self) -> tuple:
-        """It travels as a few long arrays, as Ray handles every array by itself."""
+        """Pickle the samples as a few long arrays, because Ray handles every array separately."""
         samples = [sample for batch in self.micro_batches for sample in batch]
         ids = [part for s in samples for part in (s.prompt_ids, s.token_ids, s.versions)]
         rest = [(len(s.prompt_ids), s.length, s.uid, s.reward, s.advantage, s.group, s.watched) for s in samples]
@@ -41,7 +41,7 @@ class MiniBatch:
 def _arrived(
     counts: list[int], denominators: Denominators, ids: np.ndarray, logprobs: np.ndarray, rest: list[tuple]
 ) -> MiniBatch:
-    """What MiniBatch.__reduce__ took apart."""
+    """Rebuild the mini-batch that MiniBatch.__reduce__ pickled."""
     samples, at, drawn = [], 0, 0
     for prompt, length, uid, reward, advantage, group, watched in rest:
         tokens = length - prompt
@@ -75,7 +75,7 @@ class Tensors:
     lengths_B: torch.Tensor  # int64, tokens that are not padding
 
     def to(self, device: str) -> "Tensors":
-        """The same on a device."""
+        """Return these tensors on `device`."""
         return Tensors(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
@@ -88,11 +88,11 @@ def plan(
     seed: int,
     packed: bool = False,
 ) -> list[list[MiniBatch]]:
-    """[rank][update]: whole groups shuffled into `updates` mini-batches, each shared out by tokens.
+    """Return mini-batches as [rank][update]: whole groups, shuffled into `updates` mini-batches, shared by tokens.
 
     Args:
-        groups: samples of one prompt each; at least one group.
-        token_budget: bound on a micro-batch, see micro_batches.
+        groups: at least one group; each holds the samples of one prompt.
+        token_budget: bound on the tokens of a micro-batch, see micro_batches.
         packed: micro-batches are computed without padding.
     """
     order = np.random.default_rng(seed).permutation(len(groups))
@@ -109,7 +109,7 @@ def plan(
 
 
 def balance(samples: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]:
-    """Longest first, each to the rank that has the fewest tokens so far."""
+    """Share samples among ranks: longest first, each to the rank that has the fewest tokens so far."""
     shares: list[list[Trajectory]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]  # a heap
     for sample in sorted(samples, key=lambda s: -s.length):
@@ -120,17 +120,17 @@ def balance(samples: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]
 
 
 def micro_batches(samples: Sequence[Trajectory], token_budget: int, *, packed: bool = False) -> list[list[Trajectory]]:
-    """Each sample, longest first, into the first micro-batch that has room; one beyond the budget is alone.
+    """Put each sample, longest first, into the first micro-batch with room; a sample above the budget stays alone.
 
     Args:
         token_budget: bound on the tokens that are computed: the sum of lengths if `packed`, else count · longest.
-            Padded, that puts neighbours in length together.
+            With padding, this puts samples of similar length together.
     """
     batches: list[list[Trajectory]] = []
     sums: list[int] = []
     for sample in sorted(samples, key=lambda s: -s.length):
         for index, batch in enumerate(batches):
-            # Sorted, so the first of a batch is its longest.
+            # Samples are sorted, so the first of a batch is its longest.
             tokens = sums[index] + sample.length if packed else (len(batch) + 1) * batch[0].length
             if tokens <= token_budget:
                 batch.append(sample)
@@ -143,7 +143,7 @@ def micro_batches(samples: Sequence[Trajectory], token_budget: int, *, packed: b
 
 
 def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
-    """Prompt and answer in a row, padded on the right with id 0."""
+    """Return tensors with prompt and answer of a sample in each row, padded on the right with id 0."""
     width = max((s.length for s in samples), default=1)
     token_ids_BT = np.zeros((len(samples), width), dtype=np.int64)
     mask_BT = np.zeros((len(samples), width), dtype=bool)

@@ -1,4 +1,4 @@
-"""The value model of PPO: it estimates an answer's reward at each of its tokens, and learns from what came."""
+"""The value model of PPO: it estimates an answer's reward at each token, and learns from the actual rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """How rewards become advantages per token."""
+    """Settings that determine how rewards become advantages per token."""
 
     lr: float
     gamma: float
     lam: float
     value_clip: float | None
     coef: float = 0.1
-    """Of the value loss, where it is part of the policy's."""
+    """Coefficient of the value loss, if that is part of the policy's loss."""
 
 
 class ValueModel(nn.Module):
-    """A language model whose head gives one number."""
+    """Language model whose head returns one number per state."""
 
     def __init__(self, body: PreTrainedModel, config: LearnerConfig) -> None:
         super().__init__()
@@ -41,17 +41,17 @@ class ValueModel(nn.Module):
         self._autocast, self._device = config.compute == "bfloat16", config.device
 
     def forward(self, batch: Tensors) -> torch.Tensor:
-        """float32 [B, T]: value of the state before each of the answer's tokens, 0 elsewhere."""
+        """Return the value of the state before each token of the answer, 0 elsewhere, float32 [B, T]."""
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
             states_Nd = states_before_answers(self.body, batch, self._config)
         return scatter(self.head(states_Nd.float())[:, 0], batch.mask_BT)
 
 
 class Critic:
-    """Gives credit to tokens, and learns from it.
+    """Computes advantages per token from estimated values, and trains the value model.
 
     Args:
-        backend: runs a ValueModel; None if the policy has a value head, whose loss then is part of the policy's.
+        backend: runs a ValueModel; None if the policy has a value head, whose loss is then part of the policy's loss.
     """
 
     def __init__(self, backend: Backend | None, credit: Credit, *, device: str) -> None:
@@ -60,8 +60,8 @@ class Critic:
 
     @torch.no_grad()
     def estimate(self, passes: Sequence[Pass], penalty: Penalty | None) -> None:
-        """Values, returns, and advantages whitened over all tokens of the step, into `passes`. Collective."""
-        total = torch.zeros(3, dtype=torch.float64)  # what a rank without samples adds
+        """Write values, returns, and advantages (whitened over all tokens of the step) into `passes`. Collective."""
+        total = torch.zeros(3, dtype=torch.float64)  # a rank without samples adds zeros
         for one in passes:
             if self.backend:
                 one.values_BT = self.backend(one.batch)
@@ -78,10 +78,10 @@ class Critic:
             one.advantages = whiten(one.advantages, one.batch.mask_BT, total)
 
     def loss(self, one: Pass, values_BT: torch.Tensor, tokens: int) -> tuple[torch.Tensor, Sums]:
-        """The value loss of a pass, and metric sums.
+        """Return the value loss of a pass, and metric sums.
 
         Args:
-            tokens: of the whole update, all ranks.
+            tokens: number of tokens in the whole update, over all ranks.
         """
         assert one.values_BT is not None
         assert one.returns_BT is not None
@@ -90,11 +90,11 @@ class Critic:
         )
 
     def update(self, passes: Sequence[Pass], tokens: int, schedule: float) -> dict[str, float]:
-        """One step of a separate value model on a mini-batch. Returns metric sums.
+        """Make one step of a separate value model on a mini-batch. Return metric sums.
 
         Args:
-            tokens: of the whole update, all ranks.
-            schedule: share of the learning rate.
+            tokens: number of tokens in the whole update, over all ranks.
+            schedule: factor on the learning rate.
         """
         assert self.backend
         found = []

@@ -1,8 +1,8 @@
 """The DeepSpeed backend: ZeRO shards optimizer, gradients and parameters over the ranks.
 
-DeepSpeed averages gradients over ranks and divides by accumulation steps; here losses are sums that belong to the whole
-update already. So the loss is multiplied by the number of ranks, accumulation steps stay 1, and the last micro-batch of
-an update is marked explicitly.
+DeepSpeed averages gradients over ranks and divides them by accumulation steps. Here, losses are already divided for the
+whole update, so gradients must be added. Therefore the loss is multiplied by the number of ranks, accumulation steps
+stay 1, and the last micro-batch of an update is marked explicitly.
 """
 
 import logging
@@ -28,18 +28,18 @@ _AWAY = {
     Resident.PARAMETERS: set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params},
     Resident.NOTHING: set(OffloadStateTypeEnum),
 }
-_TAG = "zero"  # of the one checkpoint in a folder
+_TAG = "zero"  # name of the only checkpoint in a folder
 
 warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-# On CPUs DeepSpeed would compile an all-reduce over shared memory at the start of every first run; gloo is there.
+# On CPUs DeepSpeed would compile an all-reduce over shared memory at the start of a first run. gloo is used instead.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class DeepSpeedBackend:
-    """See learner.backend.Backend. Needs a process group, be it of one rank.
+    """Backend with DeepSpeed ZeRO; see learner.backend.Backend. It needs a process group, even for one rank.
 
-    Every rank loads the whole model before it is sharded, so a node's memory bounds its size.
+    Every rank loads the whole model before it is sharded, so a node's memory limits the model's size.
     """
 
     lockstep = True  # ZeRO reduces gradients, and with stage 3 gathers parameters, in every pass
@@ -47,7 +47,7 @@ class DeepSpeedBackend:
     def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
         self._config, self._ranks, self.module = config, world()[1], module
         optimizer = adamw(module, config)
-        # Stage 3 moves masters and moments of its own Adam only, which is compiled, for CUDA.
+        # Stage 3 offloads masters and moments only of DeepSpeed's own Adam, which is compiled and for CUDA.
         self._stay = _OPTIMIZERS if config.zero_stage == 3 and config.device == "cpu" else set()
         own_adam = config.offload_while_waiting and config.zero_stage == 3 and not config.offload_optimizer
         if own_adam and config.device == "cuda":
@@ -75,14 +75,14 @@ class DeepSpeedBackend:
 
     def _sharded_step(self) -> float | None:
         self._engine.step()
-        # ZeRO looks at the gradient itself, and leaves the parameters alone if it is not finite.
+        # ZeRO checks the gradient itself, and does not change the parameters if it is not finite.
         return None if self._engine.optimizer.overflow else float(self._engine.get_global_grad_norm())
 
     def _replicated_step(self) -> float | None:
-        """Stage 0 would step with whatever the gradient is, and does not tell its norm."""
+        """Make a step at stage 0, where DeepSpeed neither checks that gradients are finite nor returns their norm."""
         grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads))
-        if not norm < float("inf"):  # also nan
+        if not norm < float("inf"):  # includes nan
             self._engine.optimizer.zero_grad()
             return None
         self._engine.step()
@@ -94,7 +94,7 @@ class DeepSpeedBackend:
         self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """DeepSpeed unpickles here: only files of this run, whose sums were compared with the manifest."""
+        """Restore the state. DeepSpeed unpickles files: they must be of this run, with checksums already verified."""
         path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
         if path is None:
             raise CheckpointError(f"{folder} holds no DeepSpeed state")
@@ -104,7 +104,7 @@ class DeepSpeedBackend:
             return
         away, noted = _AWAY[resident] - self._stay, self._engine.optimizer.offloaded_states
         if noted - away:
-            # DeepSpeed brings back all that it has noted: what is to stay away is not noted meanwhile.
+            # DeepSpeed reloads all states in this set: those that are to stay away are removed from it meanwhile.
             kept = noted & away
             noted -= kept
             self._engine.reload_states()
@@ -114,12 +114,12 @@ class DeepSpeedBackend:
 
 
 def zero_settings(config: LearnerConfig) -> dict[str, Any]:
-    """DeepSpeed's own settings."""
+    """Return the settings that DeepSpeed is initialized with."""
     zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": config.device == "cuda"}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.device == "cuda"}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # never used: batches are made here
+        "train_micro_batch_size_per_gpu": 1,  # not used: batches are made by this package
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.grad_clip,
         "zero_optimization": zero,

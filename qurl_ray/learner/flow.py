@@ -1,5 +1,7 @@
-"""Unified precision flows: the learner's forward goes through the codes that the engines compute with, gradients and
-all, so that what is trained is what generates (quant/unified.py)."""
+"""Unified precision flows: the learner computes its forward pass, and its gradients, with the codes of the engines.
+
+The network that is trained is then the network that generates (quant/unified.py).
+"""
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -16,30 +18,30 @@ from qurl_ray.quant.unified import Backward, unified_linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnifiedFlow:
-    """How a learner computes its linears."""
+    """Settings with which a learner computes its linear layers in a unified flow."""
 
     fmt: Format
-    """As the engines multiply it: its weight codes bounded by what their kernel takes."""
+    """Format of the codes, as the engines use it: weight codes are bounded by what their kernel takes."""
     quantized: Set[str]
-    """Names of the parameters that become codes, as the model names them."""
+    """Names of the parameters that are quantized, as the model names them."""
     backward: Backward
     emulate: bool = False
-    """Whether the engines do."""
+    """True if the engines emulate the quantized linear instead of using a kernel; the learner then does the same."""
 
 
 class FlowSwitch:
-    """Puts the linears of `model` into a flow, for good: those of a module that a backend wraps later, too."""
+    """Makes the linears of `model` compute in a unified flow, permanently, also if a backend wraps the model later."""
 
     def __init__(self, model: nn.Module, flow: UnifiedFlow) -> None:
         self._flow, self._on = flow, True
         for name, module in model.named_modules():
             if f"{name}.weight" in flow.quantized:
-                # On the object, so that its hooks, with which ZeRO-3 gathers the weight, still run around it.
+                # Set on the instance: the hooks with which ZeRO-3 gathers the weight still run around it.
                 module.forward = MethodType(self._forward, module)
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        """Inside, they compute in full precision: the shadow pass of calibrated clipping."""
+        """Context in which the linears compute in full precision, as in the shadow pass of calibrated clipping."""
         self._on = False
         try:
             yield
@@ -50,7 +52,7 @@ class FlowSwitch:
         if not self._on:
             return product(x, linear.weight, linear.bias)
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # which does not reach into the flow: as it would do with a linear
+        if torch.is_autocast_enabled(kind):  # it has no effect in the flow: cast x as it would for a linear
             x = x.to(torch.get_autocast_dtype(kind))
         flow = self._flow
         return unified_linear(x, linear.weight, linear.bias, fmt=flow.fmt, backward=flow.backward, emulate=flow.emulate)

@@ -1,7 +1,7 @@
-"""The learner: the order of passes, the objective, the schedule. How gradients and steps are made is a backend's.
+"""The learner: the order of passes, the objective and the schedule. A backend computes gradients and steps.
 
-Losses leave the objective divided by global denominators, so gradients of ranks are added, never averaged: ranks may
-have different numbers of tokens, and micro-batches any size.
+The objective divides losses by global denominators, so gradients of ranks are added, never averaged: ranks may have
+different numbers of tokens, and micro-batches may have any size.
 """
 
 import json
@@ -38,20 +38,20 @@ _SENTINEL = Trajectory(
     advantage=0.0,
     versions=np.zeros(0, dtype=np.int32),
 )
-"""Stands for a rank's missing micro-batch: two tokens, none of which counts."""
+"""Placeholder for a missing micro-batch of a rank: two tokens, none of which contributes to the loss."""
 
 
 class PolicyLearner:
-    """See learner.protocol.Learner.
+    """Learner on a backend; see learner.protocol.Learner.
 
     Args:
-        policy: runs a learner.scorer.Scorer.
-        critic: gives credit per token; without one a sample's advantage is that of all its tokens.
-        reference: scores the policy that the KL penalty holds on to.
-        penalty: takes that KL from rewards; without it, it is part of the loss.
-        flow: what the policy computes through, where that is not full precision.
-        calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 is never.
-        total_updates: at which the learning rate has fallen to its final share.
+        policy: backend that runs a learner.scorer.Scorer.
+        critic: computes advantages per token; without one, all tokens of a sample have the sample's advantage.
+        reference: computes log-probs of the reference policy, for the KL penalty.
+        penalty: subtracts that KL from rewards; without it, the KL is part of the loss.
+        flow: unified flow that the policy computes in; None for full precision.
+        calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 means never.
+        total_updates: number of updates at which the learning rate has fallen to its final share.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PolicyLearner:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._policy.named_parameters():
-            if name.startswith(MODEL_PREFIX):  # a value head stays here
+            if name.startswith(MODEL_PREFIX):  # a value head stays in the learner
                 yield name.removeprefix(MODEL_PREFIX), parameter
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
@@ -129,7 +129,7 @@ class PolicyLearner:
 
     @torch.no_grad()
     def _before_the_first_update(self, passes: Sequence[Sequence[Pass]]) -> float:
-        """Measure what must be known before anything moves, and assign credit. Returns the correction's strength."""
+        """Compute what must be known before any weight changes, and advantages. Return the correction's strength."""
         everything = [one for chosen in passes for one in chosen]
         for index, chosen in enumerate(passes):
             for one in chosen:
@@ -152,7 +152,7 @@ class PolicyLearner:
         strength: float,
         calibration: Calibration | None,
     ) -> dict[str, float]:
-        """Gradients of a whole mini-batch. Returns metric sums."""
+        """Compute the gradients of a whole mini-batch. Return metric sums."""
         low, high = self._bounds
         settings, found = replace(self._settings, clip_low=low, clip_high=high), []
         for index, one in enumerate(passes):
@@ -185,13 +185,13 @@ class PolicyLearner:
 
     @torch.no_grad()
     def _shadow(self, one: Pass) -> torch.Tensor:
-        """Log-probs [B, T] of the policy in full precision, in a unified flow."""
+        """Return log-probs [B, T] of the policy in full precision, for a learner with a unified flow."""
         assert self._flow
         with self._flow.full_precision():
             return Scores(*self._policy(one.batch)).logprobs_BT
 
     def _step_wide(self, strength: float) -> dict[str, float]:
-        """Figures that are one for the whole step and all ranks."""
+        """Return the metrics that have one value for the whole step and all ranks."""
         figures = {"max_strength": strength} if self._adaptive else {}
         if self._calibrate_every:
             figures |= {"max_clip_low": self._bounds[0], "max_clip_high": self._bounds[1]}
@@ -215,13 +215,13 @@ class PolicyLearner:
             for c in completions
         ]
         one = self._make_pass(samples)
-        out_of_flow = self._flow.full_precision() if self._flow else nullcontext()  # these codes are all there is
+        out_of_flow = self._flow.full_precision() if self._flow else nullcontext()  # only these codes apply
         with out_of_flow, through_codes(self._policy.module.policy, codes, self._pass_over):
             found_BT = Scores(*self._policy(one.batch)).logprobs_BT
         return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
 
     def _pass_over(self, ids: Sequence[int]) -> None:
-        """A forward over one sequence, through the backend: a sharded module is whole only there."""
+        """Run a forward pass over one sequence, through the backend: only there is a sharded module gathered."""
         sample = replace(_SENTINEL, prompt_ids=np.array(ids, dtype=np.int32))
         self._policy(self._make_pass([sample]).batch)
 
@@ -242,7 +242,7 @@ class PolicyLearner:
         load_random_state(folder)
         state = json.loads((folder / "schedule.json").read_text())
         if state.keys() != {"updates", "steps", "bounds"}:
-            raise CheckpointError(f"{folder} is of another version of this package; start anew with --fresh")
+            raise CheckpointError(f"{folder} is of another version of this package; start again with --fresh")
         self._updates, self._steps, self._bounds = state["updates"], state["steps"], tuple(state["bounds"])
         self._policy.load(folder / "policy")
         if self._critic and self._critic.backend:
@@ -256,11 +256,11 @@ class PolicyLearner:
         if self._critic and self._critic.backend:
             self._critic.backend.reside(others)
         if resident is not Resident.ALL and self._config.device == "cuda":
-            torch.cuda.empty_cache()  # or what was freed would stay this process's
+            torch.cuda.empty_cache()  # otherwise this process would keep the freed memory
 
 
 def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
-    """Proximal log-probs of the watched samples' answers, by uid."""
+    """Return proximal log-probs of the watched samples' answers, by uid."""
     return {
         sample.uid: one.prox_BT[row, len(sample.prompt_ids) : sample.length].float().cpu().numpy()
         for chosen in passes
@@ -272,7 +272,7 @@ def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
 
 
 def schedule(config: LearnerConfig, updates: int, total_updates: int) -> float:
-    """Share of the rate that the next update has after `updates` of them: linear warm-up times a linear fall."""
+    """Factor on the learning rate of the next update, after `updates` updates: linear warm-up times linear decay."""
     warm = min(1.0, (updates + 1) / max(1, config.warmup_steps))
     progress = min(1.0, updates / max(1, total_updates - 1))
     return warm * (1 - (1 - config.lr_final_share) * progress)
@@ -292,16 +292,17 @@ def make_learner(
     flow: UnifiedFlow | None = None,
     calibrate_every: int = 0,
 ) -> PolicyLearner:
-    """A learner of `model` on the configured backend; every rank of the process group calls this.
+    """Return a learner of `model` on the configured backend. Every rank of the process group must call this.
 
     Args:
         model: float32, the same on every rank.
-        temperature: of the rollouts; the learner's log-probs are taken at the same.
-        credit: with it, a value model gives credit per token.
-        value_body: what a separate value model begins as; it is taken over. Without it, the policy gets a value head.
-        reference: the policy of the KL penalty, taken over; every rank holds all of it.
-        flow: codes that the policy, and a value head on it, compute through; reference and separate value model stay in
-            full precision.
+        temperature: sampling temperature of the rollouts; log-probs are computed at the same temperature.
+        credit: settings of a value model, which computes advantages per token; None for no value model.
+        value_body: initial model of a separate value model, which takes it over. Without it, the policy gets a value
+            head.
+        reference: reference policy of the KL penalty, which the learner takes over; every rank holds all of it.
+        flow: unified flow of the policy, and of a value head on it; reference and separate value model stay in full
+            precision.
     """
     switch = FlowSwitch(model, flow) if flow else None
     critic = None
@@ -331,9 +332,9 @@ def make_learner(
 
 
 def make_backend(module: torch.nn.Module, config: LearnerConfig) -> Backend:
-    """The configured backend around a module."""
+    """Return the configured backend around a module."""
     if config.backend == "deepspeed":
-        from qurl_ray.learner.deepspeed_backend import DeepSpeedBackend  # a second of imports
+        from qurl_ray.learner.deepspeed_backend import DeepSpeedBackend  # the import takes a second
 
         return DeepSpeedBackend(module, config)
     from qurl_ray.learner.torch_backend import TorchBackend

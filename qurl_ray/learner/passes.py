@@ -1,4 +1,4 @@
-"""A step's micro-batches, and what is known of each before the step's first update."""
+"""The micro-batches of a step, with the quantities that are computed before the step's first update."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,32 +19,33 @@ from qurl_ray.types import Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class Pass:
-    """One forward and backward pass. Tensors are [B, T] unless they say otherwise."""
+    """Data of one forward and backward pass. Tensors are [B, T] unless stated otherwise."""
 
     samples: Sequence[Trajectory]
     batch: Tensors
     advantages: torch.Tensor
-    """[B], or [B, T] of a value model."""
+    """Advantages: [B], or [B, T] from a value model."""
     prox_BT: torch.Tensor | None = None
-    """Absent in the first update where nothing needs it early: it is then that update's own log-probs, detached."""
+    """Log-probs of the proximal policy. In the first update, unless they are needed earlier, they are None until its
+    forward pass: they are then that pass's own log-probs, detached."""
     reference_BT: torch.Tensor | None = None
     shadow_BT: torch.Tensor | None = None
-    """Of the proximal policy in full precision, where a unified flow is calibrated."""
+    """Log-probs of the proximal policy in full precision, if a unified flow is calibrated."""
     values_BT: torch.Tensor | None = None
     returns_BT: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalty:
-    """KL to the reference, taken from rewards."""
+    """KL penalty to the reference policy, subtracted from rewards."""
 
     coef: float
     estimator: Estimator
     compare: Comparison = grpo
-    """How samples of a group are compared, where no value model gives credit."""
+    """Comparison of the samples of a group, used if there is no value model."""
 
     def of(self, one: Pass) -> torch.Tensor:
-        """[B, T]: what each token costs."""
+        """Return the penalty of each token, [B, T]."""
         assert one.prox_BT is not None
         assert one.reference_BT is not None
         log_ratio_BT = log_ratio(one.prox_BT, one.reference_BT, one.batch.mask_BT)
@@ -52,7 +53,7 @@ class Penalty:
 
 
 def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
-    """Group advantages from rewards minus penalties, into `passes`. Collective: a group may lie on several ranks."""
+    """Write group advantages of rewards minus penalties into `passes`. Collective: a group may span several ranks."""
     mine = {}
     for one in passes:
         for sample, cost in zip(one.samples, penalty.of(one).sum(dim=1).tolist(), strict=True):
@@ -76,7 +77,7 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
 
 
 def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, device: str) -> float:
-    """λ of a whole step (rl.corrections.strength). Collective."""
+    """Return λ of a whole step (rl.corrections.strength). Collective."""
     assert settings.ess_floor is not None
     total = torch.zeros(3, dtype=torch.float64)
     for one in passes:
@@ -89,19 +90,20 @@ def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, de
 
 
 class Calibration:
-    """Collects a step's ratios, noisy and exact (rl.calibration)."""
+    """Histograms of the noisy and the exact ratios of a step (rl.calibration)."""
 
     def __init__(self) -> None:
-        nothing_BT = torch.zeros(0, 0)  # what a rank without samples adds
+        nothing_BT = torch.zeros(0, 0)  # a rank without samples adds zeros
         self._noisy = self._exact = clip_histogram(nothing_BT, nothing_BT, nothing_BT.bool())
 
     @torch.no_grad()
     def add(self, logprobs_BT: torch.Tensor, one: Pass, shadow_BT: torch.Tensor | None = None) -> None:
-        """Those of one pass, in its update.
+        """Add the ratios of one pass, during its update.
 
         Args:
-            shadow_BT: the same log-probs in full precision, in a unified flow: their ratio is the exact one there, and
-                that to the proximal policy the noisy one. Else that is the exact one, and noisy the one to behavior.
+            shadow_BT: the same log-probs in full precision, in a unified flow. Their ratio to `one.shadow_BT` is then
+                the exact ratio, and the ratio to the proximal policy is the noisy one. Without it, the ratio to the
+                proximal policy is the exact one, and the ratio to the behavior policy is the noisy one.
         """
         assert one.prox_BT is not None
         adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
@@ -115,6 +117,6 @@ class Calibration:
         self._exact = self._exact.to(adv_BT.device) + clip_histogram(exact_BT, adv_BT, mask_BT)
 
     def bounds(self, clip_low: float, clip_high: float, *, device: str) -> tuple[float, float]:
-        """(clip_low, clip_high) in place of the nominal ones. Collective."""
+        """Return (clip_low, clip_high), to be used in place of the nominal ones. Collective."""
         noisy, exact = (add_over_ranks(histogram, device) for histogram in (self._noisy, self._exact))
         return calibrated(noisy, exact, clip_low, clip_high)

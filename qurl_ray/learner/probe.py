@@ -1,8 +1,8 @@
-"""The learner's forward through the codes that the engines hold: what a probe of an engine is compared with.
+"""The learner's forward pass with the codes that the engines hold: the reference for a probe of an engine.
 
-The codes are made once more, from the parameters where they lie: quantization is deterministic, and a sharded parameter
-exists only while its module computes. So this sees what no fingerprint of resident codes can: a kernel that multiplies
-wrongly, and an engine that attends to keys of the weights before.
+The codes are computed again from the learner's parameters, module by module: quantization is deterministic, and a
+sharded parameter exists only while its module computes. This detects errors that fingerprints of resident codes cannot:
+a kernel that multiplies wrongly, and an engine that attends to keys of the previous weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -24,23 +24,24 @@ from qurl_ray.quant.quantize import quantize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """How a version was sent."""
+    """Form in which a weight version was sent, and in which the engines hold keys and values."""
 
     fmt: Format | None
     quantized: Set[str]
-    """Names of the parameters that travelled as codes, as the model names them."""
+    """Names of the parameters that were sent as codes, as the model names them."""
     unquantized: Literal["float32", "bfloat16"]
-    """How the others travelled."""
+    """Type in which the other parameters were sent."""
     kv_cache: Literal["full", "fp8"] = "full"
-    """How the engines hold keys and values."""
+    """Precision in which the engines hold keys and values."""
 
 
 @contextmanager
 def through_codes(model: PreTrainedModel, codes: Codes, pass_over: Callable[[Sequence[int]], object]) -> Iterator[None]:
-    """Inside, `model` computes as an engine with these codes does. No gradients, and no parameter is changed.
+    """Context in which `model` computes like an engine with these codes. No gradients; no parameter is changed.
 
     Args:
-        pass_over: makes the model compute one sequence of token ids, as its owner does. An fp8 cache is measured so.
+        pass_over: callback by which the model's owner runs it on one sequence of token ids. It is used to measure the
+            scales of an fp8 cache.
     """
     with _through_weights(model, codes):
         if codes.kv_cache == "full":
@@ -57,9 +58,9 @@ def through_codes(model: PreTrainedModel, codes: Codes, pass_over: Callable[[Seq
 
 @contextmanager
 def _attending(model: nn.Module, as_stored: Callable[[int], Callable]) -> Iterator[None]:
-    """Inside, attention of layer i sees keys and values through as_stored(i) (policy.attention)."""
+    """Context in which attention of layer i passes keys and values through as_stored(i) (policy.attention)."""
     layers: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    for module in layers:  # whole blocks among them, which do not attend themselves
+    for module in layers:  # some are whole blocks, which do not compute attention themselves
         module.as_stored = as_stored(module.layer_idx)
     try:
         yield
@@ -81,13 +82,13 @@ def _through_weights(model: nn.Module, codes: Codes) -> Iterator[None]:
         else:
             continue
         changed.append((module, module.__dict__.get("forward")))
-        module.forward = MethodType(forward, module)  # on the object: its hooks still run around it
+        module.forward = MethodType(forward, module)  # set on the instance: its hooks still run around it
     try:
         yield
     finally:
         for module, before in changed:
             del module.forward
-            if before is not None:  # a backend's own
+            if before is not None:  # it was set by a backend
                 module.forward = before
 
 
@@ -102,7 +103,7 @@ def _quantized(fmt: Format, unquantized: torch.dtype) -> Callable:
 
 def _rounded(original: Callable) -> Callable:
     def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        if type(module) is nn.Embedding:  # a lookup: only what is looked up has to be rounded
+        if type(module) is nn.Embedding:  # a lookup: only the rows looked up have to be rounded
             return original(*args).to(torch.bfloat16).float()
         kept = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
         for name, data in kept.items():

@@ -1,4 +1,4 @@
-"""What the loop expects of a learner."""
+"""The interface of a learner, as the training loop uses it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,45 +17,48 @@ from qurl_ray.types import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One rank's account of one step."""
+    """Result of one training step on one rank."""
 
     sums: dict[str, float]
     """Metric sums (rl.objective), to be merged over ranks."""
     seconds: dict[str, float]
-    """Wall time of the phases "logprob" and "update"."""
+    """Wall time of the phases "logprob" and "update", in seconds."""
     grad_norm: float
-    """Of the last update, before clipping; the same on every rank."""
+    """Gradient norm of the last applied update, before clipping; the same on every rank; nan if there was none."""
     lr: float
     skipped_updates: int
-    """Updates left out because their gradient was not finite."""
+    """Number of updates skipped because their gradient was not finite."""
     proximal: dict[str, np.ndarray]
-    """By uid of the watched samples: log-probs of the answer before the first update, float32."""
+    """Log-probs of the watched samples' answers before the first update, by uid, float32 [answer length]."""
 
 
 class Learner(Protocol):
-    """Holds the policy in full precision and updates it. Every rank calls the same methods in the same order."""
+    """A learner, which holds the policy in full precision and updates it.
+
+    Every rank calls the same methods in the same order.
+    """
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters under their checkpoint names, in a fixed order, tied ones once.
+        """Yield whole parameters with their checkpoint names, in a fixed order; tied parameters once.
 
-        A sharded parameter is gathered when its turn comes and may be gone at the next: use it at once, on all ranks.
+        A sharded parameter is gathered when it is yielded and may be freed at the next: use it at once, on all ranks.
         """
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
-        """One update per mini-batch. Proximal log-probs are those of the weights before the first."""
+        """Make one update per mini-batch. Proximal log-probs are those of the weights before the first update."""
 
     def adopt(self, settings: ObjectiveSettings) -> None:
-        """Learn by these from now on."""
+        """Use these settings of the objective from now on."""
 
     def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: Codes) -> list[np.ndarray]:
-        """Log-probs of each answer to one prompt through the codes that engines hold, float32 [answer length]."""
+        """Return log-probs of each answer to one prompt, with the codes that engines hold, float32 [answer length]."""
 
     def save(self, folder: Path) -> None:
-        """Write what `load` needs to go on: parameters, optimizer, place in the schedule, random states."""
+        """Write what `load` needs to resume: parameters, optimizer, position in the schedule, random states."""
 
     def load(self, folder: Path) -> None:
-        """Take up what `save` wrote, with as many ranks. The caller has verified the files."""
+        """Restore the state that `save` wrote, with the same number of ranks. The caller has verified the files."""
 
     def reside(self, resident: Resident) -> None:
-        """Have this on the device, and all else on the host, until the next call. At first it is ALL, which `learn`,
-        `save` and `load` need; `named_parameters` and `logprobs` need PARAMETERS."""
+        """Keep this part on the device, and the rest on the host, until the next call. The initial value is ALL, which
+        `learn`, `save` and `load` need; `named_parameters` and `logprobs` need PARAMETERS."""

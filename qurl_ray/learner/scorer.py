@@ -1,4 +1,4 @@
-"""The policy as the learner runs it: one module, so that a backend can wrap it."""
+"""The forward pass of the learner's policy, as one module that a backend can wrap."""
 
 from typing import NamedTuple
 
@@ -13,26 +13,26 @@ from qurl_ray.policy.attention import VARLEN
 from qurl_ray.policy.logprobs import Entropy, answer_states, enable_checkpointing, scatter, score_states
 
 MODEL_PREFIX = "policy."
-"""Of the model's parameter names inside a Scorer."""
+"""Prefix of the model's parameter names inside a Scorer."""
 
 
 class Scores(NamedTuple):
-    """What a Scorer finds, all float32 [B, T] and 0 where the batch's mask is."""
+    """Results of a Scorer, all float32 [B, T], and 0 where the batch's mask is False."""
 
     logprobs_BT: torch.Tensor
     entropy_BT: torch.Tensor | None
-    """In nats; None without gradients."""
+    """Entropy of the distribution that each token is drawn from, in nats; None if gradients are disabled."""
     values_BT: torch.Tensor | None
-    """Of the state before each token; None without a value head."""
+    """Value of the state before each token; None without a value head."""
 
 
 class Scorer(nn.Module):
-    """Samples in, a tuple of the fields of Scores out.
+    """Module that takes a batch of samples and returns the fields of Scores as a tuple.
 
     Args:
         model: float32; moved to `config.device`.
-        temperature: of the rollouts; log-probs are taken at the same.
-        entropy_gradient: the entropies are part of a loss.
+        temperature: sampling temperature of the rollouts; log-probs are computed at the same temperature.
+        entropy_gradient: compute entropies with a gradient, because they are part of a loss.
         with_values: add a value head that reads the model's final states.
     """
 
@@ -67,23 +67,23 @@ class Scorer(nn.Module):
 
 
 def value_head(model: PreTrainedModel, config: LearnerConfig) -> nn.Linear:
-    """One number per state; zeros at first, so that no advantage begins with noise."""
+    """Return a linear with one output per state. Its weights are zeros, so that advantages do not start with noise."""
     head = Linear(model.config.hidden_size, 1, bias=False, device=config.device)
     nn.init.zeros_(head.weight)
     return head
 
 
 def states_before_answers(model: PreTrainedModel, batch: Tensors, config: LearnerConfig) -> torch.Tensor:
-    """[N, d]: answer_states of a model of on_device, laid out as configured."""
+    """Return answer_states [N, d] of a model from `on_device`, packed or with shared prompts as configured."""
     lengths_B = batch.lengths_B if config.packing else None
-    share_prompts = config.share_prompts and config.device == "cpu"  # as on_device chooses the attention
+    share_prompts = config.share_prompts and config.device == "cpu"  # depends on the attention that on_device chooses
     return answer_states(model, batch.token_ids_BT, batch.mask_BT, lengths_B, share_prompts=share_prompts)
 
 
 def on_device(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:
-    """`model` where and how the learner computes it, in place."""
+    """Move `model` to the configured device, in place, with the configured checkpointing and attention; return it."""
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     if config.device == "cuda":
-        model.set_attn_implementation(VARLEN)  # the invariant attention is made for the CPU's engine
+        model.set_attn_implementation(VARLEN)  # the invariant attention is made for the engine on a CPU
     return model.to(config.device)

@@ -19,7 +19,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class TorchBackend:
-    """See learner.backend.Backend. Its saved state is replicated, so rank 0 writes it for all."""
+    """Backend in plain torch; see learner.backend.Backend. Its state is replicated, so rank 0 saves it for all."""
 
     lockstep = False
 
@@ -55,7 +55,7 @@ class TorchBackend:
         if self._ranks == 1:
             return
         parameters = list(self.module.parameters())
-        # A rank whose share was empty has no gradients; it adds zeros.
+        # A rank with an empty share has no gradients; it adds zeros.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         distributed.all_reduce(flat)
@@ -73,7 +73,7 @@ class TorchBackend:
             f"{name}:{kind}": self._optimizer.state[parameter][kind]
             for name, parameter in named.items()
             for kind in _MOMENTS
-            if parameter in self._optimizer.state  # not before the first update
+            if parameter in self._optimizer.state  # there is no state before the first update
         }
         save_file({name: p.detach() for name, p in named.items()}, folder / "parameters.safetensors")
         save_file(moments, folder / "optimizer.safetensors")
@@ -83,17 +83,17 @@ class TorchBackend:
         parameters = load_file(folder / "parameters.safetensors")
         moments = load_file(folder / "optimizer.safetensors")
         for name, parameter in self.named_parameters():
-            parameter.copy_(parameters[name])  # into the old memory: results may depend on its alignment
+            parameter.copy_(parameters[name])  # in place: results may depend on the alignment of memory
             if f"{name}:step" in moments:
                 self._optimizer.state[parameter] = {
-                    # AdamW keeps its count on the CPU unless it is fused on a GPU.
+                    # AdamW keeps its step count on the CPU unless it is fused on a GPU.
                     kind: moments[f"{name}:{kind}"].clone().to(parameter.device)
                     for kind in _MOMENTS
                 }
 
     def reside(self, resident: Resident) -> None:
         own = self._config.device
-        for parameter in self.module.parameters():  # gradients are gone after each step
+        for parameter in self.module.parameters():  # gradients are freed after each step
             parameter.data = parameter.data.to(own if resident >= Resident.PARAMETERS else "cpu")
         for state in self._optimizer.state.values():
             for kind in _MOMENTS:

@@ -1,15 +1,15 @@
-"""Checkpoints on disk: what is in one, whether it is whole, which are kept. Light: neither torch nor Ray.
+"""Checkpoints on disk: contents, verification, and which ones are kept. Light: imports neither torch nor Ray.
 
     checkpoints/step-000040/
         manifest.json    step, mean held-out reward if it was measured there, SHA-256 of every other file
         learner/         parameters, optimizer, schedule, random states, as the backend writes them
-        loop.json        where the coordinator stands
+        loop.json        state of the coordinator
         policy/          the policy at this step, for AutoModelForCausalLM.from_pretrained
 
-One is written aside, under a name that begins with a dot, and renamed when its manifest is complete. Nothing is loaded
-from a folder whose files differ from its manifest. That finds damage, half-written files, and strangers' files beside
-our own; it is no protection from someone who may write to the run folder, and DeepSpeed's states are pickles, which run
-what they hold.
+A checkpoint is written to a folder whose name begins with a dot, and renamed when its manifest is complete. Nothing is
+loaded from a folder whose files differ from its manifest. This detects damage, half-written files, and foreign files
+beside our own. It does not protect against someone who may write to the run folder; and DeepSpeed's states are pickles,
+which execute what they hold.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete one, as its manifest describes it."""
+    """A complete checkpoint, as its manifest describes it."""
 
     folder: Path
     step: int
@@ -45,19 +45,20 @@ class Checkpoint:
 
 
 def partial_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is complete."""
+    """Folder to which the checkpoint of a step is written before it is complete."""
     return run_dir / "checkpoints" / f".step-{step:06d}"
 
 
 def complete(partial: Path, *, step: int, reward: float | None) -> Checkpoint:
-    """Sum up the files of `partial`, put them on disk for good, and give the folder its name."""
+    """Flush the files of `partial` to disk, write their checksums to the manifest, and give the folder its final
+    name."""
     manifest = {"step": step, "reward": reward, "sha256": _sums(partial)}
     with (partial / _MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     folder = partial.with_name(partial.name.removeprefix("."))
-    if folder.exists():  # of a run that went on a little after it was given up
+    if folder.exists():  # of a run that continued a little after it was given up
         shutil.rmtree(folder)
     partial.rename(folder)
     _sync(folder.parent)
@@ -65,7 +66,7 @@ def complete(partial: Path, *, step: int, reward: float | None) -> Checkpoint:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, every file of which was read and compared with the manifest.
+    """Return the checkpoint in `folder`, after comparing every file with the manifest.
 
     Raises:
         CheckpointError: a file is missing, damaged, or not in the manifest.
@@ -83,9 +84,9 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run, and why newer ones were passed over, one sentence each.
+    """Return the newest whole checkpoint of a run, and one sentence on each newer one that was rejected.
 
-    Those are renamed to damaged.step-<n>, so that no later one is dropped for their sake.
+    Rejected ones are renamed to damaged.step-<n>, so that `prune` does not keep them in place of later checkpoints.
     """
     rejected: list[str] = []
     for folder in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
@@ -100,14 +101,15 @@ def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Drop all but the latest `keep` and the one with the best held-out reward; half-written ones too."""
+    """Delete all checkpoints except the latest `keep` and the one with the best held-out reward. Half-written ones are
+    deleted, too."""
     root = run_dir / "checkpoints"
     found = []
     for folder in sorted(root.glob("step-*")):
         try:
             found.append(_read(folder)[0])
         except CheckpointError:
-            continue  # left for its user to look at
+            continue  # left for the user to inspect
     measured = [checkpoint for checkpoint in found if checkpoint.reward is not None]
     kept = {checkpoint.step for checkpoint in found[-keep:]}
     if measured:
@@ -122,9 +124,9 @@ def prune(run_dir: Path, keep: int) -> None:
 def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
-        reward = manifest["reward"] if "reward" in manifest else manifest["accuracy"]  # of an earlier version
+        reward = manifest["reward"] if "reward" in manifest else manifest["accuracy"]  # written by an earlier version
         checkpoint = Checkpoint(folder=folder, step=int(manifest["step"]), reward=reward)
-        if folder.name != f"step-{checkpoint.step:06d}":  # no sum covers the manifest itself
+        if folder.name != f"step-{checkpoint.step:06d}":  # no checksum covers the manifest itself
             raise ValueError(f"it is of step {manifest['step']}")
         return checkpoint, dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -132,10 +134,10 @@ def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    """SHA-256 by relative path of every file but the manifest. Each is flushed to disk: a sum of a file that a power
-    cut then empties would be worth nothing."""
+    """SHA-256 of every file except the manifest, by relative path. Each file is flushed to disk first: a checksum would
+    be worth nothing if a power cut then emptied the file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / _MANIFEST)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing leaves the interpreter's lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
         return dict(zip([str(path.relative_to(folder)) for path in paths], pool.map(_sum, paths), strict=True))
 
 

@@ -1,13 +1,13 @@
-"""How long a phase can take before something is wrong, from the deadlines of its parts."""
+"""Deadlines of whole phases, computed from the deadlines of their parts."""
 
 from qurl_ray.config import RunConfig
 
 
 def collection_deadline(config: RunConfig) -> float:
-    """Seconds after which rollouts and rewards of a step (or an evaluation) cannot still be on their way.
+    """Seconds after which rollouts and rewards of a step (or an evaluation) cannot still be under way.
 
     Every round and every reward has its own deadline, which passes first and names what is late. A round may be
-    generated twice, if workers die in it, and wait for one to start.
+    generated twice if workers die during it, and may wait for one to start.
     """
     algorithm, rollout = config.algorithm, config.rollout
     rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
@@ -16,6 +16,6 @@ def collection_deadline(config: RunConfig) -> float:
 
 
 def judging_deadline(config: RunConfig, answers: int) -> float:
-    """Seconds that judging so many answers can take if every single one hangs, and a margin to start the processes."""
+    """Seconds that judging `answers` answers can take if every one hangs, plus a margin to start the processes."""
     share = -(-answers // config.task.verifiers)
     return share * (config.task.reward_timeout_s + 5) + 60

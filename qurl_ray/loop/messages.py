@@ -1,9 +1,9 @@
-"""The records that cross between the driver, the learner's ranks and the coordinator."""
+"""Records that the driver, the learner's ranks and the coordinator exchange."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from qurl_ray.actors.placement import Seat
+from qurl_ray.actors.placement import GpuAssignment
 from qurl_ray.errors import QurlError
 from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.types import Event, TensorRecord
@@ -12,7 +12,7 @@ from qurl_ray.types import Event, TensorRecord
 
 
 class Level(IntEnum):
-    """How far the guard has gone."""
+    """Rungs of the guard's ladder of actions, from the lowest to the highest."""
 
     NONE = 0
     WARN = 1
@@ -23,7 +23,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
-    """How the next step is to be made.
+    """The guard's decision on how the next step is made.
 
     Example:
         Directive(level=Level.TIGHTEN, messages=("mismatch/kl 0.3 > 0.1 (3 of the last 5 steps); ...",))
@@ -33,7 +33,8 @@ class Directive:
     messages: tuple[str, ...] = ()
     """Sentences for the log; empty where nothing changes."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the step that was judged: `guard/level` after it, and `guard/beyond`, the number of figures beyond a limit."""
+    """Metrics of the step that was judged: `guard/level` after it, and `guard/beyond`, the number of figures beyond
+    their limits."""
 
     @property
     def tighten(self) -> bool:
@@ -61,16 +62,17 @@ class Start:
     resume: Checkpoint | None
     """Checkpoint to resume from, its files verified; None for a run from the beginning."""
     version: int
-    """Highest weight version that an engine may hold; the ranks' versions are to be above it."""
+    """Highest weight version that an engine may hold; the ranks' versions must be above it."""
     directive: Directive
-    """The guard's, for the first step."""
+    """The guard's directive for the first step."""
     over: bool
     """True if the run has ended with an error: the ranks return."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsWanted:
-    """In place of an answer: engines wait for the weights sent last. The ranks send them and ask again."""
+    """Reply in place of an answer: engines wait for the weights that were sent last. The ranks send them again and
+    repeat the call."""
 
 
 # --- ranks to coordinator --------------------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ class WeightsWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One rank's part of a weight version, as it is announced.
+    """Announcement of one rank's part of a weight version.
 
     Example:
         Offer(version=7, attempt=0, rank=0, format="int8", weight_max_code=127, records=records)
@@ -86,13 +88,14 @@ class Offer:
 
     version: int
     attempt: int
-    """0; more if it is sent once more, for engines that are STALE: in quarantine, or restarted."""
+    """Number of earlier offers of this version: above 0, it is sent again to engines that are STALE (in quarantine, or
+    restarted)."""
     rank: int
     format: str
     weight_max_code: int | None
     records: tuple[TensorRecord, ...]
     transferred: bool = False
-    """True if the engines have it from vLLM's own transfer."""
+    """True if the engines got the version through vLLM's own transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +114,15 @@ class Drained:
     """The coordinator's answer to the driver, a few times a second."""
 
     events: list[Event]
-    """All since the last call."""
+    """All events since the last call."""
     workers: int
     """Number of rollout workers that the fleet knows."""
-    seats: tuple[Seat, ...] | None
-    """Of the ranks: a colocated run's workers belong there. None until the ranks have started."""
-    seated: tuple[Seat, ...] | None
-    """Of the rollout workers, as far as the coordinator knows."""
+    ranks_at: tuple[GpuAssignment, ...] | None
+    """GPU assignments of the ranks, where a colocated run's workers belong; None until the ranks have started."""
+    workers_at: tuple[GpuAssignment, ...] | None
+    """GPU assignments of the ranks for which the colocated workers were placed, as far as the coordinator knows; None
+    if there are none."""
     failure: QurlError | None
-    """The error that ended the run."""
+    """Error that ended the run; None if there is none."""
     log: str
     """Path of the coordinator's log."""

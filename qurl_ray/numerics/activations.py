@@ -1,8 +1,8 @@
-"""Activation functions whose every element depends on itself alone.
+"""Activation functions in which each element of the result depends on one element of the input alone.
 
-torch computes an elementwise function in shares, one a thread, and each share in vectors. What is left over at a
-share's end takes another implementation of the exponential, whose last bit may differ. Here shares end where vectors
-end, so that nothing is left over.
+torch computes an elementwise function in shares, one per thread, and each share in vectors. The remainder at the end of
+a share is computed by another implementation of the exponential, whose last bit may differ. Here shares end where
+vectors end, so that there is no remainder.
 """
 
 from collections.abc import Callable
@@ -17,29 +17,29 @@ from torch.nn import functional
 from torch.nn.functional import pad
 
 VECTOR = 32  # floats that torch's elementwise functions take at a time, at most (two AVX-512 registers)
-_ONE_SHARE = 16384  # elements that torch never divides
+_ONE_SHARE = 16384  # so many elements torch never divides into shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Function:
-    """An elementwise function of torch, and how torch divides it."""
+    """Elementwise function of torch, and how torch divides it into shares."""
 
     anywhere: Callable[[torch.Tensor], torch.Tensor]
     into: Callable[..., torch.Tensor]
-    """Of (x, out=result)."""
+    """Function of (x, out=result)."""
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Of (gradient of the result, x)."""
+    """Function of (gradient of the result, x) that returns the gradient of x."""
     shares: Callable[[int, int], int]
-    """Of (elements, threads)."""
+    """Function of (number of elements, threads) that returns the number of shares."""
 
 
 def shares_of_silu(elements: int, threads: int) -> int:
-    """Shares of equal size, as in torch's TensorIterator: of at::internal::GRAIN_SIZE elements at least."""
+    """Number of equal shares, as in torch's TensorIterator: at least at::internal::GRAIN_SIZE elements each."""
     return min(threads, -(-elements // 32768))
 
 
 def shares_of_gelu(elements: int, threads: int) -> int:
-    """As in torch's GeluKernel, which sets a grain of its own."""
+    """Number of shares, as in torch's GeluKernel, which has its own grain size."""
     return threads if elements > _ONE_SHARE else 1
 
 
@@ -61,13 +61,13 @@ _GELU_FUNCTIONS = {
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x · sigmoid(x)."""
+    """Return x · sigmoid(x)."""
     return _apply(x, _SILU_FUNCTION)
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """torch's gelu, exact or with approximate="tanh"."""
-    return _apply(x.contiguous(), _GELU_FUNCTIONS[approximate])  # torch computes the exact one of others otherwise
+    """Return torch's gelu, exact or with approximate="tanh"."""
+    return _apply(x.contiguous(), _GELU_FUNCTIONS[approximate])  # for others, torch computes the exact gelu differently
 
 
 def _apply(x: torch.Tensor, function: _Function) -> torch.Tensor:
@@ -92,7 +92,7 @@ class _Elementwise(torch.autograd.Function):
 
 
 def _in_whole_vectors(x: torch.Tensor, function: _Function) -> torch.Tensor:
-    """function(x), of rows that make whole vectors for every thread, and then of what rows are left."""
+    """Return function(x), computed first for rows that form whole vectors on every thread, then for the other rows."""
     width, threads = x.shape[-1], torch.get_num_threads()
     if width % VECTOR:
         return _in_whole_vectors(pad(x, (0, -width % VECTOR)), function)[..., :width]
@@ -111,11 +111,11 @@ def _in_whole_vectors(x: torch.Tensor, function: _Function) -> torch.Tensor:
 
 
 def whole_rows(rows: int, width: int, shares: Callable[[int], int]) -> int:
-    """The most of so many rows that torch divides at the ends of vectors; 0 if not even one row is.
+    """Largest number of rows, up to `rows`, that torch divides at the ends of vectors; 0 if there is none.
 
     Args:
-        width: a multiple of VECTOR.
-        shares: how many equal ones, rounded up, torch makes of so many elements.
+        width: elements of a row, a multiple of VECTOR.
+        shares: function of a number of elements that returns the number of equal shares, rounded up, that torch makes.
     """
     for count in range(rows, 0, -1):
         if (count * width // VECTOR) % shares(count * width) == 0:
@@ -147,4 +147,4 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "gelu": partial(GELU, "none"),
     "gelu_pytorch_tanh": partial(GELU, "tanh"),
 }
-"""By the name that a transformers config gives them."""
+"""Modules by the name of the activation in a transformers config."""

@@ -1,4 +1,4 @@
-"""Which processor this is."""
+"""Identification of the processor."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def cpuinfo() -> dict[str, str]:
-    """What Linux tells of the first processor, by name; {} elsewhere."""
+    """Return the fields of /proc/cpuinfo for the first processor, by name; {} on systems without it."""
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
         return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
@@ -15,7 +15,7 @@ def cpuinfo() -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """Its name, family and model, and the widest vectors that torch uses.
+    """Return the processor's name, family and model, and the widest vectors that torch uses.
 
     Example:
         "AMD EPYC, family 26, model 2, AVX512"

@@ -1,6 +1,6 @@
-"""Float32 products on a CPU whose rows depend on themselves alone, by the rules of numerics.selfcheck.
+"""Float32 products on a CPU, in which each row depends on that row alone, by the rules of numerics.selfcheck.
 
-Engine and learner call these in place of torch's. Elsewhere, and in other types, they are torch's.
+Engine and learner call these functions in place of torch's. On other devices and for other types, they call torch's.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from qurl_ray.numerics.rules import Rule
 from qurl_ray.numerics.selfcheck import linear_rule, onednn_packed, onednn_product
 
 _NOTHING = Rule(kernel="mkl")
-"""The rule of a product that needs none."""
+"""Rule of a product that needs no special treatment."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x · weightᵀ + bias, [..., K] to [..., N]. On a CPU and in float32, each row's bits depend on that row alone."""
+    """Return x · weightᵀ + bias, [..., K] to [..., N]. In float32 on a CPU, a row's bits depend on that row alone."""
     rule = _rule(x, weight)
     if rule is None or rule == _NOTHING or not x.numel():
         return functional.linear(x, weight, bias)
@@ -32,12 +32,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def bound(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `linear` computes with this weight, to the bit and without a gradient, faster when it is used often.
+    """Return `linear` with this weight, as a function: the same bits, no gradient, faster if it is called often.
 
-    It holds a copy of a float32 weight of a CPU where oneDNN or the rule wants it in another form.
+    It holds a copy of a float32 weight on a CPU if oneDNN or the rule needs the weight in another form.
 
     Raises:
-        EngineError: oneDNN does not hold the weight that it was given.
+        EngineError: oneDNN's copy differs from the weight.
     """
     rule = _rule(weight, weight)
     if rule is None or rule == _NOTHING:
@@ -53,7 +53,7 @@ def bound(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Te
 
 
 def _rule(x: torch.Tensor, weight: torch.Tensor) -> Rule | None:
-    """The product's rule; None where there is none or torch's own product is asked for."""
+    """Return the product's rule; None if there is none or torch's own product is to be used."""
     kind = x.device.type
     if kind != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or torch.is_autocast_enabled(kind):
         return None
@@ -68,7 +68,7 @@ def _widened(weight: torch.Tensor, bias: torch.Tensor | None, rule: Rule) -> tup
 
 
 def _of_enough_rows(x: torch.Tensor, rule: Rule, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """multiply(x), [..., K] to [..., N], with rows of zeros as the rule wants them."""
+    """Return multiply(x), [..., K] to [..., N], with rows of zeros added as the rule requires."""
     x_MK = x.reshape(-1, x.shape[-1])
     rows = len(x_MK)
     if missing := rule.padded(rows) - rows:
@@ -84,11 +84,11 @@ def _onednn(x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 class _OneDnnLinear(torch.autograd.Function):
-    """oneDNN's product with a gradient by oneDNN: on AMD about twice as fast as MKL's (docs/results.md)."""
+    """oneDNN's product with a gradient by oneDNN, which is on AMD about twice as fast as MKL's (docs/results.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # The parameter itself and not a copy: a sharded one is freed after the forward and gathered for the backward.
+        # The parameter itself, not a copy: a sharded one is freed after the forward and gathered for the backward pass.
         ctx.save_for_backward(x_MK, weight)
         return onednn_product(x_MK, weight, bias)
 
@@ -103,17 +103,17 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """An nn.Linear that computes by `linear`."""
+    """An nn.Linear that computes with the function `linear`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def queries_to_add(rule: Rule | None, queries: int, heads_per_key: int) -> int:
-    """Queries that a sequence lacks, so that the rows of its products satisfy the rule.
+    """Number of queries to add to a sequence, so that the rows of its products satisfy the rule.
 
     Args:
-        heads_per_key: query heads that share a key head, which are rows of one product.
+        heads_per_key: number of query heads that share a key head; they are rows of one product.
     """
     if rule is None:
         return 0

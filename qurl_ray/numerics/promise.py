@@ -1,4 +1,4 @@
-"""What this machine promises for a model: equal bits of engine and learner, by which rules, or why not."""
+"""The promise of this machine for a model: equal bits of engine and learner, by which rules, or why not."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from qurl_ray.numerics.processor import processor_name
 from qurl_ray.numerics.rules import Product, Rule, extra_cost
 from qurl_ray.numerics.selfcheck import attention_rule, linear_rule, thread_counts
 
-STEP_ROWS = 32  # of the decode step that costs are told of
+STEP_ROWS = 32  # rows of the decode step for which costs are reported
 MOST_COST = 0.05
-"""Share of a step's multiplications that rules may add."""
+"""Largest share of a step's multiplications that rules may add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Promise:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What has no rule, in words."""
+        """Products that have no rule, in words."""
         shapes = [f"products of {p.inner} → {p.outputs}" for p, rule in self.linears if rule is None]
         return (*shapes, *([] if self.attention else [f"attention with heads of {self.head_dim}"]))
 
@@ -44,7 +44,7 @@ class Promise:
         return not self.missing and self.cost <= MOST_COST
 
     def sentence(self) -> str:
-        """What a run, a dry run and the tests' header say."""
+        """Return the promise as the sentence that a run, a dry run and the tests' header report."""
         where = f"{processor_name()}, {_threads()}"
         if self.missing:
             found = "no rule makes rows independent of the batch for " + ", ".join(self.missing)
@@ -63,10 +63,10 @@ class Promise:
 
 
 def promise_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> Promise:
-    """The promise for a model, its rules measured where they are not known yet.
+    """Return the promise for a model. Rules that are not known yet are measured.
 
     Args:
-        linears: how many there are of each (inputs, outputs), the head among them.
+        linears: number of linears by (inputs, outputs), the head included.
         head_dim: width of an attention head.
     """
     products = [Product(inner=inner, outputs=outputs, count=n) for (inner, outputs), n in sorted(linears.items())]
@@ -75,7 +75,7 @@ def promise_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> Prom
 
 
 def promise_for(model: nn.Module, *, head_dim: int) -> Promise:
-    """The promise for all linears of a model, whose weights may be on the meta device."""
+    """Return the promise for all linears of a model, whose weights may be on the meta device."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return promise_of(Counter((linear.in_features, linear.out_features) for linear in linears), head_dim=head_dim)
 

@@ -1,8 +1,8 @@
-"""Rules under which a row of a float32 product does not depend on the rows beside it. Pure functions.
+"""Rules under which a row of a float32 product does not depend on the other rows. Pure functions.
 
-A matrix product picks its kernel, and with it the order of its sums, by the shape of the call. Which shapes share an
-order differs from processor to processor and from library to library, so it is measured (numerics.selfcheck) and not
-assumed. A rule says how to call a product so that every row has the same bits in every call.
+A matrix product selects its kernel, and with it the order of its sums, by the shape of the call. Which shapes share an
+order depends on the processor and on the library, so it is measured (numerics.selfcheck) and not assumed. A rule
+defines how to call a product so that every row has the same bits in every call.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -15,13 +15,13 @@ Kernel = Literal["mkl", "onednn"]
 """Library that computes a float32 product of a CPU: torch's default, or oneDNN."""
 
 ROWS = (*range(1, 10), 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 129, 192, 256)
-"""Row counts that a rule is measured at."""
+"""Row counts at which a rule is measured."""
 MORE_ROWS = (*range(1, 73), 80, 96, 100, 112, 127, 128, 129, 144, 160, 192, 255, 256)
-"""Row counts for a rule with a multiple, of which ROWS has too few."""
+"""Row counts at which a rule with a multiple is measured; ROWS has too few multiples."""
 WHOLE = 288  # rows of the product that all others are compared with
-MOST_ROWS = 32  # a rule that asks for more is no use: it would add to a decode step of that size
+MOST_ROWS = 32  # a rule that requires more is useless: it would add rows to a decode step of that size
 _MULTIPLES = (1, 2, 4, 8, 16)
-_OFFSET = 7  # where every second comparison begins, so that neither place nor alignment of a row may matter
+_OFFSET = 7  # first row of every second comparison: place and alignment of a row must not matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,16 @@ class Rule:
 
     kernel: Kernel
     rows: int = 1
-    """Least rows of a call; rows of zeros are added to shorter ones."""
+    """Least number of rows of a call; rows of zeros are added to shorter calls."""
     multiple: int = 1
-    """Rows of a call are a multiple of this."""
+    """The number of rows of a call must be a multiple of this."""
     outputs: int = 0
-    """Least width of the result; narrower weights get rows of zeros."""
+    """Least width of the result; rows of zeros are added to narrower weights."""
     batch: int = 1
-    """Least products in a call that computes several at once."""
+    """Least number of products in a call that computes several at once."""
 
     def padded(self, rows: int) -> int:
-        """Rows of the call that computes so many."""
+        """Number of rows of the call that computes `rows` rows."""
         return -(-max(rows, self.rows) // self.multiple) * self.multiple
 
     def __str__(self) -> str:
@@ -55,18 +55,18 @@ class Rule:
 
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
-"""A product with its other factor bound: rows [..., M, K] to [..., M, N]."""
+"""Product with its other factor bound: a function from rows [..., M, K] to [..., M, N]."""
 
 
 def find_rows(
     computes: Iterable[tuple[Compute, torch.Tensor]], *, at_most: int = MOST_ROWS, threads: Sequence[int] = (1,)
 ) -> tuple[int, int] | None:
-    """(least rows, multiple) under which all the products give each row the same bits, with all the thread counts.
+    """Return (least rows, multiple) with which all products give each row the same bits, at all thread counts.
 
     Args:
-        computes: (product, its rows [..., WHOLE, K]); each must give whole results that do not depend on threads.
+        computes: (product, its rows [..., WHOLE, K]); there is no rule if its whole result depends on threads.
         at_most: give up as soon as more rows than this are needed.
-        threads: set with torch.set_num_threads while measuring, and put back.
+        threads: thread counts, set with torch.set_num_threads while measuring; the old count is restored.
 
     Returns:
         None if there is no such rule.
@@ -104,7 +104,7 @@ def _find_rows(
 
 
 def least_rows(broken: Set[int], counts: Sequence[int], *, at_most: int = MOST_ROWS) -> tuple[int, int] | None:
-    """(least rows, multiple) such that no measured count that satisfies both is among the broken ones."""
+    """Return the least (rows, multiple) such that no measured count that satisfies both is broken; None if none."""
     found = []
     for multiple in _MULTIPLES:
         fitting = [rows for rows in counts if rows % multiple == 0]
@@ -123,7 +123,7 @@ class Product:
 
 
 def extra_cost(products: Iterable[tuple[Product, Rule | None]], *, rows: int) -> float:
-    """Multiplications that the rules add to a call with so many rows, as a share of all that the model needs."""
+    """Multiplications that the rules add to a call with `rows` rows, as a share of all that the model needs."""
     needed = added = 0
     for product, rule in products:
         once = product.count * product.inner * product.outputs * rows

@@ -1,8 +1,8 @@
-"""The self-check: what this machine's float32 products need so that a row's result depends on that row alone.
+"""The self-check: finds how float32 products must be called on this machine so that each row depends on itself alone.
 
-It is made for each product when that is first needed, takes a fraction of a second, and is kept in the cache folder for
-other processes on machines of this kind. Its result is the same in every process of a machine: it depends on the
-processor, torch, the variables of its libraries and the number of cores, and not on a time that was measured.
+Each product is checked when it is first needed, which takes a fraction of a second. The result is kept in the cache
+folder for other processes on machines of the same kind. It is the same in every process of a machine: it depends on the
+processor, torch, the variables of its libraries and the number of cores, but not on measured times.
 """
 
 import hashlib
@@ -23,29 +23,29 @@ from qurl_ray.cache import cache_root
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, Kernel, Rule, find_rows
 
-_RECIPE = 2  # raise when anything below, or in numerics.rules, changes what is found
-_WIDE = 192  # outputs from which on MKL's kernels were seen to share one order of sums (docs/LOG.md)
-_FEW_ROWS = 8  # where a rule asks for more, padded outputs are tried as well
-_MOST_OUTPUTS = 512  # wider products are measured at this width, and what their own leaves over of 64
-_KEYS = (16, 48, 144)  # of attention: multiples of attention.KEY_MULTIPLE
-_CHUNKS = (16, 128)  # up to attention.KEY_CHUNK
+_RECIPE = 2  # raise when a change below, or in numerics.rules, alters the result
+_WIDE = 192  # with at least so many outputs, MKL's kernels were seen to share one order of sums (docs/LOG.md)
+_FEW_ROWS = 8  # if a rule requires more, padded outputs are tried as well
+_MOST_OUTPUTS = 512  # wider products are measured at this width plus their own modulo 64
+_KEYS = (16, 48, 144)  # key counts of attention: multiples of attention.KEY_MULTIPLE
+_CHUNKS = (16, 128)  # key counts of a chunk: up to attention.KEY_CHUNK
 _BATCHES = (2, 5)
 VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Environment variables that choose kernels, which all processes of a run must share."""
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Rows [M, K] and a weight [N, K] to [M, N]."""
+"""Function of rows [M, K] and a weight [N, K] that returns their product [M, N]."""
 Bind = Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
-"""A weight to a product with it."""
+"""Function of a weight that returns the product with it, as a function of rows."""
 
 
 def onednn_product(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """x · weightᵀ + bias by oneDNN, float32, without a gradient. Neither factor has to be contiguous."""
+    """Return x · weightᵀ + bias by oneDNN, float32, without a gradient. Neither factor has to be contiguous."""
     return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
 
 
 def onednn_packed(weight_NK: torch.Tensor) -> torch.Tensor:
-    """The weight in the order in which oneDNN multiplies it, for `onednn_product`; `to_dense()` gives it back."""
+    """Return the weight in the order in which oneDNN multiplies it, for `onednn_product`; `to_dense()` restores it."""
     return torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
 
 
@@ -55,7 +55,7 @@ def _times_packed(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor
 
 
 def kernels() -> dict[Kernel, tuple[Bind, ...]]:
-    """The libraries that compute float32 products here, each with the forms of a weight that give the same bits."""
+    """Return the libraries for float32 products here, each with the forms of a weight that must give the same bits."""
     found: dict[Kernel, tuple[Bind, ...]] = {"mkl": (_times(linear),)}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         found["onednn"] = (_times(onednn_product), _times_packed)
@@ -68,8 +68,8 @@ def _times(multiply: Multiply) -> Bind:
 
 @cache
 def thread_counts() -> tuple[int, ...]:
-    """Thread counts that rules are measured with: one, two and all cores. What a product needs grows with the threads
-    (docs/LOG.md), so the counts between are left out."""
+    """Thread counts that rules are measured with: one, two and all cores. The requirements of a product grow with the
+    number of threads (docs/LOG.md), so the counts between are left out."""
     return tuple(sorted({1, 2, os.cpu_count() or 1}))
 
 
@@ -78,20 +78,20 @@ def thread_counts() -> tuple[int, ...]:
 
 @cache
 def linear_rule(inner: int, outputs: int) -> Rule | None:
-    """The rule of products with a weight [outputs, inner]; None if this machine has none."""
+    """Return the rule of products with a weight [outputs, inner]; None if this machine has none."""
     return _kept(f"linear {outputs}x{inner}", lambda: find_linear_rule(inner, outputs, kernels(), thread_counts()))
 
 
 @cache
 def attention_rule(head_dim: int) -> Rule | None:
-    """The rule of both products of attention with heads of this width; None if this machine has none."""
+    """Return the rule of both products of attention with heads of this width; None if this machine has none."""
     return _kept(f"attention {head_dim}", lambda: find_attention_rule(head_dim, torch.bmm, thread_counts()))
 
 
 def find_linear_rule(
     inner: int, outputs: int, multiply: Mapping[Kernel, Sequence[Bind]], threads: Iterable[int]
 ) -> Rule | None:
-    """The rule that asks for the fewest rows, by measuring; MKL's where oneDNN's asks for as many."""
+    """Measure and return the rule that requires the fewest rows; MKL's if oneDNN's requires as many."""
     threads = tuple(threads)
     width = outputs if outputs <= _MOST_OUTPUTS else _MOST_OUTPUTS + outputs % 64
     x, weight = _random(WHOLE, inner), _random(width, inner)
@@ -110,9 +110,9 @@ def find_linear_rule(
 
 
 def find_attention_rule(head_dim: int, bmm: Multiply, threads: Iterable[int]) -> Rule | None:
-    """The rule that asks for the fewest rows, by measuring: of queries · keys and of probabilities · values.
+    """Measure and return the rule that requires the fewest rows, for queries · keys and for probabilities · values.
 
-    A call with one product may take another kernel than one with several, so both are tried.
+    A call with one product may use another kernel than a call with several, so both are tried.
     """
     threads = tuple(threads)
     best: Rule | None = None
@@ -139,7 +139,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _kept(name: str, find: Callable[[], Rule | None]) -> Rule | None:
-    """The rule of that name from the cache folder, else as found, and then kept there."""
+    """Return the rule of this name from the cache folder. If it is not there, find it and store it there."""
     file = _file()
     rules = _read(file)
     if name not in rules:
@@ -154,7 +154,7 @@ def _kept(name: str, find: Callable[[], Rule | None]) -> Rule | None:
 
 @cache
 def _file() -> Path | None:
-    """Where the rules of such machines are; None if torch may have computed before MKL was told how."""
+    """Return the file of rules for such machines; None if torch may have computed before MKL_CBWR was set."""
     if qurl_ray.TORCH_WAS_FIRST:
         return None
     variables = {name: os.environ.get(name) for name in VARIABLES}
@@ -174,8 +174,8 @@ def _read(file: Path | None) -> dict[str, dict | None]:
 
 
 def _write(file: Path, rules: dict[str, dict | None]) -> None:
-    """In one piece: other processes read at any time. A rule that two processes add at once may be measured again."""
-    with suppress(OSError):  # a folder that cannot be written costs the measuring, no more
+    """Write the file atomically, as other processes may read it. Rules that two processes add at once may get lost."""
+    with suppress(OSError):  # without a writable folder, rules are measured again, nothing more
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
         with os.fdopen(handle, "w") as out:

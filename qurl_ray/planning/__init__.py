@@ -1,12 +1,12 @@
-"""What a run would cost before it is started: python -m qurl_ray.planning --help, and docs/planning.md.
+"""Estimate the cost of a run before it starts: python -m qurl_ray.planning --help, and docs/planning.md.
 
-    shapes, machines   what is known of models and GPUs, and the model's few constants
-    workload           what is asked of them
-    roofline, memory   seconds of one decode step or pass; what fits
+    shapes, machines   shapes of models, data sheets of GPUs, and the constants of the formulas
+    workload           amount of work in one step
+    roofline, memory   seconds of one decode step or prefill; memory of engines and learners
     phases             seconds of rollouts, learning and sync
     plan, advice       the best layout of each format, and whether quantization pays
-    published          the same formulas against figures that others measured
-    measure            constants of the machine at hand, instead of a data sheet's
+    published          the same formulas compared with published measurements
+    measure            timings of this machine, instead of a data sheet
 
-All but `measure` is pure: it imports qurl_ray.config and qurl_ray.errors alone.
+All modules but `measure` are pure: of qurl_ray they import only planning, config and errors.
 """

@@ -1,4 +1,4 @@
-"""The command: python -m qurl_ray.planning --model Qwen/Qwen2.5-7B --gpu h100 --gpus 8 --response-length 8192"""
+"""Command line: python -m qurl_ray.planning --model Qwen/Qwen2.5-7B --gpu h100 --gpus 8 --response-length 8192"""
 
 import json
 from dataclasses import replace
@@ -27,13 +27,17 @@ def main(
         Path | None, typer.Option(help="A run's YAML file: model, lengths, batch and GPUs are its own.")
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(GPUS)}.")] = "h100",
-    gpus: Annotated[int | None, typer.Option(help="How many; those of --config, or 8, if absent.")] = None,
-    prompts: Annotated[int | None, typer.Option(help="Of a step, learned from.  [128]")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs; those of --config, or 8, if absent.")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(help="Number of prompts of a step that are learned from.  [128]")
+    ] = None,
     samples: Annotated[int | None, typer.Option(help="Answers to each prompt.  [8]")] = None,
     prompt_length: Annotated[int | None, typer.Option(help="Tokens, on average.  [256]")] = None,
     response_length: Annotated[int | None, typer.Option(help="Limit of an answer, in tokens.  [8192]")] = None,
-    mean_length: Annotated[float | None, typer.Option(help="Of answers.  [a quarter of the limit]")] = None,
-    updates: Annotated[int | None, typer.Option(help="Of the learner per step.  [4]")] = None,
+    mean_length: Annotated[
+        float | None, typer.Option(help="Mean length of answers, in tokens.  [a quarter of the limit]")
+    ] = None,
+    updates: Annotated[int | None, typer.Option(help="Number of updates per step.  [4]")] = None,
     kept: Annotated[float | None, typer.Option(help="Share of groups that dynamic sampling keeps.  [1]")] = None,
     slots: Annotated[int | None, typer.Option(help="Sequences that an engine decodes at a time.  [512]")] = None,
     micro_tokens: Annotated[int | None, typer.Option(help="Tokens of one learner's pass.  [8192]")] = None,
@@ -50,8 +54,8 @@ def main(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print values, not a table.")] = False,
 ) -> None:
-    """Tokens per second, memory, sync and step in BF16, INT8 and FP8, the best split of the GPUs, and whether
-    quantization pays. Needs no GPU and no network."""
+    """Estimate tokens per second, memory, sync and step time in BF16, INT8 and FP8, and the best split of the GPUs, and
+    say whether quantization pays. Needs no GPU and no network."""
     console = Console(width=_WIDTH)
     given = {
         "prompts": prompts,
@@ -89,7 +93,7 @@ def main(
 
 
 def _asked(model: str | None, path: Path | None, given: dict[str, Any]) -> tuple[Shape, Workload, int]:
-    """(shape, step, GPUs) of a run's settings, options on top."""
+    """Return (shape, workload, GPUs). The options in `given` override the run's settings."""
     if path is None:
         if model is None:
             raise ConfigError("name a --model, or a run's --config")

@@ -1,11 +1,11 @@
-"""What a plan comes to, in words and as settings."""
+"""Conclusions from a plan: a verdict in words, recommended settings, and notes."""
 
 from qurl_ray.planning.machines import EIGHT_BIT
 from qurl_ray.planning.plan import PAYS, Estimate, Plan
 
 
 def verdict(plan: Plan) -> str:
-    """Whether quantization pays, and why."""
+    """Return a text that says whether quantization pays, and why."""
     base = plan.best["bf16"]
     if base is None:
         return f"Quantization pays: in bf16 nothing fits on these GPUs, in {plan.chosen} it does."
@@ -24,7 +24,7 @@ def verdict(plan: Plan) -> str:
 
 
 def _reason(plan: Plan, base: Estimate, part: str | None = None) -> str:
-    """What a full decode step in bf16 is spent on: that part, or the largest."""
+    """Return a clause on the share of a full bf16 decode step that `part`, by default the largest part, takes."""
     parts = base.engine.parts(base.batch, plan.work.prompt + plan.work.age)
     part = part or max(parts, key=lambda name: parts[name])
     share = f"{parts[part] / sum(parts.values()):.0%} of a full decode step"
@@ -37,7 +37,7 @@ def _reason(plan: Plan, base: Estimate, part: str | None = None) -> str:
 
 
 def recommended(plan: Plan) -> list[str]:
-    """The chosen layout as a run's settings."""
+    """Return the chosen layout as `key=value` settings of a run."""
     estimate = plan.best[plan.chosen]
     if estimate is None:
         return []
@@ -56,7 +56,7 @@ def recommended(plan: Plan) -> list[str]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """What to know besides."""
+    """Return remarks on the chosen layout: idle engines, and answers that wait for memory."""
     found = []
     chosen, drawn = plan.best[plan.chosen], plan.work.rounds[0]
     if chosen and chosen.layout.engines > drawn:

@@ -1,6 +1,7 @@
-"""GPUs as their data sheets have them, and the few constants that say how much of that is reached.
+"""Data-sheet figures of GPUs, and the few constants that say which share of them is reached.
 
-The constants are fitted once, to a source each, and are the same for all models and GPUs: docs/planning.md.
+Each constant is set once, from one source, or is marked as assumed. All models and GPUs share the constants:
+docs/planning.md.
 """
 
 from dataclasses import dataclass
@@ -12,26 +13,26 @@ from qurl_ray.errors import ConfigError
 Precision = Literal["bf16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8")
 NODE = 8
-"""GPUs of a node."""
+"""Number of GPUs in a node."""
 NETWORK = 50e9
-"""B/s of each GPU to other nodes: 400 Gb/s."""
+"""Network bandwidth of each GPU to other nodes, in B/s: 400 Gb/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """Peak figures, dense, of one GPU."""
+    """Data-sheet figures of one GPU. Peaks are those of dense products."""
 
     name: str
     memory: float
-    """Bytes that a process sees."""
+    """Memory visible to a process, in bytes."""
     bandwidth: float
-    """B/s of its memory."""
+    """Memory bandwidth, in B/s."""
     flops: dict[Precision, float]
-    """Per second, by format of the products; a format that has none multiplies in bf16 after reading codes."""
+    """Peak flops per second of the products in each format. Without an entry, codes are read and multiplied in bf16."""
     link: float
-    """B/s, one way, to a GPU of the same node."""
+    """Bandwidth to a GPU of the same node, in one direction, in B/s."""
     host: float
-    """B/s, one way, to the host's memory."""
+    """Bandwidth to the host's memory, in one direction, in B/s."""
 
     def peak(self, precision: Precision) -> float:
         return self.flops.get(precision, self.flops["bf16"])
@@ -83,49 +84,49 @@ GPUS = {
         ),
     )
 }
-"""NVIDIA's data sheets: SXM forms of H100, H200, A100 (80 GB) and B200; the L40S has PCIe alone."""
+"""GPUs by name, from NVIDIA's data sheets: SXM versions of H100, H200, A100 (80 GB), B200; the L40S has only PCIe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """How much of a peak is reached, and what every step costs besides."""
+    """Shares of peak figures that are reached, and the additional costs of every step."""
 
     bandwidth: float = 0.88
     """Share of a GPU's memory bandwidth that decoding reaches."""
     flops_16: float = 0.66
-    """Share of its bf16 peak that an engine's products reach."""
+    """Share of the bf16 peak that an engine's products reach."""
     flops_8: float = 0.54
-    """Share of its 8-bit peak."""
+    """Share of the 8-bit peak that an engine's products reach."""
     layer_s: float = 48e-6
-    """What a layer of a decode step takes besides reads and products: launches, norms, attention's latency."""
+    """Seconds per layer of a decode step besides reads and products: launches, norms, latency of attention."""
     quantize_s: float = 4.3e-6
-    """What quantizing activations adds to a layer."""
+    """Seconds per layer of a decode step to quantize activations."""
     sequence_s: float = 8.7e-6
-    """What each sequence of a decode step takes: sampling, scheduling."""
+    """Seconds per sequence of a decode step: sampling, scheduling."""
     learner_flops: float = 0.33
-    """Share of the bf16 peak that a learner's passes reach."""
+    """Share of the bf16 peak that the learner's passes reach."""
     learner_fp8: float = 1.28
-    """How much faster they are with FP8 products."""
+    """Speedup of the learner's passes with FP8 products."""
     link: float = 0.8
     """Share of a link's bandwidth that collectives and copies reach. Assumed."""
     all_reduce_s: float = 12e-6
-    """Latency of one all-reduce of a decode step, two a layer, between GPUs of a node. Assumed."""
+    """Seconds of latency of one all-reduce between GPUs of a node; a decode step has two per layer. Assumed."""
     memory: float = 0.9
-    """Share of a GPU's memory that an engine takes: vLLM's default."""
+    """Share of a GPU's memory that an engine or a learner may take: vLLM's default."""
     workspace: float = 4.6e9
-    """Bytes of it for activations and captured graphs."""
+    """Bytes of an engine's memory on each GPU for activations and captured graphs."""
     delta: float = 1 / 309
-    """What a delta sends, of all weights in bfloat16."""
+    """Size of a delta, as a share of all weights in bfloat16."""
 
 
 CONSTANTS = Constants()
 
 
 def find_gpu(name: str) -> Gpu:
-    """By name, in any case.
+    """Return the GPU with this name, in upper or lower case.
 
     Raises:
-        ConfigError: it is unknown; the nearest is named.
+        ConfigError: the name is unknown; the message names the nearest one.
     """
     if gpu := GPUS.get(name.lower()):
         return gpu

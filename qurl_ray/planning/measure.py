@@ -1,7 +1,7 @@
-"""The machine at hand instead of a data sheet: times this package's own engine and learner for some seconds.
+"""Measure this machine instead of reading a data sheet: time this package's own engine and learner for some seconds.
 
-A few decode steps, a prefill, passes over a few sequences and one sync are timed; a step's phases are counted from
-them, with the formulas that plans for GPUs use. Weights are random, and have the model's shape.
+A few decode steps, a prefill, passes over a few sequences and one sync are timed. The phases of a step are computed
+from these timings, with the formulas that plans for GPUs use. Weights are random, and have the model's shape.
 """
 
 import copy
@@ -37,18 +37,18 @@ from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams, Traj
 
 FORMATS = ("none", "int8")
 LARGEST = 2e9
-"""Parameters of a model that is measured here."""
-_TIMES = 3  # of each timing; the median counts
-_STEPS = 4  # decode steps of one timing
-_CONTEXT, _HELD_TOKENS = 1024, 8192  # of a sequence and of a batch, at most
-_PASS_TOKENS = 512  # of the larger timed pass: some seconds at 135 M parameters
+"""Largest number of parameters of a model that is measured."""
+_TIMES = 3  # repetitions of each timing; the median counts
+_STEPS = 4  # decode steps in one timing
+_CONTEXT, _HELD_TOKENS = 1024, 8192  # most tokens of a sequence and of a batch
+_PASS_TOKENS = 512  # tokens of the larger timed pass: some seconds at 135 M parameters
 _MESSAGES = 128
-_PROBES, _PROBE_TOKENS, _PROBE_PROMPT = 2, 4, 24  # as loop.coordinator.collect and sync.probe_tokens have it
+_PROBES, _PROBE_TOKENS, _PROBE_PROMPT = 2, 4, 24  # the values of loop.coordinator.collect and sync.probe_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Seconds that grow with an amount: fixed + each · amount."""
+    """Seconds as a linear function of an amount: fixed + each · amount."""
 
     fixed: float
     each: float
@@ -58,7 +58,7 @@ class Line:
 
     @classmethod
     def through(cls, few: tuple[float, float], many: tuple[float, float]) -> "Line":
-        """(amount, seconds) of two timings. Neither part is negative."""
+        """Return the line through two timings, each (amount, seconds). Neither coefficient is negative."""
         (less, fast), (more, slow) = few, many
         each = max(0.0, (slow - fast) / (more - less)) if more > less else slow / more
         return cls(fixed=max(0.0, fast - each * less), each=each)
@@ -66,12 +66,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredEngine:
-    """Speed of an engine in one format (planning.phases.Decoding), with the context that it was timed with."""
+    """Measured speed of an engine in one format, at the context of the timings. Implements planning.phases.Decoding."""
 
     steps: tuple[tuple[float, float], ...]
-    """(sequences, seconds) of a decode step, ascending."""
+    """Timings of a decode step, each (sequences, seconds), in ascending order."""
     prefill: Line
-    """Of prompt tokens."""
+    """Seconds of a prefill, by number of prompt tokens."""
 
     def decode_s(self, batch: float, context: float) -> float:
         del context
@@ -81,7 +81,7 @@ class MeasuredEngine:
         return Line.through(*self.steps[-2:]).at(batch)
 
     def kv_of(self, context: float) -> float:
-        return 0.0  # a machine's memory is for slots
+        return 0.0  # memory does not limit sequences: only slots do
 
     def prefill_s(self, prompts: float, length: float) -> float:
         return self.prefill.at(prompts * length)
@@ -89,22 +89,22 @@ class MeasuredEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found, for one shape and lengths."""
+    """Timings of a machine for one model shape and the lengths of one workload."""
 
     engines: dict[str, MeasuredEngine]
-    """By format of `FORMATS`."""
+    """Measured engine of each format in `FORMATS`."""
     score: Line
-    """Of tokens: a pass without gradients, and one whose log-probs are kept."""
+    """Seconds of a pass without gradients that computes log-probs, by number of tokens."""
     update: Line
-    """Of tokens: forward, backward and the optimizer's step."""
+    """Seconds of one update, by number of tokens: forward, backward and the optimizer's step."""
     sync: dict[str, float]
     message: float
-    """Of an answer: its request and itself are written and read again, on their way to an engine and back."""
+    """Seconds per answer to serialize and deserialize it and its request, on the way to an engine and back."""
     seconds: float
-    """That the measuring took."""
+    """Duration of the measurement, in seconds."""
 
     def phases(self, work: Workload, format_name: str) -> dict[str, float]:
-        """Seconds of a step's phases, named as in metrics.jsonl, where engine and learner take turns."""
+        """Return the seconds of each phase of a step, named as in metrics.jsonl. Engine and learner take turns."""
         engine, tokens = self.engines[format_name], work.tokens / work.updates
         scored = (work.updates - 1) * self.score.at(tokens) + (work.reference + work.critic) * self.score.at(
             work.tokens
@@ -119,10 +119,10 @@ class Machine:
 
 
 def measure(shape: Shape, work: Workload, formats: Sequence[str] = FORMATS) -> Machine:
-    """Time engine and learner on all cores of this machine.
+    """Time the engine and the learner on all cores of this machine.
 
     Raises:
-        ConfigError: the model is too large for that.
+        ConfigError: the model has more than `LARGEST` parameters.
     """
     if shape.params > LARGEST:
         raise ConfigError(
@@ -149,7 +149,7 @@ def measure(shape: Shape, work: Workload, formats: Sequence[str] = FORMATS) -> M
 
 
 def _spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
-    """A Llama of that shape, on disk as a config.json."""
+    """Write the config.json of a Llama with this shape to `folder`, and return its spec."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -170,7 +170,7 @@ def _spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
 
 
 def _median(call: Callable[[], object], *, warm: bool = False) -> float:
-    """Seconds that `call` takes; `warm` calls it once before."""
+    """Median seconds of `call`; with `warm` it is called once before the timing."""
     if warm:
         call()
     found = []
@@ -185,8 +185,8 @@ def _median(call: Callable[[], object], *, warm: bool = False) -> float:
 
 
 def _decoding(engine: TorchEngine, shape: Shape, work: Workload) -> MeasuredEngine:
-    """Decode steps of one sequence, a quarter of a batch and all of it, and prefills of their prompts."""
-    drawn = max(1, round(work.answer / 2))  # so many tokens a sequence has when a step is timed
+    """Time decode steps of one sequence, a quarter of a batch and a whole batch, and the prefills of their prompts."""
+    drawn = max(1, round(work.answer / 2))  # tokens that a sequence has drawn when its step is timed
     prompt = min(_CONTEXT, max(1, work.prompt + drawn - _STEPS))
     most = int(min(work.slots, work.rounds[0], max(1, _HELD_TOKENS // prompt)))
     steps, prefills = [], []
@@ -207,12 +207,12 @@ def _generate(engine: TorchEngine, requests: list[Request]) -> list[Completion]:
 def _message(engine: TorchEngine, shape: Shape, work: Workload) -> float:
     requests = _requests(shape, _MESSAGES, work.samples, min(work.prompt, _CONTEXT), 1)
     both = requests, _generate(engine, requests)
-    # There and back Ray takes about twice as long as a deep copy, which reads and makes the same objects.
+    # A round trip through Ray takes about twice as long as a deep copy, which reads and creates the same objects.
     return 2 * _median(partial(copy.deepcopy, both), warm=True) / _MESSAGES
 
 
 def _requests(shape: Shape, count: int, samples: int, prompt: int, tokens: int) -> list[Request]:
-    """`samples` answers to each prompt, of exactly `tokens` tokens."""
+    """Return `count` requests: `samples` for each random prompt, for answers of exactly `tokens` tokens."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(shape.vocab, size=prompt).astype(np.int32) for _ in range(-(-count // samples))]
     return [
@@ -237,7 +237,10 @@ def _learner(spec: PolicySpec, work: Workload) -> PolicyLearner:
 
 
 def _passes(learner: PolicyLearner, shape: Shape, work: Workload) -> tuple[Line, Line]:
-    """(scoring, updating), each of a few sequences and of a mini-batch or what of it _PASS_TOKENS hold."""
+    """Return the lines of (scoring, updating) by number of tokens.
+
+    Timed with a mini-batch, or the part of it that fits into `_PASS_TOKENS`, and with a quarter of that.
+    """
     each = sum(_lengths(work))
     most = max(2, min(work.sequences // work.updates, _PASS_TOKENS // each))
     scored: list[tuple[float, float]] = []
@@ -246,7 +249,7 @@ def _passes(learner: PolicyLearner, shape: Shape, work: Workload) -> tuple[Line,
         groups = [[_trajectory(shape, work, index)] for index in range(2 * count)]
         (batches,) = share_out(groups, updates=2, ranks=1, token_budget=work.micro_tokens, seed=0)
         if not scored:
-            learner.learn(batches)  # the first of all takes longer
+            learner.learn(batches)  # the first call takes longer, and is not timed
         found = [learner.learn(batches).seconds for _ in range(_TIMES)]
         scored.append((count * each, statistics.median(seconds["logprob"] for seconds in found)))
         updated.append((count * each, statistics.median(seconds["update"] for seconds in found) / 2))
@@ -254,7 +257,7 @@ def _passes(learner: PolicyLearner, shape: Shape, work: Workload) -> tuple[Line,
 
 
 def _lengths(work: Workload) -> tuple[int, int]:
-    """(prompt, answer) of the sequences that are passed, which are short ones where the step has long ones."""
+    """Return (prompt, answer) lengths of the timed sequences. They are shorter than the step's if those are long."""
     return min(work.prompt, _PASS_TOKENS // 4), min(max(1, round(work.answer)), _PASS_TOKENS // 4)
 
 
@@ -294,7 +297,7 @@ class _Link:
         self._send()
 
     def seconds(self) -> float:
-        """Of one sync with its probe, each weight having moved by about the learning rate in each update."""
+        """Median seconds of one sync with its probe, after each weight moved by about the learning rate per update."""
         found = []
         for _ in range(_TIMES):
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Seconds of a step's phases: rollouts, the learner's passes, the sync, and the turns of those who share GPUs."""
+"""Seconds of a step's phases: rollouts, the learner's passes, the sync, and the turns of a colocated learner."""
 
 import math
 from typing import Protocol
@@ -11,28 +11,28 @@ from qurl_ray.planning.roofline import BLOCK_BYTES
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
-_BINS = 48  # of an answer's length
+_BINS = 48  # classes of an answer's length
 
 
 class Decoding(Protocol):
-    """An engine's speed, by formula or measured."""
+    """Speed of an engine, computed or measured."""
 
     def decode_s(self, batch: float, context: float) -> float: ...
 
     def prefill_s(self, prompts: float, length: float) -> float: ...
 
     def kv_of(self, context: float) -> float:
-        """Bytes that a sequence of so many tokens holds."""
+        """Bytes of keys and values of a sequence with `context` tokens."""
         ...
 
 
 def rollout_s(engine: Decoding, work: Workload, samples: float, slots: float, room: float = math.inf) -> float:
-    """Seconds in which one engine draws `samples` answers, in `slots` and `room` bytes. Prompts are computed once for
-    each group.
+    """Seconds in which one engine draws `samples` answers, with `slots` sequences at a time in `room` bytes.
 
-    Sequences by the tokens that they have drawn, in `_BINS` classes, all at a time: in each tick of the clock classes
-    move on by one, less the answers that end there, and free places are taken by those that wait, the longest first.
-    Where keys and values outgrow their room the shortest wait again, and are computed anew, as vLLM does.
+    Each group's prompt is prefilled once. Sequences are simulated in `_BINS` classes, by the number of tokens that they
+    have drawn. In each tick of the clock a class becomes the next one, less the answers that end there. Waiting
+    sequences take free slots, the longest first. If keys and values exceed `room`, the shortest sequences wait again,
+    and are computed again, as in vLLM.
     """
     tick = work.response / _BINS
     starts = np.arange(_BINS) * tick
@@ -43,11 +43,11 @@ def rollout_s(engine: Decoding, work: Workload, samples: float, slots: float, ro
     running, waiting = np.zeros(_BINS), np.zeros(_BINS)
     waiting[0] = samples
     seconds = engine.prefill_s(max(1.0, samples / work.samples), work.prompt)
-    while running.sum() + waiting.sum() >= 0.5:  # less than half of the last one is over
+    while running.sum() + waiting.sum() >= 0.5:  # a rest below half a sequence is ignored
         for index in _move(running, waiting, held, slots, room):
             seconds += engine.prefill_s(1.0, work.prompt + starts[index])
         ends = running * ending
-        counted = running if waiting.sum() > ends.sum() else running - ends / 2  # a place that is free is taken at once
+        counted = running if waiting.sum() > ends.sum() else running - ends / 2  # a free slot is taken at once
         batch = counted.sum()
         seconds += tick * engine.decode_s(max(1.0, batch), float(counted @ contexts / batch))
         running[1:], running[0] = (running - ends)[:-1], 0.0
@@ -55,8 +55,10 @@ def rollout_s(engine: Decoding, work: Workload, samples: float, slots: float, ro
 
 
 def _move(running: np.ndarray, waiting: np.ndarray, held: np.ndarray, slots: float, room: float) -> list[int]:
-    """Between two ticks, in place: out of what has no room, or into what is free. The classes of sequences that had
-    drawn tokens and are computed again, once for each."""
+    """Move sequences that have no room out of `running`, or waiting ones into free slots, in place, between two ticks.
+
+    Returns the class of each sequence that is computed again because it had drawn tokens, one entry per sequence.
+    """
     free = room - running @ held if math.isfinite(room) else math.inf
     again = []
     for index in range(_BINS) if free < 0 else ():
@@ -75,7 +77,7 @@ def _move(running: np.ndarray, waiting: np.ndarray, held: np.ndarray, slots: flo
 
 
 def pass_flops(shape: Shape, length: float) -> float:
-    """Of a token's forward pass in a sequence of `length`: two per weight, and causal attention."""
+    """Flops of one token's forward pass in a sequence of `length` tokens: two per weight, and causal attention."""
     weights = shape.block_params + shape.head_params
     return 2 * weights + 2 * shape.layers * shape.heads * shape.head_dim * length
 
@@ -83,9 +85,9 @@ def pass_flops(shape: Shape, length: float) -> float:
 def learn_s(
     shape: Shape, gpu: Gpu, work: Workload, *, ranks: int, stage: Stage, fp8: bool = False, c: Constants = CONSTANTS
 ) -> float:
-    """Seconds of the log-prob passes before the first update, and of all updates. Communication runs beside products.
+    """Seconds of the log-prob passes before the first update, and of all updates. Communication overlaps with products.
 
-    A backward pass is two forward ones, and one more with checkpointing. A sequence stays on one rank.
+    A backward pass costs two forward passes, and one more with checkpointing. A sequence stays on one rank.
     """
     rate = gpu.flops["bf16"] * c.learner_flops * (c.learner_fp8 if fp8 else 1)
     busy = min(ranks, max(1.0, work.sequences / work.updates))
@@ -106,15 +108,18 @@ def learn_s(
 
 
 def sync_bytes(shape: Shape, precision: Precision, *, delta: bool, c: Constants = CONSTANTS) -> float:
-    """That leave the learner: codes and what lies beside them in bfloat16, or a delta of them."""
+    """Bytes that leave the learner: codes, and unquantized weights in bfloat16; or a delta of both."""
     return 2 * shape.params * c.delta if delta else shape.weight_bytes(BLOCK_BYTES[precision])
 
 
 def sync_s(
     shape: Shape, gpu: Gpu, precision: Precision, *, ranks: int, gpus: int, delta: bool, c: Constants = CONSTANTS
 ) -> float:
-    """Seconds in which bytes pass: out of the ranks, each its share; to the other nodes, once each, as a pipeline; into
-    every engine. Both sides look at all weights once. What hosts compute is not in it."""
+    """Seconds of one sync, without the computation on hosts.
+
+    Each rank sends its share to the host. The bytes cross to each other node once, as a pipeline, and enter every
+    engine. Learner and engines each read all weights once.
+    """
     sent = sync_bytes(shape, precision, delta=delta, c=c)
     host = sent / (gpu.host * c.link) * (1 / min(ranks, NODE) + 1)
     network = sent / (NETWORK * c.link) if gpus > NODE else 0.0
@@ -123,5 +128,5 @@ def sync_s(
 
 
 def turn_s(shape: Shape, gpu: Gpu, *, ranks: int, c: Constants = CONSTANTS) -> float:
-    """Seconds in which the learner's states go to the host and come back, where engines take turns with it."""
+    """Seconds to copy the learner's states to the host and back, when colocated engines take turns with it."""
     return 2 * STATES * shape.params / ranks / (gpu.host * c.link)

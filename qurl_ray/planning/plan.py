@@ -1,4 +1,4 @@
-"""The fastest layout of a step in each format, and whether quantization pays at all."""
+"""Find the fastest layout of a step in each format, and the gain from quantization."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
 PAYS = 1.05
-"""Gain of a step below which quantization is not worth its mismatch."""
+"""Speedup of a step below which quantization is not worth its mismatch."""
 MOST_GPUS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Who computes where."""
+    """Assignment of GPUs to engines and learner ranks."""
 
     placement: Literal["colocated", "disaggregated"]
     engines: int
@@ -37,12 +37,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A step in one format and layout. Seconds."""
+    """Estimated durations of a step in one format and layout, in seconds."""
 
     engine: Engine
     layout: Layout
     slots: int
-    """Of each engine."""
+    """Sequences that each engine can hold at a time."""
     batch: float
     """Sequences that an engine decodes while it is full."""
     rollout: float
@@ -50,9 +50,9 @@ class Estimate:
     sync: float
     turns: float
     overlapped: bool
-    """Rollouts run while the learner does."""
+    """True if rollouts run at the same time as the learner."""
     answers: float
-    """Tokens that are drawn in a step."""
+    """Number of tokens drawn in a step."""
 
     @property
     def step(self) -> float:
@@ -61,30 +61,33 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Drawn by all engines while they generate."""
+        """Tokens per second of all engines together, during rollouts."""
         return self.answers / self.rollout
 
     @property
     def share(self) -> float:
-        """Rollouts' part of the step."""
+        """Rollouts' share of the duration of the step."""
         return self.rollout / self.step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was found for a model, GPUs and a step."""
+    """Best estimate in each format for a model, GPUs and a workload."""
 
     shape: Shape
     gpu: Gpu
     gpus: int
     work: Workload
     best: dict[Precision, Estimate | None]
-    """None where nothing fits."""
+    """Estimate of the fastest layout in each format; None if no layout fits."""
 
     @cached_property
     def chosen(self) -> Precision:
-        """The fastest format; bf16 unless another is `PAYS` times as fast. FP8 before INT8 where both are as fast and
-        the GPU multiplies it: its KL to full precision is smaller (docs/results.md)."""
+        """Fastest format; bf16 unless another is `PAYS` times as fast.
+
+        FP8 is preferred to INT8 if it is within 1 % of the fastest and the GPU has FP8 products: its KL to full
+        precision is smaller (docs/results.md).
+        """
         found = {name: estimate.step for name, estimate in self.best.items() if estimate}
         base = found.get("bf16", float("inf"))
         quantized = [name for name in reversed(EIGHT_BIT) if name in found and base / found[name] >= PAYS]
@@ -93,12 +96,12 @@ class Plan:
         return near[0] if near else fastest
 
     def gain(self, precision: Precision) -> float | None:
-        """BF16's step over this format's, each with the layout that suits it best."""
+        """Speedup of the step over bf16, each format in its best layout; None if either fits nowhere."""
         base, other = self.best["bf16"], self.best[precision]
         return base.step / other.step if base and other else None
 
     def rollout_gain(self, precision: Precision, kv_bytes: float = 2) -> float | None:
-        """How much faster rollouts are in BF16's own layout."""
+        """Speedup of rollouts over bf16, in the layout of bf16; None if bf16 fits nowhere."""
         base = self.best["bf16"]
         if not base:
             return None
@@ -107,8 +110,10 @@ class Plan:
 
     @property
     def amdahl(self) -> float | None:
-        """The step's gain from the chosen format's, or if that is bf16 from the better one's rollouts, in BF16's
-        layout."""
+        """Speedup of the step by Amdahl's law, if only rollouts use the better 8-bit format, in the layout of bf16.
+
+        None if bf16 fits nowhere, or if rollouts overlap with the learner.
+        """
         base = self.best["bf16"]
         if not base or base.overlapped:
             return None
@@ -116,24 +121,24 @@ class Plan:
 
 
 def all_rounds_s(engine: Engine, work: Workload, engines: int) -> float:
-    """Seconds of a step's rollouts, each round shared out over the engines."""
+    """Seconds of a step's rollouts. The answers of each round are divided among the engines."""
     room = kv_room(engine)
     return sum(rollout_s(engine, work, ceil(drawn / engines), work.slots, room) for drawn in work.rounds)
 
 
 def amdahl(share: float, speedup: float) -> float:
-    """Of the whole, if `share` of it becomes `speedup` times as fast: 1 / (1 - share + share / speedup)."""
+    """Speedup of the whole if `share` of it becomes `speedup` times as fast: 1 / (1 - share + share / speedup)."""
     return 1 / (1 - share + share / speedup)
 
 
 def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | None = None) -> Plan:
-    """The best of all layouts, for each format.
+    """Return the best of all layouts for each format.
 
     Args:
-        width: GPUs of each engine; any if absent.
+        width: GPUs of each engine; all possible widths are tried if absent.
 
     Raises:
-        ConfigError: the number of GPUs, or of those of an engine, makes no sense, or nothing fits in any format.
+        ConfigError: the number of GPUs or `width` is not possible, or nothing fits in any format.
     """
     if not 1 <= gpus <= MOST_GPUS:
         raise ConfigError(f"{gpus} GPUs: plans are for 1 to {MOST_GPUS:,}")
@@ -157,10 +162,10 @@ def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | No
 def search(
     shape: Shape, gpu: Gpu, gpus: int, work: Workload, precision: Precision, tried: Sequence[int]
 ) -> Estimate | None:
-    """The layout with the shortest step on at most so many GPUs, all splits tried; None if none fits.
+    """Return the layout with the shortest step on at most `gpus` GPUs, of all splits; None if none fits.
 
     Args:
-        tried: GPUs of an engine.
+        tried: engine widths to try, in GPUs.
     """
     fp8 = work.fp8_learner and precision == "fp8"
 
@@ -185,7 +190,7 @@ def search(
             seconds = sum(rollout(ceil(drawn / engines)) for drawn in rounds)
             if found and seconds >= found.step:
                 if placement == "disaggregated":
-                    break  # those that follow have fewer engines
+                    break  # all further splits have fewer engines
                 continue
             layout = Layout(placement=placement, engines=engines, tensor_parallel=width, ranks=ranks, stage=learned[0])
             estimate = Estimate(
@@ -206,14 +211,16 @@ def search(
 
 
 def _splits(gpus: int, width: int, work: Workload) -> Iterator[tuple[Literal["colocated", "disaggregated"], int, int]]:
-    """(placement, engines, ranks), most engines first. A learner of one node is tried too: across nodes it may be
-    slower."""
+    """Yield (placement, engines, ranks); of disaggregated splits, those with most engines first.
+
+    A learner on one node is tried, too: across nodes it may be slower.
+    """
     if not work.staleness:
         for used in sorted({gpus - gpus % width, min(gpus, NODE) // width * width}):
             yield "colocated", used // width, used
     counts = [1]
     while counts[-1] * width < gpus:
-        counts.append(max(counts[-1] + 1, round(counts[-1] * 1.05)))  # all up to thirty, then a twentieth more
+        counts.append(max(counts[-1] + 1, round(counts[-1] * 1.05)))  # all up to thirty, then steps of a twentieth
     for engines in reversed(counts[:-1]):
         for ranks in {gpus - engines * width, min(gpus - engines * width, NODE)}:
             yield "disaggregated", engines, ranks

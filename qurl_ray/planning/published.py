@@ -1,7 +1,7 @@
-"""The formulas against figures that others measured. Nothing is fitted here but the rows that say so.
+"""Compare the formulas with published measurements. The constants are fitted only to the rows that say so.
 
-What a source does not say is the same for all: answers have a quarter of their limit's tokens on average, and where not
-even that is known, an engine draws 128 of up to 8192.
+Values that a source does not give are the same for all sources: the mean answer has a quarter of its limit's tokens. If
+the limit is unknown, too, an engine draws 128 answers of up to 8192 tokens.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A published figure, or a range of it, and how the planner finds it."""
+    """A published figure, or a range of it, and the planner's prediction."""
 
     source: str
     what: str
@@ -39,14 +39,14 @@ class Point:
     high: float
     predict: Callable[[], float]
     fitted: bool = False
-    """The constants were chosen with this figure in sight."""
+    """True if this figure was used to choose the constants."""
 
     @property
     def middle(self) -> float:
         return (self.low + self.high) / 2
 
     def error(self) -> float:
-        """Of the prediction, relative to the middle of the range."""
+        """Error of the prediction, relative to the middle of the range."""
         return self.predict() / self.middle - 1
 
 
@@ -55,11 +55,11 @@ def engine(model: str, gpu: str, precision: Precision, width: int = 1, kv_bytes:
 
 
 SHARE, ANSWERS = 0.25, 128
-"""Mean length over limit, and answers of an engine, where the source does not say."""
+"""Mean length over limit, and answers per engine, for sources that do not give them."""
 
 
 def _works(share: float, answers: int) -> dict[str, Workload]:
-    """What the sources ran."""
+    """Return the workloads of the sources, by name."""
 
     def work(prompts: int, samples: int, response: int, **more: float) -> Workload:
         common: dict[str, Any] = {
@@ -81,14 +81,14 @@ def _works(share: float, answers: int) -> dict[str, Workload]:
 
 
 def _rollouts(work: Workload, model: str, gpu: str, precision: Precision, width: int = 1, kv: float = 2) -> float:
-    """How much faster than in bf16 an engine draws all of it."""
+    """Speedup over bf16 of one engine that draws all answers of the workload."""
     both = [engine(model, gpu, "bf16", width), engine(model, gpu, precision, width, kv)]
     before, after = (rollout_s(each, work, work.drawn, work.slots, kv_room(each)) for each in both)
     return before / after
 
 
 def _eighth(work: Workload) -> Workload:
-    """What one of eight engines draws."""
+    """Return the part of a workload that one of eight engines draws."""
     return replace(work, prompts=work.prompts // 8)
 
 
@@ -97,12 +97,12 @@ def _learning(model: str, work: Workload, fp8: bool) -> float:
 
 
 def _training(model: str, work: Workload) -> float:
-    """How much faster the learner is in FP8."""
+    """Speedup of the learner in FP8."""
     return _learning(model, work, False) / _learning(model, work, True)
 
 
 def _whole_step(model: str, work: Workload, kv: float = 2) -> float:
-    """With rollouts and learner in FP8, on 8 GPUs that take turns."""
+    """Speedup of a step with rollouts and learner in FP8, which take turns on 8 GPUs."""
     own, drawing = _eighth(work), engine(model, "h100", "bf16")
     rollout = rollout_s(drawing, own, own.drawn, own.slots, kv_room(drawing))
     after = rollout / _rollouts(own, model, "h100", "fp8", kv=kv) + _learning(model, work, True)
@@ -110,21 +110,21 @@ def _whole_step(model: str, work: Workload, kv: float = 2) -> float:
 
 
 def _share(work: Workload) -> float:
-    """Of rollouts in a step of a 32B model on 128 GPUs, of which 4 make an engine."""
+    """Share of rollouts in a step of a 32B model on 128 GPUs, with 4 GPUs per engine."""
     drawing = engine("Qwen2.5-32B", "h100", "bf16", 4)
     rollout = rollout_s(drawing, work, work.drawn / 32, work.slots, kv_room(drawing))
     return rollout / (rollout + learn_s(drawing.shape, drawing.gpu, work, ranks=128, stage=3))
 
 
 def _trained() -> float:
-    """Tokens per second of each of 8 GPUs that pre-train, sequences of 8192."""
+    """Tokens per second of each GPU when 8 GPUs pre-train on sequences of 8192 tokens."""
     work = Workload(
         prompts=16, samples=1, prompt=1, response=8191, mean=8191, updates=1, micro_tokens=16384, checkpointing=False
     )
     return work.tokens / 8 / learn_s(SHAPES["Llama-3.1-8B"], GPUS["h100"], work, ranks=8, stage=3)
 
 
-# Medians of the time between tokens, in ms: format, tokens of context (prompt and half the answer), sequences.
+# Median times between tokens, in ms, by format, tokens of context (prompt and half the answer), and sequences.
 _BETWEEN_TOKENS: dict[tuple[Precision, int], dict[int, float]] = {
     ("bf16", 640): {1: 6.858, 4: 7.009, 16: 7.530, 32: 8.110, 64: 9.494, 128: 12.004, 256: 18.084},
     ("bf16", 3072): {1: 6.998, 4: 7.527, 16: 9.464, 32: 11.865, 40: 13.250, 48: 14.574, 64: 17.053},
@@ -136,7 +136,7 @@ _BETWEEN_TOKENS: dict[tuple[Precision, int], dict[int, float]] = {
 
 
 def fitted_points() -> list[Point]:
-    """Every decode step that the constants of `Constants` were fitted to."""
+    """Return all decode steps to which the constants of `Constants` were fitted."""
     return [
         Point(
             source="S",
@@ -162,7 +162,7 @@ def _kv_tokens(precision: Precision) -> float:
 
 
 def points(share: float = SHARE, answers: int = ANSWERS) -> list[Point]:
-    """The figures, one row each."""
+    """Return the published figures, one point for each row. See SHARE and ANSWERS for the arguments."""
     works = _works(share, answers)
     unsaid, jet_rl, verl, nemo = works["unsaid"], works["jet_rl"], works["verl"], works["nemo"]
     own = _eighth(verl)

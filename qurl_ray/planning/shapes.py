@@ -1,4 +1,4 @@
-"""Shapes of models: what memory, reads and products follow from. A table, or a local config.json; no network."""
+"""Shapes of models, which determine memory, reads and products. From a table or a local config.json; no network."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from qurl_ray.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A dense decoder with a gated MLP. Norms and biases, under 0.1 % of all parameters, are left out."""
+    """Shape of a dense decoder with a gated MLP. Norms and biases, under 0.1 % of all parameters, are left out."""
 
     name: str
     hidden: int
@@ -25,15 +25,15 @@ class Shape:
     intermediate: int
     vocab: int
     tied: bool
-    """The head is the embedding."""
+    """True if the head uses the weights of the embedding."""
     window: int = 0
-    """Tokens that a local layer attends to; 0 if all layers attend to all."""
+    """Tokens that a local layer attends to; 0 if all layers attend to all tokens."""
     full_every: int = 1
-    """One layer in so many attends to all tokens."""
+    """One of every `full_every` layers attends to all tokens."""
 
     @property
     def block_params(self) -> int:
-        """Weights of the block linears: what a format quantizes."""
+        """Number of weights of the block linears, which are the weights that a format quantizes."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * self.hidden * (attention + 3 * self.intermediate)
 
@@ -46,18 +46,18 @@ class Shape:
         return self.block_params + self.head_params * (1 if self.tied else 2)
 
     def linears(self) -> Counter[tuple[int, int]]:
-        """How many linears there are of each (inputs, outputs), the head among them."""
+        """Number of linears of each size (inputs, outputs), including the head."""
         queries, keys, wide = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
         block = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         block += [(self.hidden, wide), (self.hidden, wide), (wide, self.hidden)]
         return Counter(self.layers * block + [(self.hidden, self.vocab)])
 
     def weight_bytes(self, block_bytes: float) -> float:
-        """Resident weights: `block_bytes` for each weight of the block linears, two for the others."""
+        """Bytes of resident weights: `block_bytes` for each weight of the block linears, two for the others."""
         return self.block_params * block_bytes + 2 * (self.params - self.block_params)
 
     def kv_bytes(self, context: float, bytes_each: float = 2) -> float:
-        """Keys and values of one sequence of so many tokens."""
+        """Bytes of keys and values of one sequence with `context` tokens."""
         full = -(-self.layers // self.full_every)
         local = min(context, self.window) if self.window else context
         tokens = full * context + (self.layers - full) * local
@@ -100,14 +100,16 @@ _TABLE = {
 }
 _FIELDS = [name for name in Shape.__dataclass_fields__ if name != "name"]
 SHAPES = {name: Shape(name=name, **dict[str, Any](zip(_FIELDS, row, strict=False))) for name, row in _TABLE.items()}
-"""As in the models' own config.json. `tiny` is the quickstart's policy."""
+"""Shapes by model name, as in the models' own config.json. `tiny` is the quickstart's policy."""
 
 
 def find_shape(model: str) -> Shape:
-    """By name, whatever stands around it (`Qwen/Qwen2.5-7B-Instruct`), or from a folder with a config.json.
+    """Return the shape of a model, from a folder with a config.json, or by name.
+
+    A prefix or suffix of a known name is ignored: `Qwen/Qwen2.5-7B-Instruct`.
 
     Raises:
-        ConfigError: no such model is known (the nearest are named), or it is not one that this package trains.
+        ConfigError: the model is unknown (the message names the nearest), or this package does not train it.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -122,7 +124,7 @@ def find_shape(model: str) -> Shape:
 
 
 def configured_shape(model: ModelConfig) -> Shape:
-    """Of a run's settings.
+    """Return the shape of the model in a run's settings.
 
     Raises:
         ConfigError: see find_shape.
@@ -175,5 +177,5 @@ def _from_folder(folder: Path) -> Shape:
 
 
 def _ties(config: dict[str, Any]) -> bool:
-    """Where the file does not say: Gemma ties, Llama and Qwen do not."""
+    """Default if the file does not say whether the head is tied: True for Gemma, False for Llama and Qwen."""
     return str(config.get("model_type", "")).startswith("gemma")

@@ -1,4 +1,4 @@
-"""A plan as a table for people, and as plain values for programs."""
+"""Show a plan as a table for people, and as plain values for programs."""
 
 import json
 import statistics
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
-    """Everything that the table shows, and the step's settings. Seconds, bytes, ratios."""
+    """Return everything that the table shows, and the workload's settings, in seconds, bytes and ratios."""
     work = plan.work
     fields = {name: getattr(work, name) for name in work.__dataclass_fields__}
     return {
@@ -72,7 +72,7 @@ def _values(plan: Plan, precision: Precision, estimate: Estimate | None) -> dict
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print it."""
+    """Print the plan as a table, with verdict, recommended settings and notes."""
     work, shape = plan.work, plan.shape
     console.print(
         f"[bold]{shape.name}[/] ({shape.params / 1e9:.2f} B) on {plan.gpus:,} × {plan.gpu.name}. A step: "
@@ -126,7 +126,7 @@ _ROWS = {
 
 
 def show_published(console: Console, *, as_json: bool) -> None:
-    """Published figures beside what the formulas give."""
+    """Print published figures beside the planner's predictions."""
     rows, fitted = points(), fitted_points()
     errors = [abs(point.error()) for point in fitted]
     held_out = [abs(point.error()) for point in rows if not point.fitted]
@@ -151,7 +151,7 @@ def show_published(console: Console, *, as_json: bool) -> None:
 
 
 def figure(point: Point) -> tuple[str, str]:
-    """What was published, and what the planner finds."""
+    """Return the published figure and the planner's prediction, as text with the unit."""
 
     def number(value: float) -> str:
         return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
@@ -162,13 +162,13 @@ def figure(point: Point) -> tuple[str, str]:
 
 
 def as_point(point: Point) -> dict[str, Any]:
-    """As plain values."""
+    """Return the point as plain values."""
     names = ("source", "what", "unit", "low", "high", "fitted")
     return {name: getattr(point, name) for name in names} | {"planner": point.predict(), "error": point.error()}
 
 
 def show_machine(shape: Shape, work: Workload, machine: "Machine", console: Console, *, as_json: bool) -> None:
-    """Phases of a step on the machine that was measured."""
+    """Print the phases of a step on the measured machine."""
     phases = {name: machine.phases(work, name) for name in machine.engines}
     steps = {name: sum(seconds.values()) for name, seconds in phases.items()}
     if as_json:

@@ -1,4 +1,4 @@
-"""What is asked of a cluster in one step: sequences, their lengths, and what is learned from them."""
+"""Workload of a cluster in one step: sequences, their lengths, and the learner's work on them."""
 
 from dataclasses import dataclass
 
@@ -6,46 +6,49 @@ from qurl_ray.config.models import RunConfig
 from qurl_ray.errors import ConfigError
 
 PROMPT = 256
-"""Tokens, where nothing says how long prompts are."""
+"""Default length of a prompt, in tokens."""
 DYNAMIC_KEPT = 1 / 3
-"""Share of groups that dynamic sampling keeps, where nothing says: verl's recipe for DAPO draws three times as many."""
+"""Default share of groups that dynamic sampling keeps: verl's recipe for DAPO draws three times what it trains on."""
 _MOST_ROUNDS = 10  # algorithm.max_refill_rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One step. Answers are `response` · u^k tokens long, u uniform, with the k that gives their mean: a mean of half
-    the limit makes lengths uniform, the limit itself makes all alike, and less leaves a long tail."""
+    """Workload of one step.
+
+    Answers are `response` · u^k tokens long, with u uniform, and the k that gives their mean. A mean of half the limit
+    makes lengths uniform. A mean equal to the limit makes them all equal. A mean below half leaves a long tail.
+    """
 
     prompts: int = 128
-    """Whose groups are learned from."""
+    """Number of prompts whose groups are learned from."""
     samples: int = 8
-    """Answers to each."""
+    """Answers to each prompt."""
     prompt: int = PROMPT
-    """Tokens of a prompt, on average."""
+    """Mean length of a prompt, in tokens."""
     response: int = 8192
     """Limit of an answer, in tokens."""
     mean: float | None = None
-    """Tokens of an answer on average; a quarter of the limit if absent."""
+    """Mean length of an answer, in tokens; a quarter of the limit if absent."""
     updates: int = 4
     kept: float = 1.0
-    """Share of groups that dynamic sampling keeps: the others are drawn in vain."""
+    """Share of groups that dynamic sampling keeps. The others are drawn and dropped."""
     reference: bool = False
-    """A KL penalty has a reference model score every token."""
+    """True if a reference model scores every token, for a KL penalty."""
     critic: bool = False
-    """A value model of the policy's size is trained beside it."""
+    """True if a value model of the policy's size is trained beside the policy."""
     fp8_learner: bool = False
-    """The learner's products are FP8 too (precision_flow=unified) where rollouts are."""
+    """True if the learner's products are FP8, too, when rollouts are FP8 (precision_flow=unified)."""
     checkpointing: bool = True
     micro_tokens: int = 8192
-    """Of one forward and backward pass."""
+    """Tokens of one forward and backward pass."""
     slots: int = 512
-    """Sequences that an engine decodes at a time at most."""
+    """Most sequences that an engine decodes at a time."""
     staleness: int = 0
     """Steps that rollouts may run ahead of the learner."""
     delta: bool = True
     lr: float = 1e-6
-    """Of an update: how far the weights move, and so what a delta carries."""
+    """Learning rate of an update. It determines how far weights move, and so the size of a delta."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "samples", "prompt", "response", "updates", "micro_tokens", "slots"):
@@ -62,13 +65,13 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """That are learned from."""
+        """Number of sequences that are learned from."""
         return self.prompts * self.samples
 
     @property
     def rounds(self) -> list[float]:
-        """Sequences that are drawn at a time: first all, then what will probably fill the groups that were dropped, but
-        never more than all (loop.coordinator.collect)."""
+        """Sequences drawn in each round: first all, then as many as should replace the dropped groups, never more than
+        all (loop.coordinator.collect)."""
         asked: list[float] = []
         missing = float(self.prompts)
         while missing > self.prompts / 1000 and len(asked) < _MOST_ROUNDS:
@@ -78,17 +81,17 @@ class Workload:
 
     @property
     def drawn(self) -> float:
-        """Sequences that are generated."""
+        """Number of sequences that are generated."""
         return sum(self.rounds)
 
     @property
     def answer(self) -> float:
-        """Tokens of an answer on average."""
+        """Mean length of an answer, in tokens."""
         return self.mean or max(1.0, self.response / 4)
 
     @property
     def spread(self) -> float:
-        """k of the lengths response · u^k, whose mean is response / (k + 1)."""
+        """Exponent k of the lengths response · u^k, whose mean is response / (k + 1)."""
         return self.response / self.answer - 1
 
     @property
@@ -98,21 +101,21 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """That are learned from, prompts and all."""
+        """Number of tokens that are learned from, including prompts."""
         return self.sequences * (self.prompt + self.answer)
 
     @property
     def attended(self) -> float:
-        """Length of a token's sequence, on average over tokens."""
+        """Mean length of a token's sequence, averaged over tokens."""
         return (self.prompt**2 + 2 * self.prompt * self.answer + self.square) / (self.prompt + self.answer)
 
     @property
     def age(self) -> float:
-        """Tokens that a running sequence has drawn, on average, where finished ones are replaced."""
+        """Mean number of tokens that a running sequence has drawn, if finished sequences are replaced."""
         return self.square / (2 * self.answer)
 
     def longest(self, answers: float) -> float:
-        """Tokens of the longest of so many answers, expected: the k-th power of the largest of n uniform numbers."""
+        """Expected tokens of the longest of n = `answers` answers: response · (the largest of n uniform numbers)^k."""
         return self.response * answers / (answers + self.spread)
 
     def running(self, drawn: float) -> float:
@@ -122,8 +125,11 @@ class Workload:
 
 
 def configured_workload(config: RunConfig) -> Workload:
-    """Of a run's settings. How long prompts and answers are on average, and how many groups dynamic sampling keeps, no
-    setting says: PROMPT, a quarter of the limit, and DYNAMIC_KEPT."""
+    """Return the workload of a run's settings.
+
+    Settings do not give the mean lengths of prompts and answers, or the share of groups that dynamic sampling keeps.
+    Their defaults are PROMPT, a quarter of the limit, and DYNAMIC_KEPT.
+    """
     rollout, algorithm, learner = config.rollout, config.algorithm, config.learner
     longest = getattr(config.model, "max_length", None)
     room = longest - rollout.max_new_tokens if longest else PROMPT
@@ -147,7 +153,7 @@ def configured_workload(config: RunConfig) -> Workload:
 
 
 def gpus_of(config: RunConfig) -> int:
-    """That a run's settings take; those of the learner and of engines beside it."""
+    """Number of GPUs of a run: those of the learner, and those of disaggregated engines."""
     rollout = config.rollout
     engines = rollout.workers * (rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1)
     return config.learner.workers + (engines if config.placement == "disaggregated" else 0)

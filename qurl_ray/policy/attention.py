@@ -1,13 +1,13 @@
-"""Causal attention, in two ways that transformers models can be loaded with: `NAME` and `VARLEN`.
+"""Causal attention, in two implementations that transformers models can be loaded with: `NAME` and `VARLEN`.
 
-`NAME`, invariant_attention: a query's result depends on its own sequence alone: the same bits in a batch of one or of
-five hundred, packed or padded, one token at a time or all at once. Three rules make it so on CPUs:
-- each product has the rows that this machine's rule asks for (numerics.selfcheck.attention_rule);
-- the key length is a multiple of 16, padded keys having probability exactly 0;
-- values are accumulated over fixed chunks of 128 keys (longer products are split where their length says).
-What breaks without them is measured in docs/LOG.md. Query heads that share a key head are rows of one product, so keys
-are never repeated. Long sequences are computed in chunks of queries, so that memory grows with their length and not
-with its square.
+`NAME`, invariant_attention: the result of a query depends on its own sequence alone. It has the same bits in a batch of
+one or of five hundred, packed or padded, one token at a time or all at once. Three rules ensure this on CPUs:
+- each product has the number of rows that this machine's rule requires (numerics.selfcheck.attention_rule);
+- the key length is a multiple of 16, and padded keys have probability exactly 0;
+- values are accumulated over fixed chunks of 128 keys (a library splits longer products depending on their length).
+docs/LOG.md has measurements of what breaks without these rules. Query heads that share a key head are rows of one
+product, so keys are never repeated. Long sequences are computed in chunks of queries, so that memory grows linearly
+with their length, not quadratically.
 
 `VARLEN`, varlen_attention: torch's fused kernels, for training on a GPU. Not batch-invariant.
 """
@@ -37,7 +37,7 @@ QUERY_CHUNK = 256  # queries whose scores exist at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How sequences lie one after the other in a row of a batch of one.
+    """Layout of sequences that are packed one after the other in the row of a batch of one.
 
     Example:
         Packing(lengths=(3, 5), bounds=torch.tensor([0, 3, 8], dtype=torch.int32))
@@ -50,7 +50,7 @@ class Packing:
 
 
 def round_up(length: int, multiple: int = KEY_MULTIPLE) -> int:
-    """Smallest multiple that is not below `length`."""
+    """Return the smallest multiple of `multiple` that is not below `length`."""
     return -(-length // multiple) * multiple
 
 
@@ -69,7 +69,7 @@ def invariant_attention(
     sharing: Sharing | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """softmax(scaling · query · keyᵀ, over keys j ≤ position) · value.
+    """Return softmax(scaling · query · keyᵀ, over keys j ≤ position) · value.
 
     The signature is that of a transformers attention function. Key j of a sequence must be its token at position j.
 
@@ -77,8 +77,8 @@ def invariant_attention(
         query: [B, heads, T, d].
         key, value: [B, key heads, S, d].
         position_ids: [B, T] or [1, T], position of each query in its sequence.
-        packing: if the row (B = 1, S = T) holds several sequences, where they lie; none sees another.
-        sharing: the same where they share their beginnings.
+        packing: layout of the sequences, if the row (B = 1, S = T) holds several; none sees another.
+        sharing: layout of the sequences, if they share their prompts.
 
     Returns:
         [B, T, heads, d], and no attention weights.
@@ -107,7 +107,7 @@ def _one_sequence(
     scaling: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """As invariant_attention without packing, in chunks of queries that are computed again in the backward pass."""
+    """Compute invariant_attention without packing, in chunks of queries that are recomputed in the backward pass."""
     length = key.shape[2]
     if length % KEY_MULTIPLE:
         padding = (0, 0, 0, round_up(length) - length)
@@ -119,7 +119,7 @@ def _one_sequence(
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     chunks = []
     for rows, positions in zip(query.split(QUERY_CHUNK, dim=2), position_ids.split(QUERY_CHUNK, dim=1), strict=True):
-        # Keys after the chunk's last position would have probability 0; as many of them as one likes change no bit.
+        # Keys after the chunk's last position would have probability 0: to leave them out changes no bit.
         visible = round_up(int(positions.max()) + 1)
         chunks.append(attend(rows, key[:, :, :visible], value[:, :, :visible], positions))
     return torch.cat(chunks, dim=1)
@@ -134,7 +134,7 @@ def _scores_at_once(
     scaling: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """[B, T, heads, d] from [B, heads, T, d] and a multiple of KEY_MULTIPLE keys; the module's rules are kept here."""
+    """Return [B, T, heads, d] from [B, heads, T, d] and a multiple of KEY_MULTIPLE keys, by the module's rules."""
     B, H, T, d = query.shape
     KV, S = key.shape[1:3]
     groups = H // KV
@@ -152,7 +152,7 @@ def _scores_at_once(
 
 
 def hidden_keys(positions_BT: torch.Tensor, keys: int, sliding_window: int | None = None) -> torch.Tensor:
-    """bool [B, T, keys]: which keys each query must not see."""
+    """Return bool [B, T, keys]: True for keys that the query must not see."""
     places = torch.arange(keys, device=positions_BT.device)
     hidden = places > positions_BT[:, :, None]
     if sliding_window:
@@ -163,12 +163,12 @@ def hidden_keys(positions_BT: torch.Tensor, keys: int, sliding_window: int | Non
 def attend_last(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor, *, scaling: float
 ) -> torch.Tensor:
-    """What invariant_attention computes for one query per sequence, to the bit, in place and without a gradient.
+    """Compute invariant_attention for one query per sequence: the same bits, by in-place operations, no gradient.
 
     Args:
         query: [B, heads, 1, d].
         key, value: [B, key heads, S, d], S a multiple of KEY_MULTIPLE.
-        hidden: float32 [B, 1, 1, S], -inf at the keys not to be seen, 0 elsewhere: the same for all layers.
+        hidden: float32 [B, 1, 1, S], -inf at hidden keys, 0 elsewhere; the same for all layers.
 
     Returns:
         [B, 1, heads, d].
@@ -191,7 +191,7 @@ def _rule(query: torch.Tensor) -> Rule | None:
 
 
 def _bmm(rows: torch.Tensor, factors: torch.Tensor, rule: Rule | None) -> torch.Tensor:
-    """rows · factors, [B, M, K] and [B, K, N] to [B, M, N]; M satisfies the rule."""
+    """Return rows · factors, [B, M, K] and [B, K, N] to [B, M, N]; M must satisfy the rule."""
     batch = len(rows)
     if rule and batch < rule.batch:
         rows, factors = (part.expand(rule.batch, -1, -1) for part in (rows, factors))
@@ -199,10 +199,10 @@ def _bmm(rows: torch.Tensor, factors: torch.Tensor, rule: Rule | None) -> torch.
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor, rule: Rule | None) -> torch.Tensor:
-    """weights · values, added up over chunks of KEY_CHUNK keys from the first on."""
+    """Return weights · values, added up over chunks of KEY_CHUNK keys, from the first chunk on."""
     if weights.shape[2] <= KEY_CHUNK:
         return _bmm(weights, values, rule)
-    # Split and not sliced: the backward pass of a slice is as large as what it was cut from.
+    # split() and not slices: the gradient of a slice is as large as the tensor that it was cut from.
     chunks = zip(weights.split(KEY_CHUNK, dim=2), values.split(KEY_CHUNK, dim=1), strict=True)
     return reduce(torch.add, (_bmm(*chunk, rule) for chunk in chunks))
 
@@ -220,17 +220,17 @@ def varlen_attention(
     packing: Packing | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """What invariant_attention computes, to rounding, for whole sequences (S = T, positions 0, 1, …), by fused kernels.
+    """Compute invariant_attention, up to rounding, by fused kernels, for whole sequences (S = T, positions 0, 1, …).
 
-    Packed bfloat16 and float16 (autocast's, too) on a CUDA device take torch's variable-length flash attention in one
-    call. All else is scaled_dot_product_attention, of which a packed row takes one call per sequence.
+    Packed bfloat16 and float16 (also from autocast) on a CUDA device use torch's variable-length flash attention, in
+    one call. All other inputs use scaled_dot_product_attention, with one call per sequence of a packed row.
 
     Not batch-invariant: kernels choose how they split their sums. The CUDA path has not been measured on a GPU.
 
     Args:
         query: [B, heads, T, d].
         key, value: [B, key heads, T, d].
-        packing: if the row (B = 1) holds several sequences, where they lie; none sees another.
+        packing: layout of the sequences, if the row (B = 1) holds several; none sees another.
 
     Returns:
         [B, T, heads, d], and no attention weights.
@@ -247,14 +247,14 @@ def varlen_attention(
         raise ValueError(f"{VARLEN} has no sliding window: {longest} tokens exceed {sliding_window}; use {NAME}")
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
-        # Rotary embeddings leave query and key in float32 there, and autocast does not know varlen_attn.
+        # Under autocast, rotary embeddings leave query and key in float32, and autocast does not handle varlen_attn.
         query, key, value = (part.to(torch.get_autocast_dtype(kind)) for part in (query, key, value))
     if packing is None:
         return _causal(query, key, value, scaling), None
     if kind == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [T, heads, d]
         bounds = packing.bounds
-        # A window of (all before, none after) is how this function is told to be causal.
+        # A window of (all before, none after) makes this function causal.
         out = varlen_attn(
             query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
         )
@@ -269,7 +269,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
 
 
 def _as_stored(module: nn.Module | None, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a cache would give back, if the module was told what that is: see learner.probe."""
+    """Return key and value as a cache would return them, if learner.probe has set the module's `as_stored`."""
     as_stored = getattr(module, "as_stored", None)
     return as_stored(key, value) if as_stored else (key, value)
 

@@ -1,8 +1,8 @@
-"""Write the quantized policy for stock vLLM and transformers, and read it back with the very codes that it holds.
+"""Write the quantized policy for stock vLLM and transformers, and read it back with exactly the codes that it holds.
 
-The form is compressed-tensors (https://github.com/vllm-project/compressed-tensors): config.json says how the linears
-are quantized, the safetensors hold codes under "<linear>.weight" and scales [N, 1] under "<linear>.weight_scale". All
-else keeps its precision. Scales stay in float32, as the engines multiply with them.
+The format is compressed-tensors (https://github.com/vllm-project/compressed-tensors): config.json describes how the
+linears are quantized, the safetensors hold codes under "<linear>.weight" and scales [N, 1] under
+"<linear>.weight_scale". All other tensors keep their precision. Scales are float32, as the engines use them.
 """
 
 import copy
@@ -28,27 +28,27 @@ _SCALE = "_scale"  # appended to a weight's name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedPolicy:
-    """What a quantized checkpoint holds."""
+    """Contents of a quantized checkpoint."""
 
     fmt: Format
-    """weight_max is the largest code that was found, 63 if it was made for a kernel that takes no more."""
+    """Format of the codes; weight_max is the largest code found, 63 if it was made for a kernel that takes no more."""
     parameters: dict[str, torch.Tensor | QTensor]
-    """By name, codes and scales as stored; tied parameters once."""
+    """Parameters by name, with codes and scales as stored; tied parameters once."""
 
 
 def save_quantized(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, fmt: Format, keep: Sequence[str]
 ) -> None:
-    """Write codes, scales, settings and tokenizer. Never half written.
+    """Write codes, scales, settings and tokenizer. The folder is never half written.
 
-    The model is exported as it is, update-aware scaling included: a folded network computes the same, and its codes are
-    those that the engines drew and were evaluated with.
+    The model is exported as it is, update-aware scaling included: a folded network computes the same function, and its
+    codes are those that the engines generated with and were evaluated with.
 
     Args:
-        keep: `quantization.keep`, the patterns of what is not quantized.
+        keep: `quantization.keep`, patterns of the parameters that are not quantized.
 
     Raises:
-        QuantizationError: the format has no such form, or a weight is not finite.
+        QuantizationError: the format does not exist in compressed-tensors, or a weight is not finite.
     """
     if fmt.name not in _SETTINGS:
         raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
@@ -74,15 +74,15 @@ def save_quantized(
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether the folder's config.json speaks of quantization, of whatever kind."""
+    """Return True if the folder's config.json has settings of quantization, of any kind."""
     return "quantization_config" in json.loads((folder / "config.json").read_text())
 
 
 def read_quantized(folder: Path) -> QuantizedPolicy:
-    """The codes, scales and values of a checkpoint that `save_quantized` wrote.
+    """Read codes, scales and values of a checkpoint that `save_quantized` wrote.
 
     Raises:
-        QuantizationError: it is quantized in another way.
+        QuantizationError: the checkpoint is quantized in another way.
     """
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     name = next((name for name, settings in _SETTINGS.items() if _matches(config, settings)), None)
@@ -103,7 +103,7 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
 
 
 def _matches(found: dict, expected: dict) -> bool:
-    """Every setting of `expected` is in `found`, which may say more."""
+    """Return True if every setting of `expected` is in `found`, which may hold more."""
     return all(
         _matches(found.get(key) or {}, value) if isinstance(value, dict) else found.get(key) == value
         for key, value in expected.items()
@@ -111,7 +111,7 @@ def _matches(found: dict, expected: dict) -> bool:
 
 
 def _settings(fmt: Format) -> dict:
-    """A format of 8-bit codes per output channel and per token, in the words of compressed-tensors."""
+    """Describe a format of 8-bit codes, per output channel and per token, by settings of compressed-tensors."""
     kind = "float" if fmt.dtype.is_floating_point else "int"
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
@@ -130,4 +130,4 @@ def _settings(fmt: Format) -> dict:
 _SETTINGS = {
     name: _settings(fmt) for name, fmt in FORMATS.items() if fmt.group is None and fmt.activation_max is not None
 }
-"""`quantization_config` of the formats that can be exported, without `ignore`."""
+"""`quantization_config` of each format that can be exported, by name, without `ignore`."""

@@ -1,4 +1,4 @@
-"""A GGUF file as a policy: dequantized to float32 once, and kept in the cache folder as a plain checkpoint."""
+"""Policies from GGUF files, dequantized to float32 once and kept in the cache folder as plain checkpoints."""
 
 import hashlib
 import importlib.util
@@ -15,13 +15,13 @@ _CHUNK = 1 << 22
 
 
 def cached_gguf_policy(path: str) -> Path:
-    """Folder of the dequantized policy; made if it is not there yet.
+    """Return the folder of the dequantized policy; create it if it does not exist yet.
 
     Args:
-        path: the file, or <package>/<file> inside an installed Python package.
+        path: path of the file, or <package>/<file> for a file inside an installed Python package.
 
     Raises:
-        ConfigError: there is no such file, or transformers cannot read it.
+        ConfigError: the file does not exist, or transformers cannot read it.
     """
     file = find_gguf(path)
     folder = cache_root() / f"gguf-{_digest(file)}"
@@ -37,7 +37,7 @@ def cached_gguf_policy(path: str) -> Path:
         )
     except (OSError, ValueError, ImportError, KeyError, NotImplementedError) as error:
         raise ConfigError(f"{file} cannot be read as a GGUF model: {type(error).__name__}: {error}") from None
-    model.hf_quantizer = None  # or it would be saved, and loaded, as still quantized
+    model.hf_quantizer = None  # otherwise it would be saved, and loaded, as a quantized model
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     save_policy(model, tokenizer, folder)
@@ -45,10 +45,10 @@ def cached_gguf_policy(path: str) -> Path:
 
 
 def find_gguf(path: str) -> Path:
-    """The file itself, on disk or in an installed package.
+    """Return the path of the file, on disk or in an installed package.
 
     Raises:
-        ConfigError: it is in neither place.
+        ConfigError: the file is in neither place.
     """
     file = Path(path).expanduser()
     if file.is_file():

@@ -1,11 +1,12 @@
 """Keys and values rounded to E4M3, one definition for engine and learner.
 
     scale = the smallest power of two ≥ MARGIN · max|x| / 448, of one layer and key head
-    code  = E4M3(x / scale), values beyond ±448 saturated; what queries attend to is code · scale
+    code  = E4M3(x / scale), values beyond ±448 saturated; queries attend to code · scale
 
-The maxima are of keys after rotary embedding, over a fixed sequence, computed anew for every version of the weights.
-Dividing by a power of two is exact: a larger or smaller one only moves what saturates and what is subnormal, so scales
-hardly matter, and those of two machines whose last bits differ are the same unless a maximum lies on the border.
+Maxima are taken over a fixed sequence, of keys after rotary embedding, and computed again for every weight version.
+Division by a power of two is exact: another power changes only which values saturate or are subnormal, so the choice
+of the scale hardly matters. Two machines whose last bits differ get the same scales, unless a maximum lies at the
+border between two scales.
 """
 
 import random
@@ -17,7 +18,7 @@ from transformers import PreTrainedConfig
 from qurl_ray.quant.quantize import floats
 
 E4M3_MAX = 448.0
-MARGIN = 2.0  # over what the fixed sequence showed, for sequences that it did not
+MARGIN = 2.0  # headroom above the maxima of the fixed sequence, for other sequences
 CALIBRATION_TOKENS = 64
 _SEED = 2506
 _MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000  # bits of a float32
@@ -25,42 +26,42 @@ _MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000  # bits of a float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVScales:
-    """Of one layer, float32 [key heads]: powers of two."""
+    """Scales of one layer, float32 [key heads]: powers of two."""
 
     key: torch.Tensor
     value: torch.Tensor
 
 
 def power_of_two_scales(maxima: torch.Tensor) -> torch.Tensor:
-    """float32 scales for largest absolute values, any shape; 1 for 0, inf and nan."""
+    """Return float32 scales for maxima of absolute values, of any shape; 1 for 0, inf and nan."""
     wanted = maxima.float() / (E4M3_MAX / MARGIN)
-    # The carry of all mantissa bits rounds every number up to a power of two but those that are one.
+    # Adding all mantissa bits carries every number up to a power of two, except those that are one.
     scale = ((wanted.view(torch.int32) + _MANTISSA) & _EXPONENT).view(torch.float32)
     return torch.where((wanted > 0) & wanted.isfinite(), scale, 1.0)
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn codes [B, key heads, T, d] of x; nan stays nan."""
-    # A cast alone makes nan of what is too large.
+    """Return float8_e4m3fn codes [B, key heads, T, d] of x; nan stays nan."""
+    # A cast alone would turn values that are too large into nan.
     return (x.float() / scale[:, None, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 [B, key heads, T, d], exact unless subnormal."""
+    """Return code · scale, float32 [B, key heads, T, d], exact unless subnormal."""
     return floats(codes).mul_(scale[:, None, None])
 
 
 def rounded(key: torch.Tensor, value: torch.Tensor, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, key heads, T, d] each, of their own types: what a cache with these scales would give back."""
+    """Return key and value [B, key heads, T, d] as a cache with these scales would return them, in their own types."""
     pairs = ((key, scales.key), (value, scales.value))
     key, value = (dequantize(quantize(part, scale), scale).to(part.dtype) for part, scale in pairs)
     return key, value
 
 
 def calibration_ids(config: PreTrainedConfig) -> list[int]:
-    """The fixed sequence for a model: CALIBRATION_TOKENS random tokens, fewer in a short context, and one more.
+    """Return the fixed sequence for a model: CALIBRATION_TOKENS random tokens, fewer in a short context, and one more.
 
-    The one more is not measured: a learner's forward over padded rows leaves the last token out.
+    The last token is not measured, because a learner's forward pass over padded rows leaves it out.
     """
     tokens = min(CALIBRATION_TOKENS + 1, config.max_position_embeddings)
     draw = random.Random(_SEED)  # its random() is the same in every version of Python
@@ -68,11 +69,14 @@ def calibration_ids(config: PreTrainedConfig) -> list[int]:
 
 
 class MaximaRecorder:
-    """Measures the calibration sequence. It stands in for a transformers cache, and for the engine's, while prompts are
-    computed; `update` may also be called by attention itself."""
+    """Measures scales on the calibration sequence.
+
+    It takes the place of a transformers cache, or of the engine's cache, while prompts are computed. Attention may
+    also call `update` itself.
+    """
 
     hidden = None
-    """The engine's decoder asks whether this is a decode step."""
+    """None tells the engine's decoder that this is not a decode step."""
 
     def __init__(self, ids: list[int]) -> None:
         self._tokens = len(ids) - 1
@@ -81,16 +85,16 @@ class MaximaRecorder:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take [1, key heads, T, d] of one layer; return them."""
+        """Measure key and value [1, key heads, T, d] of one layer; return them unchanged."""
         largest = (part[:, :, : self._tokens].abs().amax(dim=(0, 2, 3)) for part in (key, value))
         of_key, of_value = map(power_of_two_scales, largest)
         self._scales[layer_idx] = KVScales(key=of_key, value=of_value)
         return key, value
 
     def get_seq_length(self, *_: object) -> int:
-        """transformers asks; positions are always given explicitly, so the answer is not used."""
+        """Return 0. transformers calls this; positions are given explicitly, so the result is not used."""
         return 0
 
     def scales(self) -> dict[int, KVScales]:
-        """By layer, after the forward."""
+        """Return the scales by layer index, after the forward pass."""
         return dict(self._scales)

@@ -22,16 +22,16 @@ from qurl_ray.policy.attention import NAME
 from qurl_ray.types import PolicySpec
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# What a model does to logits behind its head: here, log-probs are those of the head's output.
+# Operations that a model applies to logits after its head: here, log-probs are computed from the head's output.
 _BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 HEAD = "lm_head.weight"
 
-logging.disable_progress_bar()  # one bar per load would cut the run's own table to pieces
+logging.disable_progress_bar()  # a progress bar per load would break up the run's own table
 
 
 def load_tokenizer(spec: PolicySpec) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, with a padding token (the end token if it has none of its own)."""
+    """Load the policy's tokenizer. If it has no padding token, it gets the end token as one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.source)
     except (OSError, ValueError) as error:
@@ -44,7 +44,7 @@ def load_tokenizer(spec: PolicySpec) -> PreTrainedTokenizerBase:
 
 
 def context_length(spec: PolicySpec) -> int:
-    """Tokens that prompt and answer may have together."""
+    """Return the largest number of tokens that prompt and answer may have together."""
     own = _config(spec).max_position_embeddings
     if spec.max_length and spec.max_length > own:
         raise ConfigError(f"model.max_length={spec.max_length} exceeds the context of {spec.source}, {own} tokens")
@@ -57,21 +57,21 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 
 def tied_head(model: PreTrainedModel) -> dict[str, str]:
-    """{name of the head's weight: name of the embedding that it is}; empty if it has a weight of its own."""
+    """Return {name of the head's weight: name of the embedding it is tied to}; empty if it has a weight of its own."""
     head = model.get_output_embeddings().weight
     (own,) = (name for name, parameter in model.named_parameters() if parameter is head)
     return {} if own == HEAD else {HEAD: own}
 
 
 def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end an answer: the tokenizer's end token and those of the model's generation settings."""
+    """Return the ids that end an answer: the tokenizer's end token and those of the model's generation settings."""
     own = _config(spec).eos_token_id
     listed = own if isinstance(own, list) else [own] if own is not None else []
     return tuple(sorted({tokenizer.eos_token_id, *listed}))
 
 
 def load_model(spec: PolicySpec) -> PreTrainedModel:
-    """The policy with its weights, float32, no dropout."""
+    """Load the policy with its weights, in float32, without dropout."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
             spec.source, config=_config(spec), dtype=torch.float32, attn_implementation=NAME
@@ -82,13 +82,13 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
 
 
 def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The policy's architecture with arbitrary weights: an engine's, before its first sync."""
+    """Return a model of the policy's architecture with arbitrary weights, for an engine before its first sync."""
     model = AutoModelForCausalLM.from_config(_config(spec), dtype=dtype, attn_implementation=NAME)
     return with_row_rules(model).eval()
 
 
 def with_row_rules(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, in place, its linears and activation functions computed row by row (qurl_ray/numerics)."""
+    """Make the rows of `model`'s linears and activations independent (qurl_ray/numerics), in place; return it."""
     name = getattr(model.config, "hidden_activation", None) or getattr(model.config, "hidden_act", None)
     make = MODULES.get(name) if name else None
     activation = type(ACT2FN[name]) if make else None
@@ -102,10 +102,10 @@ def with_row_rules(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _config(spec: PolicySpec) -> PreTrainedConfig:
-    """The policy's own settings.
+    """Return the policy's own settings.
 
     Raises:
-        ConfigError: it cannot be found, or is of a kind that cannot be trained here.
+        ConfigError: the policy cannot be found, or is of a kind that cannot be trained here.
     """
     if (Path(spec.source) / "adapter_config.json").is_file():
         raise ConfigError(f"{spec.source} is a LoRA adapter, which is not supported: merge it into its base model")

@@ -1,7 +1,7 @@
 """Log-probs of tokens, one definition for engine and learner.
 
-What a long answer costs is bounded here: logits exist for a few tokens at a time, rows need no padding if their lengths
-are given, and a model's blocks can be computed a second time instead of kept. None of it changes a bit of a log-prob.
+The memory for long answers is bounded: logits exist for a few tokens at a time, rows need no padding if their lengths
+are given, and a model's blocks can be recomputed instead of kept. None of this changes a bit of a log-prob.
 """
 
 from functools import partial
@@ -15,20 +15,20 @@ from transformers import PreTrainedModel
 from qurl_ray.policy.attention import Packing
 from qurl_ray.policy.sharing import share
 
-HEAD_BYTES = 128 * 2**20  # of float32 logits that exist at a time
+HEAD_BYTES = 128 * 2**20  # bytes of float32 logits that exist at a time
 
 Entropy = Literal["none", "value", "gradient"]
-"""Not computed, computed, or computed so that it can be learned from."""
+"""Mode of the entropy: not computed, computed without a gradient, or computed with a gradient."""
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """float32 log-probs over the last axis of logits / temperature; float64 of float64 logits."""
+    """Return float32 log-probs over the last axis of logits / temperature; float64 for float64 logits."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Keep only the inputs of the model's blocks for the backward pass, and compute the blocks again there.
+    """Keep only the inputs of the model's blocks for the backward pass, which recomputes the blocks.
 
     transformers does so only in training mode, so `model.eval()` switches it off again. The policies of this package
     have no dropout: training mode changes nothing else.
@@ -49,16 +49,17 @@ def token_logprobs(
     *,
     lengths_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """log p(token t | tokens before it) where `mask_BT`, 0 elsewhere.
+    """Return log p(token t | tokens before it) where `mask_BT` is True, 0 elsewhere.
 
     Args:
         token_ids_BT: int64, prompt and answer, padded on the right with any valid id.
         mask_BT: bool, True on the tokens to score; never on the first of a sequence.
-        lengths_B: int64, tokens of each row that are not padding, at least 1. If given, the model computes these tokens
-            alone, all rows in one; its attention must be one of policy.attention. The result is the same.
+        lengths_B: int64, number of tokens of each row that are not padding, at least 1. If given, the model computes
+            only these tokens, packed into one row; its attention must be one of policy.attention. The result is the
+            same.
 
     Returns:
-        float32 [B, T]. Vocabulary-wide rows exist only for masked tokens, and for HEAD_BYTES of them at a time.
+        float32 [B, T]. Logits are computed for the masked tokens only, and at most HEAD_BYTES of them at a time.
 
     Raises:
         ValueError: `mask_BT` is True on padding.
@@ -69,7 +70,7 @@ def token_logprobs(
 
 
 def scatter(values_N: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T]: the values, row by row, where `mask_BT`; 0 elsewhere."""
+    """Return [B, T] with the values, row by row, where `mask_BT` is True, and 0 elsewhere."""
     out_BT = torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=mask_BT.device)
     out_BT[mask_BT] = values_N
     return out_BT
@@ -83,11 +84,11 @@ def answer_states(
     *,
     share_prompts: bool = False,
 ) -> torch.Tensor:
-    """[N, d]: the final state before each of the N masked tokens, row by row. Arguments as in token_logprobs.
+    """Return the final state before each of the N masked tokens, row by row, [N, d]. Arguments as in token_logprobs.
 
     Args:
-        share_prompts: compute equal prompts once (policy.sharing), without `lengths_B`; on a CPU, the model's attention
-            being attention.NAME. The result is the same.
+        share_prompts: compute equal prompts once (policy.sharing). This needs a CPU, attention.NAME as the model's
+            attention, and `lengths_B` None. The result is the same.
     """
     if lengths_B is not None:
         return _states_packed(model, token_ids_BT, mask_BT, lengths_B)
@@ -119,7 +120,7 @@ def _states_shared(model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: 
 def _states_packed(
     model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor
 ) -> torch.Tensor:
-    """As _states_padded, from one row without padding in which positions restart with every sequence."""
+    """Compute the same as _states_padded, from one row without padding, where positions restart with each sequence."""
     positions_BT = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device).expand_as(token_ids_BT)
     real_BT = positions_BT < lengths_B[:, None]
     if (mask_BT & ~real_BT).any():
@@ -143,12 +144,12 @@ def score_states(
     *,
     entropy: Entropy = "none",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of `ids_N` after the states, [N], and entropies of the distributions they are drawn from, in nats, [N].
+    """Return log-probs [N] of `ids_N` after the states, and entropies [N] of their distributions, in nats.
 
-    If logits are too many for one piece, each piece is computed again in backward.
+    If the logits are too many for one chunk, each chunk is recomputed in the backward pass.
 
     Args:
-        entropy: "none" gives None; a "value" costs one more pass over the logits, and has no gradient.
+        entropy: "none" returns None; "value" costs one more pass over the logits, and has no gradient.
     """
     rows = max(1, HEAD_BYTES // (4 * model.config.vocab_size))
     score = partial(_score, model.get_output_embeddings(), temperature, entropy)
@@ -165,7 +166,7 @@ def _score(
     head: torch.nn.Module, temperature: float, entropy: str, states_Nd: torch.Tensor, ids_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     logprobs_NV = log_softmax(head(states_Nd), temperature)
-    # The taken tokens last: where pieces are computed again for their gradient, a mere value is not.
+    # A mere value comes after the taken tokens: where chunks are recomputed for their gradient, it is not recomputed.
     entropy_N = None
     if entropy == "gradient":
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)

@@ -1,7 +1,7 @@
-"""Samples of a group begin with the same prompt: its tokens are computed once, in a row that holds each token once.
+"""Prompt sharing: samples with the same prompt compute its tokens once, in one row that holds each token once.
 
-Every token's result depends on its own sequence alone (policy.attention), so log-probs are the same to the bit, and
-gradients to rounding.
+The result of a token depends on its own sequence alone (policy.attention). Log-probs are therefore bit-identical to
+those without sharing, and gradients are equal up to rounding.
 """
 
 from collections.abc import Callable
@@ -13,29 +13,29 @@ from torch.nn.functional import embedding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Queries, R rows of T, and the keys they may see. All int64; places are those of tokens in the shared row."""
+    """Queries, in R rows of T, and the keys that they may see. Both are int64 places of tokens in the shared row."""
 
     queries_RT: torch.Tensor
     positions_RT: torch.Tensor
-    """Of the queries in their sequences."""
+    """Positions of the queries in their sequences, int64."""
     keys_RS: torch.Tensor
-    """The tokens at positions 0, 1, … of the sequence; any beyond its end."""
+    """Tokens at positions 0, 1, … of the sequence; arbitrary tokens beyond its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How sequences lie in a row of N tokens: prompts first, then what is each one's own."""
+    """Layout of sequences in one row of N tokens: prompts first, then the tokens that belong to one sequence alone."""
 
     row_N: torch.Tensor
-    """int64, where each token is in the padded batch, row by row."""
+    """Index of each token in the padded batch, counted row by row, int64."""
     positions_N: torch.Tensor
-    """int64, in its sequence."""
+    """Position of each token in its sequence, int64."""
     before_M: torch.Tensor
-    """int64, the place of the token before each of the masked ones."""
+    """Place of the token before each masked token, int64."""
     blocks: tuple[Block, ...]
-    """Prompts, and answers."""
+    """The block of prompts and the block of answers, without empty ones."""
     found_N: torch.Tensor
-    """int64, where each token is among the queries of all blocks."""
+    """Index of each token among the queries of all blocks, int64."""
 
     def attend(
         self,
@@ -44,11 +44,11 @@ class Sharing:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """[1, N, heads, d] of [1, heads, N, d] and [1, key heads, N, d].
+        """Return the attention [1, N, heads, d] of query [1, heads, N, d] to key and value [1, key heads, N, d].
 
         Args:
-            attention: of (query [R, heads, T, d], key and value [R, key heads, S, d], positions [R, T]), to
-                [R, T, heads, d].
+            attention: function of (query [R, heads, T, d], key and value [R, key heads, S, d], positions [R, T]) that
+                returns [R, T, heads, d].
         """
         rows = [
             attention(
@@ -64,22 +64,22 @@ class Sharing:
 
 
 def _take(part: torch.Tensor, places_RT: torch.Tensor) -> torch.Tensor:
-    """[R, heads, T, d] of [1, heads, N, d]. As embeddings, whose backward pass is much faster than that of indices."""
+    """Gather [R, heads, T, d] from [1, heads, N, d]. `embedding` has a much faster backward pass than indexing."""
     _, heads, N, d = part.shape
     rows_Nd = part[0].transpose(0, 1).reshape(N, heads * d)
     return embedding(places_RT, rows_Nd).unflatten(2, (heads, d)).transpose(1, 2)
 
 
 def share(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Sharing | None:
-    """How to compute the tokens that scoring the masked ones takes; None where that would be one token.
+    """Return the layout of the tokens that scoring the masked ones needs; None if that is fewer than two tokens.
 
     Args:
         token_ids_BT: int64, prompt and answer, padded on the right.
-        mask_BT: bool, True on the tokens to score; what is before the first of a row is its prompt.
+        mask_BT: bool, True on the tokens to score; the tokens before the first True of a row are its prompt.
     """
     B, T = token_ids_BT.shape
     columns_T = torch.arange(T)
-    ends_B = (mask_BT * columns_T).amax(dim=1)  # nothing depends on what comes after the last scored token's input
+    ends_B = (mask_BT * columns_T).amax(dim=1)  # nothing scored depends on later tokens
     starts_B = mask_BT.int().argmax(dim=1)
     first_P, prompt_of_B = _prompts(token_ids_BT, starts_B)
     shared_PT = columns_T < starts_B[first_P, None]
@@ -105,7 +105,7 @@ def share(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Sharing | None:
 
 
 def _prompts(token_ids_BT: torch.Tensor, starts_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first row of each prompt [P], prompt of each row [B])."""
+    """Return (first row of each distinct prompt [P], number of the prompt of each row [B])."""
     rows = zip(token_ids_BT.numpy(), starts_B.tolist(), strict=True)
     prompts = [ids[:start].tobytes() for ids, start in rows]
     firsts: dict[bytes, int] = {}
@@ -116,7 +116,7 @@ def _prompts(token_ids_BT: torch.Tensor, starts_B: torch.Tensor) -> tuple[torch.
 
 
 def _block(place_RT: torch.Tensor, from_R: torch.Tensor, counts_R: torch.Tensor) -> tuple[Block, torch.Tensor]:
-    """Queries of each row from a position on, and bool [R, width]: which are real; the others fill up shorter rows."""
+    """Return queries of each row from a position on, and bool [R, width]: False for the padding of shorter rows."""
     steps = torch.arange(int(counts_R.max()))
     positions_RT = (from_R[:, None] + steps).clamp(max=place_RT.shape[1] - 1)
     seen = int((from_R + counts_R).max())

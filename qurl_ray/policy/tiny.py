@@ -1,12 +1,12 @@
 """The tiny policy: a Qwen2-architecture model with a character-level tokenizer, cold-started on its task.
 
-It exists so that the whole loop runs on a laptop. The cold start teaches by supervision until a fraction of held-out
-answers is right: reinforcement learning then has something to improve. From one step to the next, the accuracy of the
-weights that learn jumps by ten points and more. That of their running mean rises smoothly, so this mean is measured and
-kept: then every seed and every kind of CPU starts reinforcement learning from nearly the same accuracy.
+It exists so that the whole loop runs on a laptop. The cold start is supervised training until a fraction of held-out
+answers is right, so that reinforcement learning has something to improve. The accuracy of the trained weights jumps by
+ten points and more from one step to the next. The accuracy of their running mean rises smoothly, so this mean is
+measured and kept: every seed and every kind of CPU starts reinforcement learning from nearly the same accuracy.
 
-The policy is made once per recipe and kept in the user's cache folder ($QURL_CACHE, else ~/.cache/qurl-ray); another
-recipe is another folder.
+The policy is made once per recipe and kept in the user's cache folder ($QURL_CACHE, else ~/.cache/qurl-ray). Each
+recipe has its own folder.
 """
 
 import hashlib
@@ -30,20 +30,20 @@ from qurl_ray.policy.save import save_policy
 from qurl_ray.types import Problem
 
 CHARACTERS = "0123456789+-*= "
-_RECIPE = 2  # raise when anything below changes what a cold start produces
+_RECIPE = 2  # raise when a change below alters the result of a cold start
 _BATCH = 128
 _LR = 1e-3
-_DECAY = 0.95  # of the running mean of the weights, per step
-_HELD_OUT = 1000  # problems that measure the accuracy
-_GLANCE = 100  # of them, at which most looks end
-_NEAR = 0.1  # accuracy below the goal at which a look takes all of them
-_CHECK_EVERY = 5  # steps between looks at the accuracy
+_DECAY = 0.95  # decay of the running mean of the weights, per step
+_HELD_OUT = 1000  # problems on which the accuracy is measured
+_GLANCE = 100  # how many of them are measured first; most measurements end there
+_NEAR = 0.1  # all of them are measured if the accuracy is at most this far below the goal
+_CHECK_EVERY = 5  # steps between measurements of the accuracy
 
 Progress = Callable[[int, float], None]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of `CHARACTERS`; <pad>, <eos> and <unk> besides."""
+    """Return a tokenizer with one token per character of `CHARACTERS`, and <pad>, <eos> and <unk>."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -59,7 +59,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Random weights of the configured shape, in float32, from `config.seed`."""
+    """Return a float32 model of the configured shape, with random weights from `config.seed`."""
     torch.manual_seed(config.seed)
     model = Qwen2ForCausalLM._from_config(
         Qwen2Config(
@@ -81,12 +81,12 @@ def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2Fo
 
 
 def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress: Progress) -> Path:
-    """Folder of the tiny policy for this recipe; built if it is not there yet.
+    """Return the folder of the tiny policy for this recipe; build it if it does not exist yet.
 
     Args:
-        problems: the task's training problems; a fifth of them, at most 1000, measure the cold start, which does not
-            learn from them.
-        progress: called with (step, accuracy) while it is built.
+        problems: the task's training problems. A fifth of them, at most 1000, are held out to measure the accuracy of
+            the cold start.
+        progress: called with (step, accuracy) during the cold start.
 
     Raises:
         ConfigError: a problem has characters outside `CHARACTERS`, or the accuracy is not reached.
@@ -112,8 +112,8 @@ def cold_start(
     problems: Sequence[Problem],
     progress: Progress,
 ) -> None:
-    """Learn prompt → answer <eos> by supervision, in place, until the running mean of the weights has
-    `config.cold_start_accuracy`. The model ends with this mean."""
+    """Train the model on prompt → answer <eos>, in place, until the running mean of its weights reaches
+    `config.cold_start_accuracy`. The model then gets this mean."""
     rng = np.random.default_rng(config.seed)
     order = rng.permutation(len(problems))
     held_count = max(1, min(_HELD_OUT, len(problems) // 5))
@@ -148,14 +148,14 @@ def cold_start(
 
 @torch.no_grad()
 def forced_accuracy(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-    """Share of answers that greedy decoding would give exactly: every token is the likeliest after the right ones."""
+    """Share of answers that greedy decoding would get exactly: every token is the likeliest after the right ones."""
     logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
     right_BT = logits_BTV.argmax(dim=-1) == ids_BT[:, 1:]
     return (right_BT | ~mask_BT[:, 1:]).all(dim=1).float().mean().item()
 
 
 def _rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask of the answer and its <eos>), both [B, T], padded on the right."""
+    """Return (ids, mask of the answer and its <eos>), both [B, T], padded on the right."""
     prompts = tokenizer([p.prompt for p in problems]).input_ids
     answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([p.answer for p in problems]).input_ids]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
@@ -169,7 +169,7 @@ def _rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> tu
 
 
 def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:
-    """Changes with anything that the cold start reads."""
+    """Return a hash of everything that the cold start reads."""
     recipe = hashlib.sha256(json.dumps([_RECIPE, CHARACTERS, config.model_dump()]).encode())
     if config.cold_start:
         recipe.update("\n".join(p.prompt + p.answer for p in problems).encode())

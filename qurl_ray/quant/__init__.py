@@ -1,1 +1,1 @@
-"""Number formats, quantizers, what they apply to, and the quantized linear. Pure torch."""
+"""Number formats, quantizers, the selection of what is quantized, and the quantized linear. Pure torch."""

@@ -1,8 +1,8 @@
-"""EXPERIMENTAL: other ways from a weight to codes, kept to be compared with rounding to nearest, which is the default.
+"""EXPERIMENTAL: other quantizers, kept for comparison with rounding to nearest, which is the default.
 
-`benchmarks/rounding.py` judges them, docs/LOG.md has the figures. With float32 masters rounding to nearest loses
-nothing from sync to sync. The first two here change many codes at every sync although the weights hardly move, and so
-cannot be used with a sync that sends only what changed.
+`benchmarks/rounding.py` compares them; docs/LOG.md has the figures. With float32 masters, rounding to nearest loses
+nothing from sync to sync. The first two quantizers here change many codes at every sync although the weights hardly
+move. They cannot be used with a sync that sends only what changed.
 """
 
 import zlib
@@ -17,16 +17,18 @@ from qurl_ray.quant.quantize import QTensor, dequantize, nearest, quantize_by
 
 
 def quantize_stochastic(w_NK: torch.Tensor, fmt: Format, generator: torch.Generator | int) -> QTensor:
-    """EXPERIMENTAL. `quantize` with w / scale rounded up with a probability that is its distance from the code below.
+    """EXPERIMENTAL. Quantize by stochastic rounding: up with a probability equal to the distance from the code below,
+    as a share of the distance between codes. Then
 
         E[dequantize(quantize_stochastic(w))] = w
 
-    for float codes as for integers, whose distance to the next is 1. Scales are those of rounding to nearest, so the
-    largest weight of a block is always exact. (Croci et al. 2022, https://doi.org/10.1098/rsos.211631, section 2.)
+    for float codes and for integer codes, which are 1 apart. Scales are those of rounding to nearest, so the largest
+    weight of a block is always exact. (Croci et al. 2022, https://doi.org/10.1098/rsos.211631, section 2.)
 
     Args:
-        generator: on the weight's device, or a seed. The same seed gives the same codes on the same kind of device; a
-            seed for each tensor and version keeps them independent. Of a seed, CPUs use the low 32 bits.
+        generator: a generator on the weight's device, or a seed. The same seed gives the same codes on the same kind
+            of device. Use another seed for each tensor and version to keep them independent. CPUs use the low 32 bits
+            of a seed.
     """
     if isinstance(generator, int):
         generator = torch.Generator(device=w_NK.device).manual_seed(generator)
@@ -43,16 +45,16 @@ def quantize_stochastic(w_NK: torch.Tensor, fmt: Format, generator: torch.Genera
 def quantize_with_feedback(
     w_NK: torch.Tensor, fmt: Format, residual: torch.Tensor | None
 ) -> tuple[QTensor, torch.Tensor]:
-    """EXPERIMENTAL. `quantize` of w + residual, and the new residual: what the codes of that did not hold.
+    """EXPERIMENTAL. Quantize w + residual. Return the codes and the new residual, which is their rounding error:
 
         q = quantize(w + residual),  residual' = w + residual - dequantize(q)
 
-    so that the codes of T versions add up to their weights, but for the last residual (error feedback; Seide et al.
+    The codes of T versions thus add up to their weights, except for the last residual (error feedback; Seide et al.
     2014, https://www.microsoft.com/en-us/research/publication/1-bit-stochastic-gradient-descent-and-its-application-to-data-parallel-distributed-training-of-speech-dnns/,
     section 3, there for gradients).
 
     Args:
-        residual: float32 [N, K] that the last version returned; None before the first.
+        residual: float32 [N, K], as returned for the last version; None for the first version.
     """
     target = w_NK.detach().float() if residual is None else w_NK.detach().float() + residual
     q = quantize_by(target, fmt, lambda x: nearest(x, fmt))
@@ -60,12 +62,12 @@ def quantize_with_feedback(
 
 
 def quantize_clipped(w_NK: torch.Tensor, fmt: Format, ratios: Sequence[float]) -> QTensor:
-    """EXPERIMENTAL. `quantize` with, for each row, that of `ratios` · max|w| as range which errs least in w (squares).
+    """EXPERIMENTAL. Quantize each row with the range, out of `ratios` · max|w|, that has the least squared error in w.
 
-    Costs nothing when codes are multiplied, and len(ratios) times the quantization.
+    Products of codes cost the same as without clipping; quantization costs len(ratios) times as much.
 
     Raises:
-        QuantizationError: the format has not one scale per row.
+        QuantizationError: the format does not have one scale per row.
     """
     if fmt.group or fmt.rows > 1:
         raise QuantizationError(f"{fmt.name}: ranges are clipped by row, and its scales are not")
@@ -87,11 +89,11 @@ def _spacing(x: torch.Tensor, fmt: Format) -> torch.Tensor | float:
 
 
 class Rounding:
-    """`quantization.rounding` as a quantizer of named weights, which remembers what an experiment needs between syncs.
+    """Quantizer of named weights for `quantization.rounding`, with the state that an experiment keeps between syncs.
 
     Args:
         kind: "stochastic" or "error_feedback".
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
@@ -104,5 +106,5 @@ class Rounding:
             q, self._residuals[name] = quantize_with_feedback(w_NK, fmt, self._residuals.get(name))
             return q
         self._syncs[name] += 1
-        # All 32 bits that torch's CPU generators look at differ by name and sync.
+        # All 32 bits that torch's CPU generators use differ by name and sync.
         return quantize_stochastic(w_NK, fmt, zlib.crc32(f"{self._seed} {name} {self._syncs[name]}".encode()))

@@ -1,10 +1,10 @@
-"""64-bit fingerprints of tensors: what sync compares, of what was sent and of what is resident.
+"""64-bit fingerprints of tensors. A sync compares those of the sent tensors with those of the resident tensors.
 
     fingerprint(x) = sum_i word_i * r_i  (mod 2^64)
 
 over the 8-byte words of x, with fixed odd pseudo-random r_i (a multilinear hash). A single changed word always changes
-the sum, since an odd factor has no zero divisors; any other damage goes unseen with probability about 2^-63. Sums of
-disjoint parts add up to the sum of the whole, if each part knows where it starts.
+the sum, since an odd factor has no zero divisors; any other damage goes undetected with probability about 2^-63. Sums
+of disjoint parts add up to the sum of the whole, if each part is given its offset.
 """
 
 import functools
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def fingerprint(*tensors: torch.Tensor) -> int:
-    """Fingerprint of the tensors in this order, in [0, 2^64). Shape does not matter, bytes do."""
+    """Return the fingerprint of the tensors in this order, in [0, 2^64). It depends on bytes, not on shapes."""
     total = 0
     for place, tensor in enumerate(tensors):
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -30,7 +30,7 @@ def fingerprint(*tensors: torch.Tensor) -> int:
 
 
 def _factors(count: int) -> np.ndarray:
-    """r_0 … r_{count-1}: uint64, odd."""
+    """Return r_0 … r_{count-1}: uint64, odd."""
     return _table(1 << max(0, count - 1).bit_length())[:count]
 
 
@@ -44,7 +44,7 @@ def _factor(index: int) -> int:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer, made odd."""
+    """Return splitmix64 of each counter, made odd."""
     return splitmix64(x) | np.uint64(1)
 
 

@@ -1,4 +1,4 @@
-"""The formats, as data. A quantizer reads them; nothing branches on a name."""
+"""The quantization formats, as data. A quantizer reads their fields; no code branches on a name."""
 
 from dataclasses import dataclass, replace
 
@@ -17,21 +17,21 @@ class Format:
 
     name: str
     dtype: torch.dtype
-    """Of the codes: those of an integer type are evenly spaced, those of a float type are its values. One byte each."""
+    """Type of the codes, one byte each. Integer codes are evenly spaced; codes of a float type are its values."""
     weight_max: int
     """Largest weight code; codes lie in [-weight_max, weight_max]."""
     activation_max: int | None
     """Largest activation code; None leaves activations in full precision."""
     group: int | None
-    """Columns that share a weight scale; None is all of them."""
+    """Number of columns that share a weight scale; None means all columns."""
     rows: int = 1
-    """Output channels that share a weight scale. With more than one, the last block of either kind may be smaller."""
+    """Number of output channels that share a weight scale. If above 1, the last block of either kind may be smaller."""
     activation_group: int | None = None
-    """Columns that share an activation scale; None is one scale per token."""
+    """Number of columns that share an activation scale; None means one scale per token."""
 
     @property
     def activation_step(self) -> float:
-        """Between neighbouring activation codes, where the largest activation is 1."""
+        """Distance between neighbouring activation codes, if the largest activation is 1."""
         assert self.activation_max, "a format that leaves activations in full precision"
         return 1 / self.activation_max
 
@@ -56,10 +56,10 @@ FORMATS = {
 
 
 def get_format(name: str, weight_max: int | None = None) -> Format:
-    """The format by name, with its weight codes bounded by `weight_max` if that is smaller.
+    """Return the format of this name, with its weight codes bounded by `weight_max` if that is smaller.
 
     Raises:
-        QuantizationError: no such format.
+        QuantizationError: there is no such format.
     """
     if name not in FORMATS:
         raise QuantizationError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")

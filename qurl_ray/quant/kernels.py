@@ -1,8 +1,8 @@
-"""The kernels that multiply codes, by device and format, in one table; `linear.reference_linear` is what they compute.
+"""The kernels that multiply codes, by device and format, in one table. `linear.reference_linear` defines their result.
 
-A kernel packs codes and scales, multiplies with them, and gives them back from the memory that it multiplies with.
-`kernel_for` finds one. Where there is none the linear is emulated, and `why_emulated` says why: nothing is computed in
-another way than its format asks for.
+A kernel packs codes and scales, multiplies with them, and returns them from the memory that it multiplies with.
+`kernel_for` finds a kernel. If there is none, the linear is emulated, and `why_emulated` returns the reason: every
+linear is computed as its format requires.
 
 | kernel | device | formats | widths |
 |---|---|---|---|
@@ -12,10 +12,10 @@ another way than its format asks for.
 | scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
 | scaled_mm_block | CUDA, compute capability 9.0, CUDA 12.9 | fp8_block | multiples of 128 |
 
-The three for CUDA are checked on a CPU as far as torch has their operations there. Nothing was measured on a GPU.
+The three CUDA kernels are checked on a CPU as far as torch has their operations there. They were not measured on a GPU.
 
-There is none for int4: torch's `_weight_int4pack_mm` takes bfloat16 alone on CUDA, and on CPUs it is slower than
-emulation. Nor is there one for FP8 on CPUs, where `scaled_mm` exists and is slower than the product in float32
+There is no kernel for int4: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on CPUs it is slower than
+emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the product in float32
 (docs/LOG.md).
 """
 
@@ -36,7 +36,7 @@ from qurl_ray.quant.quantize import QTensor, quantize_rows, quantize_rows_int8, 
 
 
 class Kernel(ABC):
-    """What multiplies activations with packed codes. Without state: what it multiplies with is what `pack` returned."""
+    """A kernel, which multiplies activations with packed codes. It has no state: `pack` returns the packed codes."""
 
     name: ClassVar[str]
     device_type: ClassVar[str]
@@ -45,30 +45,30 @@ class Kernel(ABC):
 
     @abstractmethod
     def takes(self, fmt: Format) -> bool:
-        """If codes and scales of this format are what it multiplies."""
+        """Return True if the kernel multiplies codes and scales of this format."""
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:
-        """What it misses on a device of its type, in words; None if nothing."""
+        """Return what the kernel lacks on a device of its type, in words; None if nothing."""
 
     @abstractmethod
     def pack(self, q: QTensor) -> Any:
-        """Codes and scales as it wants them, on the device where they are."""
+        """Return codes and scales in the kernel's own layout, on the device where they are."""
 
     @abstractmethod
     def forward(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """y of `reference_linear`, x [..., K] to [..., N] of x's dtype. Scales are multiplied in float32 at least."""
+        """Return y of `reference_linear`, x [..., K] to [..., N] of x's dtype. Scaling is done in float32 at least."""
 
     @abstractmethod
     def unpack(self, packed: Any) -> QTensor:
-        """Codes and scales, read back from the memory that `forward` multiplies with."""
+        """Return codes and scales, read back from the memory that `forward` multiplies with."""
 
     def weight_max(self, fmt: Format) -> int:
-        """Largest weight code that it multiplies without saturating."""
+        """Return the largest weight code that the kernel multiplies without saturating."""
         return fmt.weight_max
 
     def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
-        """Why it cannot multiply weights [N, K] of this format here (shape None: some of any shape), or None."""
+        """Return why it cannot multiply weights [N, K] of this format here (shape None: of some shape), or None."""
         if not self.takes(fmt):
             return f"{self.name} does not multiply {fmt.name}"
         if device.type != self.device_type:
@@ -95,22 +95,23 @@ class _Prepacked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ordered:
     codes: torch.Tensor
-    """[K, N], in oneDNN's own order."""
+    """Codes [K, N], in oneDNN's own order."""
     scale: torch.Tensor
-    """[N]"""
+    """Scale of each output channel, float32 [N]."""
     zeros: torch.Tensor
-    """int64 [N]: the zero points, as symmetric codes have them."""
+    """Zero points, int64 [N]: all 0, because codes are symmetric."""
     least_rows: int
-    """Of activations, so that oneDNN does not find the product small."""
+    """Least rows of activations, so that oneDNN does not treat the product as small."""
     fmt: Format
 
 
 class OneDnn(Kernel):
     """INT8 on x86 CPUs with AMX: sums in int32, so that a row's result cannot depend on the batch.
 
-    Without AMX oneDNN computes this product by a plain loop, a thousand times as long and with other last bits. Where
-    AMX has no float16 (Sapphire Rapids) it does the same with products that it finds small ("small shapes fall back" in
-    brgemm_matmul_utils.cpp of oneDNN 3.12), so it never gets any: rows are added, short rows left to the next kernel.
+    Without AMX, oneDNN computes this product by a plain loop, which takes a thousand times as long and gives different
+    last bits. Where AMX has no float16 (Sapphire Rapids), it does the same with products that it treats as small
+    ("small shapes fall back" in brgemm_matmul_utils.cpp of oneDNN 3.12). It never gets such products here: rows are
+    added, and weights with short rows are left to the next kernel.
     """
 
     name = "onednn"
@@ -162,7 +163,7 @@ class OneDnn(Kernel):
         return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], -1)
 
     def unpack(self, packed: _Ordered) -> QTensor:
-        codes_KN = packed.codes.to_dense().numpy()  # which transposes faster than torch does
+        codes_KN = packed.codes.to_dense().numpy()  # numpy transposes faster than torch
         codes = torch.from_numpy(np.ascontiguousarray(codes_KN.T))
         return QTensor(codes=codes, scale=packed.scale[:, None], fmt=packed.fmt)
 
@@ -170,8 +171,8 @@ class OneDnn(Kernel):
 class Fbgemm(Kernel):
     """INT8 on x86 CPUs.
 
-    Fed with rows divided by their maximum and the static scale 1/127 it is symmetric per token and independent of the
-    batch, which `quantized::linear_dynamic` is not (its range spans the batch).
+    It gets rows divided by their maximum, and the static scale 1/127. It is therefore symmetric per token and
+    independent of the batch. `quantized::linear_dynamic` is not, because its range spans the batch.
     """
 
     name = "fbgemm"
@@ -186,9 +187,10 @@ class Fbgemm(Kernel):
         )
 
     def weight_max(self, fmt: Format) -> int:
-        """Without VNNI, fbgemm adds pairs of 8-bit products in 16 bits; codes within ±63 cannot overflow them.
+        """Return the largest weight code that does not saturate: 63 at most without VNNI.
 
-        A bit less on the weights costs less than a bit less on the activations would.
+        Without VNNI, fbgemm adds pairs of 8-bit products in 16 bits; codes within ±63 cannot overflow them. One bit
+        less for the weights costs less than one bit less for the activations would.
         """
         return fmt.weight_max if torch.cpu._is_vnni_supported() else min(63, fmt.weight_max)
 
@@ -216,11 +218,11 @@ class Fbgemm(Kernel):
 
 
 class _Cuda(Kernel):
-    """What the kernels for CUDA share: they multiply codes as they come, [N, K] transposed without a copy."""
+    """Base of the CUDA kernels, which multiply codes as they are, [N, K] transposed without a copy."""
 
     device_type = "cuda"
     capabilities: ClassVar[tuple[tuple[int, int], tuple[int, int]]]
-    """From the first to the second, both included."""
+    """Lowest and highest compute capability, both included."""
 
     def lacks(self, device: torch.device) -> str | None:
         if not torch.cuda.is_available() or torch.version.hip:
@@ -262,9 +264,9 @@ class IntMm(_Cuda):
 class ScaledMm(_Cuda):
     """FP8 with a scale per token and per output channel.
 
-    For x in bfloat16 the scales are part of the product. A float32 result with such scales exists on compute
-    capability 9.0 only, so for any other x the sums of codes come out in float32 and are scaled after. Sums are made
-    in float32 (no `use_fast_accum`); that they do not depend on the batch is not promised.
+    For x in bfloat16, the scales are part of the product. A float32 result with such scales exists on compute
+    capability 9.0 only, so for any other x the product returns sums of codes in float32, which are scaled afterwards.
+    Sums are accumulated in float32 (no `use_fast_accum`). Independence of the batch is not promised.
     """
 
     name = "scaled_mm"
@@ -298,9 +300,9 @@ class ScaledMm(_Cuda):
 
 
 class ScaledMmBlock(_Cuda):
-    """FP8 with scales for 1 × 128 activations and 128 × 128 weights, which torch leaves to cuBLAS, for Hopper only.
+    """FP8 with a scale per 1 × 128 activations and per 128 × 128 weights; torch uses cuBLAS for this, on Hopper only.
 
-    The scales of weights are kept as cuBLAS wants them: blocks along K filled up to a multiple of 4.
+    The scales of weights are kept as cuBLAS needs them: blocks along K are padded to a multiple of 4.
     """
 
     name = "scaled_mm_block"
@@ -330,7 +332,7 @@ class ScaledMmBlock(_Cuda):
         y = functional.scaled_mm(
             _more_rows(codes_MK).to(packed.fmt.dtype),
             packed.codes.t(),
-            scale_MG.t().contiguous().t(),  # one column after the other in memory
+            scale_MG.t().contiguous().t(),  # column-major
             ScalingType.BlockWise1x128,
             packed.scale.t(),
             ScalingType.BlockWise128x128,
@@ -348,23 +350,23 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _codes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows` of x [..., K] as a matrix, in float32 whatever x is."""
+    """Return `quantize_rows` of x [..., K] as a matrix, computed in float32 for any dtype of x."""
     return quantize_rows(x.reshape(-1, x.shape[-1]).float(), fmt)
 
 
 def _more_rows(x_MK: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-    """At least 32 rows and a multiple of 16: `_int_mm` wants more than 16, the others are fastest with such."""
+    """Pad to at least 32 rows and a multiple of 16: `_int_mm` needs more than 16, and the others are then fastest."""
     rows = max(32, -(-len(x_MK) // 16) * 16)
     return pad(x_MK, (0, 0, 0, rows - len(x_MK)), value=value)
 
 
 def _channel_scale(q: QTensor) -> torch.Tensor:
-    """float32 [N]: what a sum of products of codes is multiplied with, apart from the activations' maxima."""
+    """Return the factor of a sum of products of codes, without the activations' maxima, float32 [N]."""
     return q.scale[:, 0] * q.fmt.activation_step
 
 
 def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """One factor after the other, in the order of `reference_linear`."""
+    """Return scaled sums plus bias. Factors are applied one by one, in the order of `reference_linear`."""
     y = sums_MN * _channel_scale(q) * amax_M1
     return y if bias is None else y + bias
 
@@ -373,16 +375,16 @@ def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torc
 
 _ALL = (OneDnn(), Fbgemm(), IntMm(), ScaledMm(), ScaledMmBlock())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
-"""By name. The first that supports a weight multiplies it."""
+"""Kernels by name. The first that supports a weight multiplies it."""
 
 
 def kernel_for(fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> Kernel | None:
-    """The kernel for weights [N, K] of this format here (shape None: of some shape), or None: emulation."""
+    """Return the kernel for weights [N, K] of this format here (shape None: of some shape), or None for emulation."""
     return next((kernel for kernel in KERNELS.values() if kernel.supports(fmt, device, shape)), None)
 
 
 def why_emulated(fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
-    """Why `kernel_for` finds none, to announce it; None if it finds one.
+    """Return why `kernel_for` finds no kernel, for an announcement; None if it finds one.
 
     Example:
         "scaled_mm_block needs widths that are multiples of 128, not 1536 × 576"
@@ -395,10 +397,10 @@ def why_emulated(fmt: Format, device: torch.device, shape: tuple[int, ...] | Non
 
 
 def named_kernel(name: str, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> Kernel:
-    """The kernel that was asked for by name.
+    """Return the kernel of this name.
 
     Raises:
-        QuantizationError: there is none of that name, or it cannot multiply such weights here.
+        QuantizationError: there is no such kernel, or it cannot multiply such weights here.
     """
     if name not in KERNELS:
         raise QuantizationError(f"unknown kernel {name!r}; known: {', '.join(KERNELS)}")

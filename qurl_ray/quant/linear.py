@@ -1,7 +1,7 @@
-"""The quantized linear: one definition of the forward, and the module that computes it.
+"""The quantized linear: one definition of its forward pass, and the module that computes it.
 
 `reference_linear` is the definition: quantize the activations, multiply codes, scale, in float32. `QuantizedLinear`
-computes it either so (emulation, everywhere) or through a kernel of quant/kernels.py.
+computes it either in this way (emulation, on any device) or by a kernel of quant/kernels.py.
 """
 
 import torch
@@ -14,12 +14,12 @@ from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats
 
 
 def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """y = (codes(x) · codes(w)ᵀ) · scales + bias, in float32; x [..., K] to [..., N] of x's dtype.
+    """Return y = (codes(x) · codes(w)ᵀ) · scales + bias, in float32; x [..., K] to [..., N] of x's dtype.
 
-    Weight-only formats multiply x with the dequantized weight, and where scales change along a row both factors are
-    dequantized first. With activations in integer codes the products add up exactly in float32 as long as
-    K · activation_max · weight_max < 2^24; those of float codes are exact, their sum is rounded as any float32
-    product's.
+    Weight-only formats multiply x with the dequantized weight. Where scales change along a row, both factors are
+    dequantized first. Products of integer codes add up exactly in float32 as long as
+    K · activation_max · weight_max < 2^24. Products of float codes are exact; their sum is rounded as in any float32
+    product.
     """
     dtype, x = x.dtype, x.float()
     bias = None if bias is None else bias.float()
@@ -34,30 +34,30 @@ def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> 
 
 
 def integer_kernel(fmt: Format, device: torch.device) -> str | None:
-    """Name of the kernel that multiplies codes of this format here, of a shape that it takes; None: emulation."""
+    """Return the name of the kernel for codes of this format here, in a shape that it takes; None for emulation."""
     kernel = kernel_for(fmt, device)
     return kernel.name if kernel else None
 
 
 def weight_max_code(fmt: Format, device: torch.device) -> int:
-    """Largest weight code that the kernel here multiplies without saturating."""
+    """Return the largest weight code that the kernel here multiplies without saturating."""
     kernel = kernel_for(fmt, device)
     return kernel.weight_max(fmt) if kernel else fmt.weight_max
 
 
 class QuantizedLinear(nn.Module):
-    """A linear whose weight is codes and scales. It holds what its kernel wants, and can give the codes back.
+    """Linear whose weight is codes and scales, held in the layout of its kernel. The codes can be read back.
 
-    It computes where `q` is, and stays there. Its result has the dtype of its input. Linears that read the same input
-    are computed with one quantization of it by giving the `concatenate`d weight to one of these.
+    It computes on the device of `q`, and stays there. Its result has the dtype of its input. To quantize an input that
+    several linears read only once, give their `concatenate`d weight to one QuantizedLinear.
 
     Args:
-        emulate: compute the definition, whatever kernels there are.
-        kernel: "auto" is the one that kernel_for finds or else emulation, "emulation" is emulate=True, and any other
-            is the name of the one to use.
+        emulate: compute the definition, even if there is a kernel.
+        kernel: "auto" uses the kernel that kernel_for finds, or else emulation. "emulation" is emulate=True. Any other
+            value is the name of the kernel to use.
 
     Raises:
-        QuantizationError: the kernel that was asked for is not known or cannot multiply this here.
+        QuantizationError: the named kernel is not known, or cannot multiply this weight here.
     """
 
     bias: torch.Tensor | None
@@ -78,13 +78,13 @@ class QuantizedLinear(nn.Module):
         if self._kernel:
             self._packed = self._kernel.pack(q)
         else:
-            # Emulation multiplies floats: the codes are kept as such, exactly, and not converted at every call.
+            # Emulation multiplies floats: codes are stored as floats, exactly, and not converted at every call.
             self.register_buffer("_codes", floats(q.codes))
             self.register_buffer("scale", q.scale)
 
     @property
     def kernel(self) -> str | None:
-        """Name of the kernel that multiplies, None if this is emulated."""
+        """Name of the kernel that multiplies; None if the linear is emulated."""
         return self._kernel.name if self._kernel else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class QuantizedLinear(nn.Module):
         return self._kernel.forward(x, self._packed, self.bias)
 
     def resident(self) -> QTensor:
-        """The codes and scales that the next forward will use, read back from the kernel's own memory."""
+        """Return the codes and scales that the next forward pass will use, read back from the kernel's own memory."""
         if self._kernel is None:
             return QTensor(codes=self._codes.to(self.fmt.dtype), scale=self.scale, fmt=self.fmt)
         return self._kernel.unpack(self._packed)

@@ -1,7 +1,7 @@
 """Quantize and dequantize: two pure functions around a value object.
 
 Rounding is to nearest (ties to even). The learner's master weights stay in float32, so nothing is lost between two
-quantizations, and no calibration is needed: scales come from the values at hand.
+quantizations, and no calibration is needed: scales are computed from the values themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +28,16 @@ class QTensor:
         return self.codes.shape
 
     def cpu(self) -> "QTensor":
-        """The same, wherever it was computed."""
+        """Return this tensor on the CPU."""
         return QTensor(codes=self.codes.cpu(), scale=self.scale.cpu(), fmt=self.fmt)
 
     def to_numpy(self) -> tuple[np.ndarray, np.ndarray]:
-        """(codes, scale) as they travel, without a copy: codes as bytes, because numpy has no 8-bit float."""
+        """Return (codes, scale) as they are sent, without a copy: codes as bytes, because numpy has no 8-bit float."""
         return self.codes.view(torch.uint8).numpy(), self.scale.numpy()
 
     @classmethod
     def from_numpy(cls, codes: np.ndarray, scale: np.ndarray, fmt: Format) -> "QTensor":
-        """The inverse; it copies, as buffers from an object store are read-only."""
+        """Invert `to_numpy`. It copies, because buffers from an object store are read-only."""
         return cls(codes=torch.tensor(codes).view(fmt.dtype), scale=torch.tensor(scale), fmt=fmt)
 
 
@@ -49,13 +49,14 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 
 def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
-    """codes = w / scale rounded to the grid, scale = max|w| / weight_max over a block: rows by columns of the format.
+    """Quantize a weight: codes = w / scale rounded to the grid, scale = max|w| / weight_max over a block.
 
-    Blocks of zeros get scale 1, so that their codes are 0 and not nan.
+    A block has as many rows and columns as the format defines. Blocks of zeros get scale 1, so that their codes are 0
+    and not nan.
 
     Raises:
-        QuantizationError: not a matrix of numbers in full precision, not finite, or a width that the group size does
-            not divide.
+        QuantizationError: the weight is not a matrix in full precision, is not finite, or has a width that is not a
+            multiple of the group size.
     """
     return quantize_by(w_NK, fmt, lambda x: nearest(x, fmt))
 
@@ -63,10 +64,10 @@ def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
 def quantize_by(
     w_NK: torch.Tensor, fmt: Format, rounding: Callable[[torch.Tensor], torch.Tensor], clip: float = 1.0
 ) -> QTensor:
-    """As `quantize`, with another `rounding` of w / scale to codes (float32 to float32).
+    """Quantize like `quantize`, with another `rounding` of w / scale to codes (float32 to float32).
 
     Args:
-        clip: the share of max|w| that the largest code stands for; what is beyond becomes that code.
+        clip: share of max|w| that the largest code represents; larger values are clipped to that code.
     """
     _check(w_NK, fmt)
     rows, columns = w_NK.shape
@@ -75,7 +76,7 @@ def quantize_by(
     # [block rows, rows of a block, block columns, columns of a block]
     filled = _filled(w_NK, 0, -columns % group, 0, -rows % fmt.rows)
     blocks = filled.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, group))
-    # Two readings: the absolute values would have to be written first, which takes longer.
+    # Two reads: absolute values would have to be written first, which takes longer.
     amax = torch.maximum(blocks.amax(dim=(1, 3), keepdim=True), blocks.amin(dim=(1, 3), keepdim=True).neg_())
     if not torch.isfinite(amax).all():
         bad = int((~torch.isfinite(w_NK)).any(dim=1).sum())
@@ -102,10 +103,10 @@ def _check(w_NK: torch.Tensor, fmt: Format) -> None:
 
 
 def concatenate(qs: Sequence[QTensor]) -> QTensor:
-    """One weight with the output rows of all, in this order. Exact: codes and scales stay what they are.
+    """Return one weight with the output rows of all, in this order. Exact: codes and scales do not change.
 
     Raises:
-        QuantizationError: nothing to concatenate, different formats or widths, or rows that end within a block.
+        QuantizationError: there is nothing to concatenate, formats or widths differ, or rows end within a block.
     """
     if not qs:
         raise QuantizationError("there is no weight to concatenate")
@@ -123,10 +124,10 @@ def concatenate(qs: Sequence[QTensor]) -> QTensor:
 
 
 def rows(q: QTensor, start: int, stop: int) -> QTensor:
-    """Output rows start … stop - 1, without a copy. The inverse of `concatenate`.
+    """Return output rows start … stop - 1, without a copy. The inverse of `concatenate`.
 
     Raises:
-        QuantizationError: no such rows, or a border within a block.
+        QuantizationError: there are no such rows, or a border lies within a block.
     """
     count, block = len(q.codes), q.fmt.rows
     if not 0 <= start < stop <= count:
@@ -137,14 +138,14 @@ def rows(q: QTensor, start: int, stop: int) -> QTensor:
 
 
 def dequantize(q: QTensor) -> torch.Tensor:
-    """float32 [N, K]."""
+    """Return the values of the codes, float32 [N, K]."""
     rows, columns = q.codes.shape
     scale = q.scale.repeat_interleave(q.fmt.rows, dim=0)[:rows]
     return floats(q.codes) * scale.repeat_interleave(q.fmt.group or columns, dim=1)[:, :columns]
 
 
 def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dynamic codes of activations: (codes as float32 [M, K], maxima [M, groups], one group per token by default).
+    """Return dynamic codes of activations: (codes as float32 [M, K], maxima [M, groups]), by default a group per token.
 
     x ≈ codes * maximum / activation_max. The range comes from the row alone, so a row's codes never depend on the
     batch. Groups of zeros stay zeros.
@@ -155,7 +156,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     amax_MG1 = row_maximum(x_MGg)
     # Integers are rounded with the offset that unsigned kernels add (fused, 128 + x * activation_max): near a tie the
     # sum decides, and emulation and kernel then agree on every code. The offset is even, so ties still go to even.
-    # Values of a float type lie closer near zero, where an offset would swallow them.
+    # Values of a float type are denser near zero, where an offset would round them away.
     middle = 0.0 if fmt.dtype.is_floating_point else _MIDDLE
     shifted = torch.add(torch.full_like(amax_MG1, middle), x_MGg / amax_MG1, alpha=fmt.activation_max)
     codes = nearest(shifted, fmt).sub_(middle).flatten(-2)[..., :columns]
@@ -163,40 +164,40 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
 
 
 def quantize_rows_int8(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows` of float32 for integer codes and one group per token, in half as many passes over x:
-    (int8 [M, K], maxima [M, 1])."""
+    """Compute `quantize_rows` of float32 for integer codes and one group per token, in half as many passes over x.
+    Return (int8 [M, K], maxima [M, 1])."""
     amax_M1 = row_maximum(x_MK)
     shifted = x_MK / amax_M1
     torch.add(_MIDDLE_TENSOR, shifted, alpha=fmt.activation_max, out=shifted)
-    # Where floats are one apart, adding rounds to nearest, ties to even, and the low byte is the code.
+    # Where floats are one apart, addition rounds to nearest, ties to even, and the low byte is the code.
     return shifted.add_(_ONE_APART - _MIDDLE).view(torch.int32).to(torch.int8), amax_M1
 
 
 def dequantize_rows(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """float32 [M, K], the inverse of `quantize_rows` but for rounding."""
+    """Return float32 [M, K], the inverse of `quantize_rows` except for rounding."""
     columns = codes_MK.shape[-1]
     scale_MG = amax_MG * fmt.activation_step
     return codes_MK * scale_MG.repeat_interleave(fmt.activation_group or columns, dim=-1)[..., :columns]
 
 
 def row_maximum(x_MK: torch.Tensor) -> torch.Tensor:
-    """max|x| over the last axis, which is kept; the least normal number where all are zero."""
+    """Return max|x| over the last axis, which is kept; the least normal number where all values are zero."""
     return x_MK.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)
 
 
 def _filled(x: torch.Tensor, *padding: int) -> torch.Tensor:
-    """`x` with zeros up to whole blocks; `pad` would copy it even where there is nothing to add."""
+    """Return `x` padded with zeros; without a copy if there is nothing to add, where `pad` would copy."""
     return pad(x, padding) if any(padding) else x
 
 
 def nearest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The code nearest to each x, ties to even, as float32; x within the range of the codes (int: unlimited). It may
-    take the memory of x."""
+    """Return the code nearest to each x, ties to even, as float32. x must be in the range of the codes (int: any x).
+    The result may reuse the memory of x."""
     return floats(x.to(fmt.dtype)) if fmt.dtype.is_floating_point else x.round_()
 
 
 def floats(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of any type as float32. On CPUs torch takes four times as long for E4M3 as this table does."""
+    """Return codes of any type as float32. For E4M3 on CPUs, torch takes four times as long as this table."""
     if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
         return codes.float()
     return _E4M3.index_select(0, codes.contiguous().view(torch.uint8).int().view(-1)).view(codes.shape)

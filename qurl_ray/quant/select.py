@@ -1,4 +1,4 @@
-"""The one list of what is quantized. Learner, sync and engines all ask here."""
+"""The only list of what is quantized. Learner, sync and engines all use it."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from qurl_ray.quant.linear import QuantizedLinear
 
 
 def quantized_linears(model: nn.Module, keep: Sequence[str]) -> list[str]:
-    """Names of the linears to quantize, in the model's order: all but those that a pattern of `keep` finds.
+    """Return names of the linears to quantize, in the model's order: all but those that a pattern of `keep` matches.
 
     Patterns are searched in "<module name>.weight".
 
@@ -31,5 +31,5 @@ def quantized_linears(model: nn.Module, keep: Sequence[str]) -> list[str]:
 
 
 def quantized_parameters(model: nn.Module, keep: Sequence[str]) -> set[str]:
-    """The same selection as names of parameters, which is what travels in a sync."""
+    """Return the same selection as names of parameters, which a sync sends."""
     return {f"{name}.weight" for name in quantized_linears(model, keep)}

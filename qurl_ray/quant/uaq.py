@@ -1,12 +1,12 @@
 """Update-aware quantization (QuRL, https://arxiv.org/abs/2602.13953): W X = (W / s)(s X).
 
-The columns of every linear that a norm feeds are divided by s, the norm's gain is multiplied by s: the network computes
-the same, but one optimizer step moves the smaller weights, and so their codes, s times as far. Done once before
-training, on float32 masters only, and undone at export.
+The weights of every linear that a norm feeds are divided by s, and the norm's gain is multiplied by s. The network
+computes the same, but one optimizer step moves the smaller weights, and so their codes, s times as far. This is done
+once before training, on float32 masters only, and undone when the policy is saved in full precision.
 
-A norm can only be folded together with all that reads it. Readers are known by name, and a layer with any other part is
-refused: that part may read the norm too (the router of a mixture of experts), or tell of another wiring (one norm for
-attention and MLP, norms behind them).
+A norm can be folded only together with all modules that read it. These are known by name. A layer with any other part
+is refused: that part may read the norm too (the router of a mixture of experts), or indicate another structure (one
+norm for attention and MLP, norms after them).
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import nn
 
 from qurl_ray.errors import QuantizationError
 
-# The norms of a layer, and what reads each: None for those that end a branch.
+# The norms of a layer, and the part that reads each: None for norms that end a branch.
 _LLAMA = {"input_layernorm": "self_attn", "post_attention_layernorm": "mlp"}
 _GEMMA2 = {
     "input_layernorm": "self_attn",
@@ -24,14 +24,14 @@ _GEMMA2 = {
     "pre_feedforward_layernorm": "mlp",
     "post_feedforward_layernorm": None,
 }
-# Of each reader, its linears next to the norm (Phi-3 and GLM fuse them) and what comes after these.
+# For each reader, its linears next to the norm (Phi-3 and GLM fuse them), and the parts after these.
 _FIRST = {"self_attn": {"q_proj", "k_proj", "v_proj", "qkv_proj"}, "mlp": {"gate_proj", "up_proj", "gate_up_proj"}}
 _LATER = {"self_attn": {"q_norm", "k_norm", "o_proj"}, "mlp": {"down_proj"}}
 _FOLDED = {"qkv": ("self_attn",), "qkv+mlp": ("self_attn", "mlp")}
 
 
 def norm_fed_linears(model: nn.Module, layers: str) -> list[tuple[nn.Module, list[nn.Linear]]]:
-    """Each norm of the decoder layers that `layers` names, with all the linears that it feeds.
+    """Return each norm of the decoder layers that `layers` names, with all the linears that it feeds.
 
     Raises:
         QuantizationError: the architecture is not known, or the weights are in less than float32.
@@ -50,7 +50,7 @@ def norm_fed_linears(model: nn.Module, layers: str) -> list[tuple[nn.Module, lis
 
 
 def fold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
-    """Divide the norm-fed weights W by s = `scale` and multiply their norms' gains by it, in place. Biases stay.
+    """Divide the norm-fed weights W by s = `scale` and multiply their norms' gains by it, in place. Biases are kept.
 
     A norm that multiplies by w gets s·w; one that multiplies by 1 + w (Gemma) gets s·(1 + w) − 1 = s·w + (s − 1).
     """
@@ -63,7 +63,7 @@ def fold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
 def unfold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
     """Undo `fold` with the same arguments: bit for bit if s is a power of two, else within 1 ulp.
 
-    A gain of Gemma's returns within 1 ulp of 1 + w for any s: what its small w loses by holding s − 1 for a while.
+    A gain of Gemma's is restored within 1 ulp of 1 + w for any s: its small w loses bits while it contains s − 1.
     """
     for norm, offset, linears in _with_offsets(model, layers):
         norm.get_parameter("weight").data.sub_(offset * (scale - 1)).div_(scale)
@@ -92,17 +92,17 @@ def _pairs(name: str, block: nn.Module, folded: tuple[str, ...]) -> Iterator[tup
 
 
 def _parts(module: nn.Module) -> set[str]:
-    """Names of the direct parts of a module that hold parameters."""
+    """Return the names of the direct parts of a module that hold parameters."""
     return {name.partition(".")[0] for name, _ in module.named_parameters()}
 
 
 @torch.no_grad()
 def _with_offsets(model: nn.Module, layers: str) -> list[tuple[nn.Module, int, list[nn.Linear]]]:
-    """As norm_fed_linears, and of each norm if it multiplies by w (0) or by 1 + w (1), which is tried out."""
+    """Return norm_fed_linears with each norm's offset, found by trial: 0 if it multiplies by w, 1 if by 1 + w."""
     found = []
     for norm, linears in norm_fed_linears(model, layers):
         weight = norm.get_parameter("weight")
-        gain = norm(torch.full_like(weight, 1e3))  # normalized to 1, being large beside the norm's epsilon
+        gain = norm(torch.full_like(weight, 1e3))  # normalized to 1, being large compared to the norm's epsilon
         offset = next((o for o in (0, 1) if torch.allclose(gain, weight + o, equal_nan=True)), None)
         if offset is None:
             raise _refusal(f"{type(norm).__name__} multiplies neither by w nor by 1 + w")

@@ -1,6 +1,6 @@
-"""The unified linear: training runs through the very quantized graph that generates (Jet-RL, arXiv 2601.14243).
+"""The unified linear: training uses the same quantized graph as generation (Jet-RL, arXiv 2601.14243).
 
-Three products, M tokens, weights [N, K]. What each reads with backward="quantized", in E4M3 with float32 scales:
+Three products, M tokens, weights [N, K]. Their operands with backward="quantized", in E4M3 with float32 scales:
 
 | product | left, scales | right, scales |
 |---|---|---|
@@ -8,12 +8,13 @@ Three products, M tokens, weights [N, K]. What each reads with backward="quantiz
 | DGrad dx = dy · W | dy, 1 × 128 along N | W's own codes, transposed: blocks are square, nothing is rounded again |
 | WGrad dW = dyᵀ · x | dy, 128 tokens × 1 column | x's saved codes, rounded again for 128 tokens × 1 column |
 
-FProp is a QuantizedLinear, and so is DGrad, with the transposed codes: both take the kernel that quant/kernels.py finds
-or else its emulation. WGrad is `_wgrad`: emulated, or with scaled_mm on Hopper. That one, like every kernel for CUDA,
-was checked on a CPU against what torch documents, and not measured on a GPU.
+FProp is a QuantizedLinear, and so is DGrad, with the transposed codes: both use the kernel that quant/kernels.py finds,
+or else emulation. WGrad is `_wgrad`: emulated, or with scaled_mm on Hopper. The latter, like every CUDA kernel, was
+checked on a CPU against torch's documentation, and not measured on a GPU.
 
-Between forward and backward x is held as codes of one byte with float32 scales, W as the parameter itself: its codes
-are made again in the backward, as they would cost a byte a weight for the whole time, on every rank of ZeRO-3.
+Between forward and backward pass, x is held as codes of one byte with float32 scales, and W as the parameter itself.
+The codes of W are computed again in the backward pass: to keep them would cost one byte per weight for the whole time,
+on every rank of ZeRO-3.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def unified_linear(
     codes: QTensor | None = None,
     emulate: bool = False,
 ) -> torch.Tensor:
-    """y = QuantizedLinear(quantize(weight, fmt), bias)(x), bit for bit what an engine computes, with a gradient.
+    """Return y = QuantizedLinear(quantize(weight, fmt), bias)(x), with the same bits as an engine, with a gradient.
 
     The gradients are those of y = x · Wᵀ + bias, as if nothing were rounded, with these factors in place of x, W, dy:
 
@@ -52,25 +53,25 @@ def unified_linear(
         "straight_through"  dx = dy · Q(W)        dW = dyᵀ · Q(x)
         "full"              dx = dy · W           dW = dyᵀ · x
 
-    Q is quantized and dequantized as in the forward, Qt the same in groups of tokens. Sums are made in float32 and
-    rounded once, to the dtype of x, weight or bias. The gradient of the bias is the sum of dy. A nan or inf in dy makes
-    what depends on it nan or inf. Autocast does not reach any of this, which has the dtypes it is given.
+    Q quantizes and dequantizes as in the forward pass, Qt does the same in groups of tokens. Sums are accumulated in
+    float32 and rounded once, to the dtype of x, weight or bias. The gradient of the bias is the sum of dy. A nan or inf
+    in dy makes everything that depends on it nan or inf. Autocast has no effect on these computations.
 
     Args:
         x: [..., K] in float32, bfloat16 or float16.
-        weight: [N, K], the master, in full precision. Kept by `save_for_backward` alone, so that it may be freed after
-            the forward and gathered again before the backward.
+        weight: [N, K], the master, in full precision. Only `save_for_backward` keeps it, so that it may be freed after
+            the forward pass and gathered again before the backward pass.
         bias: [N].
         backward: one of BACKWARDS. "quantized" is for square blocks (fp8_block).
-        codes: the codes of this very weight, where there are some; it is then not quantized again.
-        emulate: compute the definition, whatever kernels there are, as in an engine that does.
+        codes: the codes of this weight, if they exist already; it is then not quantized again.
+        emulate: compute the definition even if there is a kernel, as an engine that emulates does.
 
     Returns:
         [..., N] of x's dtype. It can be differentiated once.
 
     Raises:
-        QuantizationError: no such backward, one that the format does not have, codes of another weight or format, or a
-            weight that cannot be quantized.
+        QuantizationError: the backward is unknown or does not exist for the format, the codes are of another shape or
+            format, or the weight cannot be quantized.
     """
     _check(weight, fmt, backward, codes)
     how = _How(fmt=fmt, backward=backward, emulate=emulate)
@@ -110,7 +111,7 @@ class _UnifiedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, codes, how):
         ctx.how, ctx.shape = how, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        # The caller's codes may be others than the weight would give now, and are the caller's memory.
+        # The caller's codes may differ from those of the weight now, and their memory is the caller's.
         ctx.from_codes = codes is not None and how.backward != "full"
         kept = (codes.codes, codes.scale) if ctx.from_codes else (weight,)
         ctx.save_for_backward(*kept, *(_saved_inputs(x, how) if ctx.needs_input_grad[1] else ()))
@@ -136,13 +137,13 @@ class _UnifiedLinear(torch.autograd.Function):
 
 
 def _forward(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None, how: _How) -> torch.Tensor:
-    """By the engine's own module, which on a CPU and on CUDA may mean a kernel."""
+    """Compute y with the engine's own module, which may use a kernel, on a CPU and on CUDA."""
     with torch.autocast(x.device.type, enabled=False):
         return QuantizedLinear(q, bias, emulate=how.emulate)(x)
 
 
 def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
-    """What WGrad needs of x: (codes [M, K] of one byte, maxima [M, groups]), or x itself where there are no codes."""
+    """Return what WGrad needs of x: (codes [M, K] of one byte, maxima [M, groups]), or (x,) if there are no codes."""
     x_MK = x.reshape(-1, x.shape[-1])
     if how.backward == "full" or how.fmt.activation_max is None:
         return (x_MK,)
@@ -151,7 +152,7 @@ def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
 
 
 def _dgrad(dy_MN: torch.Tensor, weight: tuple[torch.Tensor, ...], how: _How) -> torch.Tensor:
-    """dy · W, [M, K]; `weight` is the parameter, or codes and scales of it."""
+    """Return dy · W, [M, K]; `weight` is the parameter, or its codes and scales."""
     if how.backward == "full":
         return dy_MN.float() @ weight[0].float()
     q = QTensor(codes=weight[0], scale=weight[1], fmt=how.fmt) if len(weight) > 1 else quantize(weight[0], how.fmt)
@@ -161,7 +162,7 @@ def _dgrad(dy_MN: torch.Tensor, weight: tuple[torch.Tensor, ...], how: _How) -> 
 
 
 def _wgrad(dy_MN: torch.Tensor, inputs: tuple[torch.Tensor, ...], how: _How) -> torch.Tensor:
-    """dyᵀ · x, float32 [N, K]; `inputs` is what `_saved_inputs` returned."""
+    """Return dyᵀ · x, float32 [N, K]; `inputs` is the result of `_saved_inputs`."""
     codes_MK, *amax_MG = inputs
     x_MK = dequantize_rows(floats(codes_MK), amax_MG[0], how.fmt) if amax_MG else codes_MK.float()
     if how.backward != "quantized":
@@ -174,10 +175,10 @@ def _wgrad(dy_MN: torch.Tensor, inputs: tuple[torch.Tensor, ...], how: _How) -> 
 
 
 def transposed(q: QTensor) -> QTensor:
-    """The weight [K, N] of the same values: codes and scales change places, and nothing is rounded.
+    """Return the transposed weight [K, N]: codes and scales are transposed, and nothing is rounded.
 
     Raises:
-        QuantizationError: blocks that are not square, whose transposed scales are those of no format.
+        QuantizationError: blocks are not square, so that no format has the transposed scales.
     """
     if q.fmt.rows != q.fmt.group:
         raise QuantizationError(f"{q.fmt.name}: only square blocks can be transposed")
@@ -186,11 +187,11 @@ def transposed(q: QTensor) -> QTensor:
 
 
 def across_tokens(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows` of columns: (codes as float32 [K, M], maxima [K, M / activation_group, rounded up]).
+    """Return `quantize_rows` of columns: (codes as float32 [K, M], maxima [K, M / activation_group, rounded up]).
 
-    Here the range does depend on which tokens share a group. The gradient of a weight therefore depends on their order
-    and on where micro-batches are cut, to the precision of the codes: not where each but the last has a multiple of
-    activation_group tokens. The last group is filled up with zeros.
+    Here the range does depend on which tokens share a group. The gradient of a weight therefore depends, within the
+    precision of the codes, on the order of tokens and on the borders of micro-batches. Borders have no effect if each
+    micro-batch but the last has a multiple of activation_group tokens. The last group is padded with zeros.
     """
     return quantize_rows(x_MK.float().t().contiguous(), fmt)
 
@@ -198,18 +199,18 @@ def across_tokens(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
 # --- Hopper, not measured on a GPU ----------------------------------------------------------------------------------
 
 Codes = tuple[torch.Tensor, torch.Tensor]
-"""What `across_tokens` returns."""
+"""Codes and maxima, as `across_tokens` returns them."""
 
 
 def _product_on_hopper(dy: Codes, x: Codes, fmt: Format) -> torch.Tensor:
-    """dyᵀ · x as one product of codes with scales for 1 × 128 on both sides, float32 [N, K]."""
+    """Return dyᵀ · x, float32 [N, K], as one product of codes with a scale per 1 × 128 on both sides."""
     (dy_NM, dy_scale), (x_KM, x_scale) = _operand(dy, fmt), _operand(x, fmt)
     kind = ScalingType.BlockWise1x128
     return functional.scaled_mm(dy_NM, x_KM.t(), dy_scale, kind, x_scale, kind, output_dtype=torch.float32)
 
 
 def _operand(rows: Codes, fmt: Format) -> Codes:
-    """Codes up to whole groups of tokens, and scales one column after the other in memory, as scaled_mm wants both."""
+    """Return codes, padded to whole groups of tokens, and column-major scales, as scaled_mm needs them."""
     codes_RM, amax_RG = rows
     filled = pad(codes_RM, (0, -codes_RM.shape[1] % (fmt.activation_group or 1)))
     return filled.to(fmt.dtype), (amax_RG * fmt.activation_step).t().contiguous().t()

@@ -1,1 +1,1 @@
-"""Rewards: how an answer is scored, and a killable process that does the scoring."""
+"""Rewards: functions that score answers, and a process that runs them and can be killed."""

@@ -1,8 +1,8 @@
-"""A bound on memory that the kernel holds: a cgroup (version 2) for the judge and all that it starts.
+"""Memory limit enforced by the kernel: a cgroup (version 2) for the judge and all processes that it starts.
 
-Possible where the groups beside this process's own may be made and have the memory controller: below a systemd user
-manager, or in a service with `Delegate=yes`. Not in most containers. A group below the own one is no help: the kernel
-gives controllers only to the children of groups without processes.
+It requires that this process may create siblings of its own group, and that these have the memory controller. This is
+the case below a systemd user manager, or in a service with `Delegate=yes`, but not in most containers. A child of
+its own group would not help: the kernel gives controllers only to the children of groups without processes.
 """
 
 import os
@@ -14,7 +14,7 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def make_group(limit: int) -> Path | None:
-    """Make a group that may hold `limit` bytes of memory, and no swap. None where that cannot be done."""
+    """Create a group that may hold `limit` bytes of memory, and no swap. Return None if that is not possible."""
     try:
         own = next(line for line in _OWN.read_text().splitlines() if line.startswith("0::/"))
         parent = (_ROOT / own.removeprefix("0::/")).parent
@@ -38,13 +38,13 @@ def make_group(limit: int) -> Path | None:
 
 
 def join_group(group: Path) -> None:
-    """Move this process into `group`, and with it all that it will start. Do nothing where that is denied."""
+    """Move this process, and all processes that it will start, into `group`. Do nothing if that is denied."""
     with suppress(OSError):
         (group / "cgroup.procs").write_text("0")
 
 
 def was_full(group: Path) -> bool:
-    """True if the kernel killed processes of `group` because it held too much."""
+    """True if the kernel killed processes of `group` because the group exceeded its memory limit."""
     with suppress(OSError, ValueError):
         events = dict(line.split() for line in (group / "memory.events").read_text().splitlines())
         return int(events.get("oom_kill", 0)) > 0
@@ -52,13 +52,13 @@ def was_full(group: Path) -> bool:
 
 
 def remove_group(group: Path) -> None:
-    """Remove `group`, in which no process is left."""
+    """Remove `group`. It must not contain any process."""
     with suppress(OSError):
         group.rmdir()
 
 
 def _is_delegated(group: Path) -> bool:
-    """True if this user may arrange what is below `group`. Root may write anywhere, but most groups are systemd's."""
+    """True if this user may manage groups below `group`. Root may write anywhere, but most groups are systemd's."""
     if os.geteuid():
         return os.access(group / "cgroup.procs", os.W_OK)
     with suppress(OSError):

@@ -1,11 +1,13 @@
-"""The process that judges. Only keeper.py starts it; it loads neither torch nor ray.
+"""Judge process, which runs the reward function. Only keeper.py starts it; it loads neither torch nor ray.
 
-consumes:  JSON lines from the parent's socket, each [[mark, answer, problem], ...]; the next when all are judged
+consumes:  JSON lines from the parent's socket, each [[mark, answer, problem], ...]; the next line when all are judged
 produces:  one JSON line per answer, [mark, reward, status, detail]; before the first of them {"ready": true} or
            {"error": message}
-ends:      with the socket; killed by the keeper; with THREADS_LEFT, when threads of earlier answers slow later ones
+ends:      when the socket closes; killed by the keeper; with THREADS_LEFT, when threads of earlier answers slow later
+           ones
 
-The marks are random, so that what an answer makes its reward write to the socket is no verdict, least of all another's.
+The marks are random. If an answer makes its reward function write to the socket, the text does not count as a verdict,
+and certainly not as that of another answer.
 
 A reward function can do anything here: print, fork, hang, crash.
 """
@@ -22,16 +24,16 @@ from qurl_ray.tables import REWARDS
 from qurl_ray.types import Problem
 
 THREADS_LEFT = 98
-"""Exit code: threads that an answer left behind take CPU time, or are too many. Verdicts up to then are good."""
-_MOST_THREADS = 64  # left behind; their stacks count as memory
-_IDLE_S = 0.02  # without work, to see whether threads take CPU time
+"""Exit code: threads that an answer left behind use CPU time, or are too many. All verdicts sent before are valid."""
+_MOST_THREADS = 64  # left behind by answers; their stacks count as memory
+_IDLE_S = 0.02  # pause without work, to measure the CPU time of other threads
 _LOOKS = 3
-_BUSY = 0.1  # of a core
-_LOOK_AGAIN_S = 1.0  # at threads that slept
+_BUSY = 0.1  # share of a core
+_LOOK_AGAIN_S = 1.0  # interval until threads that slept are checked again
 
 
 def serve(channel: socket.socket, spec: str) -> int:
-    """Resolve the reward and judge with it until the parent closes the socket. Returns the exit code."""
+    """Resolve the reward and judge with it until the parent closes the socket. Return the exit code."""
     try:
         score = REWARDS.load(spec)
     except RewardError as error:
@@ -43,7 +45,7 @@ def serve(channel: socket.socket, spec: str) -> int:
         for line in stream:
             for mark, answer, problem in json.loads(line):
                 verdict = judge(score, answer, Problem(**problem))
-                if os.getpid() != me:  # the reward function forked and returned twice; one of us may answer
+                if os.getpid() != me:  # the reward function forked and returned twice; only one process may answer
                     os._exit(0)
                 _send(channel, [mark, verdict.reward, verdict.status, verdict.detail])
                 if threading.active_count() > usual and threads.slow_answers(usual):
@@ -52,14 +54,14 @@ def serve(channel: socket.socket, spec: str) -> int:
 
 
 class _ThreadsLeft:
-    """Python threads that answers leave behind, such as those that a time-out has given up. An idle pool is allowed."""
+    """Check of Python threads left behind by answers, for example after a time-out. An idle thread pool is allowed."""
 
     def __init__(self) -> None:
         self._most = 0
         self._look_at = 0.0
 
     def slow_answers(self, usual: int) -> bool:
-        """True if the threads beyond the `usual` number are too many, or run on between two answers."""
+        """True if there are too many threads beyond the `usual` number, or if they keep running between two answers."""
         alive = threading.active_count()
         if alive <= self._most and time.monotonic() < self._look_at:
             return False
@@ -68,7 +70,7 @@ class _ThreadsLeft:
 
 
 def _others_run() -> bool:
-    """True if other threads of this process take CPU time while this one sleeps."""
+    """True if other threads of this process use CPU time while this one sleeps."""
     began, before = time.monotonic(), time.process_time() - time.thread_time()
     time.sleep(_IDLE_S)
     return time.process_time() - time.thread_time() - before > _BUSY * (time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Plain JSON for values that JSON alone would change: tuples, and dicts whose keys are not text.
+"""Encoding as plain JSON of values that JSON alone would change: tuples, and dicts with keys that are not text.
 
 Some reasoning-gym scorers compare tuples (arc_agi, rearc): after a plain JSON round trip a perfect
 answer would score 0.05.
@@ -11,7 +11,7 @@ _ITEMS = "__items__"
 
 
 def pack(value: Any) -> Any:
-    """The value as plain JSON types; `unpack` gives it back. Other types pass unchanged, for json to refuse."""
+    """Return the value as plain JSON types; `unpack` restores it. Other types are unchanged, so json refuses them."""
     if isinstance(value, tuple):
         return {_TUPLE: [pack(item) for item in value]}
     if isinstance(value, list):
@@ -24,7 +24,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`."""
+    """Return the value that `pack` encoded."""
     if isinstance(value, list):
         return [unpack(item) for item in value]
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""What the processes of a reward hold in memory, and in files that are memory. Without /proc, temporary files alone.
+"""Measurement of the memory held by the processes of a reward, including files in memory.
 
-Counted together: resident memory, with pages that processes share once; files without a name (memfds, deleted files);
-files in /dev/shm that a process was seen to write and that were not there before; temporary files.
+The sum includes resident memory (pages that processes share count once), files without a name (memfds, deleted files),
+new files in /dev/shm that a process was seen to write, and temporary files. Without /proc, it includes only the latter.
 """
 
 import os
@@ -19,10 +19,10 @@ _File = tuple[int, int]  # device and inode
 
 
 class Holdings:
-    """What the processes below one keeper hold. Make it before the first of them starts."""
+    """Memory and files held by the processes below one keeper. Create it before the first of them starts."""
 
     def __init__(self, scratch: str) -> None:
-        """Note which files are in /dev/shm. `scratch` is the folder for temporary files."""
+        """Record which files are in /dev/shm now. `scratch` is the folder for temporary files."""
         self._scratch = scratch
         self._before = {_file(status) for _, status in _walk(SHM)}
         self._shm: dict[_File, str] = {}
@@ -33,11 +33,11 @@ class Holdings:
         bytes_ = sum(files.values()) + sum(status.st_blocks * 512 for _, status in _walk(self._scratch))
         if bytes_ + sum(_resident_bytes(process) for process in processes) <= limit:
             return False
-        # Pages that processes share, and mapped files, were counted more than once; the exact figure takes longer.
+        # Shared pages and mapped files were counted more than once so far; the exact figure takes longer.
         return bytes_ + sum(_proportional_bytes(process, files) for process in processes) > limit
 
     def look(self, processes: Sequence[int]) -> dict[_File, int]:
-        """Bytes of the files in memory that the processes hold now, or were seen to write in /dev/shm before."""
+        """Bytes of each file in memory that the processes hold now, or were seen to write in /dev/shm before."""
         nameless: dict[_File, int] = {}
         for process in processes:
             for path, status in _open_files(process):
@@ -50,7 +50,7 @@ class Holdings:
         return nameless | self._in_shm()
 
     def give_back(self) -> None:
-        """Delete temporary files, and files in /dev/shm that no other process holds. Call it when ours are dead."""
+        """Delete temporary files, and files in /dev/shm that no other process holds. Call it when ours have ended."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         found = self._in_shm()
         if not found:
@@ -60,7 +60,7 @@ class Holdings:
         names = {name for process in processes for name in _mapped_files(process)}
         for file in found.keys() - held:
             if self._shm[file] not in names:
-                with suppress(OSError):  # also of a folder that is not empty
+                with suppress(OSError):  # also if a folder is not empty
                     os.unlink(self._shm[file])
                     folder = os.path.dirname(self._shm[file])
                     if _file(os.lstat(folder)) not in self._before and folder != SHM:
@@ -74,7 +74,7 @@ class Holdings:
                 self._shm[_file(status)] = name
 
     def _in_shm(self) -> dict[_File, int]:
-        """Bytes of the remembered files that still have their names."""
+        """Bytes of each remembered file that still has its name."""
         found = {}
         for file, name in self._shm.items():
             with suppress(OSError):
@@ -85,7 +85,7 @@ class Holdings:
 
 
 def descendants(process: int) -> list[int]:
-    """Ids of the processes below `process`; none where there is no /proc."""
+    """Ids of all processes below `process`; empty without /proc."""
     found, parents = [], [process]
     while parents:
         children = _children(parents.pop())
@@ -103,7 +103,7 @@ def _children(process: int) -> list[int]:
 
 
 def _open_files(process: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Paths below /proc and status of the regular files that `process` has open."""
+    """Yield the path below /proc and the status of each regular file that `process` has open."""
     folder = f"/proc/{process}/fd"
     with suppress(OSError):
         for fd in os.listdir(folder):
@@ -114,15 +114,15 @@ def _open_files(process: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _is_written(process: int, path: str) -> bool:
-    """True if `process` has the open file for writing."""
+    """True if `process` has opened the file for writing."""
     found = re.search(r"^flags:\s*([0-7]+)", _read(f"/proc/{process}/fdinfo/{os.path.basename(path)}"), re.MULTILINE)
     return found is not None and int(found[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
 def _mapped_files(process: int) -> Iterator[str]:
-    """Names of the files in /dev/shm that `process` maps for writing, whether or not it has them open."""
+    """Yield the names of files in /dev/shm that `process` maps for writing, whether or not it has them open."""
     if not re.search(r"^RssShmem:\s*[1-9]", _read(f"/proc/{process}/status"), re.MULTILINE):
-        return  # nearly always, and quicker to know
+        return  # the usual case; this check is faster than reading the maps
     for line in _read(f"/proc/{process}/maps").splitlines():
         match line.split(maxsplit=5):
             case [_, access, _, _, _, name] if access[1] == "w" and access[3] == "s" and name.startswith(f"{SHM}/"):
@@ -135,7 +135,7 @@ def _resident_bytes(process: int) -> int:
 
 
 def _proportional_bytes(process: int, without: Collection[_File]) -> int:
-    """Resident bytes of `process`, its share of pages that others have too, without those of some files."""
+    """Resident bytes of `process`, with its part of shared pages, but without pages of the files in `without`."""
     text = _read(f"/proc/{process}/smaps")
     if "\nPss:" not in text:
         return _resident_bytes(process)
@@ -151,7 +151,7 @@ def _proportional_bytes(process: int, without: Collection[_File]) -> int:
 
 
 def _walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """All that is below `folder`, with its status. Sparse files have few blocks."""
+    """Yield the path and status of everything below `folder`. Sparse files have few blocks."""
     folders = [folder]
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -167,7 +167,7 @@ def _file(status: os.stat_result) -> _File:
 
 
 def _target(link: str) -> str:
-    """Where `link` points; "" if it is gone."""
+    """Return the target of `link`, or "" if the link is gone."""
     try:
         return os.readlink(link)
     except OSError:
@@ -175,7 +175,7 @@ def _target(link: str) -> str:
 
 
 def _read(path: str) -> str:
-    """The text of a file; "" if its process is gone."""
+    """Return the text of a file below /proc, or "" if its process is gone."""
     try:
         with open(path, errors="replace") as file:
             return file.read()

@@ -1,4 +1,4 @@
-"""Word of new files from the kernel (Linux), so that their writer is seen while it has them open."""
+"""Kernel notification of new files (Linux), so that their writer can be identified while it has them open."""
 
 import ctypes
 import os
@@ -11,10 +11,10 @@ _READ_BYTES = 1 << 16
 
 
 class NewFiles:
-    """Becomes readable when a file is made in a folder, or in a folder that was made there since."""
+    """Watch whose `fd` becomes readable when a file is created in a folder, or in a folder created there since."""
 
     def __init__(self, folder: str) -> None:
-        """Watch `folder`. `fd` is None where there is no inotify, or no instance left for this user."""
+        """Watch `folder`. `fd` is None if there is no inotify, or no inotify instance left for this user."""
         self.fd: int | None = None
         self._folders: dict[int, str] = {}
         with suppress(AttributeError, OSError):
@@ -25,7 +25,7 @@ class NewFiles:
                 self._add(folder)
 
     def read(self) -> None:
-        """Take the events that are there, and watch the new folders among them."""
+        """Read the pending events, and watch the new folders among them."""
         if self.fd is None:
             return
         with suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""From whatever a reward function does to a verdict that a learner can use."""
+"""Conversion of any outcome of a reward function to a verdict that the learner can use."""
 
 import math
 import numbers
@@ -11,14 +11,15 @@ from qurl_ray.types import Problem, Status, Verdict
 Score = Callable[[str, Problem], float]
 
 LARGEST = 1e12
-"""Of a reward. The square of a difference of two must fit in float32, or advantages turn to NaN."""
+"""Largest size of a reward. The square of a difference of two must fit in float32, or advantages become NaN."""
 _DETAIL_CHARS = 300
 
 
 def judge(score: Score, answer: str, problem: Problem) -> Verdict:
-    """The verdict of `score` on one answer; whatever goes wrong costs the reward and is told in the detail.
+    """Judge one answer with `score`. After any failure the reward is 0, and the detail describes the failure.
 
-    An exception gives status "error"; NaN, infinity, a size beyond LARGEST or anything that is not a number "invalid".
+    An exception gives status "error". NaN, infinity, a size beyond LARGEST, or a value that is not a number gives
+    "invalid".
     """
     try:
         value = score(answer, problem)
@@ -30,7 +31,7 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
         reward = float(value)
     except OverflowError:  # an integer beyond float64
         reward = math.inf
-    except Exception as error:  # a user's own kind of number
+    except Exception as error:  # a user's own number type
         return failure("error", f"{type(error).__name__}: {_text_of(error)}")
     if not abs(reward) <= LARGEST:  # also nan
         return failure("invalid", f"the reward function returned {reward}, expected a finite number up to {LARGEST:g}")
@@ -38,7 +39,7 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
 
 
 def failure(status: Status, detail: str) -> Verdict:
-    """A verdict without reward. The detail, which may quote an answer, is cut at 300 characters and safe to print."""
+    """Return a verdict with reward 0. The detail may quote an answer: it is cut at 300 characters and safe to print."""
     printable = "".join(char if char.isprintable() else "·" for char in detail[:_DETAIL_CHARS])
     return Verdict(reward=0.0, status=status, detail=printable)
 

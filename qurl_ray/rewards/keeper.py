@@ -1,15 +1,18 @@
-"""The processes that keep the one that judges: they start it, bound what it holds, and leave nothing of it behind.
+"""Processes that supervise the judge: they start it, limit its memory, and remove everything that it leaves behind.
 
-    parent ─ socket ─► warden ─► keeper ─► judge (child.py) ─► whatever the reward function starts
+    parent ─ socket ─► warden ─► keeper ─► judge (child.py) ─► processes that the reward function starts
 
 keeper     waits for the parent's end of the socket to close, the warden or the judge to die, or the judge's processes
-           to hold too much; ends as the judge did, or with TOO_MUCH, when all that the judge started is gone
-warden     waits for the keeper to end or to be stopped; ends as the keeper did, or with STOPPED, when nothing is left
+           to hold too much memory; then kills all that the judge started, and ends with the judge's exit code or with
+           TOO_MUCH
+warden     waits for the keeper to end or to be stopped; then kills all that is left, and ends with the keeper's exit
+           code or with STOPPED
 
-No code of the user's runs in either, so nothing that it does to its interpreter stops the clean-up; if one of them is
-killed or stopped, the other cleans up. On Linux both are subreapers: a process that left its session and whose parent
-has ended becomes a child of the keeper, or of the warden if the keeper is dead, and "no children left" is the whole
-truth. Elsewhere, what leaves the judge's process group is not found, nor is what a killed keeper leaves.
+No user code runs in these two processes, so it cannot prevent the clean-up by breaking its interpreter. If one of the
+two is killed or stopped, the other cleans up. On Linux both are subreapers: a process that left its session and
+whose parent has ended becomes a child of the keeper, or of the warden if the keeper is dead. "No children left" then
+means that no process is left. On other systems, processes that leave the judge's process group are not found, and
+neither are those that a killed keeper leaves.
 """
 
 import ctypes
@@ -31,23 +34,23 @@ from qurl_ray.rewards.held import SHM, Holdings, descendants
 from qurl_ray.rewards.inotify import NewFiles
 
 TOO_MUCH = 97
-"""Exit code: the judge's processes held more than they may."""
+"""Exit code: the judge's processes exceeded their memory limit, or were too many."""
 STOPPED = 96
 """Exit code: the keeper was stopped by a signal."""
-_TICK_MS = 100  # at most this long between two looks at what they hold
-_REST = 4  # times as long as a look that a new file called for: others may make many
-_PAUSE_S = 0.002  # for the kernel, between two rounds of killing
-_MAX_PROCESSES = 512  # a reward that starts one for every answer and waits for none
+_TICK_MS = 100  # longest time between two checks of the memory
+_REST = 4  # pause after a check caused by a new file, in durations of that check: other programs may create many files
+_PAUSE_S = 0.002  # time for the kernel between two rounds of killing
+_MAX_PROCESSES = 512  # limit for a reward that starts a process for every answer and never waits for them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(*, fd: int, spec: str, memory_gb: float) -> NoReturn:
-    """Watch a keeper, whose judge answers on the socket `fd`, until one of all ends; then kill all that is left."""
+    """Run the warden: start a keeper, whose judge answers on the socket `fd`; when it ends, kill all that is left."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     _discard_output()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Files that are not taken away fill the disk in a long run, and where /tmp is memory, that.
+    # Files that are not removed would fill the disk in a long run, or the memory if /tmp is in memory.
     sandbox = _Sandbox(int(memory_gb * 2**30))
     warden = os.getpid()
     keeper = _fork(lambda: _keep(warden, channel, spec, sandbox))
@@ -60,7 +63,7 @@ def main(*, fd: int, spec: str, memory_gb: float) -> NoReturn:
 
 
 class _Sandbox:
-    """What bounds the judge and all that it starts, and what is to be taken away after them."""
+    """Limits for the judge and all that it starts, and a record of what to remove after them."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -69,26 +72,26 @@ class _Sandbox:
         self._group = cgroup.make_group(limit)
 
     def enter(self) -> None:
-        """Put this process, and all that it will start, under the bounds."""
+        """Apply the limits to this process and to all that it will start."""
         os.environ["TMPDIR"] = tempfile.tempdir = self.scratch
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
-        if sys.platform == "linux":  # private memory that can be written; reserved address space costs nothing
+        if sys.platform == "linux":  # limits private writable memory; reserved address space does not count
             resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
         if self._group is not None:
             cgroup.join_group(self._group)
 
     def is_full(self) -> bool:
-        """True if the processes below this one are too many, or hold too much."""
+        """True if the processes below this one are too many, or hold too much memory."""
         processes = descendants(os.getpid())
         return len(processes) > _MAX_PROCESSES or self._holdings.exceed(processes, self.limit)
 
     def was_full(self) -> bool:
-        """True if the kernel has killed a process that held too much."""
+        """True if the kernel has killed a process because of the memory limit."""
         return self._group is not None and cgroup.was_full(self._group)
 
     def clear(self, leader: int) -> None:
-        """Kill all processes below this one, and the process group of `leader`; then delete what they left."""
+        """Kill all processes below this one and the process group of `leader`; then delete the files that they left."""
         self._holdings.look(descendants(os.getpid()))
         _kill_all(leader)
         self._holdings.give_back()
@@ -97,7 +100,7 @@ class _Sandbox:
 
 
 def _keep(warden: int, channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
-    """Start the judge and watch it. Returns its exit code."""
+    """Run the keeper: start the judge and watch it. Return the exit code."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     judge = _fork(lambda: _judge(channel, spec, sandbox))
     try:
@@ -107,7 +110,7 @@ def _keep(warden: int, channel: socket.socket, spec: str, sandbox: _Sandbox) -> 
 
 
 def _judge(channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
-    """What the judge does, in its own session."""
+    """Run the judge in its own session, under the limits. Return its exit code."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sandbox.enter()
@@ -115,13 +118,13 @@ def _judge(channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
 
 
 def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -> int:
-    """Wait for the end; the exit code that tells of it, negative for a signal."""
+    """Wait for a reason to end. Return the exit code that describes the reason, negative for a signal."""
     poller = select.poll()
-    poller.register(channel, 0)  # a hang-up is told unasked
+    poller.register(channel, 0)  # a hang-up is reported without a request
     new_files = NewFiles(SHM)
     if new_files.fd is not None:
         poller.register(new_files.fd, select.POLLIN)
-    with suppress(AttributeError, OSError):  # where there is no pidfd, a death shows at the next tick
+    with suppress(AttributeError, OSError):  # without pidfd, a death is noticed at the next tick
         poller.register(os.pidfd_open(judge), select.POLLIN)
         poller.register(os.pidfd_open(warden), select.POLLIN)
     while True:
@@ -139,7 +142,7 @@ def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -
 
 
 def _reap(judge: int) -> int | None:
-    """Bury every child that has ended; the judge's exit code if it was among them."""
+    """Reap every child that has ended. Return the judge's exit code if it was among them."""
     code = None
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -149,9 +152,9 @@ def _reap(judge: int) -> int | None:
 
 
 def _kill_all(leader: int) -> None:
-    """Kill until no child is left: those that fork in the meantime are found in the next round."""
+    """Kill until no child is left. Processes that are forked in the meantime are found in the next round."""
     while True:
-        with suppress(ProcessLookupError, PermissionError):  # the latter macOS says of a group of zombies
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
             os.killpg(leader, signal.SIGKILL)
         for process in descendants(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
@@ -165,7 +168,7 @@ def _kill_all(leader: int) -> None:
 
 
 def _fork(action: Callable[[], int]) -> int:
-    """Id of a new process that does `action`, ends as that says, and does nothing else of this one's work."""
+    """Fork a process that only runs `action` and ends with its result. Return the id of the process."""
     process = os.fork()
     if process == 0:
         code = 1

@@ -1,8 +1,8 @@
-"""Judging behind a deadline that holds: in a process of its own, which is killed.
+"""Judging with an enforced deadline, in a separate process that is killed when it is late.
 
-Time-outs made of signals or threads do not stop a reward function: signals reach only the main
-thread, and a thread cannot be stopped. A process can. Another process, the keeper, sees to it that
-nothing that it started outlives it.
+Time-outs based on signals or threads do not stop a reward function: signals reach only the main
+thread, and a thread cannot be stopped. A process can. Another process, the keeper, ensures that
+nothing started by the judge outlives it.
 """
 
 import json
@@ -26,16 +26,16 @@ from qurl_ray.rewards.keeper import STOPPED, TOO_MUCH
 from qurl_ray.types import Problem, Status, Verdict
 
 MEMORY_GB = 4.0
-_MOST_AT_ONCE = 64  # answers that a child gets in one message
-_WINDOW_S = 0.01  # as many as it probably judges in this time
+_MOST_AT_ONCE = 64  # most answers that a child gets in one message
+_WINDOW_S = 0.01  # a message holds as many answers as the child probably judges in this time
 _START_S = 120.0  # importing a user's module on a busy machine may take a while
-_END_S = 30.0  # for the kernel to take killed processes down
-_WAKE_S = 0.2  # between two signals that wake a warden, if it was stopped
+_END_S = 30.0  # time for the kernel to end killed processes
+_WAKE_S = 0.2  # pause between two signals that wake a stopped warden
 _MAX_REPLY_BYTES = 1 << 20
 _STATUSES = get_args(Status)
 _log = logging.getLogger(__name__)
 
-# -P and an explicit path: what the parent can import the child can, and nothing more.
+# -P and an explicit path: the child can import exactly what the parent can import.
 _BOOT = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('path');"
     "from qurl_ray.rewards.keeper import main; main(**settings)"
@@ -43,19 +43,19 @@ _BOOT = (
 
 
 class _LateError(Exception):
-    """No reply by the deadline."""
+    """No reply arrived by the deadline."""
 
 
 class _DeathError(Exception):
-    """The process ended, or no longer speaks the protocol; the message says how, as a predicate."""
+    """The process ended, or broke the protocol. The message says how, as a predicate without subject."""
 
 
 class _RetiredError(_DeathError):
-    """The process ended because of threads that earlier answers left in it; it judged them well."""
+    """The process ended because of threads that earlier answers left in it. Its verdicts on them are valid."""
 
 
 class VerifierProcess:
-    """Judges answers in a child process. Works from any thread, one call at a time.
+    """Judges answers in a child process. It may be used from any thread, one call at a time.
 
     Example:
         with VerifierProcess("math_verify", timeout_s=5.0) as verifier:
@@ -63,13 +63,13 @@ class VerifierProcess:
     """
 
     def __init__(self, spec: str, timeout_s: float, *, memory_gb: float = MEMORY_GB) -> None:
-        """Starts nothing yet.
+        """Store the settings; no process is started yet.
 
         Args:
-            spec: name of a reward (qurl_ray.tables); it is imported in the child, never here.
-            timeout_s: seconds for one answer, counted from the verdict before it.
-            memory_gb: what the child and all that it starts may hold together, in memory and in temporary files;
-                see docs/failure.md for where this holds.
+            spec: name of a reward (qurl_ray.tables); it is imported in the child, never in this process.
+            timeout_s: seconds for one answer, counted from the previous verdict.
+            memory_gb: limit for the child and all that it starts together, for memory and temporary files;
+                see docs/failure.md for the systems on which it is enforced.
         """
         self._spec = spec
         self._timeout_s = timeout_s
@@ -77,28 +77,29 @@ class VerifierProcess:
         self._child: _Child | None = None
         self._warned = False
         self._window = 1
-        """Answers that the child gets at once: few of those that take long, since each goes to one process only."""
+        """Number of answers sent to the child at once; few if judging is slow, since only one process gets each."""
 
     @property
     def running(self) -> bool:
-        """Whether a child is ready for the next answer."""
+        """True if a child is running."""
         return self._child is not None and self._child.alive()
 
     def check(self) -> None:
-        """Start the child, if none is running, and resolve the reward in it; RewardError if that fails."""
+        """Start the child if none is running, and resolve the reward in it. Raise RewardError if that fails."""
         self._ready()
 
     def judge_many(self, items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
-        """One verdict per (answer, problem), in order; see `judging`. A new child takes what a killed one left."""
+        """Return one verdict per (answer, problem), in order; see `judging`. A new child replaces a killed one."""
         verdicts: list[Verdict] = []
         while len(verdicts) < len(items):
             verdicts += self.judging(items[len(verdicts) :])
         return verdicts
 
     def judging(self, items: Sequence[tuple[str, Problem]]) -> Iterator[Verdict]:
-        """Verdicts of the first of `items`, as they come: of all, up to and with the one that cost the child its life,
-        or up to one whose threads run on. A life costs "timeout" at the deadline, else "error"; threads cost nothing.
-        RewardError if the reward cannot be resolved. Whoever wants no more of them calls `settle`."""
+        """Yield verdicts on the first of `items` as they arrive. They end with the last item, with the item whose
+        judging ended the child, or after an item that left running threads. An item that ended the child has status
+        "timeout" if the deadline passed, else "error"; an item that left threads keeps its verdict. Raise RewardError
+        if the reward cannot be resolved. A caller that stops before the end must call `settle`."""
         child = self._ready()
         start = judged = 0
         try:
@@ -124,7 +125,7 @@ class VerifierProcess:
             yield failure("error", f"the process that judged the answer {death}")
 
     def settle(self) -> None:
-        """Wait for the verdicts that the child still owes."""
+        """Wait for the outstanding verdicts of the child and discard them."""
         try:
             while self._child and self._child.owes:
                 self._child.verdict(self._timeout_s)
@@ -132,7 +133,7 @@ class VerifierProcess:
             self.close()
 
     def close(self) -> None:
-        """End the child and all that it started. A later call starts a new one."""
+        """End the child and all that it started. A later call starts a new child."""
         child = self._child  # another thread may close, too
         if child is not None:
             child.end()
@@ -164,7 +165,7 @@ class VerifierProcess:
 
 
 class _Child:
-    """The warden's process, and the socket to the judge below it."""
+    """Warden process, and the socket to the judge below it."""
 
     def __init__(self, spec: str, memory_gb: float) -> None:
         self._spec, self._memory_gb = spec, memory_gb
@@ -172,14 +173,14 @@ class _Child:
         self._buffer = b""
         self._owed: deque[str] = deque()
         self._has_judged = False
-        # The working directory comes last, so that a user's own module is found and shadows nothing.
+        # The working directory comes last: a user's own module is found, but hides no other module.
         path = [*(entry or os.getcwd() for entry in sys.path), os.getcwd()]
         settings = {"spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT, json.dumps(settings)],
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # so that Ctrl-C does not reach it
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -204,16 +205,16 @@ class _Child:
 
     @property
     def left_threads(self) -> bool:
-        """True if the process has ended because of threads that answers left in it."""
+        """True if the process has ended because answers left threads in it."""
         return self._process.returncode == THREADS_LEFT
 
     @property
     def owes(self) -> int:
-        """Verdicts that are still to come."""
+        """Number of outstanding verdicts."""
         return len(self._owed)
 
     def ask(self, items: Sequence[tuple[str, Problem]], timeout_s: float) -> None:
-        """Nothing may be owed: what an answer's judging could read from the socket is no secret to it."""
+        """Send answers to judge. No verdict may be outstanding: a reward function can read everything on the socket."""
         marks = [secrets.token_hex(8) for _ in items]
         lines = [[mark, answer, _plain(problem)] for mark, (answer, problem) in zip(marks, items, strict=True)]
         self._owed.extend(marks)
@@ -226,14 +227,14 @@ class _Child:
             raise self._death() from None
 
     def verdict(self, timeout_s: float) -> Verdict:
-        """The next one that is owed."""
+        """Receive the next outstanding verdict."""
         reply = self._receive(time.monotonic() + timeout_s)
         verdict = _verdict(reply, self._owed.popleft())
         self._has_judged = True
         return verdict
 
     def end(self) -> None:
-        """Close the socket: the keeper notices and kills all, then the warden ends. It is killed if it does not."""
+        """Close the socket: the keeper notices and kills all, then the warden ends. Kill the warden if it does not."""
         self._socket.close()
         deadline = time.monotonic() + _END_S
         while time.monotonic() < deadline:
@@ -247,7 +248,7 @@ class _Child:
         self._process.wait()
 
     def _receive(self, deadline: float) -> Any:
-        """The next reply. JSON, since the process that runs reward functions is not to be trusted with pickles."""
+        """Receive the next reply. It is JSON: pickles from a process that runs reward functions are not safe."""
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
@@ -256,7 +257,7 @@ class _Child:
                 raise _LateError from None
             except OSError:
                 data = b""
-            if not data:  # no process has the other end: the keeper has gone, and with it all the others
+            if not data:  # no process has the other end: the keeper and all others have ended
                 raise self._death()
             self._buffer += data
             if len(self._buffer) > _MAX_REPLY_BYTES:
@@ -268,7 +269,7 @@ class _Child:
             raise _DeathError("wrote to the socket of its verdicts") from None
 
     def _death(self) -> _DeathError:
-        """The error that tells how the process ended."""
+        """Return the error that describes how the process ended."""
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
@@ -277,7 +278,7 @@ class _Child:
             return _DeathError(f"and what it started held more than {self._memory_gb:g} GB, or too many processes")
         if code == STOPPED:
             return _DeathError("was killed, since the process that keeps it had been stopped by a signal")
-        if code == THREADS_LEFT and self._has_judged:  # or a reward that ends with this code would be asked for ever
+        if code == THREADS_LEFT and self._has_judged:  # else a reward with this code is retried for ever
             return _RetiredError("ended because of threads that earlier answers left in it")
         if code < 0:
             return _DeathError(f"was killed by signal {-code} ({signal.strsignal(-code)})")
@@ -285,12 +286,12 @@ class _Child:
 
 
 def _plain(problem: Problem) -> dict[str, Any]:
-    """As dataclasses.asdict has it, in a tenth of the time."""
+    """Return the same as dataclasses.asdict, in a tenth of the time."""
     return {"uid": problem.uid, "prompt": problem.prompt, "answer": problem.answer, "meta": problem.meta}
 
 
 def _verdict(reply: Any, owed: str) -> Verdict:
-    """The reply as a verdict, if it is one, and bears the mark of the one that is owed."""
+    """Convert a reply to a verdict. Raise _DeathError if it is no verdict, or does not have the mark `owed`."""
     match reply:
         case [str(mark), float(reward), str(status), str(detail)] if (
             mark == owed and math.isfinite(reward) and status in _STATUSES

@@ -1,9 +1,9 @@
-r"""The reward functions that come with the package: (answer, problem) -> reward.
+r"""Reward functions of the package: (answer, problem) -> reward.
 
-An answer that was cut off before its end token (problem.meta["truncated"]) gets 0: the beginning of a wrong answer may
-be the right one. A closed \boxed{...} is complete all the same, and is judged by all but `exact`.
+An answer that was cut off before its end token (problem.meta["truncated"]) gets 0, because the beginning of a wrong
+answer may be the correct answer. A closed \boxed{...} is complete nevertheless, and all functions but `exact` judge it.
 
-They may hang or eat memory on hostile answers (sympy does both); run them in a VerifierProcess.
+On hostile answers they may hang or use too much memory (sympy does both); run them in a VerifierProcess.
 """
 
 import functools
@@ -33,9 +33,9 @@ def math_verify(answer: str, problem: Problem) -> float:
     from math_verify import parse, verify
 
     expected = problem.answer.rpartition("####")[2].strip()
-    if answer.strip() == expected:  # also what keeps plain words, which bare are no mathematics, from scoring 0
+    if answer.strip() == expected:  # also needed for plain words, which are no mathematics and would score 0
         return 1.0
-    # Its own time-outs are signals: in any thread but the main one they fail, so the process has the deadline.
+    # Its own time-outs use signals, which fail in any thread but the main one; so the process has the deadline.
     gold = parse(_as_latex(expected), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if not gold:
         raise ValueError(f"math-verify cannot parse the expected answer {expected[:80]!r} of {problem.uid}")
@@ -44,7 +44,7 @@ def math_verify(answer: str, problem: Problem) -> float:
 
 
 def reasoning_gym(answer: str, problem: Problem) -> float:
-    r"""What the data set's own scorer says, of the last \boxed{} if there is one, else of the whole answer.
+    r"""Score of the data set's own scorer, for the last \boxed{} if there is one, else for the whole answer.
 
     problem.meta holds `dataset` (its name), `params` (its settings, seed and size) and `entry` (packed).
     """
@@ -57,12 +57,12 @@ def reasoning_gym(answer: str, problem: Problem) -> float:
 
 
 def reasoning_gym_boxed(answer: str, problem: Problem) -> float:
-    r"""As `reasoning_gym`, but an answer without \boxed{...} gets 0."""
+    r"""Same as `reasoning_gym`, but an answer without \boxed{...} gets 0."""
     return 0.0 if last_boxed(answer) is None else reasoning_gym(answer, problem)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The inside of the last \boxed{...}, braces balanced; None if there is none, or it is not closed."""
+    r"""Content of the last \boxed{...}, with balanced braces; None if there is none, or if it is not closed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -80,7 +80,7 @@ def _incomplete(answer: str, problem: Problem) -> bool:
 
 
 def _as_latex(expected: str) -> str:
-    r"""Bare LaTeX ("x^2+1") is only recognised inside \boxed{}; "$18" is money, "$x$" is LaTeX already."""
+    r"""Wrap bare LaTeX ("x^2+1") in \boxed{}, else it is not recognised. "$18" is money; "$x$" is LaTeX already."""
     marked = r"\boxed" in expected or expected.count("$") >= 2
     return expected if marked else rf"\boxed{{{expected}}}"
 

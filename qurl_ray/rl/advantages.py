@@ -1,7 +1,7 @@
-"""Rewards to advantages: the functions that `algorithm.advantage` names, and what a step does with them.
+"""Advantages from rewards: the functions that `algorithm.advantage` names, and helpers to apply them to a step.
 
-Each compares the samples of a prompt: rewards and lengths (tokens of each answer), both [P, G] of a whole step, to what
-each sample is worth, float64 [P, G]. NaN is no sample: it counts nowhere.
+Each function compares the samples of a prompt. It takes the rewards and lengths (in tokens) of all answers of a step,
+both [P, G], and returns the advantage of each sample, float64 [P, G]. NaN marks a missing sample, which is ignored.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 EPS = 1e-6
 
 Comparison = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(rewards_PG, lengths_PG) to advantages [P, G]."""
+"""Function of (rewards_PG, lengths_PG) that returns advantages [P, G]."""
 
 
 def grpo(rewards_PG: np.ndarray, lengths_PG: np.ndarray) -> np.ndarray:
@@ -33,8 +33,8 @@ def rloo(rewards_PG: np.ndarray, lengths_PG: np.ndarray) -> np.ndarray:
 def reinforce_baseline(rewards_PG: np.ndarray, lengths_PG: np.ndarray) -> np.ndarray:
     """x = r - mean_g r, then (x - mean x) / sqrt(var x + 1e-8), both over all tokens of the step, unbiased.
 
-    REINFORCE++-baseline, https://arxiv.org/abs/2501.03262. A group whose rewards are all equal has 0 before the second
-    step alone: long right answers shift the mean that is subtracted from all.
+    REINFORCE++-baseline, https://arxiv.org/abs/2501.03262. A group whose rewards are all equal has 0 only before the
+    second step: long correct answers shift the mean that is subtracted from all samples.
     """
     centered_PG = _centered(rewards_PG)
     lengths_PG = np.where(np.isnan(rewards_PG), 0, lengths_PG)
@@ -45,14 +45,15 @@ def reinforce_baseline(rewards_PG: np.ndarray, lengths_PG: np.ndarray) -> np.nda
 
 
 def advantages(rewards_PG: np.ndarray, compare: Comparison, lengths_PG: np.ndarray | None = None) -> np.ndarray:
-    """What each sample is worth compared with the others of its prompt, float64 [P, G]; 0 where there is none.
+    """Return the advantage of each sample over the others of its prompt, float64 [P, G]; 0 for missing samples.
 
-    With the functions above, a group whose rewards are all equal gets exactly 0 (but see reinforce_baseline), and so
-    does a group of one: it has nothing to be compared with.
+    With the functions above, a group whose rewards are all equal gets exactly 0 (but see reinforce_baseline). So does a
+    group of one sample, which cannot be compared with anything.
 
     Args:
-        rewards_PG: of a whole step; NaN is no sample (see `padded`).
-        lengths_PG: tokens of each answer; all alike if absent.
+        rewards_PG: rewards of a whole step; NaN marks a missing sample (see `padded`).
+        compare: function that `algorithm.advantage` names.
+        lengths_PG: tokens of each answer; if absent, all answers count as equally long.
 
     Raises:
         ValueError: `compare` returned another shape, or a value that is not finite.
@@ -70,12 +71,12 @@ def advantages(rewards_PG: np.ndarray, compare: Comparison, lengths_PG: np.ndarr
 
 
 def all_equal(rewards_PG: np.ndarray) -> np.ndarray:
-    """bool [P]: groups that carry no signal. DAPO's dynamic sampling drops these. NaN is no sample."""
+    """bool [P]: True for groups without a signal, which DAPO's dynamic sampling drops. NaN marks a missing sample."""
     return ~(np.fmax.reduce(rewards_PG, axis=1) > np.fmin.reduce(rewards_PG, axis=1))
 
 
 def padded(groups: Sequence[Sequence[float]]) -> np.ndarray:
-    """Groups of different sizes as float64 [P, G], NaN where a group is shorter than the longest."""
+    """Return groups of different sizes as float64 [P, G], padded with NaN to the size of the largest."""
     padded_PG = np.full((len(groups), max(map(len, groups))), np.nan)
     for row_G, group in zip(padded_PG, groups, strict=True):
         row_G[: len(group)] = group
@@ -89,7 +90,7 @@ def overlong_penalty(lengths_B: np.ndarray, *, max_length: int, buffer: int) -> 
         (max_length - buffer - length)/buffer up to max_length
         -1                                    beyond
 
-    buffer 0 is no penalty.
+    With buffer 0 there is no penalty.
     """
     if buffer == 0:
         return np.zeros(len(lengths_B))
@@ -97,17 +98,17 @@ def overlong_penalty(lengths_B: np.ndarray, *, max_length: int, buffer: int) -> 
 
 
 def _sizes(rewards_PG: np.ndarray) -> np.ndarray:
-    """Samples of each group, [P, 1]."""
+    """Number of samples of each group, [P, 1]."""
     return (~np.isnan(rewards_PG)).sum(axis=1, keepdims=True)
 
 
 def _others(rewards_PG: np.ndarray) -> np.ndarray:
-    """Samples of each group but one, at least 1, [P, 1]."""
+    """Number of samples of each group less one, but at least 1, [P, 1]."""
     return np.maximum(1, _sizes(rewards_PG) - 1)
 
 
 def _centered(rewards_PG: np.ndarray) -> np.ndarray:
-    """r - mean_g r, exactly 0 in groups whose rewards are all equal and where there is no sample, [P, G]."""
+    """r - mean_g r, [P, G]; exactly 0 for missing samples and in groups whose rewards are all equal."""
     there_PG = ~np.isnan(rewards_PG)
     mean_P1 = np.where(there_PG, rewards_PG, 0.0).sum(axis=1, keepdims=True) / np.maximum(1, _sizes(rewards_PG))
     return np.where(there_PG & ~all_equal(rewards_PG)[:, None], rewards_PG - mean_P1, 0.0)

@@ -1,19 +1,19 @@
-"""Calibrated clipping: bounds for a noisy ratio that cut as much as the nominal bounds cut of the exact one.
+"""Calibrated clipping: bounds for a noisy ratio that clip as much of it as the nominal bounds clip of the exact ratio.
 
-Noise pushes negative tokens below 1-εl, where their gradient ends, though the policy has not moved. Every so many steps
-the bounds [L, H] are taken anew from both ratios of the same tokens (https://arxiv.org/abs/2609.22870, read from
-summaries: there is no public code):
+Noise pushes tokens with A < 0 below 1-εl, where their gradient is cut off, although the policy has not moved. At a
+fixed interval of steps, the bounds [L, H] are computed again from both ratios of the same tokens
+(https://arxiv.org/abs/2609.22870, read from summaries: there is no public code):
 
-    L   the quantile, over tokens with A < 0, of the noisy ratio that 1-εl is of the exact one
-    H   for which Σ_{A>0} A·min(R, H) / Σ_{A<0} |A|·max(R, L) of the noisy ratio is what it is of the exact one with the
-        nominal bounds
+    L   the same quantile of the noisy ratio, over tokens with A < 0, as 1-εl is of the exact ratio
+    H   such that Σ_{A>0} A·min(R, H) / Σ_{A<0} |A|·max(R, L) has the same value for the noisy ratio as for the exact
+        ratio with the nominal bounds
 
-Both stay within half and four times the nominal distance from 1: where few ratios lie near a bound, the second rule
-alone would leave H anywhere.
+The distance of both bounds from 1 stays between half and four times the nominal distance. Without this limit, the
+second rule could put H anywhere if few ratios lie near a bound.
 
-Where rollouts alone are quantized, the noisy ratio is theta/b, of naive importance sampling, and the exact one theta/p.
-In a unified flow the noisy one is theta/p, both through codes, and the exact one that of shadow passes of the same
-policies in full precision.
+If only rollouts are quantized, the noisy ratio is theta/b (naive importance sampling) and the exact ratio is theta/p.
+In a unified flow, the noisy ratio is theta/p with both policies quantized, and the exact ratio comes from shadow passes
+of the same policies in full precision.
 """
 
 import numpy as np
@@ -26,9 +26,9 @@ _EDGES = np.exp(np.linspace(-_REACH, _REACH, _BINS + 1))
 
 @torch.no_grad()
 def clip_histogram(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """float64 [2, 3, bins]: for A > 0 and A < 0 the tokens, Σ|A| and Σ|A|·R by log ratio, within ±2.
+    """float64 [2, 3, bins]: number of tokens, Σ|A| and Σ|A|·R by log ratio within ±2, for A > 0 and for A < 0.
 
-    Histograms add up over batches and ranks; no tokens are a histogram of zeros.
+    Histograms of batches and ranks can be added. Without tokens, all entries are 0.
     """
     mask_BT = mask_BT & log_ratio_BT.isfinite()
     bins_BT = ((log_ratio_BT.double() + _REACH) / (2 * _REACH) * _BINS).long().clamp(0, _BINS - 1)
@@ -41,7 +41,7 @@ def clip_histogram(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: to
 
 
 def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_high: float) -> tuple[float, float]:
-    """(clip_low, clip_high) for the noisy ratio; the nominal ones where a sign has no tokens.
+    """(clip_low, clip_high) for the noisy ratio; the nominal values if there are no tokens with A > 0 or with A < 0.
 
     Args:
         noisy, exact: `clip_histogram` of the two ratios of the same tokens, on the CPU.
@@ -62,7 +62,7 @@ def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_h
 
 
 def _solve(wanted: float, rising: np.ndarray, edges: np.ndarray, nominal: float) -> float:
-    """Where `rising` is `wanted`; nearest to `nominal` where it is so over a stretch, that no ratio lies in."""
+    """Edge where `rising` reaches `wanted`. If it is flat there (no ratios), the edge nearest to `nominal`."""
     slack = 1e-9 * rising[-1]
     first, last = np.interp([wanted - slack, wanted + slack], rising, edges)
     return float(np.clip(nominal, first, last))

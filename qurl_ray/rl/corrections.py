@@ -1,6 +1,6 @@
-"""How much a token that the quantized engine b drew may teach the policy p: weights, rejection, vetoes.
+"""Corrections for tokens that the quantized engine b drew and the policy p learns from: weights, rejection, vetoes.
 
-rho_t = p/b of a token; everything here is a constant under autograd.
+rho_t = p/b of a token. All values computed here are constants under autograd.
 
     raw weight        token: rho_t    sequence: prod_t rho_t    geometric: exp(mean_t log rho_t)    none: 1
     truncation        w = min(raw, C)                            FlashRL's TIS; C = inf is decoupled PPO
@@ -8,13 +8,14 @@ rho_t = p/b of a token; everything here is a constant under autograd.
     adaptive clip     the upper clip bound times max(1, rho/C)   ACR, https://arxiv.org/abs/2602.13953
     strength λ        1-λ + λ·w where w > 0; ACR's factor too    AIS (https://arxiv.org/abs/2605.13907), see `strength`
 
-and whole sequences whose weight becomes 0:
+Whole sequences get weight 0 by these rules:
 
     geometric         exp(mean_t log rho_t) outside [low, high]
     k2, k3            mean_t ½ log² rho_t, or mean_t (rho_t - 1 - log rho_t), above a bound
-    veto              any rho_t below a bound: p would hardly have drawn this token
+    veto              any rho_t below a bound: p would very rarely have drawn this token
 
-A token with weight 0 still counts in the loss's denominator: rejection makes an update smaller, not the rest larger.
+A token with weight 0 still counts in the loss's denominator. Rejection therefore makes an update smaller; it does not
+increase the contribution of the other tokens.
 """
 
 from collections.abc import Callable
@@ -26,20 +27,20 @@ import torch
 from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
 
 Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(log_rho_BT, mask_BT) to the weight of each token [B, T], at least 0. A row is one answer, whole."""
+"""Function of (log_rho_BT, mask_BT) that returns token weights [B, T], at least 0. A row is one whole answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
-    """What is done about the mismatch of b and p, as values."""
+    """Settings of the correction for the mismatch between b and p, as plain values."""
 
     ratio: Literal["proximal", "behavior"] = "proximal"
     """Denominator of the ratio R that is clipped: theta/p, or theta/b (naive importance sampling)."""
     weight: Literal["none", "token", "sequence", "geometric"] = "none"
     weigh: Weigh | None = None
-    """In place of `weight`, cap and band: a function of a user's own."""
+    """User's own weight function, used instead of `weight`, `cap` and `band`."""
     cap: float = float("inf")
-    """C."""
+    """C, the largest weight under truncation."""
     band: tuple[float, float] | None = None
     adaptive_clip: bool = False
     reject: Literal["none", "geometric", "k2", "k3"] = "none"
@@ -47,18 +48,18 @@ class CorrectionSettings:
     reject_high: float = float("inf")
     veto: float = 0.0
     ess_floor: float | None = None
-    """Weaken the weights of the tokens that are kept until their effective sample size is at least this."""
+    """Lower limit of the kept tokens' effective sample size, as a share; weights move towards 1 until it is met."""
     metrics_only: bool = False
-    """The objective measures what would be done, and does nothing."""
+    """True if the objective only measures the correction and does not apply it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected:
-    """Constants for the objective, [B, T]."""
+    """Weights and widening of the clip bound for the objective, constants [B, T]."""
 
     weight_BT: torch.Tensor
     widening_BT: torch.Tensor
-    """Factor of the upper clip bound."""
+    """Factor by which the upper clip bound is multiplied."""
     sums: Sums
 
 
@@ -66,11 +67,11 @@ class Corrected:
 def correct(
     log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings, strength: float = 1.0
 ) -> Corrected:
-    """Weights and clip bounds of a micro-batch of whole sequences.
+    """Compute the weights and the widening of the clip bounds for a micro-batch of whole sequences.
 
     Args:
         log_rho_BT: log(p/b), bounded, 0 where masked (rl.ratios.log_ratio).
-        strength: λ.
+        strength: λ, the share of the correction that is applied.
 
     Raises:
         ValueError: settings.weigh returned another shape, or weights that are negative or not finite.
@@ -97,15 +98,15 @@ def correct(
 
 
 def strength(total: torch.Tensor, floor: float) -> float:
-    """Largest λ in [0, 1] with (Σv)² / (n Σv²) >= floor, where v = 1-λ + λ·w are the weights of the n tokens kept.
+    """Largest λ in [0, 1] with (Σv)² / (n Σv²) >= floor, where v = 1-λ + λ·w are the weights of the n kept tokens.
 
-    The published rule mixes the corrected and the uncorrected gradient by λ, set in each batch from the effective
-    sample size among others. Its exact form is not public: this floor is our reading.
+    The published rule mixes the corrected and the uncorrected gradient by λ. It sets λ in each batch from the effective
+    sample size and other figures. Its exact form is not public; this floor is our interpretation.
 
-    With m and q the means of w and w², and t = λ/(1-λ), equality is (m²-fq) t² + 2m(1-f) t + (1-f) = 0.
+    With m and q the means of w and w², and t = λ/(1-λ), equality holds if (m²-fq) t² + 2m(1-f) t + (1-f) = 0.
 
     Args:
-        total: of a whole step: count, Σw and Σw² of the tokens with w > 0 (rl.reduce.moments), float64.
+        total: count, Σw and Σw² of the tokens with w > 0 in a whole step (rl.reduce.moments), float64.
         floor: f, below 1.
     """
     count, first, second = total.tolist()
@@ -113,14 +114,14 @@ def strength(total: torch.Tensor, floor: float) -> float:
         return 1.0
     m, q, rest = first / count, second / count, 1 - floor
     a = m * m - floor * q
-    if a >= 0:  # all of the correction has enough effective samples
+    if a >= 0:  # the full correction has enough effective samples
         return 1.0
     t = (-m * rest - (m * m * rest * rest - a * rest) ** 0.5) / a
     return t / (1 + t)
 
 
 def _raw_weights(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
-    """[B, T], those of a sequence at each of its tokens; of tokens where nothing is weighted."""
+    """Raw weights [B, T]: one per sequence, repeated at its tokens, or one per token (also with weight "none")."""
     if settings.weight == "sequence":
         log_B = log_rho_BT.sum(dim=1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     elif settings.weight == "geometric":
@@ -152,7 +153,7 @@ def _bounded(raw_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor
 
 
 def _divergent(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
-    """bool [B]: sequences that the rejection rule drops."""
+    """bool [B]: True for sequences that the rejection rule drops."""
     if settings.reject == "none":
         return torch.zeros(len(mask_BT), dtype=torch.bool, device=mask_BT.device)
     if settings.reject == "geometric":

@@ -1,8 +1,8 @@
-"""What is logged about a step, and how each figure is defined.
+"""Logged metrics of a step, and their definitions.
 
-n tokens and m sequences of the step, all updates and ranks together; b, p, theta, rho = p/b, R = theta/p and A as in
-rl.objective. The tokens were drawn from b. A share is of all tokens unless it says otherwise. With
-metrics_only, what a correction does is what it would do.
+n and m are the numbers of tokens and sequences of the step, over all updates and ranks. b, p, theta, rho = p/b,
+R = theta/p and A are defined in rl.objective. The tokens were drawn from b. A share is a share of all tokens unless
+stated otherwise. With metrics_only, the metrics of a correction describe what it would do.
 
 mismatch between engine and learner (b against p)
     mismatch/kl                 Σ (rho - 1 - log rho) / n     k3 estimate of KL(b‖p), nats per token
@@ -11,34 +11,34 @@ mismatch between engine and learner (b against p)
     mismatch/max_rho            max rho
     mismatch/truncated          share with a raw weight above C
     mismatch/ess                (Σ rho)² / (n Σ rho²)         effective sample size as a share of the tokens
-    mismatch/weight_ess         (Σ w)² / (n Σ w²)             the same of the weights
+    mismatch/weight_ess         (Σ w)² / (n Σ w²)             the same for the weights
     mismatch/chi2               Σ rho² / n - 1                χ² divergence of p from b
     mismatch/perplexity_gap     mean over sequences of exp(mean_t -log p) - exp(mean_t -log b)
     mismatch/abs_logprob_gap    Σ |log rho| / n
     mismatch/exp_abs_gap        Σ exp(|log rho|) / n          healthy below 1.03 to 1.05 (NeMo-RL)
-    mismatch/strength           λ, with which the weights are mixed with 1
-    mismatch/dropped            share whose weight a band, a rejection or a veto makes 0
+    mismatch/strength           λ, by which the weights are mixed with 1
+    mismatch/dropped            share whose weight is 0 because of a band, a rejection or a veto
     mismatch/rejected           share of sequences dropped as a whole
     mismatch/vetoed             share of sequences dropped by the veto
-how far the step's updates moved the policy (p against theta; the tokens are b's, not reweighted)
+movement of the policy by the step's updates (p against theta; the tokens are b's, not reweighted)
     policy/kl                   Σ (R - 1 - log R) / n         k3 estimate of KL(p‖theta)
     policy/kl_k1                Σ -log R / n
     policy/max_ratio            max R
     policy/entropy              mean entropy of theta at the tokens, nats
     policy/kl_reference         mean of the configured estimate of KL(theta‖reference)
-answers (of all that a step drew, in loop/coordinator.py)
+answers (all that a step drew; computed in loop/coordinator/figures.py)
     rollout/mean_length         tokens per answer
-    rollout/truncated_share     share of answers that ran into the limit
-    rollout/garbage_share       share of tokens in stretches that repeat themselves (rl.repetition)
-what the clip does
+    rollout/truncated_share     share of answers that reached the length limit
+    rollout/garbage_share       share of tokens in repetitions (rl.repetition)
+effect of the clip
     clip/upper                  share with A > 0 whose ratio is above its bound: no gradient (cispo: a full weight)
     clip/lower                  share with A < 0 whose ratio is below 1-εl: likewise
     clip/upper_negative         share with A < 0 whose ratio is above the bound: gradient grows with the ratio
     clip/lower_positive         share with A > 0 whose ratio is below 1-εl: gradient remains
-    clip/dual                   share with A < 0 that dual clip bounds: no gradient
+    clip/dual                   share with A < 0 where dual clip applies: no gradient
     acr_active_tokens           tokens with A > 0 and 1+εh < R <= (1+εh)·max(1, rho/C): TIS cuts them off, ACR does not
-    clip/calibrated_low, _high  εl and εh in use, where they are calibrated
-    clip/admitted_gradient      their share of Σ |d value / d log theta|, the gradient's mass per token
+    clip/calibrated_low, _high  εl and εh in use, if they are calibrated
+    clip/admitted_gradient      share of the ACR-active tokens in Σ |d value / d log theta|, the gradient's total size
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ from qurl_ray.rl.surrogate import Bounds, Surrogate
 def mismatch_sums(
     prox_BT: torch.Tensor, behavior_BT: torch.Tensor, log_rho_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> Sums:
-    """Of b against p; `log_rho_BT` is bounded, and 0 where masked."""
+    """Compute metric sums of b against p. `log_rho_BT` is bounded, and 0 where masked."""
     log_rho_N = log_rho_BT[mask_BT].double()
     rho_N = log_rho_N.exp()
     surprise = [(-sequence_mean(x_BT.double(), mask_BT)).clamp(max=MAX_LOG_RATIO) for x_BT in (prox_BT, behavior_BT)]
@@ -82,7 +82,7 @@ def update_sums(
     bounds: Bounds,
     clip_high: float,
 ) -> Sums:
-    """Of p against theta, and of the clip; `log_ratio_BT` is log(theta/p)."""
+    """Compute metric sums of p against theta, and of the clip. `log_ratio_BT` is log(theta/p)."""
     log_ratio_N = log_ratio_BT[mask_BT].double()
     positive_BT, negative_BT = (adv_BT > 0) & mask_BT, (adv_BT < 0) & mask_BT
     above_BT, below_BT = term.ratio_BT > bounds.upper_BT, term.ratio_BT < bounds.lower
@@ -112,7 +112,7 @@ _STEP_WIDE = {
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """From merged sums of rl.objective to what is logged; {} without tokens."""
+    """Convert merged sums of rl.objective to the logged metrics; return {} if there are no tokens."""
     n = sums["tokens"]
     if n == 0:
         return {}

@@ -1,25 +1,26 @@
-"""What is minimised: a clipped surrogate of the policy gradient, corrected for rollouts drawn by another policy.
+"""Loss of the policy: a clipped surrogate of the policy gradient, corrected for rollouts drawn by another policy.
 
 Policies: `behavior` b is the engine that drew the tokens, `prox` p the full-precision weights before the step, `theta`
-the weights being trained. rho = p/b is a constant; R = theta/p carries the gradient; A is the advantage. Per token,
+the weights being trained. rho = p/b is a constant; R = theta/p carries the gradient; A is the advantage. Per token, the
+objective to maximise is
 
     ppo      w · min(R A, clip(R, 1-εl, (1+εh)·v) A)       https://arxiv.org/abs/1707.06347
-    gspo     the same of R = exp(mean_t log(theta/p))      GSPO-token, https://arxiv.org/abs/2507.18071
+    gspo     the same with R = exp(mean_t log(theta/p))    GSPO-token, https://arxiv.org/abs/2507.18071
     cispo    w · sg(clip(R, 1-εl, 1+εh)) · A · log theta   https://arxiv.org/abs/2506.13585
 
-εl < εh is DAPO's clip-higher. Dual clip bounds a surrogate from below, by c·A, where A < 0. With it, gspo is TBPO
-(https://arxiv.org/abs/2604.07853): of negative answers only those with a ratio in the band [1-εl, c] have a gradient.
+εl < εh is DAPO's clip-higher. For A < 0, dual clip bounds a surrogate from below by c·A. With dual clip, gspo is TBPO
+(https://arxiv.org/abs/2604.07853): of the answers with A < 0, only those with a ratio in [1-εl, c] have a gradient.
 
-The weight w and the bound's widening v are those of rl.corrections:
+The weight w and the factor v, which widens the upper bound, come from rl.corrections:
 
     ignore   w = 1               v = 1
     tis      w = min(rho, C)     v = 1                     FlashRL
     acr      w = min(rho, C)     v = max(1, rho/C)         QuRL, https://arxiv.org/abs/2602.13953
 
-ACR's upper bound is (1+εh)/r with r = b / max(b, p/C) = min(1, C/rho): where truncation has weakened a token's weight,
-its ratio may move further. Where rho <= C, for A < 0, and at R = 1, ACR and TIS are the same bit for bit.
+ACR's upper bound is (1+εh)/r with r = b / max(b, p/C) = min(1, C/rho): if truncation has reduced a token's weight, its
+ratio may move further. For rho <= C, for A < 0, and at R = 1, ACR and TIS are the same bit for bit.
 
-To that come, if asked for, + β · KL(theta‖reference) and - η · entropy, both averaged as the surrogate is.
+Optional terms of the loss are + β · KL(theta‖reference) and - η · entropy. Both are averaged like the surrogate.
 """
 
 from dataclasses import dataclass, field
@@ -35,17 +36,17 @@ from qurl_ray.rl.surrogate import Bounds, Form, Surrogate, evaluate, ppo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSettings:
-    """What the objective is, as values."""
+    """Settings of the objective, as plain values."""
 
     form: Form = ppo
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     clip_low: float
     clip_high: float
     dual_clip: float | None = None
-    """c: for A < 0 the surrogate is at least c·A, before its weight."""
+    """c: for A < 0 the surrogate is at least c·A, before the weight is applied."""
     loss_mean: Literal["token", "sequence", "fixed"] = "token"
     fixed_length: int = 1
-    """Of loss_mean "fixed"."""
+    """Length in tokens by which loss_mean "fixed" divides."""
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
     entropy_coef: float = 0.0
@@ -53,7 +54,7 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Counts over the whole update: all micro-batches of all ranks."""
+    """Numbers of tokens and sequences of the whole update: all micro-batches of all ranks."""
 
     tokens: int
     sequences: int
@@ -72,23 +73,23 @@ def objective(
     entropy_BT: torch.Tensor | None = None,
     strength: float = 1.0,
 ) -> tuple[torch.Tensor, Sums]:
-    """The loss to minimise, summed over this micro-batch and divided by the global denominator, and metric sums.
+    """Return the loss to minimise, summed over this micro-batch and divided by the global denominator, and metric sums.
 
-    With correction.metrics_only the loss is that of no correction, and the sums are of the correction.
+    With correction.metrics_only, the loss has no correction, but the sums describe the correction.
 
     token mean:     -sum_it f_it / tokens                          DAPO
     sequence mean:  -sum_i (sum_t f_it / |o_i|) / sequences        GRPO
     fixed:          -sum_it f_it / (sequences · fixed_length)      Dr. GRPO
 
-    so the losses of micro-batches, and of ranks, add up to the loss of the whole batch.
+    The losses of micro-batches and ranks therefore add up to the loss of the whole batch.
 
     Args:
         logprobs_BT: log theta of the sampled tokens, with gradient; prox_BT and behavior_BT likewise for p and b.
         advantages: one per sequence, [B], or per token, [B, T].
-        mask_BT: bool, True on sampled tokens. Masked positions may hold anything, nan included. A token's own log-probs
-            must be finite under theta or p, and under b or p: from -inf - -inf comes nan.
+        mask_BT: bool, True on sampled tokens. Positions where it is False may hold any value, even nan. A sampled
+            token's log-prob must be finite under theta or p, and under b or p, since -inf - -inf is nan.
         reference_BT: log-probs under the reference policy; needed for a KL loss.
-        entropy_BT: of theta's distribution at each token, in nats; with gradient where it is part of the loss.
+        entropy_BT: entropy of theta's distribution at each token, in nats; with gradient if it is part of the loss.
         strength: λ of rl.corrections.
     """
     if (settings.kl_coef and reference_BT is None) or (settings.entropy_coef and entropy_BT is None):
@@ -128,7 +129,7 @@ def objective(
 
 
 def per_token(advantages: torch.Tensor, like_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T] from [B] or [B, T], in the dtype of `like_BT`."""
+    """Expand advantages [B] or [B, T] to [B, T], in the dtype of `like_BT`."""
     by_token = advantages if advantages.ndim == 2 else advantages[:, None]
     return by_token.to(like_BT.dtype).expand_as(like_BT)
 
@@ -136,11 +137,11 @@ def per_token(advantages: torch.Tensor, like_BT: torch.Tensor) -> torch.Tensor:
 def mean(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, denominators: Denominators, settings: ObjectiveSettings
 ) -> torch.Tensor:
-    """This micro-batch's part of the mean over the update, see `objective`."""
+    """Contribution of this micro-batch to the mean over the update; see `objective`."""
     values_BT = torch.where(mask_BT, at_least_float32(values_BT), 0.0)
     if settings.loss_mean == "token":
         return values_BT.sum() / max(1, denominators.tokens)
     if settings.loss_mean == "fixed":
         return values_BT.sum() / (denominators.sequences * settings.fixed_length)
-    # A sequence never straddles micro-batches, so its length is here.
+    # A sequence is never split between micro-batches, so its full length is known here.
     return sequence_mean(values_BT, mask_BT).sum() / denominators.sequences

@@ -1,4 +1,4 @@
-"""Answers that loop: what quantized rollouts end in when something is wrong."""
+"""Detection of answers that repeat themselves, a typical failure of quantized rollouts."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,15 @@ import numpy as np
 _LONGEST_PERIOD = 8
 _LEAST_REPEATS = 4
 _LEAST_TOKENS = 16
-_AT_ONCE = 256  # answers: enough that numpy's calls cost little beside their work, few enough for the cache
+_AT_ONCE = 256  # answers: enough that the overhead of numpy calls is small, few enough for the cache
 
 
 def garbage_tokens(answers: Sequence[np.ndarray]) -> int:
-    """How many tokens of these answers [length] lie in a stretch that repeats itself.
+    """Number of tokens of these answers (each [length]) that lie in a repetition.
 
-    That is an n-gram, n <= 8, at least 4 times in a row and over at least 16 tokens. The "error tokens" of quantized
-    rollouts (https://arxiv.org/abs/2604.07853) are described as repetitive or garbled; this counts repetitions.
+    A repetition is an n-gram, n <= 8, that occurs at least 4 times in a row and covers at least 16 tokens. The "error
+    tokens" of quantized rollouts (https://arxiv.org/abs/2604.07853) are described as repetitive or garbled; this
+    function counts only repetitions.
     """
     return sum(_garbage(answers[start : start + _AT_ONCE]) for start in range(0, len(answers), _AT_ONCE))
 
@@ -28,6 +29,6 @@ def _garbage(answers: Sequence[np.ndarray]) -> int:
         same[1:-1] = (tokens[period:] == tokens[:-period]) & (owner[period:] == owner[:-period])
         starts, ends = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2).T
         long = ends - starts >= max(_LEAST_REPEATS * period, _LEAST_TOKENS) - period
-        begins_less_ends[starts[long]] += 1  # no place occurs twice among the starts, nor among the ends
+        begins_less_ends[starts[long]] += 1  # no position occurs twice among the starts, nor among the ends
         begins_less_ends[ends[long] + period] -= 1
     return int((begins_less_ends.cumsum() > 0).sum())

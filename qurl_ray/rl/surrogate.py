@@ -1,7 +1,7 @@
-"""The clipped forms of the policy gradient, token by token: functions that `algorithm.objective` names.
+"""Clipped forms of the policy gradient, per token: the functions that `algorithm.objective` names.
 
-A form takes log(theta/p), or with naive importance sampling log(theta/b), the advantages, the mask and the bounds, and
-gives what is maximised. It may return a Surrogate, or only its value [B, T]: see `evaluate`.
+A form takes log(theta/p), or log(theta/b) with naive importance sampling, the advantages, the mask and the bounds. It
+returns the surrogate to be maximised, either as a Surrogate or only as its value [B, T]: see `evaluate`.
 """
 
 from dataclasses import dataclass
@@ -17,23 +17,23 @@ class Bounds:
     """Clip bounds of a ratio."""
 
     lower: float
-    """1 - clip_low."""
+    """Lower bound, 1 - clip_low."""
     upper_BT: torch.Tensor
-    """1 + clip_high, times ACR's widening."""
+    """Upper bound, 1 + clip_high times ACR's widening."""
     dual: float | None
-    """c: for A < 0 the surrogate is at least c·A."""
+    """c: for A < 0 the surrogate is at least c·A; None for no such bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """Per token [B, T], before the weight."""
+    """Surrogate of each token, [B, T], before the weight is applied."""
 
     value_BT: torch.Tensor
-    """To be maximised."""
+    """Value to be maximised."""
     ratio_BT: torch.Tensor
-    """What is clipped, without gradient."""
+    """Ratio that is clipped, without gradient."""
     bounded_BT: torch.Tensor
-    """bool: where dual clip holds."""
+    """bool: True where dual clip applies."""
     slope_BT: torch.Tensor
     """|d value / d log theta|, without gradient."""
 
@@ -44,12 +44,12 @@ class Form(Protocol):
     def __call__(
         self, log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds
     ) -> Surrogate | torch.Tensor:
-        """The surrogate of each token.
+        """Return the surrogate of each token.
 
         Args:
             log_ratio_BT: [B, T] with gradient, 0 where masked.
             adv_BT: [B, T], 0 where masked.
-            mask_BT: bool [B, T], True on sampled tokens. A row is one answer, whole.
+            mask_BT: bool [B, T], True on sampled tokens. A row is one whole answer.
         """
         ...
 
@@ -69,10 +69,10 @@ def ppo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor,
 
 
 def gspo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds) -> Surrogate:
-    """ppo's, of one ratio per answer: R = exp(mean_t log ratio). GSPO-token, https://arxiv.org/abs/2507.18071
+    """ppo with one ratio per answer, R = exp(mean_t log ratio): GSPO-token, https://arxiv.org/abs/2507.18071
 
-    The mean's value, but each token's own log-prob carries its gradient, with that token's weight and advantage. Where
-    a sequence has one weight and one advantage, this is the gradient of the mean.
+    Every token has the value of the mean, but its gradient flows through its own log-prob, with its own weight and
+    advantage. If all tokens of a sequence have the same weight and advantage, this is the gradient of the mean.
     """
     log_mean_BT = sequence_mean(log_ratio_BT, mask_BT).detach()[:, None]
     return ppo(log_mean_BT + (log_ratio_BT - log_ratio_BT.detach()), adv_BT, mask_BT, bounds)
@@ -83,7 +83,7 @@ def cispo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tenso
     ratio_BT = log_ratio_BT.exp()
     constant_BT = _clipped(ratio_BT, bounds).detach() * adv_BT
     return Surrogate(
-        # log(theta/p) for log theta: the same gradient, and a value that starts at 0.
+        # log(theta/p) in place of log theta: the same gradient, and a value that starts at 0.
         value_BT=constant_BT * log_ratio_BT,
         ratio_BT=ratio_BT.detach(),
         bounded_BT=torch.zeros_like(mask_BT),
@@ -94,8 +94,8 @@ def cispo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tenso
 def evaluate(
     form: Form, log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds
 ) -> Surrogate:
-    """The form's Surrogate. One that returns only its value gets the rest from it: R = exp(log ratio), its slope by
-    autograd, nowhere bounded.
+    """Return the form's Surrogate. If the form returns only its value, the ratio is R = exp(log ratio), the slope is
+    computed by autograd, and no token counts as bounded by dual clip.
 
     Raises:
         ValueError: the form returned something else.

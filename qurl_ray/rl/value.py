@@ -1,7 +1,7 @@
-"""Credit per token from a value model: generalised advantage estimation and the value model's own loss.
+"""Credit per token from a value model: generalised advantage estimation, and the loss of the value model.
 
-The value of token t is that of the state before it. The verifier's reward arrives with the last token, and the answer
-ends there: nothing is bootstrapped, whether it ended by itself or was cut off.
+The value of token t is that of the state before it. The verifier's reward is given at the last token, and the episode
+ends there. No value is bootstrapped, whether the answer ended by itself or was cut off.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from qurl_ray.rl.ratios import Sums
 
 
 def token_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T]: an answer's reward at its last token, 0 elsewhere."""
+    """Reward of each token, [B, T]: the answer's reward at its last token, 0 elsewhere."""
     later_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
     return torch.where(mask_BT & ~later_BT, rewards_B[:, None], 0.0)
 
@@ -26,7 +26,7 @@ def gae(
 
     Args:
         rewards_BT: see token_rewards.
-        mask_BT: bool, True on the answer's tokens, which are neighbours.
+        mask_BT: bool, True on the answer's tokens, which are contiguous.
     """
     values_BT = torch.where(mask_BT, values_BT, 0.0)
     next_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
@@ -39,12 +39,12 @@ _BLOCK = 256
 
 
 def _discounted(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
-    """y_t = sum_{k>=0} factor^k x_{t+k}: a product with a triangle of powers, block by block from the end."""
+    """y_t = sum_{k>=0} factor^k x_{t+k}: products with a triangular matrix of powers, block by block from the end."""
     width = values_BT.shape[1]
     found_BT = torch.zeros_like(values_BT)
     steps = torch.arange(_BLOCK + 1, dtype=values_BT.dtype, device=values_BT.device)
     powers = factor**steps
-    # triangle[j, t] = factor^(j-t) for j >= t: what token j adds to token t
+    # triangle[j, t] = factor^(j-t) for j >= t: weight of token j in the sum of token t
     steps_T = torch.arange(_BLOCK, device=values_BT.device)
     gaps = steps_T[:, None] - steps_T[None]
     triangle = torch.where(gaps >= 0, powers[gaps.clamp(min=0)], 0.0)
@@ -59,7 +59,7 @@ def _discounted(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / (std + 1e-8) with the mean and unbiased std that `total`, the merged rl.reduce.moments, describe."""
+    """(x - mean) / (std + 1e-8), with mean and unbiased std from `total`, the merged rl.reduce.moments."""
     count, first, second = total.tolist()
     mean = first / max(count, 1.0)
     variance = max(second - count * mean**2, 0.0) / max(count - 1, 1.0)
@@ -77,12 +77,12 @@ def value_loss(
 ) -> tuple[torch.Tensor, Sums]:
     """½ · sum_t max((V - G)², (clip(V, V_old ± clip) - G)²) / tokens, and metric sums.
 
-    The clipped form is of PPO's reference implementation (https://arxiv.org/abs/2005.12729).
+    The clipped form is that of PPO's reference implementation (https://arxiv.org/abs/2005.12729).
 
     Args:
         old_BT: values before the step's first update.
-        tokens: of the whole update, all ranks.
-        clip: absent is the plain squared error.
+        tokens: number of tokens of the whole update, over all ranks.
+        clip: largest change from old_BT; None for the plain squared error.
     """
     values_BT = torch.where(mask_BT, values_BT, 0.0)
     error_BT = torch.where(mask_BT, values_BT - returns_BT, 0.0).square()
@@ -102,7 +102,7 @@ def value_loss(
 
 
 def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """From merged sums of `value_loss`; explained_variance = 1 - E[(V - G)²] / Var[G], V of before the step."""
+    """Metrics from merged `value_loss` sums; explained_variance = 1 - E[(V - G)²] / Var[G], with V before the step."""
     n = sums.get("tokens", 0)
     if not n or "value_error" not in sums:
         return {}
@@ -113,6 +113,6 @@ def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "value/explained_variance": 1 - error / variance if variance > 0 else float("nan"),
         "value/clipped": sums["value_clipped"] / n,
     }
-    if "value_skipped" in sums:  # a separate value model's; a shared one skips with the policy
+    if "value_skipped" in sums:  # of a separate value model; a shared one skips with the policy
         metrics["value/skipped_updates"] = sums["value_skipped"]
     return metrics

@@ -1,1 +1,1 @@
-"""Engines: they hold a verified copy of the policy and generate from it."""
+"""Engines, which hold a verified copy of the policy and generate from it."""

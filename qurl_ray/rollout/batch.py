@@ -1,4 +1,4 @@
-"""The running sequences of an engine: which request sits in which row, what it drew, when it ends. No model here."""
+"""The running sequences of an engine: the row, the drawn tokens and the end of each request. No model here."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,10 @@ from qurl_ray.types import Completion, Finish, Request, SamplingParams
 
 
 class RunningBatch:
-    """Rows 0 … count-1 are running. All arrays are indexed by request; `_row_request` maps rows to requests."""
+    """A batch of requests, of which rows 0 … count-1 are running.
+
+    All arrays are indexed by request; `_row_request` maps rows to requests.
+    """
 
     def __init__(self, requests: Sequence[Request], version: int) -> None:
         self.count = 0
@@ -27,7 +30,7 @@ class RunningBatch:
         self._prompt_lengths = np.array([len(r.prompt_ids) for r in requests])
         self._seeds = np.array([r.seed for r in requests], dtype=np.uint64)
         self._limits = np.array([r.sampling.max_new_tokens for r in requests])
-        # Draws differ by all of these but their limit; each kind is one call a step.
+        # Draws depend on all parameters but the limit; each different set of them is one call per step.
         unlimited = [replace(r.sampling, max_new_tokens=0) for r in requests]
         number = {params: kind for kind, params in enumerate(dict.fromkeys(unlimited))}
         self._kinds: list[SamplingParams] = list(number)
@@ -35,19 +38,19 @@ class RunningBatch:
         self._row_request = np.zeros(len(requests), dtype=np.int64)
 
     def admit(self, group: list[tuple[int, Request]]) -> torch.Tensor:
-        """Give each (request index, request) the next free row; their numbers [len(group)]."""
+        """Give each (request index, request) the next free row; return the row numbers [len(group)]."""
         rows = np.arange(self.count, self.count + len(group))
         self._row_request[rows] = [index for index, _ in group]
         self.count += len(group)
         return torch.from_numpy(rows)
 
     def positions(self) -> torch.Tensor:
-        """Position of each running row's last drawn token, the next one to be computed: [count]."""
+        """Position of each running row's last drawn token, which is computed next, [count]."""
         running = self.running()
         return torch.from_numpy(self._prompt_lengths[running] + self._drawn[running] - 1)
 
     def last_tokens(self) -> torch.Tensor:
-        """[count]"""
+        """Last drawn token of each running row, int64 [count]."""
         running = self.running()
         return torch.from_numpy(self._tokens[running, self._drawn[running] - 1]).long()
 
@@ -70,16 +73,16 @@ class RunningBatch:
         self._drawn[running] += 1
 
     def end(self, indices: Iterable[int], finish: Finish) -> None:
-        """These requests draw no more; their rows go with the next `retire`."""
+        """End these requests. The next `retire` drops their rows."""
         for index in indices:
             self._finish[index], self._ended[index] = finish, True
 
     def running(self) -> np.ndarray:
-        """Indices of the requests that have a row: [count]."""
+        """Indices of the requests that have a row, [count]."""
         return self._row_request[: self.count]
 
     def retire(self) -> tuple[list[int], list[int]]:
-        """Drop finished rows. Returns (sources, targets): rows to copy so that the running ones stay in front."""
+        """Drop finished rows. Return (sources, targets): rows to copy so that the running ones stay in front."""
         running = self.running()
         done = self._ended[running] | (self._drawn[running] >= self._limits[running])
         left = int((~done).sum())
@@ -90,7 +93,7 @@ class RunningBatch:
         return sources.tolist(), targets.tolist()
 
     def completions(self) -> list[Completion]:
-        """One per request, in the order asked."""
+        """Return one completion per request, in the order of the requests."""
         return [
             Completion(
                 uid=request.uid,
@@ -105,17 +108,17 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """One token that was drawn."""
+    """One drawn token."""
 
     token: int
     logprob: float | None = None
-    """Under the policy itself, at temperature 1 and not truncated, in nats; None where nobody asked."""
+    """Log-prob under the policy itself, at temperature 1 and not truncated, in nats; None if it was not requested."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token, log-prob) of the likeliest ones, in their order, as many as were asked for."""
+    """(token, log-prob) of the likeliest tokens, the likeliest first, as many as were requested."""
 
 
 class OpenBatch(RunningBatch):
-    """A batch whose requests are not known in advance: each gets one of a number of places, which is used again.
+    """A batch whose requests are not known in advance. Each gets one of a fixed number of places, which are reused.
 
     Example:
         place = batch.enter(request, top=None)
@@ -123,8 +126,8 @@ class OpenBatch(RunningBatch):
         news = batch.news()
 
     Args:
-        places: requests at a time, as many as there are slots.
-        longest: tokens that an answer may have.
+        places: number of requests at a time, as many as there are slots.
+        longest: largest number of tokens of an answer.
     """
 
     def __init__(self, *, places: int, longest: int, version: int) -> None:
@@ -136,18 +139,18 @@ class OpenBatch(RunningBatch):
         self._new: dict[int, list[Draw]] = {}
         self._gone: dict[int, Finish] = {}
         self.finite = True
-        """Whether the log-probs of all draws were numbers; if not, the engine is broken."""
+        """True if the log-probs of all draws were finite; if not, the engine is broken."""
 
     @property
     def free(self) -> int:
-        """Places that no request has."""
+        """Number of places that no request has."""
         return len(self._free)
 
     def enter(self, request: Request, *, top: int | None) -> int:
-        """The place of a request, which is the next step's to admit.
+        """Give a place to a request, which the next step must admit. Return the place.
 
         Args:
-            top: how many of the likeliest tokens to tell of, each time; None is not even the log-prob of the drawn one.
+            top: number of likeliest tokens to report with each draw; None omits the drawn token's log-prob, too.
         """
         unlimited = replace(request.sampling, max_new_tokens=0)
         if unlimited not in self._kinds:
@@ -177,7 +180,7 @@ class OpenBatch(RunningBatch):
     def _tell(
         self, who: np.ndarray, tokens: np.ndarray, logits_BV: torch.Tensor
     ) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-        """Log-prob of the drawn token and of the likeliest, by place, where they were asked for."""
+        """Return log-probs of the drawn token and of the likeliest ones, by place, where they were requested."""
         asked = np.flatnonzero(self._top[who] >= 0)
         if not len(asked):
             return {}
@@ -201,7 +204,7 @@ class OpenBatch(RunningBatch):
         return moved
 
     def news(self) -> list[tuple[int, list[Draw], Finish | None]]:
-        """Since the last call: by place, the tokens drawn, and how it ended if it did. Places that ended are free."""
+        """Return (place, tokens drawn, end or None) of what changed since the last call. Places that ended are free."""
         places = [*self._new, *(place for place in self._gone if place not in self._new)]
         found = [(place, self._new.get(place, []), self._gone.get(place)) for place in places]
         self._new, self._gone = {}, {}

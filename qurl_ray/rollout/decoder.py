@@ -1,9 +1,9 @@
-"""The forward of Llama-shaped models, operation by operation.
+"""The forward pass of Llama-like models, operation by operation.
 
-transformers spreads it over some fifteen module calls a layer, which on a CPU take as long as a decode step's products.
-Here the same operations stand in one loop: in place where nothing else reads a result, activations quantized once for
-q, k and v and once for gate and up. Every bit stays what the learner's forward through transformers computes
-(tests/rollout/test_decoder.py).
+transformers spreads it over some fifteen module calls per layer, which on a CPU take as long as the products of a
+decode step. Here the same operations are in one loop: in place where nothing else reads a result, with activations
+quantized once for q, k and v and once for gate and up. The result has the same bits as the learner's forward pass
+through transformers (tests/rollout/test_decoder.py).
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 
 
 def knows(model: PreTrainedModel) -> bool:
-    """Whether the forward here is the model's: others go through transformers."""
+    """Return True if this module computes the model's forward pass; other models run through transformers."""
     config = model.config
     plain = getattr(config, "hidden_act", None) == "silu" and not getattr(config, "use_sliding_window", False)
     sliding = type(model).__name__ == "MistralForCausalLM" and config.sliding_window
@@ -37,30 +37,30 @@ def knows(model: PreTrainedModel) -> bool:
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight, over the last axis, in float32."""
+    """Return x / sqrt(mean(x²) + eps) · weight, over the last axis, in float32."""
     wide = x if x.dtype == torch.float32 else x.float()
     scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + rotate_half(x) * sin: the sign of the half that comes from behind is in `sin`."""
+    """Return x * cos + rotate_half(x) * sin. `sin` already holds the minus sign of rotate_half."""
     return (x * cos).add_(x.roll(x.shape[-1] // 2, dims=-1).mul_(sin))
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up."""
+    """Return silu(gate) · up."""
     return silu(gate).mul_(up)
 
 
 def _gated_in_one(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """What `gated` computes, to rounding, without a question that a compiler could not answer."""
+    """Return `gated` up to rounding, without conditions that a compiler could not evaluate."""
     return functional.silu(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What is computed between the products. Functions of tensors that they leave as they are, weights among them."""
+    """Operations between the products: functions of tensors, including weights, that do not change these."""
 
     normalize: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = normalize
     turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = turn
@@ -68,17 +68,21 @@ class Elementwise:
 
 
 def compiled(compile: Callable[..., Callable[..., torch.Tensor]]) -> Elementwise:
-    """Compiled once for all numbers of sequences and tokens but 1, and for all weights; by torch.compile, say.
+    """Return operations compiled once for all weights and all numbers of sequences and tokens but 1.
 
-    To be made once for all loads. What is compiled may round otherwise: no bit is promised. Python compares the inputs
-    of each call with what was compiled, which takes time, too, unless the call is captured (rollout/graphs.py).
+    Call this once for all loads. Compiled operations may round differently: equal bits are not promised. At each call,
+    Python compares the inputs with what was compiled, which takes time, unless the call is captured
+    (rollout/graphs.py).
+
+    Args:
+        compile: torch.compile, or a function like it.
     """
-    import torch._dynamo  # a second, which only those who compile wait for
+    import torch._dynamo  # takes a second, so it is imported only here
 
     fast = Elementwise(*(compile(function, dynamic=False) for function in (normalize, turn, _gated_in_one)))
 
     def rows(x_BT: torch.Tensor) -> torch.Tensor:
-        """[B * T, …], a view: one axis that may be 1 instead of two."""
+        """Return a view [B * T, …]: one axis that may be 1 instead of two."""
         return _any_number(x_BT.flatten(0, 1), 0)
 
     return Elementwise(
@@ -116,7 +120,7 @@ class _Layer:
 
 
 class Decoder:
-    """Built anew after each load, as it holds the weights that it found."""
+    """Forward pass of a model. It holds the weights it was built with, so it is rebuilt after each load."""
 
     def __init__(self, model: PreTrainedModel, ops: Elementwise = Elementwise()) -> None:
         base, config = model.base_model, model.config
@@ -129,7 +133,7 @@ class Decoder:
     def __call__(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache | MaximaRecorder
     ) -> torch.Tensor:
-        """Final states [B, T, hidden]; the cache takes keys and values, and knows if they are of whole prompts."""
+        """Return final states [B, T, hidden]. The cache stores keys and values; it knows if they are whole prompts."""
         x = self._embed(ids_BT)
         cos, sin = (part[:, :, None] for part in self._rotary(x, positions_BT))  # [B or 1, T, 1, d]
         half = self._head_dim // 2
@@ -185,14 +189,14 @@ def _norm(module: Any, ops: Elementwise) -> _Norm:
 
 
 def as_function(module: Any) -> Apply:
-    """A linear, quantized or not, with the weight that it holds now."""
+    """Return a linear, quantized or not, as a function, with the weight that it holds now."""
     if isinstance(module, QuantizedLinear):
         return module.forward
     return bound(module.weight, module.bias)
 
 
 def _next_to_each_other(*modules: Any) -> Apply:
-    """Outputs in one tensor; in one product where the linears are fused."""
+    """Return a function that computes all outputs in one tensor; by one product if the linears are fused."""
     if isinstance(modules[0], RowsOf):
         return modules[0].whole.forward
     calls = [as_function(module) for module in modules]
@@ -200,7 +204,7 @@ def _next_to_each_other(*modules: Any) -> Apply:
 
 
 def _pair(first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Both outputs; views of one product's where the linears are fused."""
+    """Return a function that computes both outputs; they are views of one product if the linears are fused."""
     if isinstance(first, RowsOf):
         whole = first.whole
         return lambda x: whole(x).chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""What the rest of the package expects of an engine."""
+"""The interface of an engine, as the rest of the package uses it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -8,11 +8,11 @@ import numpy as np
 from qurl_ray.types import Completion, Manifest, Request
 
 Buffers = Mapping[str, tuple[np.ndarray, ...]]
-"""By tensor name: (codes [N, K] as bytes, scale float32 [N, groups]) if quantized, else (values,)."""
+"""Tensors by name: (codes [N, K] as bytes, scale float32 [N, groups]) if quantized, else (values,)."""
 
 
 class Engine(Protocol):
-    """Generates with the weights it verified last.
+    """An engine, which generates with the weights that it verified last.
 
     Example:
         engine.load(manifest, [buffers])
@@ -20,28 +20,28 @@ class Engine(Protocol):
     """
 
     version: int | None
-    """Version of the verified weights; None is STALE: nothing may be generated."""
+    """Version of the verified weights; None means STALE: nothing may be generated."""
 
     def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
-        """Replace all weights, bucket by bucket, then compare what is resident with the manifest. Nothing may run
-        meanwhile: cancel it, and wait for its `generate`.
+        """Replace all weights, bucket by bucket, then compare the resident weights with the manifest. No request may
+        run meanwhile: cancel requests, and wait until `generate` returns.
 
         Raises:
-            SyncError: something is missing, misshapen or damaged. The engine stays STALE.
+            SyncError: a tensor is missing, misshapen or damaged. The engine stays STALE.
         """
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
-        """What the engine holds of one tensor now, as it would stand in Buffers."""
+        """Return one tensor as the engine holds it now, in the form of Buffers."""
 
     def kernels(self) -> list[str]:
-        """What computes the linears: "fbgemm", "emulation of fp8", … or [] in full precision."""
+        """Return the kernels of the linears: "fbgemm", "emulation of fp8", … or [] in full precision."""
 
     def generate(
         self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
     ) -> list[Completion]:
-        """Completions in the order of the requests. What is not done after `deadline_s` ends there ("deadline").
+        """Return completions in the order of the requests. Unfinished ones end after `deadline_s` ("deadline").
 
-        A request that continues another (rollout.requests.continued) is answered with the rest alone.
+        A request that continues another (rollout.requests.continued) is answered only with the new tokens.
 
         Raises:
             StaleWeights: the engine does not hold `version`.
@@ -51,19 +51,20 @@ class Engine(Protocol):
     def cancel(self, uids: Collection[str]) -> None:
         """End these requests at their next token ("cancelled"). From any thread; unknown ones are ignored.
 
-        Only what runs now is meant: a cancel that overtakes its `generate` is lost, and none waits for the next one.
-        Who must be sure repeats it until `generate` returns, and asks for the rest when the last cancel has returned.
+        Only requests that run now are affected: a cancel that arrives before its `generate` is lost, and has no effect
+        on a later one. A caller that must be sure repeats it until `generate` returns, and requests the remaining
+        tokens when the last cancel has returned.
         """
 
     def weight_max_code(self, format_name: str) -> int:
-        """Largest weight code that this engine's kernel for the format can take; 0 for "none"."""
+        """Return the largest weight code that this engine's kernel for the format can take; 0 for "none"."""
 
     def sleep(self) -> None:
-        """Give back what memory of the device can be had again without a sync, until `wake`. Nothing may run meanwhile.
-        The verified weights stay what they are, be it elsewhere."""
+        """Release device memory that can be restored without a sync, until `wake`. No request may run meanwhile. The
+        verified weights are kept, possibly on the host."""
 
     def wake(self) -> None:
-        """Undo `sleep`; nothing if it does not sleep."""
+        """Undo `sleep`; do nothing if the engine is awake."""
 
     def close(self) -> None:
-        """Give everything back; the engine is of no further use."""
+        """Release everything. The engine cannot be used again."""

@@ -1,15 +1,15 @@
 """Decode steps as CUDA graphs: one call starts all kernels of a step. Not measured on a GPU.
 
-A graph repeats kernels on fixed addresses, and none of the Python code around them. So a step is expressed over memory
-that stays (last tokens, positions, the cache), for a fixed number of rows and of visible keys, both rounded up so that
-there are few of them. More keys change no bit (policy/attention.py). More rows than are running compute token 0 at
-position 0 of a free row: all they write is the first key of a row that the next prompt there overwrites.
+A graph replays kernels on fixed addresses, without the Python code around them. Therefore a step uses memory that
+stays in place (last tokens, positions, the cache), with a fixed number of rows and of visible keys. Both are rounded
+up, so that there are few graphs. More keys change no bit (policy/attention.py). Rows beyond the running ones compute
+token 0 at position 0 of a free row: they write only the first key of that row, which the next prompt there overwrites.
 
-Graphs are lost when the weights or the cache are replaced. Each sync replaces every linear, so after it each pair of
-rows and keys is captured anew at its first use, which takes about as long as two steps without graphs: one that warms
-up, and the capture, in which Python runs and no kernel does. A call that goes through seven sizes of keys with all
-slots running, and then empties 512 of them, pays that some thirteen times: nothing for answers of thousands of tokens,
-too much for answers of ten.
+Graphs are dropped when the weights or the cache are replaced. Each sync replaces every linear, so after a sync each
+pair of rows and keys is captured again at its first use. This takes about as long as two steps without graphs: one
+warm-up step, and the capture, which runs Python but no kernels. A call that goes through seven sizes of keys with all
+slots running, and then empties 512 slots, pays this some thirteen times. The cost is negligible for answers of
+thousands of tokens, and too high for answers of ten.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,10 @@ FEWEST_ROWS = 8
 
 Step = Callable[[], torch.Tensor]
 Capture = Callable[[Step], Step]
-"""Runs a step once, and returns what repeats it on the same memory; each time the same tensor."""
+"""Function that runs a step once, and returns a function that replays it on the same memory.
+
+The replay returns the same tensor each time.
+"""
 
 
 class DecodeGraphs:
@@ -36,11 +39,11 @@ class DecodeGraphs:
     def __init__(self, decoder: Decoder, cache: SlotCache, capture: Capture) -> None:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._inputs = torch.zeros(2, cache.slots, dtype=torch.int64, device=cache.device)
-        """The last tokens, and their positions."""
+        """Last tokens and their positions, int64 [2, slots]."""
         self._repeats: dict[tuple[int, int], Step] = {}
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Final states [count, 1, hidden] of the running rows, until the next call.
+        """Return final states [count, 1, hidden] of the running rows, valid until the next call.
 
         Raises:
             EngineError: the step cannot be captured.
@@ -68,7 +71,7 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """A Capture. Graphs of one of these share memory for what a step computes in between: none needs it for longer."""
+    """Capture by CUDA graphs. Graphs of one instance share memory for intermediate results, used within a step only."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -77,7 +80,7 @@ class CudaCapture:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            step()  # libraries take their workspaces and kernels are compiled, neither of which can be captured
+            step()  # libraries allocate workspaces and kernels are compiled; neither can be captured
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -91,7 +94,7 @@ class CudaCapture:
 
 
 def why_not(model: PreTrainedModel, *, captured: bool, compiled: bool) -> str | None:
-    """Why this model's decode steps cannot be captured or compiled, if that is asked; None if they can."""
+    """Return why this model's decode steps cannot be captured or compiled as requested; None if they can."""
     if not (captured or compiled):
         return None
     if not knows(model):
@@ -109,5 +112,5 @@ def why_not(model: PreTrainedModel, *, captured: bool, compiled: bool) -> str | 
 
 
 def _power_of_two(count: int, least: int) -> int:
-    """The smallest one that is not below either."""
+    """Return the smallest power of two that is not below `count` or `least`, itself a power of two."""
     return max(least, 1 << (count - 1).bit_length())

@@ -1,4 +1,4 @@
-"""The configured engine."""
+"""Creation of the configured engine."""
 
 import torch
 
@@ -16,13 +16,13 @@ def make_engine(
     transport: str = "object_store",
     colocated: bool = False,
 ) -> Engine:
-    """An engine without weights.
+    """Return the configured engine, without weights.
 
     Args:
         kernel: `quantization.kernel`.
-        threads: CPU threads that it may use.
+        threads: number of CPU threads that it may use.
         transport: `sync.transport`.
-        colocated: it is to sleep while a learner uses its device.
+        colocated: the engine must be able to sleep while a learner uses its device.
     """
     if config.engine == "vllm":
         from qurl_ray.rollout.vllm_engine import VllmEngine

@@ -1,4 +1,4 @@
-"""From problems to requests, with seeds that every process derives alike; what comes back, checked and continued."""
+"""Requests for problems, with seeds that every process derives alike; checks and continuation of completions."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ def make_requests(
     seed: int,
     salt: str,
 ) -> list[Request]:
-    """`samples` requests per problem, neighbours of each other.
+    """Return `samples` requests per problem, adjacent to each other.
 
     Args:
-        encode: prompt of a problem as int32 token ids.
-        seed: of the run. A draw's own seed comes from it, the salt, the problem's place and the sample's: a problem
-            that is drawn twice is answered differently.
-        salt: what sets these draws apart from others of the same problem, such as the step.
+        encode: function of a problem that returns its prompt as int32 token ids.
+        seed: seed of the run. The seed of a request is derived from it, the salt, and the indices of problem and
+            sample: a problem that occurs twice is answered differently.
+        salt: distinguishes these draws from others of the same problem, for example by the step.
     """
     return [
         Request(
@@ -40,7 +40,7 @@ def make_requests(
 
 
 def check_requests(requests: Sequence[Request], *, held: int | None, version: int, context: int) -> None:
-    """Whether an engine that holds weights `held` (None: unverified ones) may answer these.
+    """Check that an engine that holds weights `held` (None: unverified ones) may answer these requests.
 
     Raises:
         StaleWeights: it does not hold `version`.
@@ -56,8 +56,8 @@ def check_requests(requests: Sequence[Request], *, held: int | None, version: in
 
 
 def continued(request: Request, part: Completion) -> Request:
-    """The request that goes on where `part`, which was cut short, ends. Its prompt ends with what was drawn: keys and
-    values are computed anew, through the weights that go on."""
+    """Return the request that resumes where `part`, which was cut short, ends. Its prompt ends with the drawn tokens:
+    their keys and values are computed again, with the weights then in use."""
     drawn = len(part.token_ids)
     return replace(
         request,
@@ -68,7 +68,7 @@ def continued(request: Request, part: Completion) -> Request:
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """The answer that was drawn in parts, each of a request that continues the part before."""
+    """Join the parts of an answer. The request of each part continues the part before."""
     if len(parts) == 1:
         return parts[0]
     return Completion(
@@ -81,7 +81,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
 
 
 def check_logprobs(completions: Sequence[Completion]) -> None:
-    """Raise EngineError if a token's log-prob is not finite: whatever made it is broken."""
+    """Raise EngineError if a token's log-prob is not finite: what computed it is broken."""
     broken = [c.uid for c in completions if not np.isfinite(c.logprobs).all()]
     if broken:
         raise EngineError(
@@ -91,5 +91,5 @@ def check_logprobs(completions: Sequence[Completion]) -> None:
 
 
 def derive_seed(*parts: object) -> int:
-    """64 bits from the parts; the same in every process and Python version."""
+    """Return 64 bits derived from the parts; the same in every process and Python version."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

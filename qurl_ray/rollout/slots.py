@@ -10,10 +10,10 @@ from qurl_ray.policy.kv import KVScales, dequantize, quantize
 
 
 class SlotCache:
-    """Keys and values of all layers, one row per sequence; key j of a row is its token at position j.
+    """Keys and values of all layers, one row per sequence; key j of a row belongs to its token at position j.
 
-    It stands in for a transformers cache: attention layers call `update`. What that does is chosen before the forward,
-    by `prefill` or `decode`.
+    It takes the place of a transformers cache: attention layers call `update`. `prefill` or `decode`, called before the
+    forward pass, selects what `update` does.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class SlotCache:
         self.slots, self.length, self.device = slots, shape[2], self._keys[0].device
         self._mask_like = torch.empty(0, device=device, dtype=dtype if dtype.is_floating_point else torch.float32)
         self.hidden: torch.Tensor | None = None
-        """Of a decode step: [B, 1, 1, keys], -inf where a row's keys end; None while prompts are computed."""
+        """Mask of a decode step, [B, 1, 1, keys]: -inf where a row's keys end; None while prompts are computed."""
 
     def prefill(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        """The next forward holds whole prompts: prompt sources[i] goes to row rows[i]."""
+        """Prepare a forward pass over whole prompts: prompt sources[i] is stored in row rows[i]."""
         self._rows, self._sources, self.hidden = rows, sources, None
 
     def decode(self, positions: torch.Tensor, visible: int | None = None) -> None:
-        """The next forward holds one token for each of the first len(positions) rows, at these positions.
+        """Prepare a forward pass over one token for each of the first len(positions) rows, at these positions.
 
         Args:
-            visible: keys to attend to, a multiple of 16; those up to the last position if absent. If given, and with
-                positions on the cache's device, nothing is read back from there.
+            visible: number of keys to attend to, a multiple of 16; None means those up to the last position. If it is
+                given and positions are on the cache's device, nothing is read back from that device.
         """
         count, heads, where = len(positions), self._keys[0].shape[1], positions.device
         self._count = count
@@ -59,7 +59,7 @@ class SlotCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, key heads, T, d]; return the keys and values to attend to, as they were stored."""
+        """Store key and value [B, key heads, T, d]; return the keys and values to attend to, as they were stored."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if self.hidden is None:
             length = key.shape[2]
@@ -72,25 +72,25 @@ class SlotCache:
         return keys[: self._count, :, : self._visible], values[: self._count, :, : self._visible]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy rows, the first `length` positions of each: running rows into the holes that finished ones leave."""
+        """Copy the first `length` positions of rows: running rows fill the holes that finished ones leave."""
         for part in (*self._keys, *self._values):
             part[targets, :, :length] = part[sources, :, :length]
 
     def get_seq_length(self, *_: object) -> int:
-        """transformers asks; positions are always given explicitly, so the answer is not used."""
+        """Return 0. transformers calls this; positions are given explicitly, so the result is not used."""
         return 0
 
 
 class Fp8SlotCache(SlotCache):
-    """Holds the bytes of E4M3 codes, a quarter of the memory. Each step dequantizes all keys and values that it sees:
-    on a CPU no kernel reads codes.
+    """SlotCache that holds E4M3 codes, in a quarter of the memory. Each step dequantizes all keys and values that it
+    reads, because no kernel on a CPU reads codes.
 
     Args:
-        scales: by layer.
+        scales: scales of keys and values by layer index.
     """
 
     def __init__(self, scales: Mapping[int, KVScales], *, dtype: torch.dtype = torch.float32, **shape: Any) -> None:
-        super().__init__(**shape, dtype=torch.uint8)  # as float8_e4m3fn, rows could not be copied by index
+        super().__init__(**shape, dtype=torch.uint8)  # rows of float8_e4m3fn could not be copied by index
         self._scales, self._mask_like = scales, self._mask_like.to(dtype)
 
     def update(

@@ -1,7 +1,8 @@
-"""The embedded engine: a transformers model in this process, its block linears quantized, continuous batching.
+"""The embedded engine: a transformers model in this process, with quantized block linears and continuous batching.
 
-Batch-invariant: a request's tokens and log-probs do not depend on what else is in the batch, on the number of slots, or
-on whether its prompt was prefilled for it alone (docs/concepts.md). A prompt shared by requests is computed once.
+It is batch-invariant: a request's tokens and log-probs do not depend on other requests in the batch, on the number of
+slots, or on whether its prompt was prefilled for it alone (docs/concepts.md). A prompt shared by requests is computed
+once.
 """
 
 import math
@@ -28,27 +29,27 @@ from qurl_ray.rollout.slots import Fp8SlotCache, SlotCache
 from qurl_ray.rollout.weights import EngineWeights
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
-_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory
-_ADMIT_SHARE = 8  # an eighth of the slots is free before new requests are admitted
+_PREFILL_TOKENS = 8192  # limit of padded tokens in one prefill pass, which bounds its memory
+_ADMIT_SHARE = 8  # new requests are admitted when an eighth of the slots is free
 
 Waiting = deque[tuple[int, Request]]
-"""Requests without a slot, with their places in the call."""
+"""Queue of requests without a slot, each with its index in the call."""
 
 
 class TorchEngine:
-    """See rollout.engine.Engine.
+    """Engine on a transformers model in this process; see rollout.engine.Engine.
 
     Args:
-        slots: sequences decoded at a time.
+        slots: number of sequences decoded at a time.
         kernel: "auto" uses the device's integer kernel where there is one, "emulation" the float32 reference.
         kv_cache: "fp8" holds keys and values as policy.kv rounds them, with scales of the weights last loaded.
-        device: for all of it. CUDA was not measured.
-        dtype: of activations and of what is not quantized, which then has to be sent in no more bits.
-        capture: makes what decode steps are captured by, for weights and a cache that stay (rollout.graphs).
-        compile: torch.compile or the like, for what is computed between the products (rollout.decoder).
+        device: device of the whole engine. CUDA was not measured.
+        dtype: type of activations and of unquantized tensors, which must then be sent in no more bits.
+        capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).
+        compile: torch.compile or a function like it, for the operations between the products (rollout.decoder).
 
     Raises:
-        EngineError: the model's decode steps can be neither captured nor compiled, as was asked.
+        EngineError: decode steps of this model cannot be captured or compiled as requested.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TorchEngine:
         self._cache: SlotCache | None = None
         self._capture = capture
         self._graphs: DecodeGraphs | None = None
-        """Of this decoder and this cache: gone with either."""
+        """Captured steps of the present decoder and cache; dropped when either is replaced."""
         self._rounds_cache = kv_cache == "fp8"
         self._kv_scales: Mapping[int, KVScales] | None = None
         self._cancelled: set[str] = set()
@@ -103,7 +104,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _measure_cache(self) -> Mapping[int, KVScales]:
-        """Scales of the weights as they are now, by layer."""
+        """Return the scales of keys and values for the present weights, by layer."""
         ids = calibration_ids(self._model.config)
         recorder = MaximaRecorder(ids)
         self._forward(torch.tensor([ids], device=self._device), self._arange(len(ids))[None], recorder)
@@ -117,13 +118,13 @@ class TorchEngine:
         return sorted([*self._weights.kernels(), *emulated])
 
     def sleep(self) -> None:
-        """Without the keys and values; the weights, quantized and few beside a learner's states, stay."""
+        """Release keys and values. The weights stay: they are quantized, and small compared to a learner's states."""
         self._cache = self._graphs = None
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # or it would be this process's all the same
+            torch.cuda.empty_cache()  # otherwise this process would keep the memory
 
     def wake(self) -> None:
-        """Nothing: the next call makes a cache."""
+        """Do nothing: the next call makes a cache."""
 
     def close(self) -> None:
         self.version = self._cache = self._graphs = None
@@ -141,8 +142,8 @@ class TorchEngine:
         if not requests:
             return []
         ends = time.monotonic() + deadline_s if deadline_s is not None else math.inf
-        self._cancelled = set()  # what came before was not meant for this call
-        # The longest first: what is left to the end, where slots stay empty, is short.
+        self._cancelled = set()  # earlier cancels do not apply to this call
+        # The longest first: requests left at the end, where slots stay empty, are short.
         order = sorted(range(len(requests)), key=lambda i: -requests[i].sampling.max_new_tokens)
         waiting = deque((index, requests[index]) for index in order)
         cache = self._slots_for(requests)
@@ -156,13 +157,13 @@ class TorchEngine:
             self.step(batch, _admitted(waiting, running=batch.count, slots=cache.slots))
         completions = batch.completions()
         if not all(np.isfinite(completion.logprobs).all() for completion in completions):
-            self._cache = self._graphs = None  # nan in a slot would outlive its owner: 0 · nan is nan
+            self._cache = self._graphs = None  # nan in a slot would outlive its request: 0 · nan is nan
         return completions
 
     def _drop_cancelled(
         self, cache: SlotCache, batch: RunningBatch, requests: Sequence[Request], waiting: Waiting
     ) -> Waiting:
-        """End what was cancelled, running or waiting; what still waits."""
+        """End cancelled requests, running or waiting. Return those that still wait."""
         uids, self._cancelled = self._cancelled, set()
         everywhere = [*batch.running(), *(index for index, _ in waiting)]
         batch.end([index for index in everywhere if requests[index].uid in uids], "cancelled")
@@ -170,19 +171,19 @@ class TorchEngine:
         return deque(item for item in waiting if item[1].uid not in uids)
 
     def _slots_for(self, requests: Sequence[Request]) -> SlotCache:
-        """A cache large enough for these requests; the last one if it is."""
+        """Return a cache large enough for these requests; the last one if it is large enough."""
         longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
         return self.reserve(min(self._slots, len(requests)), longest)
 
     def reserve(self, slots: int, length: int) -> SlotCache:
-        """Have room for so many sequences of so many tokens, for `step`; the last cache if it is large enough.
+        """Return a cache for `slots` sequences of `length` tokens, for `step`; the last one if it is large enough.
 
         Raises:
-            EngineError: there is no memory for that.
+            EngineError: there is not enough memory.
         """
         if self._cache is None or self._cache.slots < slots or self._cache.length < length:
             config = self._model.config
-            self._cache = self._graphs = None  # before there are two
+            self._cache = self._graphs = None  # freed first, so that there are never two
             make = partial(Fp8SlotCache, self._kv_scales) if self._kv_scales else SlotCache
             try:
                 self._cache = make(
@@ -203,12 +204,12 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self, batch: RunningBatch, admitted: list[tuple[int, Request]], *, cancelled: Sequence[int] = ()) -> None:
-        """Draw a token for each of the batch: two for those that join. `generate` is steps until nothing is left; who
-        takes them alone has checked the requests, and has reserved room.
+        """Draw one token for each running request, and two for each admitted one. `generate` makes steps until nothing
+        is left. A caller of single steps must have checked the requests and called `reserve`.
 
         Args:
             admitted: (index in the batch, request), not more than there are free slots.
-            cancelled: indices of the batch that end before.
+            cancelled: indices in the batch of requests that end before this step.
         """
         cache = self._cache
         assert cache, "a batch has slots"
@@ -220,7 +221,7 @@ class TorchEngine:
         self._decode(cache, batch)
 
     def _prefill(self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]]) -> None:
-        """Compute each different prompt once, fill a row per request, draw the first tokens."""
+        """Compute each different prompt once, fill a row per request, and draw the first tokens."""
         prompts = list({r.prompt_ids.tobytes(): r.prompt_ids for _, r in group}.values())
         place = {prompt.tobytes(): i for i, prompt in enumerate(prompts)}
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -235,7 +236,7 @@ class TorchEngine:
         self._retire(cache, batch)
 
     def _decode(self, cache: SlotCache, batch: RunningBatch) -> None:
-        """One more token for every running row."""
+        """Draw one more token for every running row."""
         if not batch.count:
             return
         last, positions = batch.last_tokens(), batch.positions()
@@ -264,8 +265,8 @@ class TorchEngine:
 
 
 def _admitted(waiting: Waiting, *, running: int, slots: int) -> list[tuple[int, Request]]:
-    """Take the next requests off the queue for the free slots: several at a time, since a prefill of one prompt takes
-    nearly as long as one of a few."""
+    """Take the next requests off the queue for the free slots: several at a time, because a prefill of one prompt takes
+    nearly as long as a prefill of a few."""
     free = slots - running
     if running and free < min(len(waiting), -(-slots // _ADMIT_SHARE)):
         return []
@@ -273,7 +274,7 @@ def _admitted(waiting: Waiting, *, running: int, slots: int) -> list[tuple[int, 
 
 
 def _prefill_groups(admitted: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
-    """Split so that one pass holds at most _PREFILL_TOKENS padded tokens of different prompts."""
+    """Split requests so that one pass holds at most _PREFILL_TOKENS padded tokens of different prompts."""
     groups: list[list[tuple[int, Request]]] = []
     different: set[bytes] = set()
     longest = 0

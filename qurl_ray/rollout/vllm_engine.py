@@ -1,13 +1,13 @@
-"""The vLLM engine: continuous batching by vLLM 0.32, linears by quant/linear.py, weights verified where they lie.
+"""The vLLM engine: continuous batching by vLLM 0.32, linears by quant/linear.py, weights verified in place.
 
-vLLM runs in processes of its own (rollout/vllm_server.py). Weights come into its workers through vllm_worker.py, into
-the layers of vllm_plugin.py, and what they hold is read back from there.
+vLLM runs in its own processes (rollout/vllm_server.py). vllm_worker.py writes weights into the layers of vllm_plugin.py
+in these processes, and reads them back.
 
-Unlike the torch engine it is not batch-invariant: vLLM's attention depends on what else is in the batch, so log-probs
-differ from the learner's in the last bits, and by more where such a bit flips the code of an activation. Nor can its
-random numbers begin in the middle: what a continued request draws has the same distribution, but other tokens than the
-undisturbed one would have drawn. Nothing here was measured on a GPU; what is for GPUs alone (sleep mode, tensor
-parallelism on them) is wired as vLLM documents it.
+Unlike the torch engine, it is not batch-invariant: vLLM's attention depends on the other requests in the batch.
+Log-probs therefore differ from the learner's in the last bits, and by more where such a bit changes the code of an
+activation. Its random numbers cannot start in the middle of an answer: a continued request draws from the same
+distribution, but it draws other tokens than the uninterrupted request. Nothing here was measured on a GPU. Features for
+GPUs only (sleep mode, tensor parallelism on GPUs) follow vLLM's documentation.
 """
 
 import itertools
@@ -30,24 +30,25 @@ from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorReco
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _SHARED = 0.01
-"""Share of a GPU that must be free for vLLM to start; with `kv_cache_bytes` it decides nothing else."""
+"""Share of a GPU's memory that must be free for vLLM to start; it has no other effect with `kv_cache_bytes`."""
 
 
 class VllmEngine:
-    """See rollout.engine.Engine. One to a process, whose environment it changes.
+    """Engine on vLLM; see rollout.engine.Engine. A process can have one, which changes the environment of the process.
 
     Args:
-        slots: sequences decoded at a time.
-        dtype: of activations and of what is not quantized; float32 tensors are rounded to it as they are placed.
-        tensor_parallel: workers (GPUs on CUDA) that share the policy.
-        kv_cache_bytes: memory for keys and values in each worker. None is what `slots` full contexts need on a CPU,
-            and on a GPU what vLLM finds free.
+        slots: number of sequences decoded at a time.
+        dtype: type of activations and of unquantized tensors; float32 tensors are rounded to it when they are placed.
+        tensor_parallel: number of workers (GPUs on CUDA) that share the policy.
+        kv_cache_bytes: memory for keys and values in each worker. None means the memory that `slots` full contexts
+            need on a CPU, and the memory that vLLM finds free on a GPU.
         kernel: "auto" or "emulation", as in the torch engine.
-        threads: of each worker on a CPU; None is vLLM's choice.
+        threads: number of CPU threads of each worker on a CPU; None leaves the choice to vLLM.
         sleep_mode: make `sleep` possible, on CUDA.
-        transport: "nccl", "sparse_nccl" or "ipc" for vLLM's own weight transfer beside `load`.
-        logprobs_mode: vLLM's; `stream` with "raw_logprobs" tells of the policy's own, whatever the temperature.
-        timeout_s: that the start, or any other call to vLLM but `generate`, may take.
+        transport: "nccl", "sparse_nccl" or "ipc" for vLLM's own weight transfer in addition to `load`.
+        logprobs_mode: vLLM's option; with "raw_logprobs", `stream` reports the policy's own log-probs, whatever the
+            temperature.
+        timeout_s: longest time that the start, or any other call to vLLM but `generate`, may take.
 
     Example:
         engine = VllmEngine(PolicySpec(source="Qwen/Qwen3-0.6B"), slots=64)
@@ -91,7 +92,7 @@ class VllmEngine:
             "enable_sleep_mode": sleep_mode,
             "quantization": "qurl",
             "hf_overrides": {"quantization_config": {"quant_method": "qurl", "kernel": kernel}},
-            "load_format": "dummy",  # the first load brings the weights
+            "load_format": "dummy",  # the first load sends the weights
             "logprobs_mode": logprobs_mode,
             "max_logprobs": 20,
             "enforce_eager": True,  # linears change in place, which a compiled graph would not see
@@ -102,7 +103,7 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         if sleep_mode and kv_cache_bytes is not None:
-            settings["gpu_memory_utilization"] = _SHARED  # of what is free at the start, which may be the learner's
+            settings["gpu_memory_utilization"] = _SHARED  # at the start, the learner may hold the rest
         if transport != "object_store":
             settings["weight_transfer_config"] = {"backend": transport}
         self._server = VllmServer(settings, threads=threads, timeout_s=timeout_s)
@@ -116,13 +117,13 @@ class VllmEngine:
         return fmt.weight_max if self._emulate else weight_max_code(fmt, self._server.device)
 
     def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
-        """Replace all weights, bucket by bucket, then compare what is resident with the manifest.
+        """Replace all weights, bucket by bucket, then compare the resident weights with the manifest.
 
-        Requests that still run are aborted, and come back as cancelled.
+        Requests that still run are aborted, and returned as cancelled.
 
         Raises:
-            SyncError: something is missing, misshapen or damaged. The engine stays STALE.
-            QuantizationError: what came as codes cannot be held so.
+            SyncError: a tensor is missing, misshapen or damaged. The engine stays STALE.
+            QuantizationError: a tensor that was sent as codes cannot be held as codes.
         """
         self._announce(manifest)
         try:
@@ -132,32 +133,32 @@ class VllmEngine:
         self.version = manifest.version
 
     def expect(self, manifest: Manifest, scales: Mapping[str, np.ndarray]) -> None:
-        """Make ready for a version through vLLM's own weight transfer, of which `transfer` are the steps, as its sender
-        asks for them; `accept` ends it. The engine holds a version in the same format.
+        """Prepare for a version that is sent by vLLM's own weight transfer. `transfer` makes its steps, as the sender
+        requests them; `accept` ends it. The engine must hold a version in the same format.
 
         Args:
-            scales: float32, of every tensor whose codes come.
+            scales: float32 scales, by name, of every tensor that is sent as codes.
 
         Raises:
-            SyncError: the manifest is incomplete, or the engine holds what is to come in another format.
+            SyncError: the manifest is incomplete, or the engine holds a tensor in another format.
         """
         self._announce(manifest)
         wires = [(name, self._shapes[name], (s.dtype.str, s.shape, s.tobytes())) for name, s in scales.items()]
         self._server.workers("expect", wires, (manifest.precision, manifest.weight_max_code), self._patches)
 
     def transfer(self, method: str, arguments: Mapping[str, object]) -> None:
-        """One of the weight transfer methods of vLLM's workers.
+        """Call one of the weight transfer methods of vLLM's workers.
 
         Raises:
-            EngineError: it failed.
+            EngineError: the call failed.
         """
         self._server.control("collective_rpc", method, kwargs=dict(arguments))
 
     def accept(self, manifest: Manifest) -> None:
-        """Compare what was transferred since `expect` with the manifest.
+        """Compare the weights that were transferred since `expect` with the manifest.
 
         Raises:
-            SyncError: something is missing or damaged. The engine stays STALE.
+            SyncError: a tensor is missing or damaged. The engine stays STALE.
         """
         try:
             self._server.workers("arrived")
@@ -167,7 +168,7 @@ class VllmEngine:
         self.version = manifest.version
 
     def _announce(self, manifest: Manifest) -> None:
-        """Become STALE, check what the manifest says, abort what runs."""
+        """Become STALE, check the manifest, and abort running requests."""
         self.version = None  # until every tensor is verified
         self._check_awake()
         what = f"version {manifest.version}"
@@ -191,7 +192,7 @@ class VllmEngine:
             raise SyncError(f"{what} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
 
     def _place(self, manifest: Manifest, buckets: Iterable[Buffers]) -> dict[str, int]:
-        """Hand all tensors to the workers; by name, the fingerprint that each must have there."""
+        """Send all tensors to the workers. Return by name the fingerprint that each must have there."""
         what = f"version {manifest.version}"
         expected: dict[str, int] = {}
         self._server.workers("begin")
@@ -220,7 +221,7 @@ class VllmEngine:
             raise SyncError(f"{record.name} has shape {found}, expected {wanted[0][0]} in {record.format}")
 
     def _expected(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> int:
-        """The record's fingerprint; that of the rounded values if the engine holds less than float32."""
+        """Return the record's fingerprint, or that of the rounded values if the engine holds less than float32."""
         if record.format != "none" or self._dtype == torch.float32:
             return record.fingerprint
         values = torch.tensor(parts[0])
@@ -233,11 +234,11 @@ class VllmEngine:
         if self._ranks == 1:
             yield from zip(names, self._server.workers("fingerprints", names)[0], strict=True)
         else:
-            for name in names:  # through this process: shards of columns have no fingerprints that would add up
+            for name in names:  # through this process: fingerprints of column shards do not add up
                 yield name, fingerprint(*map(torch.from_numpy, self.resident(name)))
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
-        """A tensor as the workers hold it, read back from the kernels' own memory, in the form of a buffer."""
+        """Return a tensor as the workers hold it, read back from the kernels' own memory, in the form of Buffers."""
         found = []
         for pieces in self._server.workers("resident", name):
             for start, stop, columns, wire in pieces:
@@ -248,7 +249,7 @@ class VllmEngine:
         return assemble(name, self._shapes[name], get_format(self._records[name].format) if quantized else None, found)
 
     def kernels(self) -> list[str]:
-        """What computes the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
+        """Return the kernels of the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
         return sorted({name for names in self._server.workers("kernels") for name in names})
 
     # --- generation ------------------------------------------------------------------------------------------------
@@ -256,10 +257,10 @@ class VllmEngine:
     def generate(
         self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
     ) -> list[Completion]:
-        """Completions in the order of the requests. Log-probs of greedy draws are 0, as in the torch engine.
+        """Return completions in the order of the requests. Log-probs of greedy draws are 0, as in the torch engine.
 
         Args:
-            deadline_s: seconds from now; what is not finished then is aborted, and comes back as far as it got.
+            deadline_s: seconds from now; unfinished requests are then aborted, and returned as far as they got.
 
         Raises:
             StaleWeights: the engine does not hold `version`.
@@ -270,7 +271,7 @@ class VllmEngine:
         return self._server.generate(requests, version, deadline_s) if requests else []
 
     def stream(self, request: Request, *, logprobs: int | None, tell: Tell, fail: Callable[[Exception], None]) -> None:
-        """Begin to answer a request; see VllmServer.stream.
+        """Start to answer a request; see VllmServer.stream.
 
         Raises:
             EngineError: the engine holds no verified weights, or the request does not fit the context.
@@ -280,13 +281,13 @@ class VllmEngine:
         self._server.stream(request, logprobs=logprobs, tell=tell, fail=fail)
 
     def cancel(self, uids: Collection[str]) -> None:
-        """See rollout.engine.Engine: what runs now comes back with what it has."""
+        """End these requests, which return the tokens drawn so far; see rollout.engine.Engine."""
         self._server.cancel(set(uids))
 
     # --- sleep, end ------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Give the GPU's memory away: 1 moves the weights to the host, 2 drops them and leaves the engine STALE.
+        """Release the GPU's memory: level 1 moves the weights to the host, 2 drops them and leaves the engine STALE.
 
         Not measured on a GPU.
 
@@ -303,7 +304,7 @@ class VllmEngine:
         self._asleep = True
 
     def wake(self) -> None:
-        """Undo `sleep`; after level 2 the next load brings the weights."""
+        """Undo `sleep`; after level 2, the next load must send the weights."""
         if self._asleep:
             self._server.control("wake_up")
             self._asleep = False
@@ -313,6 +314,6 @@ class VllmEngine:
             raise EngineError("the engine is asleep: wake it first")
 
     def close(self) -> None:
-        """End vLLM's processes. Can be called again."""
+        """End vLLM's processes. It can be called more than once."""
         self.version = None
         self._server.close()

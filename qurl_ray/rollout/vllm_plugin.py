@@ -1,18 +1,19 @@
 """The quantization "qurl" for vLLM: linears that hold floats or codes, and change from one to the other in place.
 
-Registered where this module is imported, and by vLLM itself through the entry point `vllm.general_plugins`. A float
-checkpoint is quantized tensor by tensor with quant.quantize, before or after fusing and sharding as bits require; codes
-come through rollout/vllm_worker.py. Both end in the same QuantizedLinear, so the result is the same bit for bit.
+It is registered when this module is imported, and by vLLM itself through the entry point `vllm.general_plugins`. A
+float checkpoint is quantized tensor by tensor with quant.quantize, before or after fusing and sharding, as equal bits
+require. Codes arrive through rollout/vllm_worker.py. Both end in the same QuantizedLinear, so the result has the same
+bits.
 
-vLLM's own float path packs weights on CPUs, after which they can be neither replaced nor read back. Hence linears,
+vLLM's own float path packs weights on CPUs, after which they can be neither replaced nor read back. Therefore linears,
 embedding and head multiply with the parameter itself.
 
 Example, without the engine:
     LLM(folder, quantization="qurl", dtype="float32", enforce_eager=True,
         hf_overrides={"quantization_config": {"quant_method": "qurl", "format": "int8", "keep": ["lm_head\\\\."]}})
 
-With tensor parallelism, the input of a row-parallel linear is spread over the ranks. They agree on each row's largest
-value, so activations get the codes that they get without; only sums are rounded otherwise. Not measured on a GPU.
+With tensor parallelism, the input of a row-parallel linear is divided over the ranks. They agree on each row's largest
+value, so activations get the same codes as without it; only sums are rounded differently. Not measured on a GPU.
 """
 
 import re
@@ -46,18 +47,18 @@ from qurl_ray.quant.quantize import QTensor, quantize, row_maximum
 from qurl_ray.rollout.vllm_shards import Piece, cut, fuse
 
 NAME = "qurl"
-_WIDER = 16  # columns that carry the input's largest value: as many as keep a width that kernels take
+_WIDER = 16  # columns that carry the input's largest value: enough to keep a width that kernels take
 
 
 def register() -> None:
-    """The entry point: importing this module has registered the plugin."""
+    """Do nothing. This is the entry point; importing this module has registered the plugin."""
 
 
 @register_weight_loader_v2_supported_method
 class QurlLinearMethod(UnquantizedLinearMethod):
-    """One layer's weight: `layer.weight` in full precision, or the QuantizedLinears in `held`.
+    """Weight of one layer: `layer.weight` in full precision, or the QuantizedLinears in `held`.
 
-    These are not submodules: vLLM's reload would take their buffers for its own.
+    These are not submodules, because vLLM's reload would treat their buffers as its own.
     """
 
     supports_pre_processed_weights = False
@@ -65,12 +66,12 @@ class QurlLinearMethod(UnquantizedLinearMethod):
     def __init__(self, fmt: Format | None, *, tensors: int, emulate: bool) -> None:
         super().__init__()
         self.fmt = fmt
-        """What the layer holds, and what a float checkpoint becomes."""
+        """Format that the layer holds, and that a float checkpoint is quantized to; None for full precision."""
         self.held: tuple[QuantizedLinear, ...] = ()
         self.expected: list[tuple[int, QTensor]] = []
-        """(first row, scales with codes on `meta`) of codes that vLLM's own transfer brings as floats."""
+        """(first row, scales with codes on `meta`) of codes that vLLM's own transfer sends as floats."""
         self._widened = False
-        self._tensors = tensors  # that the layer is fused from; 1 if the checkpoint has it fused
+        self._tensors = tensors  # number that the layer is fused from; 1 if the checkpoint has it fused
         self._emulate = emulate
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -88,7 +89,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         """Replace the weight by these parts of its rows, in their order.
 
         Raises:
-            QuantizationError: not all parts are of one format.
+            QuantizationError: the parts have different formats.
         """
         formats = {part.fmt if isinstance(part, QTensor) else None for part in parts}
         if len(formats) > 1:
@@ -113,7 +114,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         )
 
     def hold_floats(self, layer: Any) -> None:
-        """Replace the weight by the codes that are in it as floats, with the scales that were announced."""
+        """Replace the weight by the codes that it holds as floats, with the scales of `expected`."""
         parts = [q for _, q in sorted(self.expected, key=lambda item: item[0])]
         floats = layer.weight.detach().split([len(q.codes) for q in parts])
         pairs = zip(floats, parts, strict=True)
@@ -122,11 +123,11 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         )
 
     def show_floats(self, layer: Any) -> None:
-        """The codes as floats in the weight, for vLLM to patch, until `hold_floats`."""
+        """Write the codes as floats into the weight, for vLLM to patch, until `hold_floats`."""
         layer.weight.data = torch.cat([q.codes.to(layer.params_dtype) for q in self.resident()])
 
     def resident(self) -> list[QTensor]:
-        """Codes and scales in the order of the layer's rows, from the kernels' own memory."""
+        """Return codes and scales in the order of the layer's rows, from the kernels' own memory."""
         found = [linear.resident() for linear in self.held]
         if not self._widened:
             return found
@@ -145,7 +146,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
 
     @staticmethod
     def _quantized(layer: Any, part: torch.Tensor, fmt: Format) -> QTensor:
-        """Codes of a rank's part of a checkpoint tensor: those that the whole tensor would get there."""
+        """Quantize a rank's part of a checkpoint tensor, to the codes that the whole tensor would get there."""
         if layer.tp_size == 1:
             return quantize(part, fmt)
         if isinstance(layer, RowParallelLinear):  # a row's scale depends on the columns of all ranks
@@ -165,12 +166,12 @@ class QurlLinearMethod(UnquantizedLinearMethod):
 
 
 def _ranges_span_rows(fmt: Format) -> bool:
-    """If an activation's scale depends on its whole row, of which a rank has only a part."""
+    """True if an activation's scale depends on its whole row, of which a rank has only a part."""
     return fmt.activation_max is not None and fmt.activation_group is None
 
 
 def _widened(q: QTensor) -> QTensor:
-    """With columns of zeros: what meets them enters the range of the activations and not the sum."""
+    """Add columns of zeros: inputs of these columns affect the range of the activations, but not the sums."""
     codes = nn.functional.pad(q.codes.view(torch.uint8), (0, _WIDER)).view(q.codes.dtype)
     return QTensor(codes=codes, scale=q.scale, fmt=q.fmt)
 
@@ -189,8 +190,8 @@ class QurlConfig(QuantizationConfig):
     """Settings of the plugin, under `quantization_config` of a model's config.
 
     Args:
-        format: what the linears of a float checkpoint become; "none" leaves them, until codes are loaded.
-        keep: patterns of what stays in full precision, as in quant/select.py, over the checkpoint's names.
+        format: format of the linears of a float checkpoint; "none" leaves them as floats until codes are loaded.
+        keep: patterns of checkpoint names that stay in full precision, as in quant/select.py.
         weight_max_code: bound of weight codes, 63 where the kernel would saturate.
         kernel: "auto" or "emulation", as in the torch engine.
     """
@@ -232,10 +233,10 @@ class QurlConfig(QuantizationConfig):
         return None
 
     def format_of(self, prefix: str) -> Format | None:
-        """What a float checkpoint's tensors become in this layer of vLLM's; None if they are kept.
+        """Return the format of a float checkpoint's tensors in this vLLM layer; None for full precision.
 
         Raises:
-            QuantizationError: some of them are kept and some are not.
+            QuantizationError: only some of them stay in full precision.
         """
         names = self._names(prefix)
         kept = {name for name in names if any(re.search(pattern, name) for pattern in self.keep)}
@@ -247,6 +248,6 @@ class QurlConfig(QuantizationConfig):
         return None if kept else self.fmt
 
     def _names(self, prefix: str) -> list[str]:
-        """The checkpoint's names of what is fused in a layer."""
+        """Return the checkpoint's names of the tensors that are fused in a layer."""
         path, _, leaf = prefix.rpartition(".")
         return [f"{path}.{name}.weight".lstrip(".") for name in self.packed_modules_mapping.get(leaf, [leaf])]

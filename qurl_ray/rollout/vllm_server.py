@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM on an event loop in a thread, for callers that are not asynchronous themselves.
 
-vllm is imported with the first of these, after the environment variables that it reads; the environment of the process
-is vLLM's from then on.
+The first VllmServer of a process sets the environment variables that vllm reads, and then imports it. From then on, the
+environment of the process belongs to vLLM.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Finish, Request
 
 Tell = Callable[[Any], None]
-"""Takes vLLM's CompletionOutput."""
+"""Callback that takes vLLM's CompletionOutput."""
 
-_SHUTDOWN_S = 10.0  # until processes that do not end by themselves are killed
-_ABORT_S = 30.0  # that vLLM may take to hand back aborted requests
+_SHUTDOWN_S = 10.0  # time until processes that do not end by themselves are killed
+_ABORT_S = 30.0  # time that vLLM may take to return aborted requests
 _ABORT_AGAIN_S = 0.02
 
 
@@ -34,19 +34,19 @@ class VllmServer:
     """One AsyncLLM and its processes.
 
     Args:
-        settings: of vLLM's AsyncEngineArgs.
-        threads: of each worker on a CPU; None is vLLM's choice.
-        timeout_s: that the start, or any other call but `generate`, may take.
+        settings: arguments of vLLM's AsyncEngineArgs.
+        threads: CPU threads of each worker on a CPU; None leaves the choice to vLLM.
+        timeout_s: longest time that the start, or any other call but `generate`, may take.
     """
 
     def __init__(self, settings: Mapping[str, Any], *, threads: int | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._counter = itertools.count()
-        self._running: dict[str, str] = {}  # uid by vLLM's id, of what has not ended; touched on the loop only
+        self._running: dict[str, str] = {}  # uid of unfinished requests by vLLM's id; used on the loop only
         self._llm: Any = None
         _set_environment(threads, settings["tensor_parallel_size"])
         if settings.get("weight_transfer_config") == {"backend": "ipc"}:
-            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory are pickled, within this machine
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are pickled, within this machine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class VllmServer:
             self._call(self._start(settings), "vLLM to start", timeout_s)
         except BaseException:
             self.close()
-            for child in multiprocessing.active_children():  # of a start that still goes on in the thread
+            for child in multiprocessing.active_children():  # of a start that still runs in the thread
                 if child not in others:
                     child.kill()
             raise
@@ -79,7 +79,7 @@ class VllmServer:
     # --- calls -----------------------------------------------------------------------------------------------------
 
     def control(self, method: str, *args: object, **kwargs: object) -> Any:
-        """The result of one of AsyncLLM's own methods.
+        """Return the result of one of AsyncLLM's own methods.
 
         Raises:
             EngineError: vLLM failed, or is closed.
@@ -90,7 +90,7 @@ class VllmServer:
         return self._call(getattr(self._llm, method)(*args, **kwargs), f"vLLM to {method}", self._timeout_s)
 
     def workers(self, method: str, *args: object) -> list[Any]:
-        """What a method of vllm_worker.ResidentPolicy returns in every worker, or raise the first one's error."""
+        """Return the results of a method of vllm_worker.ResidentPolicy in all workers, or raise the first error."""
         replies = self.control("collective_rpc", "qurl", args=(method, *args))
         for kind, value in replies:
             if kind != "ok":
@@ -106,13 +106,13 @@ class VllmServer:
             raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from None
         except errors.QurlError:
             raise
-        except Exception as error:  # vLLM's own kinds are many, and none of a caller's business
+        except Exception as error:  # vLLM's own types are many, and callers need not know them
             raise EngineError(f"vLLM failed while it was asked for {what}: {type(error).__name__}: {error}") from error
 
     # --- generation ------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], version: int, deadline_s: float | None) -> list[Completion]:
-        """Completions in the order of the requests; what is not finished after `deadline_s` as far as it got.
+        """Return completions in the order of the requests; after `deadline_s`, unfinished ones as far as they got.
 
         Raises:
             EngineError: vLLM failed, or is closed.
@@ -141,8 +141,8 @@ class VllmServer:
         ]
 
     async def _one(self, request: Request, own: str) -> Any:
-        """vLLM's last word on a request: all of its tokens, whether it ended or was aborted."""
-        params = _params(request, logprobs=0, pieces=False)  # log-probs of the drawn token alone
+        """Return vLLM's final output for a request: all of its tokens, whether it ended or was aborted."""
+        params = _params(request, logprobs=0, pieces=False)  # log-probs of the drawn token only
         try:
             answers = self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own)
             return [answer.outputs[0] async for answer in answers][-1]
@@ -150,12 +150,13 @@ class VllmServer:
             self._running.pop(own, None)
 
     def stream(self, request: Request, *, logprobs: int | None, tell: Tell, fail: Callable[[Exception], None]) -> None:
-        """Begin to answer a request, from any thread, and tell of it on vLLM's thread.
+        """Start to answer a request, from any thread. Both callbacks are called on vLLM's thread.
 
         Args:
-            logprobs: of how many of the likeliest tokens, besides the drawn one's; None is no log-probs.
-            tell: is called with vLLM's own record of each few tokens, the last of which says how the answer ended.
-            fail: is called instead of that if vLLM fails.
+            logprobs: number of likeliest tokens whose log-probs are returned, besides the drawn token's; None returns
+                no log-probs.
+            tell: called with vLLM's own output for each few tokens; the last one holds how the answer ended.
+            fail: called instead if vLLM fails.
         """
         asyncio.run_coroutine_threadsafe(self._stream(request, logprobs, tell, fail), self._loop)
 
@@ -168,13 +169,13 @@ class VllmServer:
             params = _params(request, logprobs=logprobs, pieces=True)
             async for answer in self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own):
                 tell(answer.outputs[0])
-        except Exception as error:  # vLLM's own kinds are many, and nobody waits here for one
+        except Exception as error:  # vLLM's own types are many, and no caller waits for an exception here
             fail(error)
         finally:
             self._running.pop(own, None)
 
     def cancel(self, uids: Set[str]) -> None:
-        """End these requests, from any thread; they come back with what they have. Unknown ones are ignored."""
+        """End these requests, from any thread; they return the tokens drawn so far. Unknown ones are ignored."""
         if self._llm is not None:
             asyncio.run_coroutine_threadsafe(self._cancel(uids), self._loop)
 
@@ -182,13 +183,13 @@ class VllmServer:
         await self._abort([own for own, uid in self._running.items() if uid in uids])
 
     async def _abort(self, ids: Iterable[str]) -> None:
-        """Again and again, as vLLM ignores those that it has not admitted yet."""
+        """Abort these requests, repeatedly until all have ended: vLLM ignores those that it has not admitted yet."""
         while left := [own for own in ids if own in self._running]:
             await self._llm.abort(left)
             await asyncio.sleep(_ABORT_AGAIN_S)
 
     def close(self) -> None:
-        """End vLLM's processes and the thread; whoever waits for answers gets what there is, or an error."""
+        """End vLLM's processes and the thread. Callers that wait get the tokens drawn so far, or an error."""
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown(timeout=_SHUTDOWN_S)
@@ -200,7 +201,7 @@ class VllmServer:
 
 
 async def _cancel_others() -> None:
-    """Cancel all that runs on the loop, and let it notice."""
+    """Cancel all other tasks on the loop, and wait until they have ended."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -208,11 +209,11 @@ async def _cancel_others() -> None:
 
 
 def _params(request: Request, *, logprobs: int | None, pieces: bool) -> Any:
-    """vLLM's sampling parameters; answers come as they grow with `pieces`, else at their end."""
+    """Return vLLM's sampling parameters. With `pieces`, answers are returned as they grow, else at their end."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     asked = request.sampling
-    # vLLM's generators begin at their seed: with the same one, the rest would be drawn by the numbers of the start.
+    # vLLM's generators start at their seed: with the same seed, the rest would reuse the random numbers of the start.
     seed = derive_seed(request.seed, request.drawn) if request.drawn else request.seed
     return SamplingParams(
         temperature=asked.temperature,
@@ -229,10 +230,10 @@ def _params(request: Request, *, logprobs: int | None, pieces: bool) -> Any:
 
 
 def _completion(request: Request, output: Any, version: int, aborted: Finish) -> Completion:
-    """Ours from vLLM's."""
+    """Convert vLLM's output to a Completion."""
     tokens = output.token_ids
     drawn = [step[token].logprob for step, token in zip(output.logprobs or (), tokens, strict=True)]
-    # Of a greedy draw vLLM gives the log-prob at temperature 1; it is certain.
+    # For a greedy draw, vLLM returns the log-prob at temperature 1. The draw is certain, so its log-prob is 0.
     return Completion(
         uid=request.uid,
         token_ids=np.array(tokens, dtype=np.int32),
@@ -243,22 +244,22 @@ def _completion(request: Request, output: Any, version: int, aborted: Finish) ->
 
 
 def _set_environment(threads: int | None, ranks: int) -> None:
-    """What vLLM reads when it is imported, or hands to its processes."""
+    """Set the variables that vLLM reads when it is imported, or passes to its processes."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would copy the caller's threads' locks
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would copy locks of the caller's threads
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other processes run on the same cores
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # no compiler, and no cache that other processes read
         if ranks == 1:
-            # A lone worker then lives in vLLM's core process. Else a process is put between, to bind threads to cores.
+            # A single worker then runs in vLLM's core process. Else a process is put between, to bind threads to cores.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _kv_bytes(config: Any) -> int:
-    """Keys and values of max_num_seqs full contexts, in whole blocks, and a block to spare."""
+    """Bytes for keys and values of max_num_seqs full contexts, in whole blocks, and one spare block."""
     block = config.cache_config.block_size
     blocks = config.scheduler_config.max_num_seqs * -(-config.model_config.max_model_len // block) + 1
     heads = config.model_config.get_num_kv_heads(config.parallel_config)

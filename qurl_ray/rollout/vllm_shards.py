@@ -1,7 +1,7 @@
-"""Where the rows of a checkpoint tensor lie in vLLM's layers, which fuse tensors and cut them over ranks. No vLLM here.
+"""Location of checkpoint tensors in vLLM's layers, which fuse tensors and shard them over ranks. No vLLM here.
 
-A fused layer holds, on each rank, a piece of every tensor that it was fused from: q | k | v, gate | up. Sync speaks of
-whole tensors, so every piece knows its rows in the tensor and in the layer.
+A fused layer holds, on each rank, a shard of every tensor that it was fused from: q | k | v, gate | up. A sync sends
+whole tensors, so a Piece describes the rows of a shard both in the tensor and in the layer.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from qurl_ray.quant.quantize import QTensor, concatenate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One tensor's share of a fused layer on this rank: rows first … first+rows-1 of the tensor's total."""
+    """One tensor's share of a fused layer on this rank: rows first … first+rows-1 of its `total` rows."""
 
     rows: int
     first: int
@@ -26,19 +26,19 @@ class Section:
 
     @classmethod
     def share(cls, rows: int, rank: int = 0, ranks: int = 1) -> "Section":
-        """The `rank`-th of equal shares; `ranks` is less than there are processes where some hold copies."""
+        """Return the `rank`-th of `ranks` equal shares; there are more processes than `ranks` if some hold copies."""
         return cls(rows=rows, first=rank * rows, total=ranks * rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows start … stop-1 and columns of a checkpoint tensor, which lie at row `at` of the layer."""
+    """Shard of a checkpoint tensor: rows start … stop-1 and columns, which are at row `at` of the layer."""
 
     start: int
     stop: int
     at: int
     columns: tuple[int, int] | None = None
-    """First and last + 1; None is all of them."""
+    """First column and last column + 1; None means all columns."""
 
     @property
     def rows(self) -> int:
@@ -46,9 +46,9 @@ class Piece:
 
 
 def pieces(sections: Sequence[Section], index: int | None, columns: tuple[int, int] | None = None) -> list[Piece]:
-    """The pieces that this rank holds of a checkpoint tensor: section `index`, or all if it was fused on disk.
+    """Return the shards of a checkpoint tensor on this rank: section `index`, or all (None) if it was fused on disk.
 
-    Neighbours in the tensor that are neighbours in the layer too are one piece.
+    Sections that are adjacent both in the tensor and in the layer form one shard.
     """
     found: list[Piece] = []
     base = at = 0
@@ -68,10 +68,10 @@ Rows = TypeVar("Rows", torch.Tensor, QTensor)
 
 
 def cut(value: Rows, piece: Piece) -> Rows:
-    """The piece of a tensor; codes and scales alike.
+    """Return the shard of a tensor, or of codes and scales.
 
     Raises:
-        QuantizationError: the cut would go through a block that shares a scale.
+        QuantizationError: the border of the shard lies within a block that shares a scale.
     """
     if isinstance(value, torch.Tensor):
         part = value[piece.start : piece.stop]
@@ -86,14 +86,14 @@ def cut(value: Rows, piece: Piece) -> Rows:
 
 
 def fuse(parts: Sequence[QTensor]) -> list[QTensor]:
-    """One tensor of all rows where no block of rows would reach over a border, else the parts as they are."""
+    """Return one tensor of all rows, or the parts as they are if a block of rows would cross a border."""
     if any(len(part.codes) % part.fmt.rows for part in parts[:-1]):
         return list(parts)
     return [concatenate(parts)]
 
 
 def read(held: Sequence[QTensor], piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a piece, from what a layer holds; the inverse of `cut` and `fuse`."""
+    """Return codes and scales of a shard, from the tensors that a layer holds; the inverse of `cut` and `fuse`."""
     at = 0
     for q in held:
         if at <= piece.at < at + len(q.codes):
@@ -107,10 +107,10 @@ def read(held: Sequence[QTensor], piece: Piece) -> tuple[torch.Tensor, torch.Ten
 def assemble(
     name: str, shape: tuple[int, ...], fmt: Format | None, found: Sequence[tuple[Piece, tuple[np.ndarray, ...]]]
 ) -> tuple[np.ndarray, ...]:
-    """The whole tensor from the pieces of all ranks. Where ranks hold copies, these must agree.
+    """Return the whole tensor, from the shards of all ranks. If ranks hold copies, these must be equal.
 
     Raises:
-        SyncError: pieces are missing, or copies differ.
+        SyncError: shards are missing, or copies differ.
     """
     scale_shape = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1]))) if fmt else ()
     whole = [np.zeros(shape, found[0][1][0].dtype)] + ([np.zeros(scale_shape, np.float32)] if fmt else [])
@@ -130,7 +130,7 @@ def assemble(
 
 
 def _scale_cut(shape: Sequence[int], piece: Piece, fmt: Format) -> tuple[slice, slice]:
-    """The rows and columns of the scales that belong to a piece."""
+    """Return the rows and columns of the scales that belong to a shard."""
     rows = _blocks(piece.start, piece.stop, shape[0], fmt.rows, fmt.name, "rows")
     if fmt.group is None:
         return rows, slice(None)

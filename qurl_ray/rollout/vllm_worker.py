@@ -1,7 +1,7 @@
-"""Inside a vLLM worker: checkpoint tensors into its layers, and back out of them.
+"""Code inside a vLLM worker, which writes checkpoint tensors into vLLM's layers and reads them back.
 
-vLLM mixes `WorkerExtension` into its worker class; the engine calls it through `collective_rpc`. What travels is plain
-(lists, strings, bytes), as vLLM's own messages do not carry arrays or our errors.
+vLLM mixes `WorkerExtension` into its worker class; the engine calls it through `collective_rpc`. Messages hold only
+plain types (lists, strings, bytes), because vLLM's own messages carry neither arrays nor errors of this package.
 """
 
 import os
@@ -26,18 +26,18 @@ from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
 from qurl_ray.rollout.vllm_shards import Piece, Section, cut, pieces, read
 
 Part = tuple[str, tuple[int, ...], bytes]
-"""An array as it travels: (numpy dtype, shape, bytes)."""
+"""An array in a message: (numpy dtype, shape, bytes)."""
 Wire = list[Part]
 
 
 class WorkerExtension:
-    """What vLLM's worker class gets besides its own."""
+    """Methods that are added to vLLM's worker class."""
 
     model_runner: Any
     model_config: Any
 
     def qurl(self, method: str, *args: object) -> tuple[str, object]:
-        """("ok", result) of a method of ResidentPolicy, or (name of the error, message)."""
+        """Call a method of ResidentPolicy. Return ("ok", result), or (name of the error, message)."""
         if not hasattr(self, "qurl_policy"):
             self.qurl_policy = ResidentPolicy(self.model_runner.get_model(), self._qurl_memory())
         try:
@@ -46,7 +46,7 @@ class WorkerExtension:
             return type(error).__name__, str(error)
 
     def qurl_follow(self, pid: int) -> None:
-        """End this process when that one ends, however it ends: vLLM's processes outlive a killed owner. On Linux."""
+        """End this process when process `pid` ends, however it ends: vLLM's outlive a killed owner. On Linux only."""
         if not hasattr(os, "pidfd_open"):
             return
         ended = select.poll()
@@ -54,7 +54,7 @@ class WorkerExtension:
         threading.Thread(target=lambda: (ended.poll(), os._exit(1)), name="follow", daemon=True).start()
 
     def _qurl_memory(self) -> object:
-        """Where weights must lie for vLLM's sleep to move them. Not measured on a GPU."""
+        """Return the allocator of memory that vLLM's sleep can move; None without sleep mode. Not measured on a GPU."""
         if not self.model_config.enable_sleep_mode:
             return None
         from vllm.device_allocator.cumem import CuMemAllocator
@@ -64,30 +64,30 @@ class WorkerExtension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A checkpoint tensor's home in this worker."""
+    """Location of a checkpoint tensor in this worker."""
 
     parameter: str
-    """vLLM's name of it."""
+    """vLLM's name of the parameter."""
     module: Any
     leaf: str
     pieces: tuple[Piece, ...]
     rows: int
-    """That the parameter has here, of all tensors together, without padding."""
+    """Number of rows of the parameter on this rank, of all its tensors together, without padding."""
 
     @property
     def method(self) -> QurlLinearMethod | None:
-        """Of a linear's weight."""
+        """Quantization method of a linear's weight; None for any other tensor."""
         method = getattr(self.module, "quant_method", None)
         return method if self.leaf == "weight" and isinstance(method, QurlLinearMethod) else None
 
 
 @dataclass
 class ResidentPolicy:
-    """The policy's tensors, by their checkpoint names."""
+    """The policy's tensors in this worker, accessed by their checkpoint names."""
 
     model: nn.Module
     memory: Any = None
-    """The allocator of sleep mode."""
+    """The allocator of sleep mode; None without it."""
     _waiting: dict[str, list[tuple[int, torch.Tensor | QTensor]]] = field(default_factory=dict)
     _placed: dict[str, int] = field(default_factory=dict)
     _last_held: tuple[object, list[QTensor]] = (None, [])
@@ -98,7 +98,7 @@ class ResidentPolicy:
 
     @torch.no_grad()
     def place(self, name: str, parts: Wire, format_name: str, weight_max_code: int) -> None:
-        """Put one tensor where it belongs; a fused layer changes when the last of its tensors is there."""
+        """Write one tensor to its location. A fused layer changes when the last of its tensors has arrived."""
         place = self._find(name)
         arrays = [_decoded(part) for part in parts]
         if format_name == "none":
@@ -127,12 +127,12 @@ class ResidentPolicy:
 
     @torch.no_grad()
     def expect(self, scales: Sequence[tuple[str, tuple[int, ...], Part]], fmt: tuple[str, int], patches: bool) -> None:
-        """Make ready for vLLM's own transfer.
+        """Prepare for vLLM's own transfer.
 
         Args:
-            scales: (name, its shape, scales) of every tensor that comes as codes.
-            fmt: their format and largest code.
-            patches: codes are patched where they are, not replaced.
+            scales: (name, shape, scales) of every tensor that is sent as codes.
+            fmt: name of their format, and their largest code.
+            patches: codes are patched in place, not replaced.
         """
         for _, method in self._linears():
             method.expected = []
@@ -150,14 +150,14 @@ class ResidentPolicy:
 
     @torch.no_grad()
     def arrived(self) -> None:
-        """Floats that were patched become codes again."""
+        """Convert the floats that were patched to codes again."""
         self._last_held = (None, [])
         for module, method in self._linears():
             if method.expected and module.weight.numel():
                 method.hold_floats(module)
 
     def unplaced(self) -> list[str]:
-        """vLLM's parameters that have not got all their rows since `begin`."""
+        """Return names of vLLM's parameters that have not got all their rows since `begin`."""
         return [
             name
             for name, parameter in self.model.named_parameters()
@@ -165,7 +165,7 @@ class ResidentPolicy:
         ]
 
     def fingerprints(self, names: Sequence[str]) -> list[int]:
-        """Of whole tensors as they are resident, for workers that hold whole tensors."""
+        """Return fingerprints of the resident tensors, for workers that hold whole tensors."""
         found, self._last_held = [], (None, [])
         for name in names:
             place = self._find(name)
@@ -174,7 +174,7 @@ class ResidentPolicy:
         return found
 
     def resident(self, name: str) -> list[tuple[int, int, tuple[int, int] | None, Wire]]:
-        """This rank's pieces of a tensor: rows, columns, codes as bytes and scales, or float32 values."""
+        """Return this rank's shards of a tensor: rows, columns, and codes as bytes with scales, or float32 values."""
         place = self._find(name)
         found, self._last_held = [], (None, [])
         for piece in place.pieces:
@@ -184,7 +184,7 @@ class ResidentPolicy:
         return found
 
     def kernels(self) -> list[str]:
-        """What computes the quantized linears."""
+        """Return the names of the kernels, or emulations, that compute the quantized linears."""
         linears = [q for _, method in self._linears() for q in method.held]
         return sorted({linear.kernel or f"emulation of {linear.fmt.name}" for linear in linears})
 
@@ -233,17 +233,17 @@ class ResidentPolicy:
 
 
 def encoded(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """An array as vLLM's messages can carry it."""
+    """Encode an array so that vLLM's messages can carry it."""
     return array.dtype.str, array.shape, array.tobytes()
 
 
 def _decoded(part: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
     dtype, shape, data = part
-    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray: torch wants to be able to write
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray, because torch needs writable memory
 
 
 def _sections(module: nn.Module, parameter: torch.Tensor) -> list[Section]:
-    """How the rows of a module's parameter are made up on this rank."""
+    """Return the sections of which the rows of a module's parameter consist on this rank."""
     rows = _rows(module, parameter)
     if isinstance(module, VocabParallelEmbedding):
         first = module.shard_indices.org_vocab_start_index
@@ -258,7 +258,7 @@ def _sections(module: nn.Module, parameter: torch.Tensor) -> list[Section]:
 
 
 def _rows(module: Any, parameter: torch.Tensor) -> int:
-    """Rows of a parameter on this rank, without padding, whether it holds floats or codes now."""
+    """Number of rows of a parameter on this rank, without padding, for floats as well as for codes."""
     if isinstance(module, VocabParallelEmbedding):
         return module.num_org_embeddings_per_partition
     return sum(module.output_partition_sizes) if isinstance(module, LinearBase) else len(parameter)

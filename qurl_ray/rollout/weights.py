@@ -1,7 +1,8 @@
-"""The weights of the torch engine: filled by a sync, verified where they lie, given back as they travel.
+"""The weights of the torch engine: written by a sync, verified in place, and returned in the form of a sync.
 
-Linears that read the same input (q, k, v; gate, up) are one product where the kernel is exact in integers, so that no
-bit depends on it. Their names, shapes and fingerprints stay those of the checkpoint: each is rows of the fused one.
+Linears that read the same input (q, k, v; gate, up) are fused into one product if the kernel is exact in integers, so
+that fusion changes no bit. Their names, shapes and fingerprints stay those of the checkpoint: each is a range of rows
+of the fused linear.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -29,31 +30,31 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class RowsOf(nn.Module):
-    """Rows start … stop of a fused linear, in the place of the linear that they belong to."""
+    """Rows start … stop - 1 of a fused linear, which replace the linear that they belong to."""
 
     bias: torch.Tensor | None
 
     def __init__(self, whole: QuantizedLinear, start: int, stop: int) -> None:
         super().__init__()
         self.whole, self._rows = whole, slice(start, stop)
-        # A view: what is loaded here is what the fused linear adds.
+        # A view: a bias loaded here is the bias that the fused linear adds.
         self.register_buffer("bias", whole.bias[self._rows] if whole.bias is not None else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.whole(x)[..., self._rows]
 
     def of(self, q: QTensor) -> QTensor:
-        """These rows of what the fused linear holds."""
+        """Return these rows of `q`, the weight of the fused linear."""
         return rows(q, self._rows.start, self._rows.stop)
 
 
 class EngineWeights:
-    """Holds them in the modules of `model`, which it changes with the format.
+    """Holds the weights in the modules of `model`, and replaces modules when the format changes.
 
     Args:
         emulate: compute the float32 reference even where there is a kernel.
-        fuse: linears that read the same input become one, for a forward that asks for them together. Any other
-            forward would compute all of it for each of them.
+        fuse: fuse linears that read the same input, for a forward pass that computes them together. Any other forward
+            pass would compute the whole fused product for each of them.
     """
 
     def __init__(self, model: PreTrainedModel, *, emulate: bool, fuse: bool) -> None:
@@ -62,22 +63,22 @@ class EngineWeights:
         self._expected = self._shapes.keys()
         embedding = model.get_input_embeddings().weight
         tied = model.get_output_embeddings().weight is embedding
-        self._optional = {HEAD: tuple(embedding.shape)} if tied else {}  # sent besides if it is quantized
+        self._optional = {HEAD: tuple(embedding.shape)} if tied else {}  # sent in addition if it is quantized
         self._waiting: dict[str, QTensor] = {}
-        """By path: codes that are not in a linear yet."""
+        """Codes that are not in a linear yet, by path."""
         self._packing: list[tuple[list[str], list[int], Future[QuantizedLinear]]] = []
-        """Paths, their rows, and the linear of them all."""
+        """Linears being packed: paths, their numbers of rows, and the linear of them all."""
         self._verified: dict[str, tuple[torch.Tensor, ...]] = {}
-        """On a CPU: codes and scales as the last verification unpacked them, which the next delta is added to."""
+        """Codes and scales as the last verification unpacked them, on a CPU only. The next delta is added to them."""
 
     # --- load ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
-        """Place bucket after bucket, then compare what is resident with the manifest.
+        """Place bucket after bucket, then compare the resident weights with the manifest.
 
         Raises:
-            SyncError: something is missing, unknown, misshapen or damaged. What is resident then is of no use.
+            SyncError: a tensor is missing, unknown, misshapen or damaged. The resident weights are then useless.
         """
         records = {record.name: record for record in manifest.tensors}
         if not self._expected <= set(records) <= self._expected | set(self._optional):
@@ -87,7 +88,7 @@ class EngineWeights:
                 raise SyncError(f"{name} has shape {records[name].shape}, expected {shape}")
         self._waiting, self._packing = {}, []
         placed: set[str] = set()
-        # Packing, unpacking and sums are single-threaded, and leave Python's lock to others.
+        # Packing, unpacking and fingerprints are single-threaded, and release Python's lock.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for bucket in buckets:
                 for name, parts in bucket.items():
@@ -112,11 +113,11 @@ class EngineWeights:
             by_module.setdefault(id(getattr(module, "whole", module)), []).append(record)
         self._verified = {}
         for held in pool.map(partial(self._compare, manifest.version), by_module.values()):
-            if self._device.type == "cpu":  # elsewhere they lie there unpacked
+            if self._device.type == "cpu":  # on other devices, they are held unpacked
                 self._verified |= {name: tensors for name, tensors in held.items() if len(tensors) > 1}
 
     def _compare(self, version: int, records: Sequence[TensorRecord]) -> dict[str, tuple[torch.Tensor, ...]]:
-        """What is resident of these tensors of one module, if it is what was sent."""
+        """Return the resident tensors of one module, after comparing them with what was sent."""
         held = dict(self._residents([record.name for record in records]))
         for record in records:
             found = fingerprint(*held[record.name])
@@ -135,7 +136,7 @@ class EngineWeights:
         if record.format == "none":
             if leaf == "weight" and isinstance(module, QuantizedLinear | RowsOf):
                 module = self._swap(path, self._plain_linear(record.shape, module.bias))
-            # torch warns of buffers from an object store, which are read-only, unless it copies them.
+            # torch warns about buffers from an object store, which are read-only, unless it copies them.
             values = torch.from_numpy(parts[0]) if parts[0].flags.writeable else torch.tensor(parts[0])
             getattr(module, leaf).copy_(values)
             return
@@ -144,7 +145,7 @@ class EngineWeights:
         self._waiting[path] = QTensor(codes=q.codes.to(self._device), scale=q.scale.to(self._device), fmt=q.fmt)
 
     def _pack(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
-        """Begin to make linears of what waits, fused where the whole group is here."""
+        """Start to build linears from waiting codes, fused if the whole group has arrived."""
         groups = []
         for path in list(self._waiting):
             group = self._group(path, self._waiting[path])
@@ -159,7 +160,7 @@ class EngineWeights:
             self._packing.append((group, sizes, pool.submit(self._linear, parts)))
 
     def _settle(self) -> None:
-        """Put what was packed into its place."""
+        """Put the packed linears into the model."""
         for group, sizes, packing in self._packing:
             whole = packing.result()
             whole.bias = self._biases(group, sizes)
@@ -172,7 +173,7 @@ class EngineWeights:
         self._packing.clear()
 
     def _group(self, path: str, q: QTensor) -> list[str]:
-        """Paths of the linears that are fused with this one, itself included."""
+        """Return the paths of the linears that are fused with this one, itself included."""
         parent, _, leaf = path.rpartition(".")
         names = next((names for names in _FUSED if leaf in names), None)
         if not names or not self._fused or self._emulate or not kernel_for(q.fmt, q.codes.device, tuple(q.shape)):
@@ -180,11 +181,11 @@ class EngineWeights:
         return [f"{parent}.{name}" for name in names]
 
     def _linear(self, parts: Sequence[QTensor]) -> QuantizedLinear:
-        """One that computes them all, without a bias: those may still arrive."""
+        """Return one linear that computes all parts, without a bias, because biases may still arrive."""
         return QuantizedLinear(concatenate(parts), None, emulate=self._emulate)
 
     def _biases(self, paths: Sequence[str], sizes: Sequence[int]) -> torch.Tensor | None:
-        """Of these linears, as they are now; zeros where one of several has none."""
+        """Return the present biases of these linears as one tensor, with zeros for missing ones; None without any."""
         biases = [self._model.get_submodule(path).bias for path in paths]
         if all(bias is None for bias in biases):
             return None
@@ -212,20 +213,20 @@ class EngineWeights:
     # --- what is resident ----------------------------------------------------------------------------------------
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
-        """One tensor as it would travel: (codes as bytes, scale), or (float32 values,)."""
+        """Return one tensor in the form in which it is sent: (codes as bytes, scale), or (float32 values,)."""
         found = self._verified.get(name) or dict(self._residents([name]))[name]
         if len(found) == 1:
             return (found[0].detach().cpu().numpy(),)
         return found[0].cpu().contiguous().view(torch.uint8).numpy(), found[1].cpu().contiguous().numpy()
 
     def _residents(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-        """(name, its tensors); what is fused is unpacked once."""
+        """Yield (name, its tensors); a fused linear is unpacked once."""
         wholes: dict[QuantizedLinear, QTensor] = {}
         for name in names:
             path, _, leaf = name.rpartition(".")
             module = self._model.get_submodule(path)
             if leaf != "weight" or not isinstance(module, QuantizedLinear | RowsOf):
-                yield name, (getattr(module, leaf).float(),)  # what it is computed with, exactly, in fewer bits
+                yield name, (getattr(module, leaf).float(),)  # exact, even if the engine holds fewer bits
                 continue
             whole = module.whole if isinstance(module, RowsOf) else module
             if whole not in wholes:
@@ -234,7 +235,7 @@ class EngineWeights:
             yield name, (q.codes, q.scale)
 
     def kernels(self) -> list[str]:
-        """What computes the linears now: "fbgemm", "emulation of int8", … or [] in full precision."""
+        """Return the kernels of the linears now: "fbgemm", "emulation of int8", … or [] in full precision."""
         quantized = [m for m in self._model.modules() if isinstance(m, QuantizedLinear)]
         return sorted({m.kernel or f"emulation of {m.fmt.name}" for m in quantized})
 

@@ -1,4 +1,4 @@
-"""The final policy behind OpenAI's API, on Ray Serve: serve run qurl_ray.serving:app policy=runs/quickstart"""
+"""Serve the final policy through OpenAI's API, on Ray Serve: serve run qurl_ray.serving:app policy=runs/quickstart"""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 def app(args: dict[str, str]) -> "Application":
-    """The app for `serve run` and `serve deploy`. Host and port are those of Ray Serve, not the settings'.
+    """Return the app for `serve run` and `serve deploy`. Host and port are those of Ray Serve, not of the settings.
 
     Args:
         args: settings of config.serving, as key=value on the command line.

@@ -1,4 +1,4 @@
-"""One answer as it grows: from draws to text, log-probs and the reason why it ended."""
+"""One growing answer: its draws become text, log-probs and a finish reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ class Entry:
 
     draw: Draw
     at: int
-    """Characters of the answer before it."""
+    """Number of characters of the answer before this token."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """What is new of an answer."""
+    """New part of an answer."""
 
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Part:
 
 
 class Choice:
-    """One answer, told of as it is drawn.
+    """One answer, returned in parts while it is drawn.
 
     Args:
-        stops: the answer ends before the first of these.
-        stop_ids: tokens that end it and are no part of its text.
+        stops: stop sequences; the answer ends before the first of them.
+        stop_ids: tokens that end the answer and are not part of its text.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Choice:
     ) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(stops)
         self._stop_ids, self._logprobs = frozenset(stop_ids), logprobs
-        self._known = self._told = 0  # characters that were drawn, and that were told
+        self._known = self._told = 0  # characters drawn, and characters returned
         self._entries: list[Entry] = []
         self.tokens = 0
-        """Drawn until the end, stop tokens included."""
+        """Number of tokens drawn until the end, including stop tokens."""
         self.finish: FinishReason | None = None
 
     def feed(self, draws: Sequence[Draw], finish: Finish | None) -> Part:
-        """What these tell. After the end nothing is told any more."""
+        """Return the new part of the answer from these draws. Draws after the end are ignored."""
         part = Part()
         last = len(draws) - 1 if finish == "stop" else None
         for index, draw in enumerate(draws):
@@ -80,7 +80,7 @@ class Choice:
     def _tell(self, part: Part, text: str) -> None:
         part.text += text
         self._told += len(text)
-        # Log-probs go with the first character of their token.
+        # A log-prob is returned with the first character of its token.
         count = next((i for i, entry in enumerate(self._entries) if entry.at >= self._told), len(self._entries))
         part.entries += self._entries[:count]
         del self._entries[:count]
@@ -89,15 +89,15 @@ class Choice:
         text, stopped = self._stops.feed(self._detokenizer.flush())
         self._tell(part, text if stopped else text + self._stops.flush())
         if not stopped:
-            part.entries += self._entries  # tokens without a text
+            part.entries += self._entries  # tokens without text
         self.finish = part.finish = "stop" if stopped else finish
 
 
-# --- log-probs, as OpenAI writes them ------------------------------------------------------------------------------
+# --- log-probs, in OpenAI's format ---------------------------------------------------------------------------------
 
 
 def chat_logprobs(entries: Sequence[Entry], token_bytes: TokenBytes) -> dict[str, Any]:
-    """`logprobs` of a chat completion's choice."""
+    """Return the field `logprobs` of a choice in a chat completion."""
     return {
         "content": [
             _chat_token(entry.draw.token, entry.draw.logprob, token_bytes)
@@ -114,7 +114,7 @@ def _chat_token(token: int, logprob: float | None, token_bytes: TokenBytes) -> d
 
 
 def completion_logprobs(entries: Sequence[Entry], token_bytes: TokenBytes) -> dict[str, Any]:
-    """`logprobs` of a completion's choice. As OpenAI does, the drawn token is listed with the likeliest."""
+    """Return the field `logprobs` of a choice in a completion. As at OpenAI, the likeliest include the drawn token."""
     tokens = texts(token_bytes(entry.draw.token) for entry in entries)
     tops = [
         {texts([token_bytes(token)])[0]: _written(logprob) for token, logprob in entry.draw.top}
@@ -130,5 +130,5 @@ def completion_logprobs(entries: Sequence[Entry], token_bytes: TokenBytes) -> di
 
 
 def _written(logprob: float | None) -> float | None:
-    """JSON has no infinity; OpenAI writes -9999 for what is that unlikely."""
+    """Return the log-prob, at least -9999: JSON has no infinity, and OpenAI writes -9999 for very unlikely tokens."""
     return None if logprob is None else max(logprob, _LEAST)

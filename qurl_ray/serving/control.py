@@ -1,4 +1,4 @@
-"""How a second command reaches the job that serves: a socket that only this user can open. Needs no Ray."""
+"""Control of a serving job by a second command, through a socket that only this user can open. Needs no Ray."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from pathlib import Path
 from qurl_ray.errors import ConfigError, QurlError
 
 Swap = Callable[[str], str]
-"""Swaps to a policy; says what became of it."""
+"""Function that swaps to a policy and returns a message with the result."""
 
 
 @contextlib.contextmanager
 def listening(port: int, swap: Swap) -> Iterator[None]:
-    """Take commands for the app on this port while the context lasts, one at a time."""
+    """Accept commands for the app on this port, one at a time, while the context is open."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -26,14 +26,14 @@ def listening(port: int, swap: Swap) -> Iterator[None]:
                 reply = {"ok": True, "message": swap(json.loads(self.rfile.readline())["policy"])}
             except QurlError as error:
                 reply = {"ok": False, "message": str(error)}
-            with contextlib.suppress(BrokenPipeError):  # who asked has left
+            with contextlib.suppress(BrokenPipeError):  # the caller has disconnected
                 self.wfile.write(json.dumps(reply).encode() + b"\n")
 
     path = _path(port)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if path.parent.stat().st_uid != os.getuid() or path.parent.stat().st_mode & 0o077:
         raise ConfigError(f"{path.parent} can be read by others: remove it")
-    path.unlink(missing_ok=True)  # of one that was killed; the port is ours
+    path.unlink(missing_ok=True)  # left by a job that was killed; the port is ours
     with socketserver.UnixStreamServer(str(path), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -45,10 +45,10 @@ def listening(port: int, swap: Swap) -> Iterator[None]:
 
 
 def ask_to_swap(port: int, policy: str, *, timeout_s: float) -> str:
-    """Have the app on this port swap; what it says.
+    """Tell the app on this port to swap to a policy, and return its message.
 
     Raises:
-        ConfigError: none is served there, or it refused.
+        ConfigError: no app is served on the port, or it refused.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)

@@ -1,4 +1,4 @@
-"""The app on a Ray cluster: deployed, swapped to another policy, and taken down when its requests have ended."""
+"""Deploy the app on a Ray cluster, swap it to another policy, and remove it when its requests have ended."""
 
 import hashlib
 import json
@@ -25,20 +25,21 @@ from qurl_ray.serving.policies import Pinned, pin
 from qurl_ray.serving.replica import ReplicaDeployment
 
 APP = "qurl"
-_SPARE = 32  # requests beyond slots and queue that a replica takes, to turn them away in OpenAI's words
-_WITHOUT_REPLICA = 1024  # requests that a proxy keeps while no replica takes any: then it says 429, in its own words
+_SPARE = 32  # requests beyond slots and queue that a replica accepts, to reject them with OpenAI's errors
+_WITHOUT_REPLICA = 1024  # requests that a proxy queues while no replica accepts any; it rejects more with its own 429
 _ASK_S = 5.0
 _PAUSE_S = 0.2
-_MARGIN_S = 5.0  # of Serve itself, to notice that a replica has nothing left to do
+_MARGIN_S = 5.0  # time for Serve to notice that a replica has nothing left to do
 _KEEP_ALIVE_S = 75
 
 
 def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Application:
-    """The app that serves a pinned policy under a name. The key is read from this process's environment; replicas know
-    its digest alone.
+    """Return the app that serves a pinned policy under a name.
+
+    The key is read from the environment of this process. Replicas get only its digest.
 
     Raises:
-        ConfigError: strangers could ask without a key.
+        ConfigError: other machines could send requests without a key.
     """
     key = os.environ.get(config.api_key_env) or None
     config.check_host(key=key is not None)
@@ -58,7 +59,7 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Ap
             }
         }
     return ReplicaDeployment.options(
-        # Else Serve takes each deployment for new code, and starts replicas anew for another policy alone.
+        # Else Serve treats each deployment as new code, and restarts replicas even if only the policy changes.
         _internal=True,
         version=hashlib.sha256(json.dumps([settings | {"policy": None}, arguments]).encode()).hexdigest()[:16],
         user_config=asdict(pinned),
@@ -77,7 +78,7 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Ap
 
 @contextmanager
 def running(config: ServingConfig) -> Iterator["App"]:
-    """The app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish.
+    """Run the app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish.
 
     Raises:
         QurlError: the policy cannot be found or loaded, or the port is taken.
@@ -94,15 +95,15 @@ def running(config: ServingConfig) -> Iterator["App"]:
         finally:
             _drain(config)
     finally:
-        ray.shutdown()  # a Ray of its own ends with all that runs in it; on a cluster, Ray Serve may be others', too
+        ray.shutdown()  # ends a Ray of its own with all that runs in it; on a cluster, others may use Ray Serve, too
 
 
 class App:
-    """One that is deployed.
+    """A deployed app.
 
     Args:
-        pinned: what it answers with.
-        name: what clients call the model, whatever the policy is.
+        pinned: policy that answers.
+        name: name of the model for clients, whatever the policy is.
     """
 
     def __init__(self, config: ServingConfig, pinned: Pinned, *, name: str) -> None:
@@ -110,10 +111,10 @@ class App:
         self._swapping = threading.Lock()
 
     def deploy(self, pinned: Pinned) -> None:
-        """Serve it, and wait until all replicas do.
+        """Deploy the app with this policy, and wait until all replicas run.
 
         Raises:
-            ConfigError: they could not load it.
+            ConfigError: the replicas could not load the policy.
         """
         try:
             serve.run(application(self.config, pinned, name=self.name), name=APP, route_prefix="/")
@@ -124,25 +125,25 @@ class App:
             raise ConfigError(f"{pinned.source} cannot be served: {reason}") from None
 
     def swap_to(self, policy: str) -> str:
-        """Turn to what the setting `policy` means; says so. From any thread. Raises as `swap`."""
+        """Swap to `policy`, given as in the setting, and return a message. Thread-safe. Raises as `swap`."""
         pinned = pin(self.config.model_copy(update={"policy": policy}))
         began = time.monotonic()
         self.swap(pinned)
         return f"{self.name} is now answered with {pinned.source} ({time.monotonic() - began:.1f} s)"
 
     def swap(self, pinned: Pinned) -> None:
-        """Turn all replicas to another policy. Requests go on being answered, each with one policy.
+        """Swap all replicas to another policy. Requests continue to be answered, each with one policy.
 
         Raises:
-            ConfigError: it was refused; all go on with the old one.
-            DeadlineExceeded: it was not loaded within start_timeout_s.
+            ConfigError: the policy was refused; all replicas continue with the old one.
+            DeadlineExceeded: the policy was not loaded within start_timeout_s.
         """
         with self._swapping:
             self.deploy(pinned)
             try:
                 self._wait_for(pinned)
             except ConfigError:
-                self.deploy(self.pinned)  # what a replica that is started anew would load
+                self.deploy(self.pinned)  # the policy that a restarted replica would load
                 raise
             self.pinned = pinned
 
@@ -158,17 +159,17 @@ class App:
             time.sleep(_PAUSE_S)
 
     def statuses(self) -> list[dict[str, Any]]:
-        """Of all replicas; see Service.status."""
+        """Return the statuses of all replicas; see Service.status."""
         return serve.get_app_handle(APP).broadcast("status").results(timeout_s=_ASK_S)
 
     def follow(self, every_s: float) -> Iterator[str]:
-        """Look again and again what `config.policy` means, and swap to it; says what became of it. Never ends."""
+        """Resolve `config.policy` every `every_s` seconds. If it changed, swap and yield the result. Never ends."""
         newest = self.pinned
         while True:
             time.sleep(every_s)
             try:
                 before, newest = newest, pin(self.config)
-                if newest != before:  # one that was refused is not tried again
+                if newest != before:  # a refused policy is not tried again
                     self.swap(newest)
                     yield f"{self.name} is now answered with {newest.source}"
             except QurlError as error:
@@ -191,7 +192,7 @@ def _start_serve(config: ServingConfig) -> None:
     try:
         serve.start(
             proxy_location="HeadOnly" if is_loopback(config.host) else "EveryNode",
-            # Longer than clients keep connections: they would send requests into one that is just being closed.
+            # Longer than clients keep connections: else they could send a request into one that is being closed.
             http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": _KEEP_ALIVE_S},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
@@ -200,7 +201,7 @@ def _start_serve(config: ServingConfig) -> None:
 
 
 def _drain(config: ServingConfig) -> None:
-    """Take the app away and wait for its requests: serve.shutdown would close their connections."""
+    """Remove the app and wait for its requests to end: serve.shutdown would close their connections."""
     until = time.monotonic() + config.drain_s + _MARGIN_S
     serve.delete(APP, _blocking=False)
     while APP in serve.status().applications and time.monotonic() < until:
@@ -208,6 +209,6 @@ def _drain(config: ServingConfig) -> None:
 
 
 def _reason(text: str) -> str:
-    """The last line that says something, of an error that went through several processes."""
+    """Return the last line with `Error`, else the last line, of an error that passed through several processes."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no reason was given")

@@ -1,4 +1,4 @@
-"""Between requests, on the event loop, and the engine's thread: who waits for what, and how much may wait."""
+"""Link between requests, on the event loop, and the engine's thread: delivers news, and limits how much may wait."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from qurl_ray.serving.stream import Ask, News, Stream
 
 
 class Front:
-    """All that runs in one engine. Lives on one event loop.
+    """All requests in one engine. Used on one event loop only.
 
     Args:
         slots: answers that the engine generates at a time.
-        queue: answers that may wait besides.
-        retry_after_s: what clients are told when all is taken.
+        queue: additional answers that may wait.
+        retry_after_s: seconds after which rejected clients are told to retry.
     """
 
     def __init__(self, *, slots: int, queue: int, retry_after_s: int) -> None:
@@ -24,11 +24,11 @@ class Front:
         self._idle = asyncio.Event()
         self._idle.set()
         self.stream: Stream
-        """Set once, before the first request."""
+        """Stream of the engine. Set once, before the first request."""
         self.error: Exception | None = None
-        """Why the engine is of no further use."""
+        """Error after which the engine cannot be used any more; None while it can."""
         self.last_news = asyncio.get_running_loop().time()
-        """When it said something last, or was last asked while it had nothing to do."""
+        """Time of the engine's last news, or of the last request while it was idle, on the clock of the event loop."""
 
     @property
     def running(self) -> int:
@@ -39,11 +39,11 @@ class Front:
         return max(0, len(self._owners) - self._slots)
 
     def silent_s(self) -> float:
-        """Seconds since the engine last said something, if it has work."""
+        """Seconds since the engine's last news, if it has work; else 0."""
         return asyncio.get_running_loop().time() - self.last_news if self._owners else 0.0
 
     def check_room(self, count: int) -> None:
-        """Raise ApiError 429 if so many more answers cannot be taken."""
+        """Raise ApiError 429 if there is no room for `count` more answers, or 503 if the engine is broken."""
         if self.error is not None:
             raise unavailable()
         if len(self._owners) + count > self._slots + self._queue:
@@ -56,10 +56,10 @@ class Front:
             )
 
     def ask(self, asks: Sequence[Ask]) -> "Mailbox":
-        """Begin to answer; news of asks[i] arrive as (i, news).
+        """Start to answer. News of asks[i] arrive in the returned mailbox as (i, news).
 
         Raises:
-            ApiError: 429, too much waits already; 503, the engine is broken.
+            ApiError: 429 if too many answers wait already; 503 if the engine is broken.
         """
         self.check_room(len(asks))
         if not self._owners:
@@ -75,12 +75,12 @@ class Front:
         return mailbox
 
     def cancel(self, uids: Sequence[str]) -> None:
-        """Nobody wants these any more. They keep their slots until the engine has let go of them."""
+        """Cancel answers. They keep their slots until the engine has released them."""
         if known := [uid for uid in uids if uid in self._owners]:
             self.stream.cancel(known)
 
     def deliver(self, news: Sequence[News]) -> None:
-        """What the engine tells of a step."""
+        """Pass the engine's news of one step to the mailboxes of the requests."""
         self.last_news = asyncio.get_running_loop().time()
         for item in news:
             mailbox, index = self._owners[item.uid]
@@ -91,7 +91,7 @@ class Front:
             self._idle.set()
 
     def fail(self, error: Exception) -> None:
-        """The engine has died: nobody waits any longer."""
+        """Fail all requests, because the engine has died."""
         self.error = error
         for mailbox, _ in self._owners.values():
             mailbox.fail(error)
@@ -104,7 +104,7 @@ class Front:
 
 
 class Mailbox:
-    """Where the news of one request's answers arrive. Whoever leaves the context before the end cancels what is left.
+    """Mailbox for the news of one request's answers. Leaving the context before the end cancels the remaining answers.
 
     Example:
         with front.ask(asks) as mailbox:
@@ -121,7 +121,7 @@ class Mailbox:
 
     @property
     def open(self) -> bool:
-        """Whether more is to come, or lies here."""
+        """True if more news will arrive, or some have not been taken."""
         return bool(self._left or self._news)
 
     def put(self, index: int, news: News) -> None:
@@ -135,7 +135,7 @@ class Mailbox:
         self._arrived.set()
 
     async def take(self) -> list[tuple[int, News]]:
-        """All that has arrived; waits for it.
+        """Wait for news, and return all that have arrived.
 
         Raises:
             EngineError: the engine has died.
@@ -148,7 +148,7 @@ class Mailbox:
         return found
 
     def stop(self, index: int) -> None:
-        """No more is wanted of this answer."""
+        """Cancel the answer with this index."""
         self._front.cancel([self._uids[index]])
 
     def __enter__(self) -> "Mailbox":

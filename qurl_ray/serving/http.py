@@ -1,6 +1,6 @@
-"""OpenAI's API over HTTP: who may ask, how much, and that every error has OpenAI's shape. Plain Starlette.
+"""OpenAI's API over HTTP: access control, limits of requests, and errors in OpenAI's format. Plain Starlette.
 
-FastAPI would check bodies before us, in words of its own, and describe itself to whoever asks.
+FastAPI would check bodies before this code, with its own error messages, and describe the API to every client.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from qurl_ray.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
-_OPEN = "/health"  # a load balancer has no key; the page says nothing
+_OPEN = "/health"  # needs no key, because a load balancer has none; the page reveals nothing
 
 
 def digest(key: str) -> str:
-    """What replicas know of a key: enough to recognise it."""
+    """Return the SHA-256 digest of a key. Replicas get only this digest, and recognise the key by it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def http_app(service: Service, *, key_digest: str | None, exposition: Callable[[], str]) -> ASGIApp:
-    """The whole API.
+    """Return the ASGI app of the whole API.
 
     Args:
-        key_digest: of the key that clients must send, on all paths but /health; None is no key, and then only clients
-            on this machine are answered unless `config.open`.
-        exposition: makes the page /metrics. It may block.
+        key_digest: digest of the key that clients must send, on all paths but /health. None means that there is no key;
+            then only clients on this machine are answered, unless `config.open`.
+        exposition: function that returns the page /metrics. It may block.
     """
 
     async def chat(request: Request) -> Response:
@@ -94,13 +94,13 @@ async def _answered(request: Request, service: Service, kind: type) -> Response:
 
 
 async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
-    """The body, if it is JSON, not too large, whole and in time.
+    """Return the body, if it is JSON, not too large, complete, and in time.
 
     Raises:
         ApiError: 400, 408, 413 or 415.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":  # also keeps web pages from asking, which may send other kinds without being asked
+    if kind != "application/json":  # also blocks web pages: they may send other types without a preflight
         raise ApiError(415, "content-type must be application/json")
     too_large = ApiError(413, f"the body exceeds {limit} bytes", code="request_too_large")
     length = request.headers.get("content-length", "0")
@@ -121,7 +121,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events, each piece sent as it comes."""
+    """Response of server-sent events, which are sent as they arrive."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -136,12 +136,12 @@ class EventStream(Response):
         except EngineError:
             await send({"type": "http.response.body", "body": error_event(unavailable()), "more_body": True})
         finally:
-            await self._events.aclose()  # now, not when it is collected: the engine lets go of what is left
+            await self._events.aclose()  # now, not at garbage collection: the engine releases what is left
         await send({"type": "http.response.body", "body": b""})
 
 
 class _Guard:
-    """Who may ask; counts what was answered."""
+    """ASGI middleware that checks access, and counts responses."""
 
     def __init__(self, app: ASGIApp, service: Service, key_digest: str | None) -> None:
         self._app, self._service, self._key_digest = app, service, key_digest

@@ -1,4 +1,4 @@
-"""What jobs/serve.py does once its settings are read."""
+"""Work of jobs/serve.py after its settings are read."""
 
 import signal
 import threading
@@ -13,20 +13,20 @@ from qurl_ray.serving.control import ask_to_swap, listening
 
 
 def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
-    """Serve until Ctrl-C; or print the settings; or swap the app that runs. Returns the exit status."""
+    """Serve until Ctrl-C, or print the settings, or swap the policy of the running app. Return the exit status."""
     if dry:
         typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
         return 0
     if swap:
         if config.policy is None:
             raise ConfigError("--swap needs policy=…, the one to swap to")
-        here = Path(config.policy)  # the job may run in another folder
+        here = Path(config.policy)  # the serving job may run in another folder
         policy = str(here.resolve()) if here.exists() else config.policy
         typer.echo(ask_to_swap(config.port, policy, timeout_s=config.start_timeout_s))
         return 0
-    from qurl_ray.serving.deploy import running  # seconds of imports, which the others need not wait for
+    from qurl_ray.serving.deploy import running  # takes seconds to import; the cases above do not need it
 
-    for one in (signal.SIGINT, signal.SIGTERM):  # the first is ignored in a shell's background, the second drains, too
+    for one in (signal.SIGINT, signal.SIGTERM):  # a shell's background ignores SIGINT; SIGTERM drains, too
         signal.signal(one, signal.default_int_handler)
     try:
         with running(config) as app, listening(config.port, app.swap_to):

@@ -1,4 +1,4 @@
-"""From a policy's folder to an engine that holds it, verified: codes as they are stored, or quantized here."""
+"""Load a policy's folder into an engine, and verify it: stored codes, or weights that are quantized here."""
 
 import hashlib
 from dataclasses import dataclass
@@ -18,33 +18,33 @@ from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import quantize_into, with_codes
 from qurl_ray.types import Manifest, PolicySpec
 
-_LONGEST = 2048  # tokens of prompt and answer, unless asked for more
+_LONGEST = 2048  # tokens of prompt and answer together, unless max_length is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A policy in an engine."""
+    """A policy that is loaded in an engine."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     length: int
-    """Tokens of prompt and answer together."""
+    """Most tokens of prompt and answer together."""
     fingerprint: str
-    """Of all weights as the engine holds them: 16 hexadecimal digits."""
+    """Fingerprint of all weights as the engine holds them: 16 hexadecimal digits."""
 
 
 def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
-    """The policy of a folder, in an engine that has verified what it holds.
+    """Load the policy of a folder into an engine, which verifies the weights that it holds.
 
     Raises:
-        QurlError: it cannot be loaded, or holds codes of another format than the one asked for.
+        QurlError: the policy cannot be loaded, or has codes of a format other than the requested one.
     """
     spec = PolicySpec(source=str(folder), quantized=is_quantized(folder))
     length = config.max_length or min(_LONGEST, context_length(spec))
     spec = PolicySpec(source=spec.source, max_length=length, quantized=spec.quantized)
     tokenizer = load_tokenizer(spec)
-    context_length(spec)  # whether max_length is in the model's own
+    context_length(spec)  # raises if max_length exceeds the context of the model
     make = partial(_engine, spec, config, threads)
     if spec.quantized:
         engine, manifest = with_codes(make, config.kernel, _stored(folder, config), unquantized=config.dtype)
@@ -55,7 +55,7 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
         keep = QuantizationConfig().kept(model.config.num_hidden_layers)
         manifest = quantize_into(engine, model, fmt, keep, unquantized=config.dtype)
     if isinstance(engine, TorchEngine):
-        engine.reserve(config.slots, length)  # not first by whoever steps it, on the event loop: see Service._load
+        engine.reserve(config.slots, length)  # here, in the loading thread, not on the event loop: see Service._load
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,
@@ -66,7 +66,7 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
 
 
 def fingerprint_of(manifest: Manifest) -> str:
-    """One for all tensors, which tells policies and formats apart."""
+    """Return one fingerprint for all tensors, which differs between policies and between formats."""
     digest = hashlib.blake2b(digest_size=8)
     for record in sorted(manifest.tensors, key=lambda record: record.name):
         digest.update(f"{record.name} {record.format} {record.fingerprint:016x}\n".encode())

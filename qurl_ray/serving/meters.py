@@ -1,4 +1,4 @@
-"""What is counted, as Ray's metrics: its agents export them, and /metrics shows those of all nodes."""
+"""Metrics of serving, as Ray metrics: Ray's agents export them, and /metrics shows those of all nodes."""
 
 import time
 import urllib.request
@@ -16,7 +16,7 @@ _SCRAPE_S = 2.0
 
 
 class Meters:
-    """Of one replica. `version` is the model's full name, name@fingerprint."""
+    """Metrics of one replica. The tag `version` is the model's full name, name@fingerprint."""
 
     def __init__(self) -> None:
         def counter(name: str, what: str, *tags: str) -> metrics.Counter:
@@ -40,7 +40,7 @@ class Meters:
 
 
 class AnswerMeter:
-    """Of one request."""
+    """Metrics of one request."""
 
     def __init__(self, meters: Meters, version: str) -> None:
         self._meters, self._tags = meters, {"version": version}
@@ -48,7 +48,7 @@ class AnswerMeter:
         self._first = True
 
     def drew(self, tokens: int, answers: int) -> None:
-        """So many tokens of so many answers came at once."""
+        """Record that `tokens` tokens of `answers` answers arrived at once."""
         if not tokens:
             return
         now = time.monotonic()
@@ -67,7 +67,7 @@ class AnswerMeter:
 
 
 def exposition() -> str:
-    """All replicas' figures in Prometheus' text format, from the agents of all nodes. Blocks, seconds at most."""
+    """Return all replicas' metrics in Prometheus' text format, from all nodes' agents. Blocks for seconds at most."""
     pages = []
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for node in ray.nodes():
@@ -82,8 +82,10 @@ def exposition() -> str:
 
 
 def merged(lines: Iterable[str]) -> str:
-    """Lines of several pages as those of one, of our own metrics only: a metric's lines stand together, after its help
-    and type."""
+    """Merge the lines of several pages into one page that has only our own metrics.
+
+    The lines of a metric stand together, after its help and type.
+    """
     heads: dict[str, dict[str, str]] = defaultdict(dict)
     samples: dict[str, list[str]] = defaultdict(list)
     for line in lines:

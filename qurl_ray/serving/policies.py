@@ -1,4 +1,4 @@
-"""Which policy is meant: from a setting to one that stays the same, and from that to a folder on this machine."""
+"""Resolve the setting `policy` to a policy that stays the same, and that policy to a folder on this machine."""
 
 import json
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ _MODELS = "models:/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """A policy that no later run or version takes the place of. Small and plain: it travels to every replica."""
+    """A policy that no later run or version replaces. Small and plain, because it is sent to every replica."""
 
     source: str
-    """Absolute folder, or models:/name/7."""
+    """Absolute path of a folder, or the URI of a registered version: models:/name/7."""
     name: str
-    """What it is called."""
+    """Name of the run, the folder or the registered model."""
     stamp: int = 0
-    """When the folder's weights were written: another policy may take the place of one."""
+    """Time when the folder's weights were written, in ns, since another policy may replace them; 0 if not a folder."""
 
 
 def tracking_uri(config: ServingConfig) -> str:
-    """MLflow's server or database."""
+    """URI of MLflow's server or database."""
     return config.mlflow_uri or f"sqlite:///{runs_folder(config.output_dir) / 'mlflow.db'}"
 
 
 def pin(config: ServingConfig) -> Pinned:
-    """What `config.policy` means now.
+    """Return the policy that `config.policy` means now.
 
     Raises:
         ConfigError: there is no such policy.
@@ -55,10 +55,10 @@ def _in_folder(folder: Path, name: str) -> Pinned:
 
 
 def folder_of(pinned: Pinned, uri: str) -> Path:
-    """Where its files are on this machine; those of a registered model are fetched if need be.
+    """Return the folder with the policy's files on this machine. A registered model is fetched if needed.
 
     Raises:
-        ConfigError: they are not there.
+        ConfigError: the files are not there, or cannot be fetched.
     """
     if not pinned.source.startswith(_MODELS):
         folder = Path(pinned.source)
@@ -88,7 +88,7 @@ def _interrupted(summary: Path) -> bool:
 
 
 def _of_run(run: Path, quantization: str) -> Path:
-    """The policy of a run in the format: exported codes if there are some, else the one in full precision."""
+    """Return the folder of a run's policy in a format: exported codes if there are some, else full precision."""
     codes = sorted(run.glob("policy-*/config.json"))
     if quantization == "auto" and codes:
         return codes[0].parent
@@ -100,8 +100,8 @@ def _of_run(run: Path, quantization: str) -> Path:
 
 
 def _registered(uri: str, tracking: str) -> Pinned:
-    """models:/name/latest and models:/name@alias as models:/name/<version>."""
-    from mlflow.exceptions import MlflowException  # over a second, for those who want it
+    """Resolve models:/name/latest and models:/name@alias to models:/name/<version>."""
+    from mlflow.exceptions import MlflowException  # takes over a second, so only if needed
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking, registry_uri=tracking)

@@ -1,4 +1,4 @@
-"""From what a client sends to the tokens that a policy reads."""
+"""Encode the prompt that a client sends as the tokens that a policy reads."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -13,14 +13,14 @@ Messages = Sequence[dict[str, str]]
 
 
 def encode(prompt: str | Sequence[int] | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str) -> np.ndarray:
-    """Token ids, int32 [length].
+    """Return the token ids of a prompt, int32 [length].
 
     Args:
-        prompt: a text as it is, token ids, or messages of a chat. These go through the tokenizer's chat template; if it
-            has none, what they say, joined by newlines, takes the place of {prompt} in `template`.
+        prompt: plain text, token ids, or messages of a chat. Messages go through the tokenizer's chat template. If it
+            has none, their contents, joined by newlines, replace {prompt} in `template`.
 
     Raises:
-        ApiError: 400: no tokens come of it, ids are out of range, or the chat template refuses the messages.
+        ApiError: 400: the prompt has no tokens, ids are out of range, or the chat template refuses the messages.
     """
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
@@ -41,5 +41,5 @@ def encode(prompt: str | Sequence[int] | Messages, tokenizer: PreTrainedTokenize
 def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    except jinja2.TemplateError as error:  # the policy's template speaks here, of the messages alone
+    except jinja2.TemplateError as error:  # the text is from the policy's template, and only about messages
         raise ApiError(400, f"the chat template refuses: {shown(str(error))}", param="messages") from None

@@ -1,4 +1,4 @@
-"""OpenAI's requests, checked; and its errors. Nothing here knows of HTTP or of an engine."""
+"""OpenAI's requests, with validation, and OpenAI's errors. Independent of HTTP and of engines."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-_GREEDY = 1e-4  # temperatures below are 0: logits divided by them would overflow
+_GREEDY = 1e-4  # lower temperatures count as 0: division of logits by them would overflow
 _MOST_SHOWN = 200  # characters of a name or message that an error repeats
 
 _IGNORED = {
@@ -19,7 +19,7 @@ _IGNORED = {
     "prompt_cache_retention",
     "verbosity",
 }
-"""Change nothing in an answer here."""
+"""OpenAI's parameters that are accepted and have no effect here."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -39,11 +39,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""OpenAI's parameters that are not supported, with the values that ask for nothing."""
+"""OpenAI's parameters that are not supported, with the values that are accepted because they have no effect."""
 
 
 class ApiError(Exception):
-    """What a client is told, in OpenAI's shape. The message holds nothing but what the client sent, and limits.
+    """Error for a client, in OpenAI's format. The message contains only what the client sent, and limits.
 
     Example:
         raise ApiError(400, "n must be at least 1", param="n")
@@ -68,7 +68,7 @@ class ApiError(Exception):
 
 
 def unavailable() -> ApiError:
-    """No policy is there, or its engine has died and is started anew."""
+    """Return ApiError 503: there is no policy, or its engine has died and is being restarted."""
     return ApiError(503, "the policy is not available: try again", kind="server_error", retry_after_s=1)
 
 
@@ -84,7 +84,7 @@ class _Model(BaseModel):
 class _StreamOptions(_Model):
     include_usage: bool = False
     include_obfuscation: bool = False
-    """Nothing is obfuscated."""
+    """Ignored: nothing is obfuscated."""
 
 
 class _TextPart(_Model):
@@ -97,25 +97,25 @@ class Message(_Model):
     content: str | list[_TextPart]
     name: str | None = None
     annotations: list[Any] = []
-    """As the answers that a client sends back have them."""
+    """Ignored. Answers that a client sends back may have annotations."""
 
     def plain(self) -> dict[str, str]:
-        """As chat templates want it."""
+        """Return the message in the form that chat templates expect."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class _Request(_Model):
-    """What both kinds of request have."""
+    """Parameters that both kinds of request have."""
 
     model: str
     n: int = Field(1, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=0)
-    """Not OpenAI's: 0 keeps the whole vocabulary."""
+    """Number of likeliest tokens to sample from; 0 keeps the whole vocabulary. Not one of OpenAI's parameters."""
     ignore_eos: bool = False
-    """Not OpenAI's: draw exactly max_tokens."""
+    """True to draw exactly max_tokens. Not one of OpenAI's parameters."""
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] = []
     stream: bool = False
@@ -144,7 +144,7 @@ class _Request(_Model):
 
     @property
     def heat(self) -> float:
-        """The temperature; 0, greedy, where it is too small to divide by, or top_p leaves but one token."""
+        """Temperature of sampling; 0 (greedy) if it is too small to divide by, or if top_p leaves only one token."""
         return self.temperature if self.temperature >= _GREEDY and self.top_p > 0 else 0.0
 
 
@@ -164,12 +164,12 @@ class ChatRequest(_Request):
 
     @property
     def top(self) -> int | None:
-        """How many of the likeliest tokens to tell of; None is no log-probs."""
+        """Number of likeliest tokens to return for each token; None for no log-probs."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the answer, if the client has set any."""
+        """Token limit of the answer; None if the client has set none."""
         return self.max_completion_tokens or self.max_tokens
 
     def prompts(self) -> list[list[dict[str, str]]]:
@@ -191,7 +191,7 @@ class CompletionRequest(_Request):
         return self.max_tokens or 16  # OpenAI's default
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Texts, or token ids."""
+        """Return the prompts, as texts or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -204,7 +204,7 @@ AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request; those of a prompt count once, whatever n is."""
+    """Token counts of a request. Tokens of a prompt count once, whatever n is."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -219,15 +219,15 @@ class Usage:
 
 
 def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """The request in a body.
+    """Parse and validate the request in a body.
 
     Raises:
-        ApiError: 400, with the parameter that is wrong.
+        ApiError: 400, with the name of the invalid parameter.
     """
     try:
         data = json.loads(body)
         if b"\\u" in body:
-            json.dumps(data, ensure_ascii=False).encode()  # an escape may be half of a character, which is no text
+            json.dumps(data, ensure_ascii=False).encode()  # an escape may be half of a surrogate pair, which is no text
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not valid JSON") from None
     if not isinstance(data, dict):
@@ -260,5 +260,5 @@ _CODES = {"missing": "missing_required_parameter"}
 
 
 def shown(text: str) -> str:
-    """What an error repeats of what a client has sent."""
+    """Return text of a client, shortened to `_MOST_SHOWN` characters, for use in an error."""
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"

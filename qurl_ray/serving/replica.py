@@ -1,7 +1,7 @@
-"""A replica of the app, as Ray Serve has it: one process with one engine, and the whole HTTP API in front of it.
+"""A Ray Serve replica of the app: one process with one engine, and the whole HTTP API in front of it.
 
-One deployment, not a gateway before engines: each token would pass one more process, and what a gateway could do for a
-replica that dies, asking another one, a client's retry does as well.
+There is one deployment, and no gateway in front of engines: with one, each token would pass through one more process.
+If a replica dies, a gateway could ask another one, but a client's retry does the same.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from qurl_ray.serving.service import Service
 
 
 class Replica:
-    """What Ray Serve starts, asks for its health, and tells of another policy.
+    """Replica that Ray Serve starts, checks for health, and reconfigures for another policy.
 
     Args:
-        settings: of the app, resolved.
+        settings: resolved settings of the app.
         key_digest: see http_app.
         threads: CPU threads of the engine.
     """
@@ -40,21 +40,24 @@ class Replica:
         return http_app(self._service, key_digest=self._key_digest, exposition=exposition)
 
     async def reconfigure(self, policy: dict[str, Any]) -> None:
-        """Serve calls it at the start, and whenever `user_config` is another one. Later policies load beside the one
-        that answers: Serve sends no requests to a replica that is still in here."""
+        """Swap to a policy. Serve calls this at the start, and whenever `user_config` changes.
+
+        Waits for the first policy only. Later policies load in the background while the old one answers: Serve sends no
+        requests to a replica until this returns.
+        """
         swap = asyncio.ensure_future(self._service.swap(Pinned(**policy)))
         if not self._service.ready:
             await swap
             return
-        self._swaps.add(swap)  # the loop itself keeps no reference
+        self._swaps.add(swap)  # the event loop itself keeps no reference
         swap.add_done_callback(self._swaps.discard)
 
     async def check_health(self) -> None:
-        """Serve starts the replica anew if this raises."""
+        """Raise EngineError if the replica is unhealthy. Serve then restarts it."""
         self._service.check_health()
 
     async def status(self) -> dict[str, object]:
-        """See Service.status."""
+        """Return the status of the service; see Service.status."""
         return self._service.status()
 
 

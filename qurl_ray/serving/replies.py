@@ -1,4 +1,4 @@
-"""What clients are answered, in OpenAI's words: whole, or as server-sent events."""
+"""Replies to clients in OpenAI's format: whole, or as server-sent events."""
 
 import json
 import secrets
@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Reply:
-    """Of one request. Every record of it names the model with its version."""
+    """Reply to one request. Every record of it names the model with its version."""
 
     def __init__(self, request: ChatRequest | CompletionRequest, answer: Answer) -> None:
         self._request, self._answer = request, answer
@@ -28,14 +28,14 @@ class Reply:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """Raises EngineError if the engine dies."""
+        """Return the whole reply. Raise EngineError if the engine dies."""
         parts = await self._answer.whole()
         kind = "chat.completion" if self._chat else "text_completion"
         choices = [self._choice(index, part) for index, part in enumerate(parts)]
         return self._head | {"object": kind, "choices": choices, "usage": self._answer.usage.as_dict()}
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Bytes of one or more events: what came since the last ones. An engine that dies ends them with an error."""
+        """Yield the bytes of one or more new events at a time. Raise EngineError if the engine dies."""
         if self._chat:
             roles = [self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._answer.count)]
             yield b"".join(map(self._event, roles))
@@ -48,7 +48,7 @@ class Reply:
         yield DONE
 
     def _event(self, choice: dict[str, Any] | None) -> bytes:
-        """Of a choice; None is the last one, of the usage."""
+        """Return the event of a choice; for None, the last event, which has the usage."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         record = self._head | {"object": kind, "choices": [choice] if choice else []}
         if self._request.include_usage:
@@ -89,5 +89,5 @@ def event(record: dict[str, Any]) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """In the middle of a stream, whose status has been told."""
+    """Return the event of an error in the middle of a stream, whose status has been sent already."""
     return event(error.body())

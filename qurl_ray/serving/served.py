@@ -1,4 +1,4 @@
-"""A policy that answers: its engine's front, its tokenizer, its names; and a request on its way through them."""
+"""A served policy, with its engine's front, its tokenizer and its names; and the path of a request through them."""
 
 import asyncio
 import itertools
@@ -24,37 +24,37 @@ from qurl_ray.serving.stream import Ask, Stream, TorchStream
 from qurl_ray.serving.text import TokenBytes
 from qurl_ray.types import Request, SamplingParams
 
-_BRIEF = 8192  # bytes of a body whose prompt is encoded on the event loop: a thread would take longer
+_BRIEF = 8192  # most bytes of a body whose prompt is encoded on the event loop: a thread would take longer
 _VERSION_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A request whose prompts are tokens and fit."""
+    """A request with its prompts as tokens, which fit the context."""
 
     request: ChatRequest | CompletionRequest
     prompts: list[np.ndarray]
     max_tokens: list[int]
-    """Of the answers to each prompt."""
+    """Token limit of the answers to each prompt."""
 
     @property
     def count(self) -> int:
-        """Answers that were asked for."""
+        """Number of answers requested."""
         return len(self.prompts) * self.request.n
 
 
 class Served:
-    """Lives on one event loop. `close` when `front.drained()`.
+    """A policy that answers requests, on one event loop. Call `close` after `front.drained()`.
 
     Args:
-        name: what clients call the model, whichever version it has.
+        name: name of the model for clients, whatever its version is.
     """
 
     def __init__(self, loaded: Loaded, config: ServingConfig, *, name: str, meters: Meters) -> None:
         self._config, self._loaded, self.meters = config, loaded, meters
         self.name, self.fingerprint = name, loaded.fingerprint
         self.model = f"{name}@{loaded.fingerprint[:_VERSION_DIGITS]}"
-        """This version of it."""
+        """Name of this version of the model: name@fingerprint, shortened."""
         self.created = int(time.time())
         self.length = loaded.length
         self.kernels = loaded.engine.kernels()
@@ -77,23 +77,23 @@ class Served:
         return VllmStream(cast(Any, loaded.engine), **calls)
 
     def close(self) -> None:
-        """End the engine. Blocks; nothing may run any more."""
+        """Stop the engine. Blocks. No request may be running."""
         self.front.stream.close()
         self._encoder.shutdown()
 
     def check_model(self, asked: str) -> None:
-        """Raise ApiError 404 unless it is this model, or this version of it."""
+        """Raise ApiError 404 unless `asked` names this model, or this version of it."""
         if asked not in (self.name, self.model):
             raise ApiError(404, "no such model: GET /v1/models lists them", param="model", code="model_not_found")
 
     async def encode(self, request: ChatRequest | CompletionRequest, *, size: int) -> Encoded:
-        """Prompts as tokens.
+        """Encode the prompts of a request as tokens.
 
         Args:
-            size: bytes of the body; large ones are encoded in a thread.
+            size: size of the body, in bytes; prompts of large bodies are encoded in a thread.
 
         Raises:
-            ApiError: 400 or 404: another model, too much of something, or a prompt that does not fit.
+            ApiError: 404 for another model; 400 if a limit is exceeded, or a prompt is invalid or does not fit.
         """
         self.check_model(request.model)
         prompts = request.prompts()
@@ -118,7 +118,7 @@ class Served:
         return Encoded(request=request, prompts=ids, max_tokens=[self._room(request, len(prompt)) for prompt in ids])
 
     def _room(self, request: ChatRequest | CompletionRequest, prompt: int) -> int:
-        """Tokens that the answer to a prompt of that length may have."""
+        """Return the token limit of an answer to a prompt of `prompt` tokens. Raise ApiError 400 if it does not fit."""
         most = self._config.max_prompt_tokens or self.length - 1
         left = self.length - prompt
         wanted = request.limit or min(self._config.max_tokens, left)
@@ -133,10 +133,10 @@ class Served:
         return wanted
 
     def open(self, encoded: Encoded) -> "Answer":
-        """Begin to answer.
+        """Start to answer.
 
         Raises:
-            ApiError: 429 or 503.
+            ApiError: 429 if too many answers wait; 503 if the engine is broken.
         """
         request = encoded.request
         seed = secrets.randbits(63) if request.seed is None else request.seed
@@ -150,7 +150,7 @@ class Served:
                 stop_ids=self._loaded.stop_ids,
                 ignore_eos=request.ignore_eos,
             )
-            # The seed of a choice is of its number alone: more prompts beside it change nothing.
+            # The seed of a choice depends on its number, not on its prompt: additional prompts change nothing.
             asks += [
                 Ask(
                     request=Request(
@@ -177,7 +177,7 @@ class Served:
 
 
 class Answer:
-    """The choices of one request while they grow."""
+    """The growing choices of one request."""
 
     def __init__(self, mailbox: Mailbox, choices: Sequence[Choice], *, prompt_tokens: int, served: Served) -> None:
         self._mailbox, self._choices, self._prompt_tokens, self.served = mailbox, choices, prompt_tokens, served
@@ -193,7 +193,7 @@ class Answer:
         )
 
     async def parts(self) -> AsyncIterator[list[tuple[int, Part]]]:
-        """What is new of the choices, as it comes; the engine lets go of them if this is left before the end.
+        """Yield (index, new part) of choices as they arrive. The engine releases the choices if the caller stops early.
 
         Raises:
             EngineError: the engine has died.
@@ -207,7 +207,7 @@ class Answer:
                     choice = self._choices[index]
                     drawn += len(news.draws)
                     if choice.finish:
-                        continue  # after its stop sequence, until the engine has let go
+                        continue  # draws after its stop sequence, until the engine releases it
                     part = choice.feed(news.draws, news.finish)
                     found[index] = part if index not in found else _joined(found[index], part)
                     if choice.finish and news.finish is None:
@@ -217,7 +217,7 @@ class Answer:
         meter.ended(self.usage)
 
     async def whole(self) -> list[Part]:
-        """All choices at their end."""
+        """Wait until all choices end, and return them."""
         parts = [Part() for _ in self._choices]
         async for news in self.parts():
             for index, part in news:

@@ -1,4 +1,4 @@
-"""The service of one replica: the policy that answers now, and how another one takes its place. Knows no Ray Serve."""
+"""Service of one replica: the policy that answers now, and the swap to another one. Independent of Ray Serve."""
 
 import asyncio
 import logging
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Answers with one policy at a time. Lives on one event loop.
+    """Service that answers with one policy at a time, on one event loop.
 
     Args:
-        name: what clients call the model.
+        name: name of the model for clients.
         threads: CPU threads of an engine.
     """
 
@@ -33,32 +33,32 @@ class Service:
         self._refused: str | None = None
         self._swapping = asyncio.Lock()
         self._ready = asyncio.Event()
-        self._held = 0  # requests that wait for it
+        self._held = 0  # requests that wait for _ready
         self._leaving: set[asyncio.Task] = set()
 
     @property
     def ready(self) -> bool:
-        """Whether there is a policy, though it may just be exchanged."""
+        """True if there is a policy, even while it is being replaced."""
         return self._current is not None
 
     # --- requests --------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Served:
-        """The policy that answers.
+        """Policy that answers now.
 
         Raises:
-            ApiError: 503, there is none yet.
+            ApiError: 503 if there is none yet.
         """
         if self._current is None:
             raise unavailable()
         return self._current
 
     async def open(self, request: ChatRequest | CompletionRequest, *, size: int) -> Answer:
-        """Begin to answer, with one policy from the first token to the last.
+        """Start to answer, with one policy from the first token to the last.
 
         Args:
-            size: bytes of the body.
+            size: size of the body, in bytes.
 
         Raises:
             ApiError: the request is refused.
@@ -71,7 +71,7 @@ class Service:
                 return served.open(encoded)
 
     async def _hold(self) -> None:
-        """Wait while one policy has gone and the next one has not come; few may."""
+        """Wait while policies are exchanged. Raise ApiError 503 if that takes too long, or too many requests wait."""
         if self._ready.is_set():
             return
         if self._held >= self.config.queue:
@@ -87,20 +87,20 @@ class Service:
     # --- policies --------------------------------------------------------------------------------------------------
 
     async def swap(self, pinned: Pinned) -> None:
-        """Answer new requests with this policy; those that run end with the one that they began with.
+        """Answer new requests with this policy. Running requests end with the policy that they began with.
 
-        A policy that cannot be loaded leaves the old one where it is. Without an old one that is an error.
+        If the policy cannot be loaded, the old one continues to answer.
 
         Raises:
-            Exception: what was wrong with it, and there is no other.
+            Exception: the policy cannot be loaded, and there is no old one.
         """
         self._wanted, self._refused = pinned, None
         async with self._swapping:
-            if pinned == self._pinned or pinned != self._wanted:  # it is there already, or another one is asked for
+            if pinned == self._pinned or pinned != self._wanted:  # loaded already, or a later call wants another one
                 return
             try:
                 await self._replace(pinned)
-            except Exception as error:  # of the policy's files, its libraries, memory: nothing may end what answers
+            except Exception as error:  # of files, libraries, memory: none may end the policy that answers
                 self._refused = f"{type(error).__name__}: {error}"
                 self.meters.swaps.inc(tags={"outcome": "refused"})
                 logger.error("the policy %s was refused: %s", pinned.source, error)
@@ -112,7 +112,7 @@ class Service:
 
     async def _replace(self, pinned: Pinned) -> None:
         old = self._current
-        if old and self.config.engine == "vllm":  # a process holds one vLLM: requests wait while it is made anew
+        if old and self.config.engine == "vllm":  # a process holds only one vLLM: requests wait while it restarts
             await self._in_place(old, pinned)
             return
         self._current = await self._load(pinned)
@@ -127,7 +127,7 @@ class Service:
         try:
             self._current = await self._load(pinned)
         except Exception as error:  # as in `swap`
-            old.front.error = error  # unless it can be made anew
+            old.front.error = error  # final, unless the old policy can be loaded again
             assert self._pinned
             self._current = await self._load(self._pinned)
             raise
@@ -139,13 +139,13 @@ class Service:
             folder = folder_of(pinned, tracking_uri(self.config))
             return load_policy(folder, self.config, threads=self._threads)
 
-        # In a thread that ends, and gives its OpenMP threads back. As long as another thread had some, there would be
-        # more than cores, and libgomp would put the engine's to sleep after every operation.
+        # In a thread that ends, and so releases its OpenMP threads. While another thread kept some, there would be more
+        # threads than cores, and libgomp would put the engine's to sleep after every operation.
         thread = ThreadPoolExecutor(1, thread_name_prefix="load")
         try:
             loaded = await asyncio.get_running_loop().run_in_executor(thread, load)
         finally:
-            thread.shutdown(wait=False)  # the event loop must not wait for a load that nobody wants any more
+            thread.shutdown(wait=False)  # the event loop must not wait for a load that is no longer needed
         return Served(loaded, self.config, name=self._name, meters=self.meters)
 
     def _leave(self, old: Served) -> None:
@@ -154,13 +154,13 @@ class Service:
             await asyncio.to_thread(old.close)
 
         task = asyncio.ensure_future(end())
-        self._leaving.add(task)  # the loop itself keeps no reference
+        self._leaving.add(task)  # the event loop itself keeps no reference
         task.add_done_callback(self._leaving.discard)
 
     # --- health ----------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, object]:
-        """Which policy answers, and what became of the last swap."""
+        """Return the policy that answers, its load, and why the last swap was refused (None if it was not)."""
         served = self._current
         return {
             "model": served.model if served else None,
@@ -172,7 +172,7 @@ class Service:
         }
 
     def check_health(self) -> None:
-        """Raise EngineError if the engine has died, or is silent for too long while it has work."""
+        """Raise EngineError if the engine has died, or sends no news for too long while it has work. Updates gauges."""
         served = self._current
         if served is None:
             return

@@ -1,8 +1,8 @@
-"""Engines that answer requests as they come: each joins what is running, and its tokens are told of step by step.
+"""Engines that answer requests as they arrive: each joins the running batch, and its tokens are sent step by step.
 
     submit, cancel ──► inbox ──► thread: admit, step, news ──► deliver (once a step, on the event loop)
 
-The torch engine's loop is here. vLLM has one of its own, in rollout/vllm_server.py.
+The loop of the torch engine is here. vLLM has its own loop, in rollout/vllm_server.py.
 """
 
 import asyncio
@@ -18,60 +18,60 @@ from qurl_ray.rollout.batch import Draw, OpenBatch
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Finish, Request
 
-_PREFILL_TOKENS = 2048  # of prompts that join in one step: what runs waits for them
+_PREFILL_TOKENS = 2048  # prompt tokens that join in one step: running requests wait for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request whose tokens are told of one by one. Its uid is unique among all that run."""
+    """A request whose tokens are sent one by one. Its uid is unique among all running requests."""
 
     request: Request
     top: int | None = None
-    """How many of the likeliest tokens to tell of, each time; None is not even the log-prob of the drawn one."""
+    """Number of likeliest tokens to send with each token; None for no log-probs, not even that of the drawn token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What became of a request since the last news of it."""
+    """Progress of a request since its last news."""
 
     uid: str
     draws: Sequence[Draw]
     finish: Finish | None
-    """If this is the last."""
+    """Finish reason, if this is the last news; else None."""
 
 
 Deliver = Callable[[Sequence[News]], None]
-"""Called on the event loop."""
+"""Function that receives news. It is called on the event loop."""
 Fail = Callable[[Exception], None]
-"""Called there when the engine is of no further use."""
+"""Function that receives the error after which the engine cannot be used. It is called on the event loop."""
 
 
 class Stream(Protocol):
-    """What the front expects of an engine."""
+    """Interface of an engine for the front."""
 
     def submit(self, asks: Sequence[Ask]) -> None:
-        """Begin to answer, from any thread; the requests fit the context."""
+        """Start to answer requests, which fit the context. May be called from any thread."""
 
     def cancel(self, uids: Iterable[str]) -> None:
-        """End these, from any thread; unknown ones are ignored."""
+        """Cancel requests; unknown uids are ignored. May be called from any thread."""
 
     def close(self) -> None:
-        """End the engine. Blocks."""
+        """Stop the engine. Blocks."""
 
 
 class TorchStream:
-    """A thread that takes the torch engine from step to step.
+    """Stream of the torch engine: a thread that runs it step by step.
 
-    What a request draws depends on its own prompt, seed and sampling alone, not on when it came or on what else runs:
-    the engine is batch-invariant.
+    The tokens of a request depend only on its own prompt, seed and sampling, not on its time of arrival or on other
+    requests: the engine is batch-invariant.
 
     Args:
-        engine: with verified weights; from now on this thread's alone.
+        engine: engine with verified weights; from now on only this thread uses it.
         slots: sequences decoded at a time.
-        length: tokens that prompt and answer may have together.
+        length: most tokens of prompt and answer together.
 
     Raises:
-        EngineError: there is no memory for so many keys and values.
+        EngineError: there is not enough memory for the keys and values.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TorchStream:
         self._batch = OpenBatch(places=slots, longest=length, version=engine.version)
         self._waiting: deque[Ask] = deque()
         self._running: dict[int, str] = {}
-        """Uid by place."""
+        """Uid of the running request in each place of the batch."""
         engine.reserve(slots, length)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -107,7 +107,7 @@ class TorchStream:
         self._engine.close()
 
     def _run(self) -> None:
-        """One step after the other while there is work.
+        """Run step after step while there is work.
 
         consumes:  asks and cancels   from self._inbox    waits for one when nothing runs
         produces:  news of a step     for self._deliver   waits for nothing
@@ -120,11 +120,11 @@ class TorchStream:
                 if not self._batch.finite:
                     raise EngineError("log-probs are not finite: the engine's weights or its kernel are broken")
                 self._tell()
-        except Exception as error:  # whatever it is, nothing can be answered any more, and somebody must be told
+        except Exception as error:  # after any error nothing can be answered any more, and it must be reported
             self._call(self._fail, error)
 
     def _read(self) -> list[int] | None:
-        """Empty the inbox. The places of what was cancelled; None at the end."""
+        """Empty the inbox. Return the places of cancelled requests; None at the end of the stream."""
         cancelled: set[str] = set()
         while True:
             idle = not (self._batch.count or self._waiting or cancelled)

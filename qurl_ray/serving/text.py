@@ -1,4 +1,4 @@
-"""From tokens to text while they come: characters that are spread over tokens, and stop sequences over both."""
+"""Convert tokens to text as they arrive: characters may span tokens, and stop sequences may span both."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,30 +6,30 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-_UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character yet
+_UNFINISHED = "\ufffd"  # a decoder's output for bytes that are not a whole character yet
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer:
-    """The text of one answer, piece by piece: the pieces joined are what decoding all of its tokens at once gives.
+    """Incremental decoder of one answer: its parts, joined, equal the text of all tokens decoded at once.
 
-    A window of tokens is decoded anew with each that comes: what a token's text is may depend on the one before it (a
-    space at the beginning), and a character may be spread over several.
+    A window of tokens is decoded again with each new token: the text of a token may depend on the one before it (a
+    space at the beginning), and a character may span several tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = self._told = 0  # of the window, and of its tokens without a text yet
+        self._start = self._told = 0  # start of the window, and of its tokens whose text is not returned yet
 
     def feed(self, token: int) -> str:
-        """What is known of the text since the last call; "" in the middle of a character."""
+        """Return the new text since the last call; "" in the middle of a character."""
         self._ids.append(token)
         new = self._new()
         return "" if new.endswith(_UNFINISHED) else self._tell(new)
 
     def flush(self) -> str:
-        """What is left at the end, unfinished or not."""
+        """Return the rest of the text at the end, even if a character is incomplete."""
         return self._tell(self._new())
 
     def _new(self) -> str:
@@ -46,14 +46,14 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Ends a text before the first stop sequence that is complete in it, however the text is cut into pieces."""
+    """Ends a text before the first complete stop sequence in it, however the text is split into parts."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """(what may be told, whether a stop sequence is complete). What may yet become one is held back."""
+        """Return (text to release, True if a stop sequence is complete). Text that may become one is held back."""
         self._held += text
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
@@ -64,18 +64,18 @@ class StopMatcher:
         return told, False
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         told, self._held = self._held, ""
         return told
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is the beginning, not the whole, of `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`, but not the whole of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TokenBytes:
-    """The bytes of single tokens, for log-probs. A token may be a piece of a character only."""
+    """Function that returns the bytes of a single token, for log-probs. A token may be only part of a character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -98,14 +98,14 @@ class TokenBytes:
 
 @lru_cache(maxsize=1)
 def _bytes_of_characters() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable ones as themselves, the others from U+0100 on."""
+    """Byte of each character in byte-level vocabularies: printable bytes as themselves, the others from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in set(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def texts(pieces: Iterable[bytes]) -> list[str]:
-    """Bytes of tokens as strings; what is no character alone is written as OpenAI does: bytes:\\xe4\\xb8."""
+    """Return the bytes of tokens as strings. Incomplete characters are written as OpenAI does: bytes:\\xe4\\xb8."""
     found = []
     for piece in pieces:
         try:

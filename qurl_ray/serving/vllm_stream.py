@@ -1,4 +1,4 @@
-"""vLLM as the engine behind a front: it streams by itself, and what it tells is passed on."""
+"""vLLM as the engine behind a front: it streams by itself, and its outputs are passed on."""
 
 import asyncio
 from collections import deque
@@ -13,10 +13,10 @@ from qurl_ray.types import Finish
 
 
 class VllmStream:
-    """See serving.stream.Stream.
+    """Stream of a vLLM engine; see serving.stream.Stream.
 
     Args:
-        engine: with verified weights, made with logprobs_mode="raw_logprobs".
+        engine: engine with verified weights, created with logprobs_mode="raw_logprobs".
     """
 
     def __init__(self, engine: VllmEngine, *, loop: asyncio.AbstractEventLoop, deliver: Deliver, fail: Fail) -> None:
@@ -37,7 +37,7 @@ class VllmStream:
 
     def _tell(self, ask: Ask, output: Any) -> None:
         self._news.append(News(uid=ask.request.uid, draws=draws(output, ask.top), finish=_finish(output)))
-        if len(self._news) == 1:  # else the event loop has yet to come for those before
+        if len(self._news) == 1:  # else the event loop has not taken the earlier news yet
             self._loop.call_soon_threadsafe(self._pass_on)
 
     def _broken(self, error: Exception) -> None:
@@ -53,7 +53,7 @@ class VllmStream:
 
 
 def draws(output: Any, top: int | None) -> list[Draw]:
-    """Ours from a vLLM CompletionOutput."""
+    """Convert a vLLM CompletionOutput to draws."""
     tokens = list(output.token_ids)
     if top is None:
         return [Draw(token=token) for token in tokens]

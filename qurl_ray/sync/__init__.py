@@ -1,1 +1,1 @@
-"""Weights from learner to engines: quantized once at the sender, verified where they end up."""
+"""Weight sync from learner to engines: weights are quantized once, at the sender, and verified in the engines."""

@@ -1,10 +1,10 @@
-"""What changed between two arrays of unsigned integers, in few bytes. Pure.
+"""Compressed difference between two arrays of unsigned integers. Pure.
 
-Few codes change from one version to the next, and those by one: a delta holds where (gaps between changed elements) and
-by how much (differences modulo 2^bits, zigzagged so that small ones of either sign are small numbers). Both are written
-as byte planes, all low bytes first, and entropy-coded by zlib with runs as its only matches: no larger than with its
-slow levels, several times as fast, since there is nothing else to match. Each plane is a block with a code of its own:
-one code for all would cost up to a quarter more.
+Few codes change from one version to the next, and those by one. A delta holds the positions (gaps between changed
+elements) and the differences (modulo 2^bits, zigzag-coded so that small ones of either sign are small numbers). Both
+are written as byte planes, all low bytes first, and entropy-coded by zlib with runs as its only matches. The result is
+no larger than with zlib's slow levels, and coding is several times as fast, since there is nothing else to match. Each
+plane is a block with its own code: one code for all planes would cost up to a quarter more.
 """
 
 import zlib
@@ -16,30 +16,31 @@ import numpy as np
 from qurl_ray.errors import SyncError
 
 Encoding = Literal["codes", "float32", "bfloat16"]
-"""Of a tensor's arrays: (codes uint8, bits of the scales uint32), (bits uint32,) or (bits uint16,)."""
+"""Encoding of a tensor's arrays: (codes uint8, bits of the scales uint32), (bits uint32,) or (bits uint16,)."""
 
 _MANY = 1 << 15
-"""Changes that are packed even if they are most of an array, as all scales of a linear may be: 4 ms of one core.
-Packing more of them saves 0.1 Gb for a second of a core (float32 of which every element moved), less than networks do.
-"""
+"""Number of changes that are packed even if they are most of an array, as all scales of a linear may be: 4 ms of one
+core. Packing more of them saves 0.1 Gb per second of a core (float32, every element changed), less than networks carry
+in that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Takes one array to the next. zlib's checksum covers the data; the rest must agree with them and with the base."""
+    """Difference that turns one array into the next. zlib's checksum covers the data; the other fields must agree with
+    the data and with the base."""
 
     size: int
-    """Elements of base and result."""
+    """Number of elements of base and result."""
     itemsize: int
-    """Bytes of an element: 1, 2 or 4."""
+    """Bytes per element: 1, 2 or 4."""
     count: int
-    """Changed elements."""
+    """Number of changed elements."""
     data: bytes
-    """zlib of `count` gaps (uint32), then `count` differences, as planes: [4 + itemsize, count] bytes."""
+    """zlib data of `count` gaps (uint32), then `count` differences, as byte planes: [4 + itemsize, count] bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data and the three numbers."""
+        """Bytes of the data and of the three numbers."""
         return len(self.data) + 12
 
 
@@ -51,11 +52,11 @@ class Payload:
     encoding: Encoding
     parts: tuple[np.ndarray | Delta, ...]
     base_version: int | None = None
-    """What the deltas are added to."""
+    """Version to which the deltas are added; None if there are none."""
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """All parts, of a payload that is whole."""
+        """Parts that are whole arrays: all parts of a payload without deltas."""
         return tuple(part for part in self.parts if isinstance(part, np.ndarray))
 
     @property
@@ -64,8 +65,9 @@ class Payload:
 
 
 def encode(base: np.ndarray, new: np.ndarray) -> Delta | None:
-    """The delta from `base` to `new`: unsigned, contiguous, of any shape. None where `new` itself is no larger or would
-    be there sooner (a quarter and more of a large one changed), and for another shape or type, or 2^32 elements."""
+    """Return the delta from `base` to `new`: unsigned, contiguous, of any shape. Return None where `new` itself is no
+    larger or would arrive sooner (more than a quarter of a large array changed), and also if shapes or types differ or
+    `new` has 2^32 elements or more."""
     if base.shape != new.shape or base.dtype != new.dtype or new.size >= 2**32:
         return None
     base, flat = base.reshape(-1), new.reshape(-1)
@@ -83,10 +85,10 @@ def encode(base: np.ndarray, new: np.ndarray) -> Delta | None:
 
 
 def decode(base: np.ndarray, delta: Delta) -> np.ndarray:
-    """What `encode` was given as `new`: an array of its own, of the base's shape and type.
+    """Return the array that `encode` got as `new`: a new array of the base's shape and type.
 
     Raises:
-        SyncError: the delta is damaged, or not of such a base. (Another base of the same size is not seen here.)
+        SyncError: the delta is damaged or does not fit the base. (A wrong base of the same size is not detected here.)
     """
     if (base.size, base.itemsize) != (delta.size, delta.itemsize):
         raise SyncError(
@@ -103,7 +105,7 @@ def decode(base: np.ndarray, delta: Delta) -> np.ndarray:
 
 
 def _unpacked(delta: Delta) -> tuple[np.ndarray, np.ndarray]:
-    """Gaps uint32 [count] and zigzagged differences [count]; never more bytes than were announced."""
+    """Gaps uint32 [count] and zigzag-coded differences [count]. Never unpacks more bytes than were announced."""
     if not 0 <= delta.count <= delta.size:
         raise SyncError(f"a damaged delta: it changes {delta.count} of {delta.size} elements")
     expected = delta.count * (4 + delta.itemsize)
@@ -119,7 +121,7 @@ def _unpacked(delta: Delta) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _planes(values: np.ndarray) -> list[bytes]:
-    """All first (low) bytes, all second ones, …"""
+    """Byte planes of the values: all first (low) bytes, all second ones, …"""
     return [plane.tobytes() for plane in values.view(np.uint8).reshape(-1, values.itemsize).T]
 
 

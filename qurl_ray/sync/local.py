@@ -1,4 +1,4 @@
-"""A sync inside one process: for evaluations, serving, benchmarks and tests."""
+"""Weight sync within one process: for evaluations, serving, benchmarks and tests."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol, TypeVar
@@ -42,7 +42,8 @@ def load_into(
     unquantized: Unquantized = "float32",
     tied: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Send `parameters` whole, as a learner of one rank would; the engine has verified them when this returns."""
+    """Send all `parameters` whole, as a learner of one rank would. Returns the manifest, after the engine has verified
+    them."""
     publisher = Publisher(quantized, tied=tied or {})
     buckets = list(publisher.prepare(parameters, fmt, version=version, unquantized=unquantized))
     manifest = assemble(version, fmt, [bucket.records for bucket in buckets])
@@ -53,10 +54,11 @@ def load_into(
 def with_codes(
     make: Callable[[str], E], kernel: str, stored: QuantizedPolicy, *, unquantized: Unquantized = "float32"
 ) -> tuple[E, Manifest]:
-    """An engine of `make(kernel)` with a checkpoint's codes as they are stored, and what it was sent."""
+    """Return an engine of `make(kernel)` that holds a checkpoint's codes as they are stored, and the manifest of what
+    it was sent."""
     engine = make(kernel)
     if stored.fmt.weight_max > engine.weight_max_code(stored.fmt.name):
-        # Made where the kernel takes larger codes than the one here, which would saturate.
+        # The checkpoint was made for a kernel that takes larger codes; the kernel here would saturate.
         engine.close()
         engine = make("emulation")
     sent = load_into(engine, stored.parameters.items(), stored.fmt, quantized=frozenset(), unquantized=unquantized)
@@ -71,7 +73,8 @@ def quantize_into(
     *,
     unquantized: Unquantized = "float32",
 ) -> Manifest:
-    """Quantize the model's linears but those that a pattern of `keep` finds ("none": no linear), and send all of it."""
+    """Quantize the model's linears, except those that match a pattern of `keep`, and send the whole model. With
+    `quantization` "none", no linear is quantized."""
     fmt = None if quantization == "none" else get_format(quantization, engine.weight_max_code(quantization))
     names = quantized_parameters(model, keep) if fmt else frozenset()
     return load_into(engine, model.named_parameters(), fmt, quantized=names, unquantized=unquantized)

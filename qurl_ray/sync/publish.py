@@ -1,8 +1,8 @@
-"""The sender's side of a sync. Tensor i belongs to rank i mod W: that rank quantizes, fingerprints and sends it, so no
+"""Sender's side of a weight sync. Tensor i belongs to rank i mod W, which quantizes, fingerprints and sends it, so no
 rank holds all codes.
 
-Tensors leave in buckets of limited size, so that a sender holds one copy of what it sent and one bucket. That copy is
-what the next version is compared with: what changed is all that has to travel.
+Tensors are sent in buckets of limited size, so that a sender holds one copy of what it sent and one bucket. The next
+version is compared with that copy: only the changes have to travel.
 """
 
 import math
@@ -22,14 +22,14 @@ from qurl_ray.sync.delta import Encoding, Payload, encode
 from qurl_ray.types import Manifest, TensorRecord
 
 Unquantized = Literal["float32", "bfloat16"]
-"""How tensors outside the quantized set travel; engines hold them as float32 either way."""
+"""Encoding in which tensors outside the quantized set travel; engines hold them as float32 either way."""
 _ITEM_BYTES = {"codes": 1, "bfloat16": 2, "float32": 4}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Some of a rank's tensors of one version: what the manifest says of them, and what goes to the engines."""
+    """Some of a rank's tensors of one version: their records for the manifest and their payloads for the engines."""
 
     records: tuple[TensorRecord, ...]
     payloads: tuple[Payload, ...]
@@ -41,7 +41,7 @@ class Bucket:
 
 @dataclass
 class Publisher:
-    """Turns parameters into a rank's part of a version, and remembers what it sent.
+    """Publisher of one rank: turns its parameters into buckets of a version, and remembers what it sent.
 
     Example:
         for bucket in publisher.prepare(model.named_parameters(), fmt, version=8, base_version=7):
@@ -50,21 +50,22 @@ class Publisher:
     """
 
     quantized: Set[str]
-    """Names of the parameters that become codes."""
+    """Names of the parameters that are sent as codes."""
     rank: int = 0
     ranks: int = 1
     bucket_bytes: int = 1 << 26
-    """Largest bucket, its deltas decoded, scales aside; a tensor that is larger is one of its own."""
+    """Largest bucket, in bytes of its decoded tensors without scales; a larger tensor is a bucket of its own."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """{"lm_head.weight": "model.embed_tokens.weight"}: names, if in `quantized`, that are sent as codes of a parameter
-    beside it, by the rank of that parameter."""
+    """Names that are sent, if they are in `quantized`, as codes of another parameter and in addition to it, by the rank
+    of that parameter: {"lm_head.weight": "model.embed_tokens.weight"}."""
     quantizer: Callable[[str, torch.Tensor, Format], QTensor] = lambda _, weight, fmt: quantize(weight, fmt)
-    """(name, weight, format) to codes; anything but the nearest codes is an experiment."""
+    """Function from (name, weight, format) to codes; anything but the nearest codes is an experiment."""
     _sent: dict[str, tuple[TensorRecord, Payload]] = field(default_factory=dict)
-    """The version sent last, whole. Its arrays are those of the payloads that were sent whole."""
+    """Records and whole payloads of the version sent last, by name. Payloads that were sent whole share their
+    arrays."""
     _form: tuple[Format | None, Unquantized] | None = None
     _version: int | None = None
-    """None while a version is being prepared, and if it never was to its end."""
+    """Version sent last; None before the first, while a version is prepared, and if one was not prepared to its end."""
 
     def prepare(
         self,
@@ -75,12 +76,13 @@ class Publisher:
         base_version: int | None = None,
         unquantized: Unquantized = "float32",
     ) -> Iterator[Bucket]:
-        """Quantize (fmt None: nothing) this rank's tensors, bucket by bucket. One that is quantized already is sent as
-        it is. Only a version that was drawn to its end can be resent or be the next one's base.
+        """Quantize this rank's tensors (none if `fmt` is None) and yield them, bucket by bucket. A tensor that is
+        quantized already is sent as it is. Only a version that was iterated to its end can be resent or be the next
+        one's base.
 
         Args:
-            base_version: what the engines hold. Deltas are made if that is what was sent last, in the same format
-                and encoding, and each only where it is smaller than the tensor; None sends all tensors whole.
+            base_version: version that the engines hold. Deltas are made if it is the version sent last, in the same
+                format and encoding, and each only where it is smaller than the tensor; None sends all tensors whole.
 
         Raises:
             QuantizationError: a weight is not finite or does not fit the format.
@@ -93,10 +95,10 @@ class Publisher:
         self._version = version
 
     def resend(self) -> Iterator[Bucket]:
-        """The version sent last once more, whole, from memory: for engines that failed to verify it.
+        """Yield the version sent last again, whole, from memory: for engines that failed to verify it.
 
         Raises:
-            SyncError: there is none.
+            SyncError: no version was prepared to its end.
         """
         if self._version is None:
             raise SyncError("nothing to resend: no version was prepared to its end")
@@ -110,7 +112,8 @@ class Publisher:
         last: dict[str, tuple[TensorRecord, Payload]],
         base: int | None,
     ) -> Iterator[tuple[TensorRecord, Payload]]:
-        """What travels of each tensor; `last` is used up on the way, so that there is one copy of each."""
+        """Yield record and payload of each tensor. `last` is consumed on the way, so that only one copy of each tensor
+        exists."""
         for name, tensor, tied in self._mine(parameters):
             codes = fmt if name in self.quantized else None
             if tied and not codes:
@@ -126,8 +129,8 @@ class Publisher:
     def _mine(
         self, parameters: Iterable[tuple[str, torch.Tensor | QTensor]]
     ) -> Iterator[tuple[str, torch.Tensor | QTensor, bool]]:
-        """(name, parameter, False) of this rank's parameters, each followed by (name, parameter, True) of those tied to
-        it."""
+        """Yield (name, parameter, False) for each of this rank's parameters, each followed by (name, parameter, True)
+        for those tied to it."""
         for index, (name, parameter) in enumerate(parameters):
             if index % self.ranks == self.rank:
                 yield name, parameter, False
@@ -135,7 +138,7 @@ class Publisher:
 
 
 def assemble(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecord, ...]]) -> Manifest:
-    """The manifest of a version from the records of all ranks and buckets.
+    """Manifest of a version, from the records of all ranks and buckets.
 
     Raises:
         SyncError: a tensor was sent twice, or ranks made deltas to different versions.
@@ -156,7 +159,7 @@ def assemble(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecor
 
 
 def count_codes(records: Iterable[TensorRecord]) -> tuple[Counter[str], Counter[str]]:
-    """(codes, of these changed) by the kind of their linear: q_proj, up_proj, …"""
+    """Numbers of codes and of changed codes, each by the kind of their linear: q_proj, up_proj, …"""
     codes: Counter[str] = Counter()
     changed: Counter[str] = Counter()
     for record in records:
@@ -168,7 +171,7 @@ def count_codes(records: Iterable[TensorRecord]) -> tuple[Counter[str], Counter[
 
 
 def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) -> tuple[TensorRecord, Payload]:
-    """One tensor, encoded, with the fingerprint of what it is once decoded."""
+    """Record and payload of one whole encoded tensor, with the fingerprint of its decoded values."""
     held: tuple[torch.Tensor, ...]
     sent: tuple[torch.Tensor, ...]
     encoding: Encoding
@@ -176,7 +179,7 @@ def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) 
         held, sent = (tensor.codes, tensor.scale), (tensor.codes, tensor.scale)
         encoding, form = "codes", tensor.fmt.name
     else:
-        # A copy: the parameter moves on. bfloat16 is rounded to nearest, ties to even.
+        # A copy, because the parameter goes on changing. bfloat16 is rounded to nearest, ties to even.
         sent = (tensor.detach().to("cpu", getattr(torch, unquantized), copy=True),)
         held, encoding, form = (sent[0].float(),), unquantized, "none"
     payload = Payload(name=name, encoding=encoding, parts=tuple(map(_bits, sent)))
@@ -193,7 +196,8 @@ def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) 
 def _compared(
     record: TensorRecord, whole: Payload, before: Payload | None, base: int | None
 ) -> tuple[TensorRecord, Payload]:
-    """What travels: each array as its delta to what was sent before, if that is what the engines hold and smaller."""
+    """Record and payload with each array replaced by its delta to the version sent before, if the engines hold that
+    version and the delta is smaller."""
     if before is None or before.encoding != whole.encoding or before.arrays[0].shape != whole.arrays[0].shape:
         return record, whole
     deltas = tuple(map(encode, before.arrays, whole.arrays)) if base is not None else (None,)
@@ -207,13 +211,13 @@ def _compared(
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as unsigned integers of the same size."""
+    """View of the same memory as unsigned integers of the same size."""
     size = tensor.element_size()
     return tensor.contiguous().view(_SIGNED[size]).numpy().view(f"u{size}")
 
 
 def _buckets(messages: Iterable[tuple[TensorRecord, Payload]], limit: int) -> Iterator[Bucket]:
-    """Messages in their order, as many to a bucket as take `limit` bytes once they are decoded."""
+    """Group messages, in their order, into buckets that take at most `limit` bytes once decoded."""
     held: list[tuple[TensorRecord, Payload]] = []
     size = 0
     for record, payload in messages:

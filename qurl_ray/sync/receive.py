@@ -1,6 +1,6 @@
-"""The engine's side of a sync: what travelled becomes what an engine loads.
+"""Engine's side of a weight sync: turns payloads into the arrays that an engine loads.
 
-Deltas are added to what the engine holds now, asked of the engine itself: the receiver keeps no copy.
+Deltas are added to the arrays that the engine holds now, which the engine itself supplies: the receiver keeps no copy.
 """
 
 import sys
@@ -13,23 +13,23 @@ from qurl_ray.sync.delta import Delta, Payload, decode
 from qurl_ray.types import Manifest, TensorRecord
 
 Arrays = tuple[np.ndarray, ...]
-"""One tensor as engines load it: (codes uint8 [N, K], scale float32 [N, groups]) or (values float32,)."""
+"""Arrays of one tensor as engines load them: (codes uint8 [N, K], scale float32 [N, groups]) or (values float32,)."""
 
 _WIDTHS = {"codes": (1, 4), "float32": (4,), "bfloat16": (2,)}
-"""Bytes of an element on the wire, by array."""
+"""Bytes per element on the wire, for each array of an encoding."""
 
 
 def unpack(
     buckets: Iterable[Sequence[Payload]], manifest: Manifest, resident: Callable[[str], Arrays]
 ) -> Iterator[Mapping[str, Arrays]]:
-    """The buffers of each bucket, made when they are asked for. What is missing is for the engine to find, and its
-    fingerprints find a wrong base.
+    """Yield the arrays of each bucket, decoded on demand. The engine detects missing tensors, and its fingerprints
+    detect a wrong base.
 
     Args:
-        resident: the arrays of a tensor that the engine holds now, which is asked where a delta needs them.
+        resident: returns the arrays of a tensor that the engine holds now; called where a delta needs them.
 
     Raises:
-        SyncError: a payload that is damaged, unknown, sent twice, or a delta to anything but the manifest's base.
+        SyncError: a payload is damaged, unknown, sent twice, or a delta to a version other than the manifest's base.
     """
     records = {record.name: record for record in manifest.tensors}
     seen: set[str] = set()
@@ -74,8 +74,8 @@ def _added(base: np.ndarray, part: np.ndarray | Delta, width: int) -> np.ndarray
 
 
 def _narrowed(array: np.ndarray, width: int) -> np.ndarray:
-    """What an engine holds, as the unsigned integers that travel: codes as they are, the bits of float32, or their
-    upper halves, if the lower ones are zero."""
+    """Return an engine's array as the unsigned integers that travel: codes as they are, the bits of float32, or the
+    upper halves of these bits if the lower halves are zero."""
     if array.dtype != (np.uint8 if width == 1 else np.float32):
         raise SyncError(f"a delta of {width}-byte integers cannot be added to {array.dtype}")
     if width == 1:
@@ -85,12 +85,12 @@ def _narrowed(array: np.ndarray, width: int) -> np.ndarray:
         return bits
     if np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
         raise SyncError("a delta in bfloat16 cannot be added to values that bfloat16 does not hold")
-    halves = bits.reshape(-1).view(np.uint16).reshape(*bits.shape, 2)  # of no dimension, too
+    halves = bits.reshape(-1).view(np.uint16).reshape(*bits.shape, 2)  # also for an array without dimensions
     return np.ascontiguousarray(halves[..., int(sys.byteorder == "little")]).reshape(bits.shape)
 
 
 def _widened(bits: np.ndarray) -> np.ndarray:
-    """The inverse: codes stay bytes, the rest becomes float32."""
+    """Inverse of `_narrowed`: codes stay bytes, the rest becomes float32."""
     if bits.itemsize == 1:
         return bits
     if bits.itemsize == 2:

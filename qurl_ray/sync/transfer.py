@@ -1,10 +1,10 @@
-"""The sender's side of vLLM's own weight transfer: `nccl`, `sparse_nccl` and `ipc`, from GPU to GPU.
+"""Sender's side of vLLM's own weight transfer: `nccl`, `sparse_nccl` and `ipc`, from GPU to GPU.
 
-These engines carry floats under the checkpoint's names. Codes go as bfloat16, which holds every one of them, and their
-scales with the manifest: nothing is rounded a second time, in whatever precision an engine computes, and few changed
-codes are few changed floats, which changed parameters are not. Not measured on a GPU.
+These engines transfer floats under the checkpoint's names. Codes are sent as bfloat16, which represents every code
+exactly, and their scales with the manifest. So nothing is rounded a second time, whatever the precision in which an
+engine computes. Few changed codes are few changed floats; changed parameters would be many. Not measured on a GPU.
 
-vllm is imported with this module, so only where one of these is configured.
+This module imports vllm, so it is imported only where one of these transports is configured.
 """
 
 import threading
@@ -34,24 +34,25 @@ _CODE_BYTES, _INDEX_BYTES = 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """One rank's part of a version."""
+class Shard:
+    """One rank's part of a version, in the form in which it is sent."""
 
     records: tuple[TensorRecord, ...]
     scales: dict[str, np.ndarray]
-    """float32, of every tensor of codes: what travels with the manifest."""
+    """Scales (float32) of every tensor of codes, by name. They travel with the manifest."""
     patches: tuple[SparseWeightPatch, ...]
-    """Of `sparse_nccl`: what changed."""
+    """Changed values of the tensors, for `sparse_nccl`; else empty."""
 
 
 class Transfer:
-    """One of vLLM's trainer engines, opened with the first version that it sends. Every rank has one and calls `send`
-    with the others, as a sharded learner's parameters are gathered by all; rank 0 is the one that sends.
+    """Sender over one of vLLM's trainer engines, which is opened when the first version is sent. Every rank has one and
+    all call `send` together, because gathering a sharded learner's parameters is collective; only rank 0 sends.
 
     Args:
-        call: (method of vLLM's workers, its arguments), to all workers of all engines; returns when all are done.
-        workers: of all engines together.
-        parameters: of the learner, in the same order every time.
+        call: takes a method of vLLM's workers and its arguments, calls all workers of all engines, and returns when all
+            are done.
+        workers: number of vLLM workers of all engines together.
+        parameters: returns the learner's parameters, in the same order every time.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Transfer:
         self._source = _Floats(publisher, parameters)
         self._engine: Any = None
 
-    def parcel(self, buckets: Iterable[Bucket], fmt: Format | None) -> Parcel:
-        """What the publisher prepared, as it travels here."""
+    def shard(self, buckets: Iterable[Bucket], fmt: Format | None) -> Shard:
+        """Convert the buckets that the publisher prepared to the form in which this transport sends them."""
         sent = [item for bucket in buckets for item in zip(bucket.records, bucket.payloads, strict=True)]
         wholes = {payload.name: payload for bucket in self._publisher.resend() for payload in bucket.payloads}
         scales = {name: whole.arrays[1].view(np.float32) for name, whole in wholes.items() if len(whole.parts) == 2}
@@ -85,24 +86,24 @@ class Transfer:
                 carried = len(patch.indices) * (_INDEX_BYTES + patch.values.itemsize) if patch else 0
             beside = scales[record.name].nbytes if record.name in scales else 0
             records.append(replace(record, bytes=carried + beside))
-        return Parcel(records=tuple(records), scales=scales, patches=tuple(patches.values()))
+        return Shard(records=tuple(records), scales=scales, patches=tuple(patches.values()))
 
-    def send(self, parcel: Parcel, fmt: Format | None, unquantized: Unquantized) -> None:
-        """Bring the engines, which expect the version, what changed or all parameters. They have loaded it, and not yet
-        verified, when this returns.
+    def send(self, shard: Shard, fmt: Format | None, unquantized: Unquantized) -> None:
+        """Send the changed values, or all parameters, to the engines, which expect the version. When this returns, the
+        engines have loaded it but not yet verified it.
 
         Raises:
-            SyncError: vLLM failed on either side. Its group is of no further use then.
-            DeadlineExceeded: it was not done in time.
+            SyncError: vLLM failed on either side. Its process group cannot be used any more.
+            DeadlineExceeded: the transfer took longer than `timeout_s`.
         """
         self._source.fmt, self._source.unquantized = fmt, getattr(torch, unquantized)
-        self._within(lambda: self._send(parcel))
+        self._within(lambda: self._send(shard))
 
-    def _send(self, parcel: Parcel) -> None:
+    def _send(self, shard: Shard) -> None:
         self._engine = self._engine or self._opened()
         if self.sparse:
             device = self._engine.model_update_group.device
-            moved = [replace(p, indices=p.indices.to(device), values=p.values.to(device)) for p in parcel.patches]
+            moved = [replace(p, indices=p.indices.to(device), values=p.values.to(device)) for p in shard.patches]
             self._engine.send_weights(moved)
         else:
             self._engine.send_weights()
@@ -120,14 +121,14 @@ class Transfer:
         return WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
 
     def _within(self, work: Callable[[], None]) -> None:
-        """Do it in a thread that can be left behind: a collective whose other side is gone does not return."""
+        """Run `work` in a thread that can be abandoned: a collective whose other side is gone does not return."""
         done: Future[None] = Future()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def run() -> None:
             try:
                 if device is not None:
-                    torch.cuda.set_device(device)  # a setting of each thread
+                    torch.cuda.set_device(device)  # a setting per thread
                 work()
                 done.set_result(None)
             except BaseException as error:
@@ -140,12 +141,12 @@ class Transfer:
             raise
         except TimeoutError:
             raise DeadlineExceeded(f"waited {self._timeout_s:g} s for vLLM's {self._transport} transfer") from None
-        except Exception as error:  # vLLM's own kinds are many
+        except Exception as error:  # vLLM raises many kinds
             raise SyncError(f"vLLM's {self._transport} transfer failed: {type(error).__name__}: {error}") from error
 
 
 class _Floats(WeightSource):
-    """The learner's parameters as they travel: codes as bfloat16, the rest as `unquantized`."""
+    """Learner's parameters as they travel: codes as bfloat16, the rest as `unquantized`."""
 
     def __init__(self, publisher: Publisher, parameters: Parameters) -> None:
         self._publisher, self._parameters = publisher, parameters
@@ -154,7 +155,7 @@ class _Floats(WeightSource):
         self.unquantized = torch.float32
 
     def metadata(self) -> list[ParamMeta]:
-        if not self._shapes:  # gathers, so once
+        if not self._shapes:  # gathers all parameters, so done once
             self._shapes = [(name, tuple(parameter.shape)) for name, parameter in self._parameters()]
         dtypes = {True: torch.bfloat16, False: self.unquantized}
         return [ParamMeta(name, dtypes[self._coded(name)], shape) for name, shape in self._shapes]
@@ -168,7 +169,7 @@ class _Floats(WeightSource):
                 yield name, parameter.detach().to(self.unquantized)
 
     def largest(self) -> int:
-        """Bytes of the largest tensor in any form that it may take."""
+        """Return the bytes of the largest tensor, in the largest form that it may take."""
         return max(4 * int(np.prod(meta.shape)) for meta in self.metadata())
 
     def _coded(self, name: str) -> bool:
@@ -176,7 +177,7 @@ class _Floats(WeightSource):
 
 
 def _client(call: Callable[[str, dict], None]) -> SimpleNamespace:
-    """What vLLM's trainer engines ask of the engines (its VLLMWeightSyncClient)."""
+    """Interface to the engines that vLLM's trainer engines need (its VLLMWeightSyncClient)."""
     return SimpleNamespace(
         init_weight_transfer_engine=lambda info: call("init_weight_transfer_engine", {"init_info": info}),
         start_weight_update=lambda: call("start_weight_update", {}),
@@ -186,10 +187,10 @@ def _client(call: Callable[[str, dict], None]) -> SimpleNamespace:
 
 
 def _patch(payload: Payload, whole: Payload, fmt: Format | None) -> SparseWeightPatch:
-    """A tensor's new values where they changed; everywhere if it is not a delta that was prepared."""
+    """New values of a tensor where it changed, or all values if it was not prepared as a delta."""
     part, bits = payload.parts[0], whole.arrays[0].reshape(-1)
     if isinstance(part, Delta):
-        at = np.flatnonzero(decode(np.zeros_like(bits), part))  # added to zeros: how far each element moved
+        at = np.flatnonzero(decode(np.zeros_like(bits), part))  # added to zeros, it gives the change of each element
     else:
         at = np.arange(bits.size)
     kinds: dict[str, Any] = {"codes": fmt.dtype if fmt else None, "bfloat16": torch.bfloat16, "float32": torch.float32}

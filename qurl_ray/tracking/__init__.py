@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, samples.jsonl, the console and MLflow (imported only when it is used)."""
+"""Records of a run: metrics.jsonl, samples.jsonl, the console, and MLflow (imported only when it is used)."""
 
 from qurl_ray.tracking.sink import Outcome
 from qurl_ray.tracking.tracker import Tracker

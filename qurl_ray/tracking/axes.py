@@ -1,35 +1,35 @@
-"""Axes with round ticks, and numbers as a reader wants them."""
+"""Chart axes with round ticks, and readable formats for numbers."""
 
 import math
 from dataclasses import dataclass
 
 _MORE_DECIMALS = 4
 _TINY = 1e-90
-"""Below it, a value is drawn as 0: nothing that is measured is as small, and its parts might round to 0."""
+"""Values smaller than this are drawn as 0: no measurement is as small, and a fraction of one might round to 0."""
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From values to the share of the axis' length, and to text."""
+    """Axis that converts values to positions along its length, and to text."""
 
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
-    """(value, label), rising."""
+    """Ticks as (value, label), in rising order."""
     log: bool = False
     exponent: int = 0
-    """Labels are values over this power of ten."""
+    """Power of ten by which values are divided for the labels."""
     suffix: str = ""
 
     def share(self, value: float) -> float:
-        """0 at the lower end, 1 at the upper; what lies outside is at the end (on a log axis, 0 and less too)."""
+        """Position of `value` from 0 (lower end) to 1 (upper end), clamped. On a log axis, values <= 0 are at 0."""
         if self.log:
             value = math.log10(value) if value > 0 else -math.inf
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def text(self, value: float) -> str:
-        """`value` to about a thousandth of the axis, or to three digits on a log axis; without the suffix."""
+        """Format `value` to about a thousandth of the axis, or to three digits on a log axis, without the suffix."""
         if self.log:
             return short(value)
         scaled = value / 10.0**self.exponent
@@ -43,10 +43,10 @@ class Axis:
 
 
 def linear_axis(low: float, high: float, *, zero: bool = False, suffix: str = "", intervals: int = 4) -> Axis:
-    """An axis that holds both values and ends at round ticks, about `intervals` apart."""
+    """Linear axis that includes both values and ends at round ticks, with about `intervals` intervals."""
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), _TINY):  # one value
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), _TINY):  # only one value
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if abs(high) > _TINY else (0.0, 1.0)
     step = round_step((high - low) / intervals)
     numbers = range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1)
@@ -60,7 +60,7 @@ def linear_axis(low: float, high: float, *, zero: bool = False, suffix: str = ""
 
 
 def log_axis(low: float, high: float, *, intervals: int = 4) -> Axis:
-    """Whole decades around two positive values; `low` and `high` of the result are the exponents of its ends."""
+    """Log axis of whole decades around two positive values. `low` and `high` of the result are exponents of ten."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     every = max(1, math.ceil((last - first) / intervals))
     exponents = range(first, last + 1, every)
@@ -69,13 +69,13 @@ def log_axis(low: float, high: float, *, intervals: int = 4) -> Axis:
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is at least `least`."""
+    """Smallest number of the form 1, 2 or 5 times a power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
 def signed(text: str) -> str:
-    """With a true minus sign, and none before a zero."""
+    """Replace hyphens by a true minus sign, and remove the sign of a zero."""
     return text.lstrip("-") if not text.strip("-0.,") else text.replace("-", "−")
 
 
@@ -84,7 +84,7 @@ def power_of_ten(exponent: int) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits: 0.269, 12,386, 4.07·10⁻⁵."""
+    """Format `value` to three digits: 0.269, 12,386, 4.07·10⁻⁵."""
     if value == 0 or 1e-3 <= abs(value) < 1e3:
         return signed(f"{value:.3g}")
     if 1e3 <= abs(value) < 1e6:

@@ -1,4 +1,4 @@
-"""A bounded queue with one thread, so that a slow or dead server never slows the caller."""
+"""Bounded queue with one thread, so that a slow or dead server never slows the caller."""
 
 import queue
 import threading
@@ -9,24 +9,24 @@ from itertools import chain, repeat
 
 Operation = Callable[[], None]
 
-# Pauses between tries of one operation: about ten minutes in all, enough for a server to be restarted.
+# Pauses between attempts at one operation: about ten minutes in total, enough to restart a server.
 _RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 180.0, 180.0)
 _CLOSING_DELAY_S, _POLL_S = 0.5, 0.1
-# A server that fails when the run has ended gets this long to come back, instead of the whole deadline.
+# A server that fails after the end of the run has this time to recover, instead of the whole deadline.
 _LAST_CHANCE_S = 5.0
 _MAX_ERROR_LENGTH = 300
 
 
 class Background:
-    """Runs operations one after the other, in the order they came, in a daemon thread.
+    """Runs operations one after the other, in the order of their arrival, in a daemon thread.
 
     consumes:  operations   from offer() and submit()
-    waits for: the next operation, or the pause before a retry; drain() cuts both short
-    ends:      when drain() was called and the queue is empty, or its deadline has passed
+    waits for: the next operation, or the pause before a retry; drain() shortens both
+    ends:      when drain() was called and either the queue is empty or the deadline has passed
 
-    An operation that fails for a passing reason is tried again for ten minutes, `first` without end, and later ones
-    wait behind it; any other failure skips it. If `first` fails for good, nothing after it is run. Only the first
-    failure becomes a notice: an outage of an hour is one piece of news.
+    An operation that fails for a transient reason is retried for ten minutes (`first` without limit), and later ones
+    wait for it. After any other failure it is skipped. If `first` fails permanently, nothing after it is run. Only the
+    first failure becomes a notice, so that an outage of an hour is reported once.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Background:
         retry_delays_s: tuple[float, ...] = _RETRY_DELAYS_S,
         recourse: str = "metrics.jsonl has all of them",
     ) -> None:
-        """Start with the operation `first`. `recourse` ends the sentence that says how much was lost."""
+        """Start the thread with the operation `first`. `recourse` ends the sentence that reports how much was lost."""
         self._name = name
         self._recourse = recourse
         self._is_transient = is_transient
@@ -57,32 +57,32 @@ class Background:
         self._thread.start()
 
     def offer(self, operation: Operation, capacity: int | None = None) -> None:
-        """Queue an operation, or count it as lost if `capacity` operations wait already: the queue's, or a lower one
-        for what takes much memory."""
+        """Queue an operation, or count it as lost if `capacity` operations already wait. The default is the capacity of
+        the queue; operations that take much memory may have a lower one."""
         if self._queue.qsize() < (capacity or self._capacity):
             self.submit(operation)
         else:
             self._lost += 1
 
     def submit(self, operation: Operation) -> None:
-        """Queue an operation that must not be lost to a full queue."""
+        """Queue an operation even if the queue is full."""
         self._queue.put(operation)
 
     @property
     def lost(self) -> int:
-        """Operations that were given up until now."""
+        """Number of operations that were given up so far."""
         return self._lost
 
     def made_good(self) -> None:
-        """Called by an operation that did what the lost ones should have done."""
+        """Reset `lost`. Called by an operation that did the work of the lost operations."""
         self._lost = 0
 
     def notices(self) -> list[str]:
-        """What happened since the last call."""
+        """Return the notices since the last call."""
         return [self._notices.popleft() for _ in range(len(self._notices))]
 
     def drain(self, timeout_s: float) -> None:
-        """Finish what is queued, for at most `timeout_s` seconds; call it once, and submit nothing after it."""
+        """Finish the queued operations within `timeout_s` seconds. Call it once, and submit nothing after it."""
         began = time.monotonic()
         self._deadline = began + timeout_s
         self._closing.set()
@@ -91,15 +91,15 @@ class Background:
             if (since := self._failing_since) is not None and now - max(since, began) > _LAST_CHANCE_S:
                 self._deadline = now
             self._thread.join(_POLL_S)
-        self._thread.join(2 * _CLOSING_DELAY_S)  # for it to count what it leaves
-        # While the thread hangs, the end mark in the queue makes up for the operation that it hangs in.
+        self._thread.join(2 * _CLOSING_DELAY_S)  # so that it can count the operations that it leaves
+        # While the thread hangs in an operation, the end mark in the queue stands for that operation in the count.
         lost = self._lost + (self._queue.qsize() if self._thread.is_alive() else 0)
-        if lost and (self._done or not self._announced):  # else the notice about the failure has said it
+        if lost and (self._done or not self._announced):  # else the notice about the failure is enough
             self._notices.append(f"{self._name} lacks {lost} of this run's records; {self._recourse}")
 
     def _work(self) -> None:
         first = self._queue.get()
-        # Without it nothing else can be done, so it is tried for as long as the run lasts.
+        # No other operation can work without it, so it is retried for as long as the run lasts.
         endless = chain(self._retry_delays_s, repeat(self._retry_delays_s[-1]))
         self._abandoned = first is not None and not self._perform(first, endless)
         while (operation := self._queue.get()) is not None:
@@ -109,11 +109,11 @@ class Background:
                 self._perform(operation, self._retry_delays_s)
 
     def _perform(self, operation: Operation, delays_s: Iterable[float]) -> bool:
-        """Try until it is done (True) or not worth another try (False)."""
+        """Retry an operation until it succeeds (True) or is given up (False)."""
         for delay_s in chain(delays_s, (None,)):
             try:
                 operation()
-            except Exception as error:  # whatever a client library throws, training goes on
+            except Exception as error:  # whatever a client library raises, training continues
                 passing = self._is_transient(error)
                 self._failing_since = (self._failing_since or time.monotonic()) if passing else None
                 self._announce(error, passing)
@@ -127,7 +127,7 @@ class Background:
         return False
 
     def _may_retry(self, delay_s: float) -> bool:
-        """Wait before the next try; False once the deadline of drain() has passed."""
+        """Wait before the next attempt. Return False once the deadline of drain() has passed."""
         if not self._closing.wait(delay_s):
             return True
         time.sleep(_CLOSING_DELAY_S)

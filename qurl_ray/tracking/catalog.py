@@ -1,4 +1,4 @@
-"""Which charts a report has, and from which of a run's numbers."""
+"""Definitions of a report's charts: their titles, panels, and the metrics that they are drawn from."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ REWARD = Chart(
         ),
     ),
 )
-"""Left out where every reward is 0 or 1: it would show the same as SOLVED."""
+"""Chart of the mean held-out reward. It is omitted if every reward is 0 or 1: it would show the same as SOLVED."""
 SOLVED = Chart(
     "Held-out problems solved",
     "Greedy answers with a reward above 0.5 to problems that are never trained on, with 95 % Wilson intervals.",
@@ -38,7 +38,7 @@ SOLVED = Chart(
 )
 
 _HELD_OUT = (REWARD, SOLVED)
-"""Charts of evaluations; the others are of steps."""
+"""Charts of evaluations; all others are charts of steps."""
 
 _LEARNING = (
     Chart(
@@ -248,14 +248,14 @@ _HEADINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Charts under one heading, each with the rows that it is drawn from."""
+    """Charts under one heading, each with the rows from which it is drawn."""
 
     title: str
     charts: list[tuple[Chart, Sequence[Row]]]
 
 
 def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
-    """Every chart of the report; `settings` are the run's by dotted name."""
+    """Return the charts of the report by heading. `settings` are the run's settings by dotted name."""
     quantized = settings.get("rollout.quantization") != "none"
     evaluations = evaluation_rows(record.evaluations, quantized=quantized)
     rows = record.rows if quantized else [(step, _without_codes(values)) for step, values in record.rows]
@@ -273,10 +273,10 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
 
 
 def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[Row]:
-    """By step: `full` and `rollout`, the shares solved, and `full/reward` and `rollout/reward`, the mean rewards, each
-    with `/low` and `/high`.
+    """Return rows by step: the solved shares `full` and `rollout`, the mean rewards `full/reward` and `rollout/reward`,
+    and the interval ends of each, `/low` and `/high`.
 
-    A quantized run evaluates what it rolls out, but for `before` and `after`, which are in full precision.
+    A quantized run evaluates the policy with which it rolls out, except `before` and `after`, which use full precision.
     """
     rows: dict[int, dict[str, float | None]] = {}
     for found in evaluations:
@@ -289,20 +289,20 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
 
 
 def is_quantized(label: str) -> bool:
-    """Whether an evaluation of this label is of what a run rolls out or exports, not of the full-precision policy."""
+    """True if evaluations with this label use the policy as rolled out or exported, not in full precision."""
     return label in ("during", "after, quantized")
 
 
 def charts() -> tuple[Chart, ...]:
-    """Every chart of a run's steps."""
+    """Return all charts that show steps."""
     return tuple(chart for part in _HEADINGS.values() for chart in part if chart not in _HELD_OUT)
 
 
 def metric_names() -> frozenset[str]:
-    """Names of a step's numbers that the charts are drawn from. They are what runs are compared by, and stay."""
+    """Names of the step metrics from which charts are drawn. Runs are compared by them, so they must not change."""
     return frozenset(series.key for chart in charts() for panel in chart.panels for series in panel.series)
 
 
 def _without_codes(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The 0 that is recorded for "no codes" would look like codes that do not change."""
+    """Remove the metrics of code changes: their recorded 0 means "no codes", but would look like unchanged codes."""
     return {key: value for key, value in values.items() if not key.startswith("sync/codes_changed")}

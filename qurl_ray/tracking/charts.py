@@ -1,8 +1,8 @@
-"""Charts as inline SVG: numbers in, markup out. No script and no colour of its own: classes, which a style sheet fills.
+"""Charts as inline SVG, drawn by pure functions. They contain no script; a style sheet defines the colours by class.
 
-A chart is a stack of panels over one axis of steps. A long run is cut into at most `COLUMNS` columns of equally many
-steps: the line is their mean, the band behind it reaches from their smallest to their largest value, so no extreme is
-lost. Under the pointer, a column shows its steps and values; without one, the last column's are shown.
+A chart is a stack of panels over one axis of steps. A long run is divided into at most `COLUMNS` columns with equally
+many steps. The line is the mean of a column; the band behind it extends from the smallest to the largest value, so no
+extreme is lost. The column under the pointer shows its steps and values; without a pointer, the last column does.
 """
 
 import math
@@ -26,20 +26,20 @@ tspan[class] { fill: var(--c); } .grid { stroke: #ebebe6; } .bar { fill: var(--c
 .dot { stroke: var(--c); stroke-width: 5.5; stroke-linecap: round; } .whisker { fill: none; stroke: var(--c); }
 .hit { display: none; }
 """
-"""For a chart that is a file of its own: the report's colours by day, without what follows the pointer."""
+"""Style sheet of a chart in its own file: the report's colours of the light theme, without the pointer's elements."""
 
 Row = tuple[int, Mapping[str, float | None]]
-"""A step and its finite values by name; None, like a missing name, is a gap. Rows are in the order of their steps."""
+"""Step and its finite values by name; None, like a missing name, is a gap. Rows are in the order of their steps."""
 
 COLUMNS = 250
 _FEW = 40
-"""Up to this many columns, points are drawn as dots and intervals as whiskers."""
+"""Largest number of columns for which points are drawn as dots and intervals as whiskers."""
 _FEW_SERIES = 3
-"""Of so many, the line above a drawing holds intervals beside the values."""
+"""Largest number of series in a panel for which the line above the drawing shows intervals beside the values."""
 _LOG_FROM = 30.0
-"""Largest over smallest positive value from which a panel that may be logarithmic is."""
+"""Smallest ratio of largest to smallest positive value for which a panel with `log` is logarithmic."""
 
-# Units of the drawing, about a pixel each in a card of three beside each other.
+# In units of the drawing, about one pixel each if three cards are beside each other.
 _WIDTH, _HEIGHT = 400, 236
 _READOUT, _HEADER, _STEPS = 18, 24, 20
 _CHARACTER = 6.1
@@ -56,12 +56,12 @@ class Series:
     label: str
     key: str
     color: int = 1
-    """Class c1 … of the style sheet."""
+    """Number of the colour class in the style sheet: 1 for c1, …"""
     low: str = ""
     high: str = ""
-    """Keys of the ends of an interval around the value, if it has one."""
+    """Keys of the ends of the interval around the value, or "" if it has none."""
     dashed: bool = False
-    """For a line that may lie on another."""
+    """True for a dashed line, used if it may overlap another line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +70,33 @@ class Panel:
 
     series: tuple[Series, ...]
     unit: str
-    """What the axis says: `s`, `nats per token`, …"""
+    """Label of the axis: `s`, `nats per token`, …"""
     percent: bool = False
-    """Values are shares and shown as per cent."""
+    """True if values are shares, which are shown in per cent."""
     zero: bool = False
-    """The axis begins at 0."""
+    """True if the axis includes 0."""
     log: bool = False
-    """Logarithmic if the values span decades."""
+    """True if the axis is logarithmic when the values span decades."""
     stacked: bool = False
     sparse: bool = False
-    """Series have values at steps of their own: a line leads from one to the next, whatever is between."""
+    """True if each series has values only at some steps: its line then connects all of them, without gaps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What a card shows."""
+    """Content of one card: a title, a note for the reader, and panels."""
 
     title: str
     reading: str
-    """A sentence on what to look for."""
+    """Sentence that tells the reader what to look for."""
     panels: tuple[Panel, ...]
     absent: str = "This run has not recorded it."
-    """Stands in for the drawing if no panel has a value."""
+    """Text shown instead of the drawing if no panel has a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One series in one column."""
+    """Values of one series in one column."""
 
     low: float
     mean: float
@@ -105,7 +105,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Steps `first` to `last`, both included; cells by the series' key."""
+    """Steps `first` to `last`, both included, with cells by key of the series."""
 
     first: int
     last: int
@@ -113,7 +113,7 @@ class Column:
 
 
 def draw(chart: Chart, rows: Sequence[Row]) -> Markup | None:
-    """The chart as an <svg>; None if no row has any of its values."""
+    """Draw the chart as an <svg> element. Return None if no row has any of its values."""
     panels = present(chart, rows)
     if not panels:
         return None
@@ -126,7 +126,7 @@ def draw(chart: Chart, rows: Sequence[Row]) -> Markup | None:
 
 
 def standalone(chart: Chart, rows: Sequence[Row]) -> str | None:
-    """The chart as the text of an .svg file, with its title, its legend and colours of its own."""
+    """Draw the chart as the text of an .svg file, with title, legend and its own colours. None if it has no values."""
     panels = present(chart, rows)
     if not panels:
         return None
@@ -143,14 +143,14 @@ def standalone(chart: Chart, rows: Sequence[Row]) -> str | None:
 
 
 def present(chart: Chart, rows: Sequence[Row]) -> list[Panel]:
-    """The chart's panels with those of their series that have at least one value; empty panels left out."""
+    """Return the chart's panels with only those series that have at least one value, without empty panels."""
     seen = {key for _, values in rows for key, value in values.items() if value is not None}
     panels = (replace(panel, series=tuple(s for s in panel.series if s.key in seen)) for panel in chart.panels)
     return [panel for panel in panels if panel.series]
 
 
 def thin(rows: Sequence[Row], series: Iterable[Series], limit: int = COLUMNS) -> list[Column]:
-    """At most `limit` columns; each keeps the smallest, the mean and the largest of every series' values in it."""
+    """Combine rows into at most `limit` columns. Each keeps the smallest, mean and largest value of every series."""
     wanted, size = list(series), math.ceil(len(rows) / limit)
     return [_column(rows[start : start + size], wanted) for start in range(0, len(rows), size or 1)]
 
@@ -168,7 +168,7 @@ def _column(rows: Sequence[Row], wanted: list[Series]) -> Column:
 
 
 def _content(plots: Sequence["_Plot"], columns: Sequence[Column], last: int) -> str:
-    """Frame, data, what shows under the pointer, and the values of column `last`, which show without one."""
+    """Return frame, data, the elements shown under the pointer, and the values of column `last`, shown by default."""
     left = max(4, *(len(label) for plot in plots for _, label in plot.axis.ticks)) * _CHARACTER + 8
     across = _Across(columns, left)
     shapes = [shape for plot in plots for shape in (*_frame(plot, across), *_data(plot, across))]
@@ -195,7 +195,7 @@ def _axis(panel: Panel, columns: Sequence[Column], intervals: int) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """A panel with its place; y grows downwards."""
+    """Panel with its position in the drawing; y grows downwards."""
 
     panel: Panel
     axis: Axis
@@ -210,14 +210,14 @@ class _Plot:
         return 100 if self.panel.percent else 1
 
     def dodge(self, i: int) -> float:
-        """Shift of series `i`, so that intervals at one step stand beside each other."""
+        """Horizontal shift of series `i`, so that intervals at one step are drawn beside each other."""
         series = self.panel.series
         apart = min(6.0, 24.0 / len(series))
         return apart * (i - (len(series) - 1) / 2) if any(s.low for s in series) else 0.0
 
 
 class _Across:
-    """Where columns are from left to right."""
+    """Horizontal positions of the columns."""
 
     def __init__(self, columns: Sequence[Column], left: float) -> None:
         self.columns, self.left, self.right = columns, left, _WIDTH - 8.0
@@ -228,7 +228,7 @@ class _Across:
         self.edges = [self.x(step) for step in (self.first - 0.5, *between, self.last + 0.5)]
 
     def x(self, step: float) -> float:
-        """Half a step of room on both sides, so that a single step has a width."""
+        """Position of `step`, with a margin of half a step on both sides, so that a single step has a width."""
         share = (step - self.first + 0.5) / (self.last - self.first + 1)
         return self.left + share * (self.right - self.left)
 
@@ -244,7 +244,7 @@ def _plots(panels: Sequence[Panel], columns: Sequence[Column]) -> list[_Plot]:
 
 
 def _frame(plot: _Plot, across: _Across) -> Iterable[str]:
-    """Unit, ticks and their lines."""
+    """Yield the unit, the ticks and their lines."""
     note = " · log scale" if plot.axis.log else f" · ×{power_of_ten(plot.axis.exponent)}" if plot.axis.exponent else ""
     yield f'<text class="unit" x="{_n(across.left)}" y="{_n(plot.top - 7)}">{escape(plot.panel.unit + note)}</text>'
     for tick, label in plot.axis.ticks:
@@ -281,7 +281,7 @@ def _data(plot: _Plot, across: _Across) -> Iterable[str]:
 
 
 def _stack(plot: _Plot, across: _Across) -> Iterable[str]:
-    """Bars without gaps, one upon the other in the order of the series."""
+    """Yield bars without gaps, stacked in the order of the series."""
     base = [0.0] * len(across.columns)
     for series in plot.panel.series:
         bars = []
@@ -294,7 +294,7 @@ def _stack(plot: _Plot, across: _Across) -> Iterable[str]:
 
 
 def _hit(plots: Sequence[_Plot], across: _Across, i: int, top: float, bottom: float) -> str:
-    """What shows while the pointer is over column `i`: a line, a dot for each series, and the values."""
+    """Elements shown while the pointer is over column `i`: a line, a dot for each series, and the values."""
     column, x = across.columns[i], across.centers[i]
     left, width = across.edges[i], across.edges[i + 1] - across.edges[i]
     dots = "".join(
@@ -323,7 +323,8 @@ def _steps(column: Column) -> str:
 
 
 def _values(plots: Sequence[_Plot], column: Column) -> Iterable[tuple[Series, str]]:
-    """A value; its range, or in a stack its mean, if the column holds several steps; the interval if it has one."""
+    """Yield each series with the text of its values in the column: value and interval, if it has one; else the range
+    over the steps; in a stack, the mean."""
     for plot in plots:
         for series in plot.panel.series:
             if cell := column.cells.get(series.key):
@@ -337,7 +338,7 @@ def _values(plots: Sequence[_Plot], column: Column) -> Iterable[tuple[Series, st
 
 
 def _unbroken(indices: Iterable[int]) -> list[list[int]]:
-    """Runs of neighbouring indices, which rise."""
+    """Group rising indices into runs of consecutive ones."""
     groups = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
     return [[j for _, j in run] for _, run in groups]
 
@@ -360,7 +361,7 @@ def _polyline(points: Iterable[tuple[float, float]]) -> str:
 
 
 def _dot(x: float, y: float) -> str:
-    """A line of no length: its round ends make a dot."""
+    """Path of a line with length 0: its round ends form a dot."""
     return f"M{_n(x)} {_n(y)}h0"
 
 
@@ -370,5 +371,5 @@ def _path(kind: str, series: Series, parts: Iterable[str]) -> str:
 
 
 def _n(value: float) -> str:
-    """A coordinate, to a tenth."""
+    """Format a coordinate, to one decimal."""
     return f"{value:.1f}".removesuffix(".0")

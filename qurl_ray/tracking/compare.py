@@ -1,4 +1,4 @@
-"""Runs side by side: what they reached, how fast, how far their rollouts were from the learner, how they were set."""
+"""Comparison of runs: results, speed, mismatch between rollouts and learner, and differing settings."""
 
 import difflib
 import math
@@ -14,43 +14,43 @@ from qurl_ray.tracking.text import MISSING, duration, shown
 from qurl_ray.tracking.values import flatten
 
 MOST = 16
-"""Runs that one page can tell apart."""
+"""Largest number of runs that one page can distinguish."""
 PHASES = ("rollout", "reward", "logprob", "update", "sync")
 _ASIDE = ("name", "output_dir", "task.reward_timeout_s", "task.verifiers")
-"""Settings that differ without a meaning for a comparison."""
+"""Settings that are ignored, because their differences do not matter for a comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run under a name that no other run of the comparison has."""
+    """Run with a name that is unique in the comparison."""
 
     name: str
     record: RunRecord
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By dotted name, as config.yaml shows them."""
+        """Settings by dotted name, in the form of config.yaml."""
         return {key: shown(value) for key, value in flatten(self.record.config, ".") if key not in _ASIDE}
 
     @property
     def task(self) -> dict[str, Any]:
-        """Settings that decide which problems are held out."""
+        """Settings that determine which problems are held out."""
         wanted = {key: value for key, value in self.settings.items() if key.startswith("task.")}
         return wanted | {"evaluation.problems": self.settings.get("evaluation.problems")}
 
     @property
     def quantized(self) -> bool:
-        """Whether what it rolls out is not the full-precision policy."""
+        """True if rollouts do not use the full-precision policy."""
         return self.settings.get("rollout.quantization") != "none"
 
     def values(self, key: str) -> list[float]:
-        """What its steps recorded under this name."""
+        """Return the recorded values of this metric, in the order of the steps."""
         return [found for _, step in self.record.rows if (found := step.get(key)) is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Of two means over the same problems: second minus first, its 95 % interval, and the p of a paired test."""
+    """Difference of two means over the same problems, second minus first, with 95 % interval and p of a paired test."""
 
     value: float
     low: float
@@ -59,12 +59,12 @@ class Difference:
 
 
 Pairing = Callable[[Sequence[float], Sequence[float]], Difference]
-"""Compares two policies by their rewards problem by problem, or by 1 and 0 for solved and not."""
+"""Function that compares two policies by one value per problem: the reward, or 1 for solved and 0 for not solved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """A line of the table: a cell for every run."""
+    """Line of a table, with one cell for every run."""
 
     label: str
     cells: list[str]
@@ -73,21 +73,21 @@ class Measure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is shown, whatever shows it."""
+    """Content of a comparison, independent of how it is displayed."""
 
     runs: list[Run]
     tables: dict[str, list[Measure]]
-    """Lines by heading; those that no run has a value for are left out."""
+    """Lines by heading, without lines for which no run has a value."""
     settings: list[Measure]
-    """Those that are not the same in all runs."""
+    """Settings that are not the same in all runs."""
     warnings: list[str] = field(default_factory=list)
 
 
 def compare(runs: Sequence[Run], pairing: Pairing) -> Comparison:
-    """Differences of held-out figures are from the first run.
+    """Compare runs. Differences of held-out figures are relative to the first run.
 
     Raises:
-        ConfigError: fewer than two runs, or more than a page can tell apart.
+        ConfigError: there are fewer than two runs, or more than MOST.
     """
     if not 2 <= len(runs) <= MOST:
         raise ConfigError(f"can compare 2 to {MOST} runs, not {len(runs)}")
@@ -114,24 +114,24 @@ def compare(runs: Sequence[Run], pairing: Pairing) -> Comparison:
 
 
 def read_runs(names: Iterable[str], folder: Path) -> list[Run]:
-    """The runs of these names in `folder`, or of these paths.
+    """Read the runs with these names in `folder`, or with these paths.
 
     Raises:
-        ConfigError: one is not there; the message names the nearest that is.
+        ConfigError: a run does not exist; the message names the one with the most similar name.
     """
     paths = list(dict.fromkeys(_found(name, folder).resolve() for name in names))
     return named((path.name, str(path), read_run(path)) for path in paths)
 
 
 def newest(folder: Path, count: int) -> list[str]:
-    """Names of the latest runs in `folder` that recorded a step, the oldest of them first."""
+    """Paths of the latest runs in `folder` that recorded a step, the oldest of them first."""
     paths = sorted(_run_folders(folder), key=lambda path: (path / "metrics.jsonl").stat().st_mtime, reverse=True)
     with_steps = (path for path in paths if b'"kind": "step"' in (path / "metrics.jsonl").read_bytes())
     return [str(path) for path, _ in zip(with_steps, range(count), strict=False)][::-1]
 
 
 def named(found: Iterable[tuple[str, str, RunRecord]]) -> list[Run]:
-    """Runs of (name, a longer name, record): by the longer one where several have the name."""
+    """Create runs from (name, longer name, record). The longer name is used if several runs have the same name."""
     entries = list(found)
     names = [name for name, _, _ in entries]
     return [Run(name=name if names.count(name) == 1 else long, record=record) for name, long, record in entries]
@@ -151,11 +151,11 @@ def _run_folders(folder: Path) -> list[Path]:
     return [path.parent for path in folder.glob("*/metrics.jsonl")]
 
 
-# --- what is told of them ---------------------------------------------------------------------------------------------
+# --- content of the tables --------------------------------------------------------------------------------------------
 
 
 def differing(runs: Sequence[Run]) -> list[Measure]:
-    """Settings that are not the same in all runs; a dash where a run does not have one."""
+    """Return the settings that are not the same in all runs, with a dash if a run does not have one."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = (Measure(label=key, cells=[str(run.settings.get(key, MISSING)) for run in runs]) for key in keys)
     return [row for row in rows if len(set(row.cells)) > 1]
@@ -188,8 +188,8 @@ def _steps(run: Run) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
-    """A figure of an evaluation: its value with the ends of its interval, its values problem by problem, and how a
-    number of it is written."""
+    """Definition of an evaluation figure: functions for its value with interval ends and for its values per problem,
+    and the format of its numbers."""
 
     estimate: Callable[[Evaluation], tuple[float | None, float | None, float | None]]
     per_problem: Callable[[Evaluation], Sequence[float]]
@@ -197,7 +197,7 @@ class _Figure:
     digits: int
     difference: str
     test: str
-    """Notes on a difference between two runs, and on the test of it."""
+    """Notes on the difference between two runs (`difference`), and on its test (`test`)."""
 
     def write(self, value: float, sign: str = "") -> str:
         return signed(format(self.scale * value, f"{sign}.{self.digits}f"))
@@ -234,7 +234,7 @@ def _held_out(runs: Sequence[Run], figure: _Figure, pairing: Pairing) -> Iterato
 
 
 def _as_rolled_out(run: Run, latest: Mapping[str, Evaluation]) -> Evaluation | None:
-    """The policy in the format of its rollouts at the end; of a run that has none yet, the latest on the way."""
+    """Final evaluation in the format of the rollouts; the latest one during the run if there is no final one yet."""
     return latest.get("after, quantized" if run.quantized else "after") or latest.get("during")
 
 
@@ -250,7 +250,7 @@ def _estimate(found: Evaluation | None, figure: _Figure) -> str:
 def _against_first(
     runs: Sequence[Run], found: Sequence[Evaluation | None], figure: _Figure, pairing: Pairing
 ) -> Iterator[Measure]:
-    """Paired, problem by problem; a dash where the problems are not the same, or were not recorded one by one."""
+    """Yield paired differences to the first run; a dash if problems differ, or were not recorded individually."""
     values = [figure.per_problem(evaluation) if evaluation else () for evaluation in found]
     shares, tests = [MISSING], [MISSING]
     for run, other in zip(runs[1:], values[1:], strict=True):
@@ -299,7 +299,7 @@ def _mismatches(runs: Sequence[Run]) -> Iterator[Measure]:
 
 
 def clipped(step: Mapping[str, float | None]) -> float | None:
-    """Share of a step's tokens whose gradient is cut off; None if it was not recorded."""
+    """Share of a step's tokens whose gradient is cut off by the clip; None if it was not recorded."""
     found = [step.get(f"clip/{side}") for side in ("upper", "lower", "dual")]
     return None if found[0] is None else math.fsum(share or 0.0 for share in found)
 

@@ -1,5 +1,5 @@
-"""The runs of an MLflow experiment, for a comparison: from their artifacts, or, where a run has not left any yet, from
-its metrics and parameters."""
+"""Runs of an MLflow experiment, for a comparison. They are read from their artifacts; a run without artifacts is read
+from its metrics and parameters."""
 
 import difflib
 import json
@@ -28,10 +28,10 @@ _ENDED = ("FINISHED", "KILLED")
 
 
 def experiment_runs(uri: str, experiment: str) -> list[Run]:
-    """The experiment's latest runs with a recorded step, the oldest of them first.
+    """Return the experiment's latest runs with a recorded step, the oldest of them first.
 
     Raises:
-        ConfigError: no such experiment there (the message names the nearest), or MLflow cannot be reached.
+        ConfigError: there is no such experiment (the message names the most similar one), or MLflow cannot be reached.
     """
     client = MlflowClient(uri, registry_uri=uri)
     try:
@@ -63,7 +63,7 @@ def _record(client: MlflowClient, run: MlflowRun) -> RunRecord:
 
 
 def _from_metrics(client: MlflowClient, run: MlflowRun) -> RunRecord:
-    """What a run that has no files yet has logged."""
+    """Build the record of a run without artifacts from its logged metrics and parameters."""
     rows: dict[int, dict[str, float | None]] = {}
     evaluations: dict[tuple[str, int], dict[str, float | None]] = {}
     for name in run.data.metrics:
@@ -97,7 +97,7 @@ def _evaluation(part: str, step: int, values: Mapping[str, float | None]) -> Eva
 
 
 def _plain(text: str) -> Any:
-    """A parameter as it was before it became text."""
+    """Convert a parameter from text to its original value."""
     try:
         return json.loads(text)
     except ValueError:

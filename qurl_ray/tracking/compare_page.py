@@ -1,4 +1,4 @@
-"""A comparison on one page, and as a table for the console."""
+"""Comparison of runs as a page, and as a table for the console."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ _OVERLAID = (
     "rollout/tokens_per_second",
     "grad_norm",
 )
-"""Of each, the report's chart with a line for every run."""
+"""Metrics for which the report's chart is drawn with a line for every run."""
 _SOLVED = Chart(
     "Held-out problems solved",
     "Greedy answers with a reward above 0.5 to problems that are never trained on, with 95 % intervals.",
@@ -45,11 +45,11 @@ _CLIPPED = Chart(
 )
 _SECONDS = Chart("Time", "Wall time of a step.", (Panel((), "s per step", zero=True),))
 _CELL_CHARACTERS = 200
-"""Of the console."""
+"""Largest number of characters in a cell of the console table."""
 
 
 def render(comparison: Comparison, title: str) -> str:
-    """The page's text: tables, charts with a line for every run, and the settings that differ."""
+    """Return the page's text: tables, charts with a line for every run, and the settings that differ."""
     runs = comparison.runs
     cards = [
         {"title": chart.title, "reading": chart.reading, "drawing": drawing}
@@ -71,7 +71,7 @@ def render(comparison: Comparison, title: str) -> str:
 
 
 def console_table(comparison: Comparison) -> Table:
-    """The same table and the settings that differ; names and settings may hold anything, and are shown as text."""
+    """Return the tables and the differing settings for the console. Untrusted names are shown as plain text."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, header_style="bold", pad_edge=False)
     table.add_column("", overflow="fold")
     for run in comparison.runs:
@@ -111,7 +111,7 @@ def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Row]]]:
 
 
 def _as_rolled_out(run: Run, rows: dict[int, Any]) -> list[Row]:
-    """What was evaluated of the policy that rolls out; of full-precision rollouts that is every evaluation."""
+    """Rows of evaluations of the policy as rolled out. With full-precision rollouts these are all evaluations."""
     if run.quantized:
         return [(step, values) for step, values in rows.items() if "rollout" in values]
     return [(step, {key.replace("full", "rollout"): value for key, value in v.items()}) for step, v in rows.items()]
@@ -125,7 +125,7 @@ def _of_the_report(key: str) -> tuple[Chart, Panel, Series]:
 def _overlay(
     chart: Chart, series: Series, runs: Sequence[Run], rows: Sequence[Sequence[Row]]
 ) -> tuple[Chart, list[Row]]:
-    """The chart's first panel with one line per run, and the rows of all runs under names of their own."""
+    """Return the chart's first panel with one line per run, and the merged rows of all runs with distinct keys."""
     keys = [key for key in (series.key, series.low, series.high) if key]
     merged: dict[int, dict[str, float | None]] = {}
     for i, of_run in enumerate(rows):
@@ -154,7 +154,7 @@ def _dashed(i: int) -> bool:
 
 
 def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Mean seconds of a step by phase: the parts of a bar for every run that recorded its time."""
+    """Return bars of the mean seconds per step by phase, one for every run that recorded its time."""
     means = [[_mean(run.values(f"time/{phase}")) for phase in PHASES] for run in runs]
     longest = max(map(sum, means), default=0.0)
     return [
@@ -165,7 +165,7 @@ def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _bar(parts: Sequence[float], longest: float) -> Markup:
-    """A bar of 1000 units for the longest."""
+    """Draw a bar, scaled so that the longest of all bars has 1000 units."""
     drawn, at = "", 0.0
     for color, (phase, seconds) in enumerate(zip(PHASES, parts, strict=True), start=1):
         width = 1000 * seconds / longest

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a live table with a progress bar, or one plain line a step."""
+"""Console output of a run: a live table with a progress bar, or one plain line per step."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -21,19 +21,19 @@ Mode = Literal["auto", "table", "plain", "none"]
 _ROWS_SHOWN = 8
 _SAMPLE_WIDTH = 100
 _LOG_WIDTH = 160
-# The table is drawn by the driver, which shares the cores with the training it reports.
+# The driver draws the table, and shares the cores with the training.
 _REFRESH_PER_S = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A number of the step. Its value is the sum of those of `keys` that the step has."""
+    """Number shown for each step: the sum of those values of `keys` that the step has."""
 
     title: str
     keys: tuple[str, ...]
     form: str
     optional: bool = False
-    """Left out, rather than shown as missing, where no step has it."""
+    """True to omit the column, rather than show it as missing, if no step has the value."""
 
     def value(self, values: Mapping[str, Any]) -> float | None:
         found = [value for key in self.keys if (value := number(values.get(key))) is not None]
@@ -57,10 +57,10 @@ COLUMNS = (
 
 
 class Pace:
-    """Seconds per step over the last steps, by the clock: evaluation and checkpoints between steps count too.
+    """Estimate of the remaining time, from the wall time of the last steps, including evaluations and checkpoints.
 
     Args:
-        at_most: the run may end before its last step.
+        at_most: True if the run may end before its last step, so that the estimate is an upper limit.
     """
 
     def __init__(self, steps: int, *, at_most: bool = False) -> None:
@@ -69,12 +69,12 @@ class Pace:
         self._fallback_s: float | None = None
 
     def saw(self, event: Event, at: float) -> None:
-        """Step `event.step` (from 1) was complete at unix time `at`, in seconds."""
+        """Record that step `event.step` (from 1) was complete at unix time `at`, in seconds."""
         self._seen.append((event.step, at))
         self._fallback_s = number(event.values.get("time/step"))
 
     def left_s(self) -> float | None:
-        """Seconds until the last step ends; None before anything is known."""
+        """Seconds until the end of the last step; None before the first step."""
         if not self._seen:
             return None
         (first, began), (last, ended) = self._seen[0], self._seen[-1]
@@ -87,14 +87,14 @@ class Pace:
 
 
 class _Screen(Console):
-    """A console whose closed pipe (`job | head`) is an error like others; rich would end the process."""
+    """Console that raises an ordinary error if its pipe is closed (`job | head`); rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("standard output was closed")
 
 
 class _View(Protocol):
-    """How steps are drawn; everything else is printed alike."""
+    """Display of steps, samples and evaluations. All other events are printed in the same way for every view."""
 
     def step(self, event: Event, at: float) -> None: ...
     def samples(self, event: Event) -> None: ...
@@ -103,7 +103,7 @@ class _View(Protocol):
 
 
 class ConsoleSink:
-    """Prints messages, evaluations and the summary; leaves steps and samples to its view."""
+    """Sink that prints messages, evaluations and the summary; its view shows steps and samples."""
 
     name = "console"
 
@@ -139,7 +139,7 @@ class ConsoleSink:
 
 
 class PlainView:
-    """One line a step, for logs and pipes."""
+    """View with one line per step, for logs and pipes."""
 
     def __init__(self, console: Console, pace: Pace, *, steps: int) -> None:
         self._console = console
@@ -153,17 +153,17 @@ class PlainView:
         _print(self._console, f"step {event.step}/{self._steps}  {numbers}  left {self._pace.left()}")
 
     def samples(self, event: Event) -> None:
-        """Samples are in samples.jsonl; a log holds one line a step."""
+        """Do nothing: samples are in samples.jsonl, and a log has one line per step."""
 
     def evaluation(self, event: Event) -> None:
-        """It has a line of its own."""
+        """Do nothing: the sink prints a line for each evaluation."""
 
     def stop(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class TableView:
-    """Progress bar, the last steps, and the last sampled rollouts, redrawn in place."""
+    """View with a progress bar, the last steps and the last sampled rollouts, redrawn in place."""
 
     def __init__(self, console: Console, pace: Pace, *, steps: int, title: str) -> None:
         self._pace = pace
@@ -192,7 +192,7 @@ class TableView:
 
     def evaluation(self, event: Event) -> None:
         self._evaluations[event.step] = event.values
-        if event.values.get("target_reached"):  # the bar is full
+        if event.values.get("target_reached"):  # so the progress bar is full
             self._progress.update(self._task, total=event.step, left=duration(0))
 
     def stop(self) -> None:
@@ -206,7 +206,7 @@ class TableView:
 def open_console(
     mode: Mode, *, steps: int, title: str, may_end_early: bool = False, console: Console | None = None
 ) -> Sink | None:
-    """The sink for `mode`; None if nothing is to be shown. `auto` is a table on a terminal, else plain lines."""
+    """Return the sink for `mode`; None for "none". `auto` is a table on a terminal, else plain lines."""
     if mode == "none":
         return None
     console, title = console or _standard_output(), one_line(title)
@@ -217,13 +217,13 @@ def open_console(
 
 
 def _standard_output() -> Console:
-    """A log has no width of its own, and the 80 columns that rich assumes would break paths that one wants to copy."""
+    """Return a console for standard output. It is wide if that is a log: rich's 80 columns would break long paths."""
     screen = _Screen(highlight=False)
     return screen if screen.is_terminal else _Screen(highlight=False, width=_LOG_WIDTH)
 
 
 def step_table(rows: list[tuple[int, dict[str, Any]]]) -> Table:
-    """One row per (step, its values)."""
+    """Return a table with one row per (step, values)."""
     columns = [c for c in COLUMNS if not c.optional or any(c.value(values) is not None for _, values in rows)]
     table = Table()
     for title in ("step", *(column.title for column in columns)):
@@ -234,7 +234,7 @@ def step_table(rows: list[tuple[int, dict[str, Any]]]) -> Table:
 
 
 def sample_line(sample: Mapping[str, Any]) -> Text:
-    """`12+34= → 46  reward 1`; as Text, because a policy may well write `[/bold]`."""
+    """Format a sample as `12+34= → 46  reward 1`. It is a Text, because a policy may write markup such as `[/bold]`."""
     prompt, answer = (one_line(sample.get(key, MISSING), _SAMPLE_WIDTH) for key in ("prompt", "answer"))
     reward = number(sample.get("reward"))
     line = f"{prompt} → {answer}  reward {MISSING if reward is None else format(reward, '.3g')}"
@@ -242,14 +242,14 @@ def sample_line(sample: Mapping[str, Any]) -> Text:
 
 
 def _told_once(event: Event) -> Event:
-    """An evaluation without its mean reward where that is the share solved, since every reward is 0 or 1."""
+    """Remove the mean reward from an evaluation if it equals the solved share, because every reward is 0 or 1."""
     if event.values.get("eval/reward") != event.values.get("eval/accuracy"):
         return event
     return replace(event, values={key: v for key, v in event.values.items() if not key.startswith("eval/reward")})
 
 
 def message_line(event: Event) -> tuple[str, str]:
-    """(text, style) of a warning, a message or an evaluation."""
+    """Return (text, style) for a warning, a message or an evaluation."""
     numbers = pairs({"eval/solved" if key == "eval/accuracy" else key: v for key, v in event.values.items()}, "eval/")
     if event.kind == "evaluation":
         return f"evaluation at step {event.step}  {one_line(event.message)}  {numbers}".replace("    ", "  "), "cyan"
@@ -259,5 +259,5 @@ def message_line(event: Event) -> tuple[str, str]:
 
 
 def _print(console: Console, line: str, style: str = "") -> None:
-    """A line of foreign text: no markup, no highlighting, and no wrapping where it is logged to a file."""
+    """Print a line of untrusted text, without markup or highlighting, and without wrapping if it goes to a file."""
     console.print(Text(line, style=style), soft_wrap=not console.is_terminal, highlight=False)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl and their like: one strict JSON object per line, on disk as soon as it is written."""
+"""Files such as metrics.jsonl and samples.jsonl: one strict JSON object per line, flushed after every write."""
 
 import json
 import os
@@ -14,7 +14,7 @@ _TIMELINE_BYTES = 32 << 20
 
 
 class JsonLines:
-    """Appends to one file; a run that goes on in the same folder keeps its earlier lines."""
+    """Writer that appends to one file. A run that resumes in the same folder keeps its earlier lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -23,17 +23,17 @@ class JsonLines:
     def _open(self) -> None:
         torn = _ends_mid_line(self._path)
         self._file = self._path.open("a", encoding="utf-8", buffering=1, newline="\n")
-        if torn:  # the process that wrote it was killed: keep its half line from swallowing our first
+        if torn:  # the process that wrote it was killed: its partial line must not merge with our first line
             self._file.write("\n")
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         for record in records:
-            # One write per line: lines of a crashed run are then whole but for the last.
+            # One write per line: after a crash, all lines but the last are then complete.
             self._file.write(_line(plain(record)))
         self._file.flush()
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Drop all lines but the wanted ones, and half lines. Returns what is left."""
+        """Remove unwanted and partial lines from the file. Return the records that are left."""
         self._file.close()
         kept = _filter(self._path, wanted)
         self._open()
@@ -41,11 +41,11 @@ class JsonLines:
 
     @property
     def bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def halve(self) -> None:
-        """Drop the older half of the file."""
+        """Remove the older half of the file."""
         self._file.close()
         content = self._path.read_bytes()
         _replace(self._path, content[content.find(b"\n", len(content) // 2) + 1 :])
@@ -56,7 +56,7 @@ class JsonLines:
 
 
 class MetricsFile:
-    """Every event without a file of its own, one line each: kind, step, time (unix seconds), message, values."""
+    """Sink for all events without their own file, one line each: kind, step, time (unix seconds), message, values."""
 
     name = "metrics.jsonl"
 
@@ -76,10 +76,10 @@ class MetricsFile:
         self._lines.close()
 
     def rewind(self, step: int) -> list[Event]:
-        """Forget what came after `step`, so that a run can go on from there. What was told of it is kept: it happened.
-        Returns the events that are left."""
+        """Remove the events after `step`, so that a run can resume from there. Warnings and messages are kept.
+        Return the events that are left."""
         kept = self._lines.keep(
-            # A run that was asked to stop evaluated at its end; that end is no longer one.
+            # A run that was asked to stop made its final evaluation then; on resuming, it is no longer final.
             lambda line: (
                 line["kind"] in ("warning", "info")
                 or (
@@ -95,11 +95,11 @@ class MetricsFile:
 
 
 class StepsFile:
-    """Lines of one kind of event, each with its step and time.
+    """Sink for one kind of event. Each line has the step and the time of its event.
 
     Args:
-        records: of an event's values.
-        limit_bytes: a file that has grown beyond it loses its older half.
+        records: function from the values of an event to its records, one line each.
+        limit_bytes: size limit of the file; a larger file loses its older half.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StepsFile:
         return []
 
     def rewind(self, step: int) -> None:
-        """Forget what came after `step`."""
+        """Remove the lines after `step`."""
         self._lines.keep(lambda line: line["step"] <= step)
 
     def close(self, outcome: Outcome) -> None:
@@ -132,30 +132,30 @@ class StepsFile:
 
 
 def samples_file(folder: Path) -> StepsFile:
-    """One line per sampled rollout: uid, prompt, answer, reward, …"""
+    """Return the sink of samples.jsonl, with one line per sampled rollout: uid, prompt, answer, reward, …"""
     return StepsFile(folder, "samples", lambda values: values.get("samples", []))
 
 
 def prompts_file(folder: Path) -> StepsFile:
-    """One line per step: the uids of the prompts that were drawn for it, in their order."""
+    """Return the sink of prompts.jsonl, with one line per step: the uids of its prompts, in the order of drawing."""
     return StepsFile(folder, "prompts", lambda values: [values])
 
 
 def timeline_file(folder: Path, limit_bytes: int = _TIMELINE_BYTES) -> StepsFile:
-    """One line per span of a process of the run: lane, name, start, seconds, figures."""
+    """Return the sink of timeline.jsonl, with one line per span of a process: lane, name, start, seconds, figures."""
     return StepsFile(folder, "timeline", lambda values: values["spans"], limit_bytes)
 
 
 def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Keep the wanted lines of a file; half lines go."""
+    """Remove unwanted and partial lines from a file. Return the records that are left."""
     if not path.exists():
         return []
     kept = []
-    # Bytes: text would also be split at the line separators of Unicode, which answers may hold.
+    # Bytes, because text would also be split at Unicode line separators, which answers may contain.
     for line in path.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
-        except ValueError:  # half a line: the process that wrote it was killed
+        except ValueError:  # a partial line: the process that wrote it was killed
             continue
         if wanted(record):
             kept.append(record)
@@ -164,16 +164,17 @@ def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[s
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Written aside and renamed."""
+    """Replace the file atomically: write a new file beside it and rename that."""
     aside = path.with_suffix(".rewound")
     aside.write_bytes(content)
     aside.replace(path)
 
 
 def _line(record: dict[str, Any]) -> str:
-    """Printable characters as they are, so that `less` shows text and no answer moves the cursor; others escaped.
+    """Format a record as a line. Printable characters are kept, so that `less` shows text; all others are escaped, so
+    that no answer can move the cursor.
 
-    A tokenizer may decode to half a surrogate pair, which UTF-8 cannot hold: it becomes "?".
+    A tokenizer may decode to half a surrogate pair, which UTF-8 cannot encode: it becomes "?".
     """
     text = json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8", errors="replace").decode("utf-8")
     if not text.isprintable():

@@ -1,7 +1,7 @@
-"""How busy the driver's machine is: processor, memory, disk, network and, where NVIDIA's library is, its GPUs.
+"""Utilisation of the driver's machine: processor, memory, disk, network and, if NVIDIA's library is there, GPUs.
 
-MLflow's own monitor ends at the first answer that its server fails to give. Its instruments are used here, and what
-they read is handed to whoever queues it.
+MLflow's own monitor stops at the first failed request to its server. This module uses the instruments of that monitor,
+and passes their readings to the caller, who queues them.
 """
 
 import logging
@@ -20,11 +20,11 @@ _log = logging.getLogger(__name__)
 
 
 class MachineWatch:
-    """Reads the instruments every so many seconds, in a daemon thread, until `stop`.
+    """Reads the instruments at a fixed interval, in a daemon thread, until `stop` is called.
 
     Args:
-        take: gets the readings as {"system/cpu_utilization_percentage": 12.5, …}; called in the thread.
-        interval_s: seconds; if absent, $MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL or 10.
+        take: called in the thread with the readings, such as {"system/cpu_utilization_percentage": 12.5, …}.
+        interval_s: interval in seconds; if absent, $MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL or 10.
     """
 
     def __init__(self, take: Callable[[dict[str, float]], None], interval_s: float | None = None) -> None:
@@ -39,12 +39,12 @@ class MachineWatch:
     def _watch(self) -> None:
         instruments = _instruments()
         for instrument in instruments:
-            instrument.collect_metrics()  # use since the last reading is 0 at the first
+            instrument.collect_metrics()  # figures since the last reading are 0 at the first reading
             instrument.clear_metrics()
         while not self._stopped.wait(self._interval_s):
             try:
                 self._take({f"system/{key}": value for i in instruments for key, value in _read(i).items()})
-            except Exception as error:  # figures beside the training are no reason to disturb it
+            except Exception as error:  # a failure of these figures must not disturb the training
                 _log.warning("the machine's use is no longer recorded (%s: %s)", type(error).__name__, error)
                 return
 
@@ -53,7 +53,7 @@ def _instruments() -> list[BaseMetricsMonitor]:
     found: list[BaseMetricsMonitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
     try:
         found.append(GPUMonitor())
-    except Exception:  # neither the library nor a GPU
+    except Exception:  # the library or a GPU is missing
         _log.debug("no GPU is watched", exc_info=True)
     return found
 

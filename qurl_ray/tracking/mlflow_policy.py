@@ -1,4 +1,4 @@
-"""The final policy as a version of a registered model with a signature; MLflow loads it as a pipeline or a pyfunc."""
+"""Registration of the final policy as a model version with a signature; MLflow loads it as a pipeline or pyfunc."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
 from qurl_ray.tracking.text import storable
 
-FOLDER = "policy"  # of the run, and the artifact that it becomes
+FOLDER = "policy"  # name of the folder in the run, and of its artifact
 _TAGS = (
     "reward_before",
     "reward_after",
@@ -30,7 +30,7 @@ _TAGS = (
     "uaq_scale",
 )
 _COPY_LIMIT_BYTES = 2_000_000_000
-"""Policies up to this size are copied to the artifacts; of larger ones the registry only knows the folder."""
+"""Largest size of a policy that is copied to the artifacts. For larger ones, only the folder is registered."""
 _MAX_MODEL_NAME = 250  # the registry's column holds 256
 _REQUIREMENTS = ("mlflow", "torch", "transformers", "accelerate")
 
@@ -45,13 +45,13 @@ SIGNATURE = ModelSignature(
         ]
     ),
 )
-"""Prompts in, answers out; what a caller may set besides, with its default."""
+"""Signature of the model: prompts as input, answers as output, and optional parameters with defaults."""
 
 
 def register(client: MlflowClient, run_id: str, run_dir: Path, name: str) -> None:
-    """A version of the model `name`, from the run's artifact policy/ or, if large, the folder.
+    """Register a version of the model `name`, from the run's artifact policy/, or from the folder if it is large.
 
-    A run has one version: going on with it replaces the artifact, and so what its version is.
+    A run has only one version: if the run is resumed, its artifact is replaced, and with it the content of the version.
     """
     folder, name = run_dir / FOLDER, model_name(name)
     tags = policy_tags(run_dir)
@@ -73,12 +73,12 @@ def register(client: MlflowClient, run_id: str, run_dir: Path, name: str) -> Non
 
 
 def model_name(text: str) -> str:
-    """The nearest name that MLflow's registry accepts: letters, digits and _ . - space."""
+    """Return the most similar name that MLflow's registry accepts: letters, digits and _ . - space."""
     return re.sub(r"[^\w.\- ]", "_", text)[:_MAX_MODEL_NAME]
 
 
 def policy_tags(run_dir: Path) -> Mapping[str, str]:
-    """What summary.json, if there is one, says of the policy."""
+    """Return the tags of the policy from summary.json; empty if there is no such file."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
     except FileNotFoundError:
@@ -87,7 +87,7 @@ def policy_tags(run_dir: Path) -> Mapping[str, str]:
 
 
 def _upload(client: MlflowClient, run_id: str, folder: Path) -> str:
-    """Copy the checkpoint, with the files that make it a model of MLflow. Returns the address of the artifact."""
+    """Copy the checkpoint, with the files that make it an MLflow model. Return the address of the artifact."""
     client.log_artifacts(run_id, str(folder), FOLDER)
     for file in folder.iterdir():
         if file.suffix != ".safetensors":  # mlflow.transformers looks for the tokenizer here
@@ -101,7 +101,7 @@ def _upload(client: MlflowClient, run_id: str, folder: Path) -> str:
 
 
 def _mlmodel(folder: Path, run_id: str) -> str:
-    """The file that lets MLflow load the checkpoint beside it. Written out: its own writer loads torch and weights."""
+    """Return the text of the MLmodel file. It is written here, because MLflow's own writer loads torch and weights."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     model = Model(artifact_path=FOLDER, run_id=run_id, signature=SIGNATURE)
     model.add_flavor(

@@ -1,6 +1,6 @@
-"""What MLflow is given: metrics, parameters and traces, made from a run's events. Nothing here talks to a server.
+"""Records for MLflow: metrics, parameters and traces, made from a run's events. This module contacts no server.
 
-The same event always makes the same records, so that what a server missed can be sent again from the run's files.
+The same event always gives the same records, so that records missed by a server can be sent again from the run's files.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from qurl_ray.types import Event
 TRACE_NAME = "sampled rollout"
 _PREVIEW_CHARACTERS = 1000
 _Sample = Mapping[str, Any]
-"""A line of samples.jsonl, or what an event of kind `samples` holds."""
+"""One sample: a line of samples.jsonl, or an entry of an event of kind `samples`."""
 
 
 # --- metrics and parameters -------------------------------------------------------------------------------------------
 
 
 def event_metrics(event: Event, at: float) -> list[Metric]:
-    """The numbers of an event; `at` is unix time in seconds. Accuracy as rolled out has names of its own, since one
-    step may have both: `eval_rollout/…` beside `eval/…`."""
+    """Return the numbers of an event as metrics; `at` is unix time in seconds. Evaluations of the policy as rolled out
+    are named `eval_rollout/…` instead of `eval/…`, since one step may have both."""
     values = event.values
     if event.kind == "evaluation" and is_quantized(event.message):
         values = {re.sub("^eval/", "eval_rollout/", key): value for key, value in values.items()}
@@ -42,7 +42,7 @@ def event_metrics(event: Event, at: float) -> list[Metric]:
 
 
 def to_metrics(values: Mapping[str, Any], *, step: int, at: float, prefix: str = "") -> list[Metric]:
-    """The numbers among `values` under names that MLflow accepts; NaN stays NaN. `at` is unix time in seconds."""
+    """Return the numbers in `values` under names that MLflow accepts; NaN stays NaN. `at` is unix time in seconds."""
     leaves = ((key, number(value)) for key, value in flatten(values, "/"))
     return [
         Metric(metric_name(prefix + key), value, int(at * 1000), step) for key, value in leaves if value is not None
@@ -50,7 +50,7 @@ def to_metrics(values: Mapping[str, Any], *, step: int, at: float, prefix: str =
 
 
 def metric_name(key: str) -> str:
-    """The nearest name that MLflow accepts: letters, digits and _ . - space, in a path without empty or dot parts."""
+    """Return the most similar name that MLflow accepts: letters, digits and _ . - space, no empty or dot path parts."""
     parts = re.sub(r"[^\w.\- /]", "_", key).split("/")
     path = "/".join(part for part in parts if part not in ("", ".", ".."))
     path = re.sub(r"^\.+", "_", path)  # MLflow takes any name that starts with two dots for a parent folder
@@ -66,12 +66,12 @@ def param_text(value: Any) -> str:
 
 
 def trace_id(run_id: str, step: int, sample: _Sample) -> str:
-    """The same for the same sample of a run, so that sending it twice leaves one trace."""
+    """Id of a trace. It depends only on the run and the sample, so that sending it twice gives one trace."""
     return f"tr-{_digest(run_id, step, sample.get('uid'), bits=128):032x}"
 
 
 def trace_info(run_id: str, experiment_id: str, step: int, sample: _Sample, at: float) -> TraceInfo:
-    """The head of a sample's trace: what MLflow lists, filters by and shows beside the run."""
+    """Header of a sample's trace: the fields that MLflow lists, filters by, and shows with the run."""
     identity = trace_id(run_id, step, sample)
     reward, gaps = finite(sample.get("reward")), [gap for gap in token_gaps(sample) if gap is not None]
     ok = sample.get("status", "ok") == "ok"
@@ -97,8 +97,8 @@ def trace_info(run_id: str, experiment_id: str, step: int, sample: _Sample, at: 
 
 
 def trace_spans(run_id: str, step: int, sample: _Sample, at: float) -> list[Span]:
-    """The sample as a tree: the rollout, under it what the engine generated, token by token, and what the verifier
-    said. `samples.jsonl` has one time only, so no span has a duration; a nanosecond between them keeps their order."""
+    """Convert a sample to a tree of spans: the rollout, with two children for the engine's tokens and the verdict.
+    `samples.jsonl` has only one time, so spans have no duration; one nanosecond between them preserves their order."""
     identity = trace_id(run_id, step, sample)
     prompt, answer, expected = (_text(sample, key) for key in ("prompt", "answer", "expected"))
     reward = {"reward": finite(sample.get("reward")), "status": sample.get("status", "ok")}
@@ -121,7 +121,7 @@ def trace_spans(run_id: str, step: int, sample: _Sample, at: float) -> list[Span
 
 
 def token_gaps(sample: _Sample) -> list[float | None]:
-    """Engine's log-prob minus the learner's of every token, in nats; empty if the learner's were not recorded."""
+    """Engine's log-prob minus the learner's for every token, in nats; empty if the learner's were not recorded."""
     pairs = zip(sample.get("logprobs") or [], sample.get("proximal_logprobs") or [], strict=False)
     return [None if finite(b) is None or finite(p) is None else round(b - p, 4) for b, p in pairs]
 
@@ -151,7 +151,7 @@ def _span(
     order: int = 0,
     **more: Any,
 ) -> Span:
-    """`more` are attributes; those that are None are left out."""
+    """Create a span. `more` are attributes; those that are None are omitted."""
     attributes = {
         SpanAttributeKey.REQUEST_ID: identity,
         SpanAttributeKey.SPAN_TYPE: kind,
@@ -166,7 +166,7 @@ def _span(
         end_time=int(at * 1e9) + order,
         attributes={key: storable(json.dumps(plain(value), ensure_ascii=False)) for key, value in attributes.items()},
         status=Status(StatusCode.OK),
-        resource=Resource.get_empty(),  # else the machine's, which says nothing of a rollout
+        resource=Resource.get_empty(),  # else it would be the machine's, which is irrelevant for a rollout
     )
     return Span(found)
 
@@ -176,7 +176,7 @@ def _context(identity: str, span: int) -> SpanContext:
 
 
 def _digest(*parts: Any, bits: int) -> int:
-    """A positive number of so many bits from the text of the parts."""
+    """Hash the text of the parts to a positive number of `bits` bits."""
     digest = hashlib.sha256("\n".join(map(str, parts)).encode("utf-8", errors="replace")).digest()
     return int.from_bytes(digest[: bits // 8], "big") or 1
 

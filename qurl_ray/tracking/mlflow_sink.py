@@ -1,10 +1,10 @@
-"""One MLflow run per training run: parameters, metrics of every step, sampled rollouts as traces, the machine's use; at
-the end plots, other artifacts and the registered policy.
+"""Sink that logs to MLflow. A training run is one MLflow run, with parameters, metrics of every step, sampled rollouts
+as traces, and the machine's utilisation; at the end, plots, other artifacts and the registered policy.
 
-Importing this module imports MLflow (over a second), so only a run that wants it does. The database is opened and
-migrated, and everything is logged, in a background thread: a first sqlite migration takes another second, a dead
-server minutes. What was lost on the way is made good at the end from the run's files, or later by `replay`. MLflow's
-own global "active run" is not used; a notebook's stays as it was.
+This module imports MLflow, which takes over a second, so it is imported only if MLflow is on. A background thread opens
+and migrates the database and logs all records: a first sqlite migration takes another second, a dead server minutes.
+Lost records are sent again at the end from the run's files, or later by `replay`. MLflow's global "active run" is not
+used, so that of a notebook is not changed.
 """
 
 import logging
@@ -18,13 +18,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-# Read when mlflow is imported, or at a request. Telemetry would look for a network that clusters often do not have;
-# retries are ours, because mlflow's take minutes inside one call.
+# These are read when mlflow is imported, or at a request. Telemetry would need a network, which clusters often do not
+# have. We do the retries, because those of mlflow take minutes inside one call.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the console is the run's
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the console belongs to the run
 
 from mlflow.entities import Experiment, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
@@ -59,9 +59,9 @@ _ARTIFACTS = ("config.yaml", "config.json", "summary.json", "samples.jsonl", "me
 _RUN_ID_FILE = "mlflow_run_id"
 _DRAIN_S = 30.0
 _NUMBERS = ("step", "evaluation", "warning", "info", "summary")
-"""Kinds of events whose numbers are metrics."""
+"""Kinds of events whose numbers are logged as metrics."""
 _WAITING_SAMPLES = 50
-"""Steps' samples are queued only before so many operations: with long answers they are megabytes each."""
+"""Limit of waiting operations for queueing a step's samples: with long answers, these take megabytes each."""
 _TRACES_PER_PAGE = 500
 _TOO_MANY_REQUESTS = 429
 _SERVER_ERROR = 500
@@ -73,20 +73,20 @@ for _chatty in ("mlflow", "alembic"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What the MLflow run is called and starts with."""
+    """Name, place, parameters and tags of the MLflow run."""
 
     uri: str
-    """Tracking server (http…) or database (sqlite:///…)."""
+    """Address of a tracking server (http…) or a database (sqlite:///…)."""
     experiment: str
     name: str
     artifact_root: Path | None
-    """Folder for artifacts if this run creates the experiment; None leaves it to the server."""
+    """Folder for artifacts if this run creates the experiment; None if the server chooses it."""
     params: dict[str, str]
     tags: dict[str, str]
 
 
 def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> RunPlan:
-    """Names, parameters and tags from a config; `resolved` is the config as plain nested values."""
+    """Derive names, parameters and tags from a config. `resolved` is the config as plain nested values."""
     folder = (config.output_dir or run_dir.parent).expanduser().resolve()
     uri = config.tracking.mlflow_uri or f"sqlite:///{folder / 'mlflow.db'}"
     return RunPlan(
@@ -104,7 +104,7 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
 
 
 class MlflowSink:
-    """Queues what it is given; see Background for what happens when MLflow fails."""
+    """Sink that queues its records for MLflow; see Background for its behaviour if MLflow fails."""
 
     name = "MLflow"
 
@@ -117,14 +117,14 @@ class MlflowSink:
         drain_s: float = _DRAIN_S,
         watch: bool = True,
     ) -> None:
-        """Start to open the run: that of the folder, if a run that was interrupted is gone on with, else a new one.
+        """Start to open the MLflow run: that of the folder if an interrupted run is resumed, else a new one.
 
         Args:
-            run_dir: where summary.json, policy/ and their like are looked for at the end. The file mlflow_run_id in it
-                holds the id of the MLflow run.
-            resolved: kept as the artifact config.json, unless the folder holds one.
+            run_dir: folder in which summary.json, policy/ and other artifacts are looked for at the end. Its file
+                mlflow_run_id holds the id of the MLflow run.
+            resolved: config that is logged as the artifact config.json, unless the folder has such a file.
             drain_s: deadline of close(), in seconds.
-            watch: record how busy this machine is.
+            watch: True to record the utilisation of this machine.
         """
         self.uri = plan.uri
         self._plan = plan
@@ -144,7 +144,7 @@ class MlflowSink:
         self._watch = MachineWatch(self._take_readings) if watch else None
 
     def run_id(self, timeout_s: float) -> str | None:
-        """Id of the MLflow run; None if it cannot be opened, or not within `timeout_s` seconds."""
+        """Id of the MLflow run; None if it cannot be opened within `timeout_s` seconds."""
         self._settled.wait(timeout_s)
         return self._open_run.run_id if self._open_run else None
 
@@ -166,7 +166,7 @@ class MlflowSink:
         self._background.submit(self._log_artifacts)
         self._background.submit(lambda: self._end(outcome))
         if outcome != "failed":
-            self._background.submit(self._register_policy)  # last: of all this, only copying a policy may take long
+            self._background.submit(self._register_policy)  # last, because only copying a policy may take long
         self._background.drain(self._drain_s)
 
     def _take_readings(self, values: dict[str, float]) -> None:
@@ -188,11 +188,11 @@ class MlflowSink:
             self._open_run = _OpenRun(
                 client=client, run_id=run.info.run_id, experiment_id=run.info.experiment_id, earlier=earlier
             )
-        finally:  # also after a failure, so that nobody waits for an id that may never come
+        finally:  # also after a failure, so that no caller waits for an id that may never come
             self._settled.set()
 
     def _earlier_run(self, client: MlflowClient) -> Run | None:
-        """The run whose id the folder holds, running again; None if there is none."""
+        """Reopen the MLflow run whose id is in the folder. Return None if there is none."""
         file = self._run_dir / _RUN_ID_FILE
         if not file.is_file():
             return None
@@ -204,7 +204,9 @@ class MlflowSink:
             if is_transient(error):
                 raise
             store = redacted(self.uri)
-            self._notices.append(f"MLflow run {run_id}, which this one goes on with, is not in {store}: made anew")
+            self._notices.append(
+                f"MLflow run {run_id}, which this run resumes, is not in {store}: a new one was created"
+            )
             return None
         self._warnings = int(run.data.tags.get("warnings", 0))
         return run
@@ -228,7 +230,7 @@ class MlflowSink:
             run.tag({"warnings": str(self._warnings), "last_warning": one_line(event.message, MAX_TAG_VAL_LENGTH)})
         metrics = event_metrics(event, at)
         if run.earlier and (event.kind == "step" or (event.kind == "evaluation" and event.message == "during")):
-            # The run may have had this step before it was gone on with from a checkpoint.
+            # The run may have logged this step before it was resumed from a checkpoint.
             if self._known is None:
                 self._known = run.logged()
             metrics = [metric for metric in metrics if (metric.key, metric.step) not in self._known]
@@ -238,7 +240,7 @@ class MlflowSink:
         self._run().trace([(event.step, at, sample) for sample in event.values.get("samples", [])])
 
     def _make_good(self) -> None:
-        """Send what the files have and the run lacks: after an outage, and of the part before an interruption."""
+        """Send records of the files that the MLflow run lacks, after an outage or from before an interruption."""
         if self._began is None and not self._background.lost:
             return
         run = self._run()
@@ -291,7 +293,7 @@ class _OpenRun:
     run_id: str
     experiment_id: str
     earlier: Run | None
-    """The run as it was when it was gone on with; None if it is new."""
+    """State of the MLflow run when it was resumed; None if it is new."""
 
     def tag(self, tags: Mapping[str, str]) -> None:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
@@ -301,12 +303,12 @@ class _OpenRun:
             self.client.log_batch(self.run_id, metrics=batch)
 
     def logged(self) -> set[tuple[str, int]]:
-        """(name, step) of all metrics that the run has."""
+        """Return (name, step) of all metrics that the run has."""
         names = self.client.get_run(self.run_id).data.metrics
         return {(m.key, m.step) for name in names for m in self.client.get_metric_history(self.run_id, name)}
 
     def trace(self, found: Iterable[tuple[int, float, dict[str, Any]]]) -> None:
-        """One trace per (step, unix time, sample); one that is there already is written again."""
+        """Write one trace per (step, unix time, sample). An existing trace is overwritten."""
         tracing, found = TracingClient(self.client.tracking_uri), list(found)
         for step, at, sample in found:
             tracing.start_trace(trace_info(self.run_id, self.experiment_id, step, sample, at))
@@ -318,11 +320,11 @@ class _OpenRun:
         except NotImplementedError as error:
             if "could not identify" not in str(error):
                 raise
-            RestStore._get_server_version.cache_clear()  # it would remember for ever that the server was away
+            RestStore._get_server_version.cache_clear()  # else it would remember that the server was unavailable
             raise ConnectionError(str(error)) from None
 
     def traced(self) -> set[str]:
-        """Ids of the run's traces."""
+        """Return the ids of the run's traces."""
         ids: set[str] = set()
         token: str | None = None
         while True:
@@ -340,7 +342,7 @@ class _OpenRun:
 
 
 def is_transient(error: Exception) -> bool:
-    """Worth another try: the server is away or busy, the database is locked. A refused value is not."""
+    """True if a retry may help: server unavailable or busy, or database locked. A refused value is not transient."""
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
         return status >= _SERVER_ERROR or status == _TOO_MANY_REQUESTS
@@ -355,7 +357,7 @@ def _experiment_id(client: MlflowClient, plan: RunPlan) -> str:
     try:
         return client.create_experiment(plan.experiment, artifact_location=location)
     except MlflowException:
-        # Another run that started at the same moment may have made it.
+        # Another run that started at the same time may have created it.
         found = client.get_experiment_by_name(plan.experiment)
         if not found:
             raise

@@ -1,7 +1,7 @@
-"""What the pages of a run share: one file each, which needs no network and no server, and lets no foreign text act.
+"""Rendering of a run's pages. A page is one file that needs no network and no server, and untrusted text is harmless.
 
-Names, prompts and answers are untrusted. Templates escape every value, data for a script cannot leave its element, and
-a page's own policy forbids whatever is not in the file: any script but the page's own, any address.
+Names, prompts and answers are untrusted. Templates escape every value, and data for a script cannot leave its element.
+The content security policy of a page forbids everything outside the file: other scripts, and all addresses.
 """
 
 import base64
@@ -20,15 +20,15 @@ from qurl_ray.tracking.text import one_line
 
 _FOLDER = Path(__file__).parent
 TEXT_LIMIT = 2000
-"""Characters of a name, a setting or a warning."""
+"""Largest number of characters of a name, a setting or a warning."""
 
 
 def render_page(template: str, *, styles: Sequence[str], script: str = "", **content: Any) -> str:
-    """The page's text, for people and browsers.
+    """Render a page. Return its text.
 
     Args:
-        template: name of its file, as are `styles` and `script`.
-        content: what the template prints; text without control characters and not without end.
+        template: file name of the template; `styles` and `script` are file names, too.
+        content: values for the template; their text is printed without control characters and with limited length.
     """
     style = "".join(_source(name) for name in styles)
     code = _source(script) if script else ""
@@ -43,16 +43,16 @@ def render_page(template: str, *, styles: Sequence[str], script: str = "", **con
 
 
 def script_data(value: Any) -> Markup:
-    """JSON for a <script type="application/json">: without "<", nothing in it ends the element or begins a comment."""
+    """JSON for a <script type="application/json">. Without "<", no text can end the element or begin a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
 
 
 def write_page(path: Path, page: str) -> None:
-    """A reader sees the old page or the new one, never half of one.
+    """Write a page atomically: a reader sees the old page or the new one, never a partial one.
 
     Raises:
-        OSError: the folder is missing, or cannot be written to.
+        OSError: the folder is missing or not writable.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -84,5 +84,5 @@ def _digest(source: str) -> str:
 
 
 def _safe(value: Any) -> Any:
-    """Markup as it is, all else as one line."""
+    """Return markup unchanged, and all other values as one line of text."""
     return value if isinstance(value, Markup) else one_line(value, TEXT_LIMIT)

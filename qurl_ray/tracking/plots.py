@@ -1,4 +1,4 @@
-"""A run's charts as files: what the report shows, for places that show pictures."""
+"""Charts of a run as .svg files: those of the report, for use outside it."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from qurl_ray.tracking.values import flatten
 
 
 def plots(run_dir: Path) -> dict[str, str]:
-    """{"held-out-problems-solved.svg": its text, …}; charts of which the run recorded nothing are left out."""
+    """Return {"held-out-problems-solved.svg": its text, …}, without charts for which the run recorded no values."""
     record = read_run(run_dir)
     found = {
         _file_name(chart.title): standalone(chart, rows)

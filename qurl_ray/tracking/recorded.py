@@ -1,4 +1,4 @@
-"""A run's files as the events that they were written from, to be sent once more to who missed them."""
+"""Events read back from a run's files, so that they can be sent again to a sink that missed them."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _KINDS = frozenset(get_args(get_type_hints(Event)["kind"]))
 
 
 def events(run_dir: Path) -> Iterator[tuple[Event, float]]:
-    """(event, unix time in seconds) per whole line of metrics.jsonl; none if there is no such file."""
+    """Yield (event, unix time in seconds) per complete line of metrics.jsonl; nothing if there is no such file."""
     for line in _timed(run_dir / "metrics.jsonl"):
         if line.get("kind") in _KINDS:
             values = line.get("values")
@@ -28,12 +28,12 @@ def events(run_dir: Path) -> Iterator[tuple[Event, float]]:
 
 
 def samples(run_dir: Path) -> Iterator[tuple[int, float, dict[str, Any]]]:
-    """(step, unix time, sample) per whole line of samples.jsonl."""
+    """Yield (step, unix time in seconds, sample) per complete line of samples.jsonl."""
     return ((line["step"], line["time"], line) for line in _timed(run_dir / "samples.jsonl"))
 
 
 def message_lines(run_dir: Path) -> Iterator[str]:
-    """What was told of the run, warnings and other sentences, as lines of JSON."""
+    """Yield the warnings and messages of the run as lines of JSON."""
     for line in _timed(run_dir / "metrics.jsonl"):
         if line.get("kind") in ("warning", "info"):
             yield json.dumps(line) + "\n"

@@ -1,4 +1,4 @@
-"""A run's folder sent to MLflow after the run: what a server that was down for too long did not get."""
+"""Transfer of a run's folder to MLflow after the run, for records that a server missed while it was down."""
 
 import fcntl
 from dataclasses import dataclass
@@ -19,24 +19,25 @@ _SEND_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Where the run is now."""
+    """Result of a replay: the MLflow run, and what failed."""
 
     uri: str
     run_id: str
     notices: list[str]
-    """What did not work, one sentence each."""
+    """Failures, one sentence each."""
 
 
 def replay(run_dir: Path, uri: str | None = None) -> Replayed:
-    """Send what the folder of an ended run holds and its MLflow run lacks. Once more changes nothing.
+    """Send the records in the folder of an ended run that its MLflow run lacks. A second call changes nothing.
 
-    The run is that of the file mlflow_run_id, or a new one if the folder has none or MLflow does not know it.
+    The MLflow run is that of the file mlflow_run_id, or a new one if there is no such file or MLflow does not know the
+    run.
 
     Args:
-        uri: server or database, instead of the one that the run was tracked by.
+        uri: address of a server or database, to be used instead of that of the run's config.
 
     Raises:
-        ConfigError: no run there, one that is still going on, or MLflow cannot be reached.
+        ConfigError: the folder holds no run, the run has not ended, or MLflow cannot be reached.
     """
     from qurl_ray.tracking.mlflow_sink import MlflowSink, plan_run  # takes over a second
 
@@ -51,14 +52,14 @@ def replay(run_dir: Path, uri: str | None = None) -> Replayed:
     run_id = sink.run_id(_OPEN_S)
     if run_id is None:
         told = sink.notices()
-        sink.close("failed")  # or it would go on trying
+        sink.close("failed")  # else it would continue to retry
         raise ConfigError(" ".join(told) or f"{redacted(plan.uri)} has not answered within {_OPEN_S:.0f} s")
     sink.close(_outcome(read_run(run_dir)))
     return Replayed(uri=plan.uri, run_id=run_id, notices=sink.notices())
 
 
 def _config(run_dir: Path, uri: str | None) -> RunConfig:
-    """The run's own, but that files lie where the folder lies now."""
+    """Return the run's config, with the output folder where the run's folder is now."""
     try:
         config = RunConfig.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
     except (OSError, yaml.YAMLError) as error:
@@ -78,12 +79,12 @@ def _outcome(record: RunRecord) -> Outcome:
 
 
 def _going_on(run_dir: Path) -> bool:
-    """Whether a process holds the run's lock."""
+    """True if a process holds the run's lock."""
     try:
         with (run_dir.parent / f".{run_dir.name}.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock, or a file system without them
+    except OSError:  # no lock file, or a file system without locks
         return False
     return False

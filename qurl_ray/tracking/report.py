@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs no network, no script and no server."""
+"""report.html: report of a run on one page, which needs no network, no script and no server."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from qurl_ray.tracking.values import flatten
 
 NAME = "report.html"
 ROLLOUTS, TIMELINE = "rollouts/index.html", "timeline.html"
-"""Pages besides, linked to if they are there: see tracking.viewer and tracking.timeline."""
+"""Other pages, which the report links to if they exist: see tracking.viewer and tracking.timeline."""
 _SAMPLED_STEPS, _SAMPLES_PER_STEP = 24, 4
 _WARNINGS = 20
 _STATES = {
@@ -34,7 +34,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tile:
-    """A held-out figure at one time."""
+    """Tile with a held-out figure at one point of the run."""
 
     label: str
     value: str
@@ -42,12 +42,12 @@ class _Tile:
     interval: str
     drawing: Markup
     solved: str = ""
-    """The share of problems solved, where the figure is the mean reward."""
+    """Text on the share of solved problems, if the figure is the mean reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Card:
-    """A chart with what stands around it."""
+    """Card with a chart, its title, note and legend."""
 
     title: str
     reading: str
@@ -58,7 +58,7 @@ class _Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """A file or folder of the run; `href` is relative to the report."""
+    """Location of a file or folder of the run; `href` is relative to the report."""
 
     label: str
     text: str
@@ -68,14 +68,14 @@ class _Place:
 def write_report(run_dir: Path, *, outcome: Outcome | None = None) -> Path:
     """Write `run_dir`/report.html from the files in the folder, and return its path.
 
-    May be called while the run goes on: missing and torn files show as what they are, and a reader sees the old page or
-    the new one, never half of one.
+    May be called during the run: missing and incomplete files are shown as such, and a reader sees the old page or the
+    new one, never a partial one.
 
     Args:
-        outcome: how the run ended, if the caller knows; else it is read off summary.json, which a failed run lacks.
+        outcome: how the run ended, if known; else it is derived from summary.json, which a failed run lacks.
 
     Raises:
-        OSError: the folder is missing, or cannot be written to.
+        OSError: the folder is missing or not writable.
     """
     path = run_dir / NAME
     write_page(path, render(run_dir, outcome=outcome))
@@ -83,7 +83,7 @@ def write_report(run_dir: Path, *, outcome: Outcome | None = None) -> Path:
 
 
 def render(run_dir: Path, *, outcome: Outcome | None = None) -> str:
-    """The page's text; see `write_report`."""
+    """Return the page's text; see `write_report`."""
     styles = ("page.css.j2", "report.css.j2")
     return render_page("report.html.j2", styles=styles, **_content(run_dir, outcome))
 
@@ -132,7 +132,7 @@ def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
 
 
 def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, value) of what one asks first about a run; what config.yaml lacks is left out."""
+    """Yield (name, value) of the most important settings; those that config.yaml lacks are omitted."""
 
     def joined(*keys: str) -> str:
         return " ".join(str(settings[key]) for key in keys if settings.get(key) is not None)
@@ -155,7 +155,7 @@ def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _tiles(record: RunRecord) -> Iterator[_Tile]:
-    """Before, after (or the latest until then), and after with the rollouts' weights."""
+    """Yield the tiles: before, after (or the latest so far), and after with the weights of the rollouts."""
     latest = {found.label: found for found in record.evaluations}
     during = None if "after" in latest else latest.get("during")
     wanted = {
@@ -193,7 +193,7 @@ def _solved(label: str, found: Evaluation) -> _Tile:
 def _interval(
     low: float | None, high: float | None, problems: float | None, write: Callable[[float], str], unit: str = ""
 ) -> str:
-    """`95 %: 40.5 – 46.7 % · 1,000 problems`, as far as it is known."""
+    """Format an interval as `95 %: 40.5 – 46.7 % · 1,000 problems`, without the parts that are unknown."""
     ends = [] if low is None or high is None else [f"95 %: {write(low)} – {write(high)}{unit}"]
     return " · ".join(ends + ([] if problems is None else [f"{problems:,.0f} problems"]))
 
@@ -207,7 +207,7 @@ def _per_cent(share: float) -> str:
 
 
 def _interval_drawing(found: Evaluation) -> Markup:
-    """The share solved and its interval on a line from 0 to 100 %."""
+    """Draw the solved share and its interval on a line from 0 to 100 %."""
     at, low, high = (
         200 * min(1.0, max(0.0, found.accuracy if end is None else end))
         for end in (found.accuracy, found.low, found.high)
@@ -220,7 +220,7 @@ def _interval_drawing(found: Evaluation) -> Markup:
 
 
 def _figures(record: RunRecord) -> Iterator[tuple[str, str, str]]:
-    """(label, value, unit) over all recorded steps."""
+    """Yield (label, value, unit) of figures over all recorded steps."""
     seconds, rollout = _total(record, "time/step"), _total(record, "time/rollout")
     if seconds:
         yield "training time", duration(seconds), "start and evaluations left out"
@@ -257,7 +257,7 @@ def _colorings(samples: list[tuple[int, list[SampleView]]]) -> set[str]:
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """(section, its settings by dotted name); what is in no section comes first."""
+    """Yield (section, its settings by dotted name); settings without a section come first."""
     yield "run", [(str(key), shown(value)) for key, value in config.items() if not isinstance(value, Mapping)]
     for section, values in config.items():
         if isinstance(values, Mapping):
@@ -286,7 +286,7 @@ def _places(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[_Place]:
 
 
 def _utc(at: float | None) -> str:
-    """2026-11-21 04:43 UTC, from unix seconds; "" if unknown or not a date."""
+    """Format unix seconds as 2026-11-21 04:43 UTC; "" if the time is unknown or not a date."""
     try:
         return "" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""A run's folder read back: leniently, since the run may still be going on, and may have been killed mid-line."""
+"""Reader of a run's folder. It is lenient: the run may not have ended, or may have been killed while writing a line."""
 
 import json
 import math
@@ -14,70 +14,70 @@ from qurl_ray.tracking.values import number
 
 _MAX_STEP = 10**12
 _NO_MEASUREMENT = 1e100
-"""Beyond it, a difference of two values may overflow; nothing that a run measures is near it."""
+"""Limit of size for a measurement. Beyond it, a difference of two values may overflow; no real value is near it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Mean reward and share of problems solved on the held-out problems, each with the ends of its interval.
+    """Mean reward and share of solved problems on the held-out problems, each with the ends of its interval.
 
-    None is what the event lacked, or had no finite number for. Earlier versions recorded no rewards.
+    None stands for values that the event lacked, or that were not finite. Earlier versions recorded no rewards.
     """
 
     step: int
     label: str
-    """`before`, `during`, `after` or `after, quantized`."""
+    """Kind of evaluation: `before`, `during`, `after` or `after, quantized`."""
     accuracy: float
-    """Share of problems solved: those with a reward above 0.5."""
+    """Share of solved problems: those with a reward above 0.5."""
     low: float | None
     high: float | None
     problems: float | None
     outcomes: str = ""
-    """Problem by problem "1" where it was solved and "0" where not; "" if that was not recorded."""
+    """One character per problem, "1" if it was solved and "0" if not; "" if that was not recorded."""
     reward: float | None = None
     reward_low: float | None = None
     reward_high: float | None = None
     rewards: tuple[float, ...] = ()
-    """Problem by problem; empty if they were not recorded."""
+    """Reward of each problem; empty if they were not recorded."""
 
     @property
     def graded(self) -> bool:
-        """True if a reward is known to be neither 0 nor 1, so that the mean reward says more than the share solved."""
+        """True if some rewards are neither 0 nor 1, so that the mean reward differs from the solved share."""
         return self.reward is not None and self.reward != self.accuracy
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """What the files of a run say."""
+    """Content of the files of a run."""
 
     config: dict[str, Any]
     summary: dict[str, Any] | None
-    """None until the run has ended by itself or at Ctrl-C."""
+    """Content of summary.json; None until the run has ended by itself or by Ctrl-C."""
     rows: list[Row] = field(default_factory=list)
-    """Every step's finite numbers; a step that was recorded twice has its later values."""
+    """Finite numbers of every step; if a step was recorded twice, the later values."""
     evaluations: list[Evaluation] = field(default_factory=list)
     warnings: dict[str, list[int]] = field(default_factory=dict)
-    """Steps by message, in the order of their first appearance."""
+    """Steps of each warning by message, in the order of their first appearance."""
     began: float | None = None
     ended: float | None = None
-    """Unix time of the first and the last event, in seconds."""
+    """Unix times of the first event (`began`) and the last one (`ended`), in seconds."""
     unreadable: int = 0
-    """Lines of metrics.jsonl that are no JSON object with a step."""
+    """Number of lines of metrics.jsonl that are not a JSON object with a step."""
 
     @property
     def graded(self) -> bool:
-        """True if the mean reward of an evaluation is to be shown beside the share solved."""
+        """True if the mean reward of evaluations is to be shown beside the solved share."""
         return any(found.graded for found in self.evaluations)
 
     @property
     def planned(self) -> int | None:
-        """Steps that the settings ask for."""
+        """Number of steps that the settings ask for."""
         found = finite(self.config.get("steps"))
         return int(found) if found else None
 
     @property
     def state(self) -> Literal["finished", "interrupted", "unfinished"]:
-        """Unfinished: going on, or ended by something that left no summary.json."""
+        """State of the run. "unfinished" means that it has not ended, or that it ended without a summary.json."""
         if self.summary is None:
             return "unfinished"
         stopped_early = self.planned is not None and len(self.rows) < self.planned
@@ -85,7 +85,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """What is there of config.yaml, metrics.jsonl and summary.json; missing or torn files count as empty."""
+    """Read config.yaml, metrics.jsonl and summary.json. Missing or incomplete files count as empty."""
     summary = _json_object(_bytes(run_dir / "summary.json"))
     record = RunRecord(config=_config(run_dir / "config.yaml"), summary=summary)
     steps: dict[int, Row] = {}
@@ -109,21 +109,21 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def run_name(run_dir: Path) -> str:
-    """As config.yaml has it, else the folder's."""
+    """Return the run's name from config.yaml, else that of the folder."""
     return str(_config(run_dir / "config.yaml").get("name") or run_dir.resolve().name)
 
 
 def read_samples(run_dir: Path, limit: int) -> list[tuple[int, list[dict[str, Any]]]]:
-    """(step, its samples) of at most `limit` steps: the first, the last, and evenly chosen ones between.
+    """Return (step, its samples) of at most `limit` steps: the first, the last, and evenly spaced ones between.
 
-    The file is read twice, so that only the chosen samples are held.
+    The file is read twice, so that only the chosen samples are held in memory.
     """
     places = sample_places(run_dir)
     return [(step, samples_at(run_dir, places[step])) for step in spread(list(places), limit)]
 
 
 def sample_places(run_dir: Path) -> dict[int, list[int]]:
-    """Where in samples.jsonl each step's samples are, in bytes; in the order of the steps."""
+    """Return the offsets of each step's samples in samples.jsonl, in bytes; in the order of the steps."""
     places: dict[int, list[int]] = {}
     for place, sample in lines(run_dir / "samples.jsonl"):
         if sample is not None:
@@ -132,14 +132,14 @@ def sample_places(run_dir: Path) -> dict[int, list[int]]:
 
 
 def samples_at(run_dir: Path, places: Iterable[int]) -> list[dict[str, Any]]:
-    """The samples that `sample_places` found."""
+    """Read the samples at offsets from `sample_places`."""
     with (run_dir / "samples.jsonl").open("rb") as file:
         found = [_json_object(file.readline()) for place in places if file.seek(place) == place]
     return [sample for sample in found if sample is not None]
 
 
 def read_spans(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Lines of timeline.jsonl that say who did what when."""
+    """Yield the valid spans of timeline.jsonl: lines with lane, name, start and seconds."""
     for _, span in lines(run_dir / "timeline.jsonl"):
         if span and isinstance(span.get("lane"), str) and isinstance(span.get("name"), str):
             start, seconds = finite(span.get("start")), finite(span.get("seconds"))
@@ -148,17 +148,17 @@ def read_spans(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def spread(items: list[int], limit: int) -> list[int]:
-    """At most `limit` (2 or more) of the items, evenly, with the first and the last."""
+    """Choose at most `limit` (2 or more) evenly spaced items, including the first and the last."""
     if len(items) <= limit:
         return items
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float if it is a finite number of a size that a run may measure, else None."""
+    """Return `value` as a float if it is a finite number within the limit of size, else None."""
     try:
         found = number(value)
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # an integer too large for a float
         return None
     return found if found is not None and math.isfinite(found) and abs(found) < _NO_MEASUREMENT else None
 
@@ -186,7 +186,7 @@ def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | N
 
 
 def _rewards(recorded: Any, outcomes: str) -> tuple[float, ...]:
-    """Problem by problem; where every reward is 0 or 1, they are the outcomes and are not recorded again."""
+    """Return the reward of each problem. If all are 0 or 1, they equal the outcomes and are not recorded separately."""
     if not isinstance(recorded, list):
         return tuple(float(outcome == "1") for outcome in outcomes)
     found = [finite(reward) for reward in recorded]
@@ -194,7 +194,7 @@ def _rewards(recorded: Any, outcomes: str) -> tuple[float, ...]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(offset in bytes, object) per line; None for a line that is no object with a step."""
+    """Yield (offset in bytes, object) per line, with None for a line that is not an object with a step."""
     if not path.is_file():
         return
     place = 0
@@ -213,7 +213,7 @@ def _is_step(value: Any) -> bool:
 def _json_object(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):  # torn, or written by something else
+    except (ValueError, RecursionError):  # incomplete, or written by another program
         return None
     return found if isinstance(found, dict) else None
 

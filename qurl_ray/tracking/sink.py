@@ -1,4 +1,4 @@
-"""What the tracker asks of a place that receives events."""
+"""Interface of a sink, which receives events from the tracker."""
 
 from typing import Literal, Protocol
 
@@ -8,19 +8,19 @@ Outcome = Literal["finished", "failed", "interrupted"]
 
 
 class Sink(Protocol):
-    """One destination. It may raise: the tracker announces the first failure and goes on."""
+    """Destination of events. Its methods may raise: the tracker reports the first failure and continues."""
 
     name: str
-    """As a warning calls it."""
+    """Name of the sink in warnings."""
 
     def handle(self, event: Event, at: float) -> None:
         """Take one event that reached the driver at unix time `at`, in seconds. Must not block."""
         ...
 
     def notices(self) -> list[str]:
-        """Trouble since the last call that did not surface as an exception, one sentence each."""
+        """Return the problems since the last call that were not raised as exceptions, one sentence each."""
         ...
 
     def close(self, outcome: Outcome) -> None:
-        """Write what is outstanding; may take until the sink's own deadline."""
+        """Write all outstanding records. This may take until the sink's own deadline."""
         ...

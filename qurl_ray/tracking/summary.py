@@ -1,4 +1,4 @@
-"""The last thing a run shows: what it reached, how fast, and where everything is."""
+"""Summary at the end of a run: results, speed, and the locations of its files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from qurl_ray.tracking.values import number
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the summary; absent from it if the run has no such value."""
+    """One line of the summary; omitted if the run has no such value."""
 
     label: str
     key: str
@@ -22,7 +22,7 @@ class Row:
 
 
 def _as(spec: str, unit: str = "") -> Callable[[Any], str]:
-    """Format numbers by `spec`; anything else as it is."""
+    """Return a function that formats numbers by `spec`, and leaves other values unchanged."""
 
     def show(value: Any) -> str:
         return one_line(value) if number(value) is None else format(value, spec) + unit
@@ -36,7 +36,7 @@ def _seconds(value: Any) -> str:
 
 
 def _phases(value: Any) -> str:
-    """rollout 12.0 s (40%) · update 18.0 s (60%)"""
+    """Format the seconds of each phase: rollout 12.0 s (40%) · update 18.0 s (60%)"""
     if not isinstance(value, Mapping):
         return one_line(value)
     seconds = {one_line(name): found for name, item in value.items() if (found := number(item)) is not None}
@@ -77,8 +77,8 @@ ROWS = (
 
 
 def summary_panel(values: Mapping[str, Any], title: str) -> Panel:
-    """A table of the known values among `values`, in the order of ROWS. Where every reward is 0 or 1, the mean reward
-    is the share solved and is not repeated."""
+    """Return a table of the known values in `values`, in the order of ROWS. If every reward is 0 or 1, the mean reward
+    equals the solved share and is omitted."""
     graded = any(values.get(f"reward_{when}") != values.get(f"accuracy_{when}") for when in _WHEN)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

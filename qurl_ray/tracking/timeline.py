@@ -1,6 +1,6 @@
-"""timeline.html and timeline.json: what every process of a run did when, from timeline.jsonl.
+"""timeline.html and timeline.json: the activity of every process of a run over time, from timeline.jsonl.
 
-The second is in Chrome's trace event format, which Perfetto and chrome://tracing open.
+timeline.json is in Chrome's trace event format, which Perfetto and chrome://tracing can open.
 """
 
 import json
@@ -17,13 +17,13 @@ from qurl_ray.tracking.text import one_line
 PAGE, TRACE = "timeline.html", "timeline.json"
 COLORS = {"rollout": 1, "generate": 1, "reward": 2, "logprob": 3, "update": 4, "sync": 5, "load": 5}
 COLORS |= {"evaluation": 6, "checkpoint": 7, "start": 8, "sleep": 8, "ask": 8, "dead": 9}
-"""Classes of the style sheet, as in the report's chart of the phases. What has no name here is drawn as 8."""
+"""Colour classes of the style sheet by span name, as in the report's chart of phases. Other names have class 8."""
 _PROCESSES = {"steps": "run", "rollouts": "run", "evaluation": "run", "rank": "learner", "worker": "rollout workers"}
-"""By first word of a lane; the order is that of the rows."""
+"""Process of a lane by the lane's first word, in the order of the rows."""
 _PAGE_SPANS = 60_000
 _KNOWN = {"step", "time", "lane", "name", "start", "seconds"}
 _LIMIT = 80
-"""Characters of a name."""
+"""Largest number of characters of a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Span:
     lane: str
     name: str
     start: float
-    """Unix time, in seconds, by the clock of the process that took it."""
+    """Unix time of the start, in seconds, by the clock of the process that recorded the span."""
     seconds: float
     step: int
     figures: dict[str, float]
 
 
 def read_timeline(run_dir: Path) -> list[Span]:
-    """All spans that can be read, in the order of their beginnings."""
+    """Read all valid spans, in the order of their start times."""
     spans = [
         Span(
             lane=one_line(line["lane"], _LIMIT),
@@ -60,10 +60,10 @@ def read_timeline(run_dir: Path) -> list[Span]:
 
 
 def write_timeline(run_dir: Path) -> Path | None:
-    """Write `run_dir`/timeline.html and timeline.json. Returns the page; None if no span was recorded.
+    """Write `run_dir`/timeline.html and timeline.json. Return the path of the page, or None if no span was recorded.
 
     Raises:
-        OSError: the folder is missing, or cannot be written to.
+        OSError: the folder is missing or not writable.
     """
     spans = read_timeline(run_dir)
     if not spans:
@@ -74,7 +74,7 @@ def write_timeline(run_dir: Path) -> Path | None:
 
 
 def lanes(spans: Iterable[Span]) -> list[str]:
-    """Their lanes, in the order of the rows: the run as a whole, learner ranks, rollout workers."""
+    """Return the lanes of the spans in the order of the rows: the whole run, learner ranks, rollout workers."""
     words = list(_PROCESSES)
 
     def place(lane: str) -> tuple[int, int, str]:
@@ -85,8 +85,8 @@ def lanes(spans: Iterable[Span]) -> list[str]:
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Trace events: a complete one ("X") per span, times in microseconds since the first; names of processes (run,
-    learner, rollout workers) and threads (lanes) as metadata ("M")."""
+    """Convert spans to trace events: one complete event ("X") per span, with times in microseconds since the first
+    span, and the names of processes (run, learner, rollout workers) and threads (lanes) as metadata ("M")."""
     names = lanes(spans)
     processes = list(dict.fromkeys(map(_process, names)))
     began = spans[0].start if spans else 0.0
@@ -107,7 +107,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def timeline_page(name: str, spans: Sequence[Span]) -> str:
-    """The page's text. Beyond `_PAGE_SPANS`, it has the latest ones only."""
+    """Return the page's text. If there are more than `_PAGE_SPANS` spans, it has only the latest ones."""
     return render_page(
         "timeline.html.j2",
         styles=("page.css.j2", "viewer.css.j2", "timeline.css.j2"),
@@ -120,8 +120,8 @@ def timeline_page(name: str, spans: Sequence[Span]) -> str:
 
 
 def page_data(spans: Sequence[Span]) -> dict[str, Any]:
-    """What the page's script draws: per lane its spans as [start, seconds, index of the name, step, figures or 0].
-    Times are in seconds since the first."""
+    """Return the data for the page's script: for each lane, spans as [start, seconds, index of the name, step, figures
+    or 0]. Start times are in seconds since the first span."""
     names = list(dict.fromkeys(span.name for span in spans))
     place = {name: i for i, name in enumerate(names)}
     began = spans[0].start if spans else 0.0

@@ -1,7 +1,7 @@
-"""Sampled rollouts as a page shows them: every token coloured by how differently engine and learner see it.
+"""Sampled rollouts as HTML: every token is coloured by the difference of its log-probs between engine and learner.
 
-The text comes from a policy, so it may hold anything. It is escaped here, and what would be invisible, or would turn
-the line around, is shown as a sign.
+The text comes from a policy and may contain anything. It is escaped here. Characters that are invisible, or that would
+reverse the direction of the line, are shown as signs.
 """
 
 import math
@@ -16,32 +16,32 @@ from qurl_ray.tracking.axes import short, signed
 from qurl_ray.tracking.run_files import finite
 
 GAP_BOUNDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Nats. A gap of at least the i-th bound has the i-th colour; fixed, so that runs can be compared."""
+"""Bounds of gaps, in nats. A gap of at least the i-th bound has the i-th colour; fixed, so that runs are comparable."""
 PROBABILITY_BOUNDS = (0.9, 0.5, 0.1, 0.01)
-"""A probability below the i-th bound has the i-th colour."""
+"""Bounds of probabilities. A probability below the i-th bound has the i-th colour."""
 _MAX_LOG_RHO = 20.0
-"""As in the objective."""
+"""Limit of |log rho|, the same as in the objective (rl.ratios)."""
 _HEAD, _TAIL = 400, 200
-"""Tokens shown of a long answer."""
+"""Numbers of tokens shown at the beginning and at the end of a long answer."""
 _TOKEN_CHARACTERS, _TEXT_CHARACTERS = 200, 4000
 _WIDE_FROM = 160
-"""Characters of prompt or answer from which a sample gets the whole width."""
+"""Length of prompt or answer, in characters, above which a sample gets the whole width."""
 _CONTROL_PICTURES = 0x2400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Of one answer: how differently engine and learner see its tokens."""
+    """Mismatch between the log-probs of engine and learner for the tokens of one answer."""
 
     gap: float
-    """The largest by size, engine's log-prob minus the learner's, in nats."""
+    """Gap with the largest absolute value, engine's log-prob minus the learner's, in nats."""
     max_rho: float
     ess: float
-    """(Σ rho)² / (n Σ rho²), effective sample size as a share of the n tokens that both have seen."""
+    """Effective sample size (Σ rho)² / (n Σ rho²), as a share of the n tokens with log-probs of both."""
 
 
 def mismatch(engine: Sequence[float | None], learner: Sequence[float | None]) -> Mismatch | None:
-    """None if no token has a log-prob of both."""
+    """Compute the mismatch from both log-probs of each token. Return None if no token has both."""
     gaps = [b - p for b, p in zip(engine, learner, strict=False) if b is not None and p is not None]
     if not gaps:
         return None
@@ -52,7 +52,7 @@ def mismatch(engine: Sequence[float | None], learner: Sequence[float | None]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
-    """One sampled rollout, ready for the page."""
+    """One sampled rollout, formatted for the page."""
 
     uid: str
     prompt: Markup
@@ -62,14 +62,14 @@ class SampleView:
     solved: bool
     status: str
     note: str
-    """How far apart engine and learner are, if both are known."""
+    """Text on the largest gap between engine and learner; "" if one of them is unknown."""
     coloring: str
-    """`gap`, `probability` or `none`: what the colours of the tokens mean."""
+    """Meaning of the token colours: `gap`, `probability` or `none`."""
     wide: bool
 
 
 def view(sample: dict[str, Any]) -> SampleView:
-    """A line of samples.jsonl; whatever it lacks is left out."""
+    """Format a line of samples.jsonl. Missing fields are omitted."""
     tokens = sample.get("tokens")
     tokens = tokens if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
     engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
@@ -93,7 +93,7 @@ def view(sample: dict[str, Any]) -> SampleView:
 
 
 def visible(text: str, *, spaces: bool = True, limit: int = _TEXT_CHARACTERS) -> Markup:
-    """`text` escaped, with signs for what cannot be seen (for spaces too, if asked), and at most `limit` characters."""
+    """Escape at most `limit` characters of `text`, with signs for invisible ones (and for spaces, if `spaces`)."""
     shown = text[:limit]
     parts: list[Markup] = []
     for as_it_is, chars in groupby(shown, key=lambda char: char.isprintable() and (char != " " or not spaces)):
@@ -105,13 +105,13 @@ def visible(text: str, *, spaces: bool = True, limit: int = _TEXT_CHARACTERS) ->
 
 
 def gap_class(gap: float) -> str:
-    """`e1` … `e6` where the engine thinks the token likelier, `l1` … `l6` where the learner does, "" if neither."""
+    """Style class: `e1` … `e6` if the engine's log-prob is larger, `l1` … `l6` if the learner's, "" for a small gap."""
     level = sum(abs(gap) >= bound for bound in GAP_BOUNDS)
     return f"{'e' if gap > 0 else 'l'}{level}" if level else ""
 
 
 def probability_class(logprob: float) -> str:
-    """`q1` (below 0.9) … `q4` (below 0.01), "" for a token that was nearly certain."""
+    """Style class: `q1` (probability below 0.9) … `q4` (below 0.01), "" for a token that was nearly certain."""
     level = sum(logprob < math.log(bound) for bound in PROBABILITY_BOUNDS)
     return f"q{level}" if level else ""
 
@@ -125,7 +125,7 @@ def _tokens(tokens: Sequence[str], engine: Sequence[float | None], learner: Sequ
 
 
 def _token(token: str, b: float | None, p: float | None) -> Markup:
-    """A token with its colour, and its numbers for the pointer. b is the engine's log-prob, p the learner's."""
+    """Format a token with its colour, and a tooltip with its numbers. b is the engine's log-prob, p the learner's."""
     kind, title = "", "no log-prob was recorded"
     if b is not None and p is not None:
         kind = gap_class(b - p)
@@ -137,7 +137,7 @@ def _token(token: str, b: float | None, p: float | None) -> Markup:
 
 
 def _sign(char: str) -> Markup:
-    """What stands for a character that has no picture of its own."""
+    """Return the sign that represents an invisible character."""
     code = ord(char)
     if char == "\n":
         return Markup('<i class="sign">⏎</i><br>')
@@ -158,5 +158,5 @@ def _nats(value: float, sign: str = "") -> str:
 
 
 def numbers(values: Any) -> list[float | None]:
-    """A list's finite numbers, None for what is none; [] if it is no list."""
+    """Return the finite numbers of a list, with None for other entries; [] if `values` is not a list."""
     return [finite(value) for value in values] if isinstance(values, list) else []

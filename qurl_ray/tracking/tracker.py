@@ -1,4 +1,4 @@
-"""The driver's end of a run's events: every event goes to every sink, and no sink can stop the run."""
+"""Distribution of a run's events in the driver: every event goes to every sink, and no sink can stop the run."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ _RUN_ID_S = 30.0
 
 
 class Tracker:
-    """Owns the sinks of one run. Events may come from any thread.
+    """Owner of the sinks of one run. Events may come from any thread.
 
     Example:
         with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
@@ -39,11 +39,11 @@ class Tracker:
 
         Args:
             resolved: the whole config as plain nested values.
-            console: for tests; standard output if absent.
+            console: console to print to, for tests; standard output if absent.
 
         Raises:
-            ConfigError: run_dir cannot be written, or one of tracking.sinks cannot be made, which is better known now
-                than after an hour.
+            ConfigError: run_dir is not writable, or one of tracking.sinks cannot be created. It is better to know this
+                now than after an hour.
         """
         self.run_dir = run_dir
         self._lock = threading.RLock()
@@ -67,14 +67,14 @@ class Tracker:
             self._open_mlflow(config, resolved)
 
     def handle(self, event: Event) -> None:
-        """Hand `event` to every sink; returns at once and never raises."""
+        """Pass `event` to every sink. Return at once and never raise."""
         with self._lock:
             self._step = max(self._step, event.step)
             self._deliver(event)
             self._pass_on_notices()
 
     def rewind(self, step: int) -> list[Event]:
-        """Forget in the files what came after `step`, which comes once more. Returns the events that are left."""
+        """Remove events after `step` from the files: these steps are repeated. Return the events that are left."""
         with self._lock:
             self._step = step
             for file in self._files[1:]:
@@ -87,16 +87,16 @@ class Tracker:
 
     @property
     def mlflow_uri(self) -> str | None:
-        """Where MLflow keeps the run: the argument of `mlflow ui --backend-store-uri`. None if MLflow is off."""
+        """Address of MLflow's store, the argument of `mlflow ui --backend-store-uri`; None if MLflow is off."""
         return self._mlflow.uri if self._mlflow else None
 
     def close(self, outcome: Outcome) -> None:
-        """Write what is outstanding and end the MLflow run; later calls and events do nothing."""
+        """Write all outstanding records and end the MLflow run. Later calls and events do nothing."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            # The sinks opened last close first: MLflow copies the files, and its last words reach file and console.
+            # The sinks opened last close first: MLflow copies the files, and its last notices reach file and console.
             while self._sinks:
                 sink = self._sinks[-1]
                 self._guarded(sink, partial(sink.close, outcome))
@@ -117,8 +117,8 @@ class Tracker:
 
     def _open_mlflow(self, config: RunConfig, resolved: dict[str, Any]) -> None:
         try:
-            # Imported here: it takes over a second, which runs without MLflow need not spend. In this thread, because
-            # two threads that import large packages at once may see each other's half-initialised modules.
+            # Imported here, because it takes over a second, which runs without MLflow need not spend. Imported in this
+            # thread, because two threads that import large packages at once may see half-initialised modules.
             from qurl_ray.tracking.mlflow_sink import MlflowSink, plan_run
 
             plan = plan_run(self.run_dir, config, resolved)
@@ -130,17 +130,17 @@ class Tracker:
 
     def _deliver(self, event: Event, *, besides: str = "") -> None:
         at = time.time()
-        # A timeline is nothing to be told, and no metric.
+        # A timeline is neither a message nor a metric, so it goes only to files.
         sinks = [sink for sink in self._sinks if event.kind != "timeline" or sink in self._files]
         for sink in sinks:
             if sink.name != besides:
                 self._guarded(sink, partial(sink.handle, event, at))
 
     def _guarded(self, sink: Sink, action: Callable[[], None]) -> None:
-        """Run `action`; announce the sink's first failure on the others. It stays in use: a full disk may be freed."""
+        """Run `action`; report a sink's first failure to the others. It stays in use: a full disk may be freed."""
         try:
             action()
-        except Exception as error:  # whatever a sink throws, training goes on
+        except Exception as error:  # whatever a sink raises, training continues
             if sink.name not in self._failed:
                 self._failed.add(sink.name)
                 self._warn(f"{sink.name} failed ({type(error).__name__}: {error}); training goes on", besides=sink.name)
@@ -163,7 +163,7 @@ def _open_files(run_dir: Path) -> tuple[MetricsFile, *tuple[StepsFile, ...]]:
 
 
 def _open_sink(name: str, run_dir: Path, settings: dict[str, Any]) -> Sink:
-    """A sink from outside, made and looked at."""
+    """Create and check a sink from outside the package."""
     make = SINKS.load(name)
     try:
         sink = make(run_dir, settings)

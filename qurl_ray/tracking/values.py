@@ -1,4 +1,4 @@
-"""From whatever an event carries to plain values: strict JSON, flat names, numbers."""
+"""Conversion of event values to plain values: strict JSON, flat names, numbers."""
 
 import dataclasses
 import math
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """`value` as something that strict JSON can hold. NaN and infinities become None, unknown objects their str().
+    """Convert `value` to strict JSON types. NaN and infinities become None, unknown objects their str().
 
-    JSON has no word for NaN, and the `NaN` that json.dumps writes by default is refused by jq, DuckDB and browsers;
-    null keeps a column of numbers a column of numbers.
+    JSON has no NaN, and the `NaN` that json.dumps writes by default is refused by jq, DuckDB and browsers. With null, a
+    column of numbers remains a column of numbers.
     """
     if value is None or isinstance(value, str | bool):
         return value
@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, Any]]:
-    """(joined name, leaf) of nested mappings; lists are leaves, empty mappings vanish.
+    """Yield (joined name, leaf) of nested mappings. Lists are leaves; empty mappings are dropped.
 
     Example:
         dict(flatten({"phase": {"update": 1.5}}, "/")) == {"phase/update": 1.5}
@@ -48,7 +48,7 @@ def flatten(values: Mapping[str, Any], separator: str) -> Iterator[tuple[str, An
 
 
 def number(value: Any) -> float | None:
-    """`value` as a float if it is a number (NaN and infinities are; truth values are not), else None."""
+    """Return `value` as a float if it is a number (also NaN and infinities, but not truth values), else None."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         return None
     return float(value)

@@ -1,7 +1,7 @@
-"""rollouts/: every recorded rollout of a run, a page per step, and a table of the steps.
+"""rollouts/: all recorded rollouts of a run, with one page per step and a table of the steps.
 
-A page holds its samples as data, and draws those that are looked at, so that hundreds of long answers open at once.
-Its script makes text nodes only: whatever a policy writes stays text.
+A page holds its samples as data and draws only the visible ones, so that it opens at once with hundreds of long
+answers. Its script creates only text nodes from the text of a policy, so that it is never interpreted as markup.
 """
 
 import math
@@ -22,7 +22,7 @@ _LINKS = {"timeline": "timeline.html", "report": "report.html"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """A line of the table of steps; None where nothing was recorded."""
+    """Row of the table of steps; None for values that were not recorded."""
 
     step: int
     samples: int
@@ -30,25 +30,25 @@ class StepRow:
     failed: int
     truncated: int
     reward: float | None
-    """Mean over the samples that have one."""
+    """Mean reward over the samples that have one."""
     gap: float | None
-    """The largest by size, engine's log-prob minus the learner's, in nats."""
+    """Gap with the largest absolute value, engine's log-prob minus the learner's, in nats."""
     color: str
-    """Class of that gap."""
+    """Style class of that gap."""
     max_rho: float | None
     ess: float | None
-    """The smallest of a sample."""
+    """Smallest effective sample size of a sample."""
 
 
 def write_rollouts(run_dir: Path, *, limit_bytes: float = math.inf) -> Path | None:
-    """Write `run_dir`/rollouts/ from samples.jsonl: index.html and step-<n>.html. Returns the index; None if no rollout
-    was recorded. May be called while the run goes on; pages of steps that are no longer recorded go.
+    """Write `run_dir`/rollouts/ from samples.jsonl: index.html and step-<n>.html. Return the path of the index, or None
+    if no rollout was recorded. May be called during the run; pages of steps that are no longer recorded are deleted.
 
     Args:
-        limit_bytes: of samples.jsonl, beyond which nothing is written: None again.
+        limit_bytes: size limit of samples.jsonl. If the file is larger, nothing is written, and None is returned.
 
     Raises:
-        OSError: the folder is missing, or cannot be written to.
+        OSError: the folder is missing or not writable.
     """
     recorded = run_dir / "samples.jsonl"
     places = sample_places(run_dir) if recorded.is_file() and recorded.stat().st_size <= limit_bytes else {}
@@ -85,11 +85,11 @@ def step_page(
     before: int | None = None,
     after: int | None = None,
 ) -> str:
-    """A page's text.
+    """Return the text of a step's page.
 
     Args:
-        samples: as `card` gives them.
-        before, after: the steps next to it.
+        samples: samples as returned by `card`.
+        before, after: previous and next recorded step.
     """
     data = {"samples": samples, "gap_bounds": GAP_BOUNDS, "probability_bounds": PROBABILITY_BOUNDS}
     return render_page(
@@ -109,7 +109,7 @@ def step_page(
 
 
 def card(sample: dict[str, Any]) -> dict[str, Any]:
-    """A line of samples.jsonl as the page's script takes it; what it lacks, or has as something else, is None."""
+    """Convert a line of samples.jsonl for the page's script. Missing values, or values of a wrong type, are None."""
     tokens = sample.get("tokens")
     tokens = tokens if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
     engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
@@ -134,7 +134,7 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_row(step: int, samples: list[dict[str, Any]]) -> StepRow:
-    """What a step's samples come to; they are as `card` gives them."""
+    """Summarise a step's samples, which are as returned by `card`."""
     rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     seen = [sample for sample in samples if sample["gap"] is not None]
     gap = max((sample["gap"] for sample in seen), key=abs, default=None)
@@ -153,7 +153,7 @@ def step_row(step: int, samples: list[dict[str, Any]]) -> StepRow:
 
 
 def _runs(versions: Any) -> Iterator[list[int]]:
-    """[version, how many tokens], as far as they can be read."""
+    """Yield [version, number of tokens] up to the first invalid entry."""
     for run in versions if isinstance(versions, list) else []:
         if not (isinstance(run, list) and len(run) == 2 and all(isinstance(value, int) for value in run)):
             return

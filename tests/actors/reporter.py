@@ -4,13 +4,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_ray.actors.cluster import own_seat
-from qurl_ray.actors.placement import Seat
+from qurl_ray.actors.cluster import own_assignment
+from qurl_ray.actors.placement import GpuAssignment
 
 
 @dataclass(frozen=True)
 class Report:
-    own: Seat
+    own: GpuAssignment
     """What Ray has given to it."""
     visible: str | None
     """What CUDA would show it."""
@@ -24,7 +24,7 @@ class Reporter:
         self._made = made
 
     def report(self) -> Report:
-        return Report(own=own_seat(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"), made=self._made)
+        return Report(own=own_assignment(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"), made=self._made)
 
     def close(self) -> None:
         pass

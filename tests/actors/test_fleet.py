@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.health import Health, Member, Pulse
+from qurl_ray.actors.health import Health, Heartbeat, Member
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError
 from qurl_ray.types import Completion, Request, SamplingParams
@@ -57,13 +57,13 @@ class Worker:
         call.cancel()
         raise ActorUnavailableError("killed", bytes(16))
 
-    async def pulse(self) -> Pulse:
+    async def heartbeat(self) -> Heartbeat:
         self.pulses += 1
 
         async def answer():
             while self.hung.is_set():
                 await asyncio.sleep(0.01)
-            return Pulse(boot=str(self.boots), pid=self.boots, node="n", version=self.version, log="log")
+            return Heartbeat(boot=str(self.boots), pid=self.boots, node="n", version=self.version, log="log")
 
         return await self.living(answer())
 
@@ -333,7 +333,7 @@ def test_a_worker_that_was_moved_begins_in_the_place_of_the_old_one():
         rig = Rig(Worker(), Worker())
         await rig.fleet.started()
         await rig.refit(1)
-        rig.fleet.begin_anew()
+        rig.fleet.restart()
         old, rig.workers[1] = rig.workers[1], Worker()
         rig.fleet.replace(1, LocalActor(rig.workers[1]))
         old.dead.set()
@@ -419,8 +419,8 @@ def test_work_of_a_learner_that_died_is_dropped_and_versions_go_up():
         await asyncio.sleep(0.05)
         call = asyncio.ensure_future(rig.fleet.generate(asked(4)))
         await asyncio.sleep(0.02)
-        assert rig.fleet.begin_anew() == 7
-        with pytest.raises(EngineError, match="started anew"):
+        assert rig.fleet.restart() == 7
+        with pytest.raises(EngineError, match="restarted"):
             await call
         assert rig.fleet.members[0].health is Health.STALE
         await rig.fleet.pause()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_ray.actors.placement import Demand, Seat, demand, guests, what_is_missing
+from qurl_ray.actors.placement import Demand, GpuAssignment, demand, engine_assignments, what_is_missing
 from qurl_ray.config import load_config
 from qurl_ray.errors import PlacementError
 
@@ -82,20 +82,22 @@ def test_what_is_refused_has_no_placement_and_what_has_none_is_refused(nodes, ra
     assert (missing is None) == fits
 
 
-def seats(*nodes: str) -> list[Seat]:
+def assignments(*nodes: str) -> list[GpuAssignment]:
     """Of ranks on these nodes; their GPUs are numbered from the last."""
-    return [Seat(node=node, gpus=(str(7 - nodes[:i].count(node)),)) for i, node in enumerate(nodes)]
+    return [GpuAssignment(node=node, gpus=(str(7 - nodes[:i].count(node)),)) for i, node in enumerate(nodes)]
 
 
 def test_engines_share_out_the_gpus_of_the_ranks_node_by_node():
-    ranks = seats("a", "a", "b", "a", "b", "a")
-    assert guests(ranks, 1) == [ranks[i] for i in (0, 1, 3, 5, 2, 4)]
-    assert guests(ranks, 2) == [
-        Seat(node="a", gpus=("7", "6")), Seat(node="a", gpus=("5", "4")), Seat(node="b", gpus=("7", "6")),
-    ]  # fmt: skip
-    assert guests([Seat(node="a")] * 2, 1) == [Seat(node="a")] * 2  # on CPUs
+    ranks = assignments("a", "a", "b", "a", "b", "a")
+    assert engine_assignments(ranks, 1) == [ranks[i] for i in (0, 1, 3, 5, 2, 4)]
+    assert engine_assignments(ranks, 2) == [
+        GpuAssignment(node="a", gpus=("7", "6")),
+        GpuAssignment(node="a", gpus=("5", "4")),
+        GpuAssignment(node="b", gpus=("7", "6")),
+    ]
+    assert engine_assignments([GpuAssignment(node="a")] * 2, 1) == [GpuAssignment(node="a")] * 2  # on CPUs
 
 
 def test_an_engine_with_gpus_of_two_nodes_is_refused():
     with pytest.raises(PlacementError, match=r"tensor_parallel=2 .*placed 3 on node a, 1 on node b: set learner.work"):
-        guests(seats("a", "a", "a", "b"), 2)
+        engine_assignments(assignments("a", "a", "a", "b"), 2)

@@ -424,7 +424,7 @@ def test_one_setting_of_a_named_correction_can_be_changed(load):
     ("algorithm", "sentence"),
     [
         ("{correction: flash}", "no correction has this name; there are naive, ignore"),
-        ("{correction: flashrl, objective: [gspo]}", "algorithm.objective: Input should be 'ppo', 'gspo'"),
+        ("{correction: flashrl, objective: gspoo}", "is neither built in (ppo, gspo, tbpo, cispo)"),
         ("{correction: flashrl, objective: tbpo, dual_clip: null}", "tbpo without dual_clip is gspo"),
         ("{correction: flashrl, objective: cispo, dual_clip: 3}", "set dual_clip to null"),
         ("{correction: flashrl, calibrate_every: 5}", "calibrate_every needs correction=naive"),
@@ -432,7 +432,10 @@ def test_one_setting_of_a_named_correction_can_be_changed(load):
             "{correction: {type: naive, metrics_only: true}, calibrate_every: 5}",
             "calibrate_every needs a correction, not just its metrics",
         ),
-        ("{correction: {type: ignore, ess_floor: 0.5}}", "ess_floor weakens weights, which this correction has not"),
+        (
+            "{correction: {type: ignore, ess_floor: 0.5}}",
+            "ess_floor has no effect with correction ignore, which uses no weights: remove it",
+        ),
         ("{correction: {type: tis, reject_low: 0.5}}", "reject_low is of reject=geometric"),
         ("{correction: {type: tis, reject_high: 0.5}}", "reject_high needs reject="),
         ("{correction: {type: tis, reject: geometric, reject_low: 2}}", "must be below reject_high=1.001"),

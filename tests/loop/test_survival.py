@@ -55,7 +55,7 @@ def test_processes_are_killed_one_after_the_other_and_the_run_goes_on_by_itself(
     run_dir = survivor(tmp_path, undisturbed, *victims)
     assert said(run_dir, "warning", "died")
     assert said(run_dir, "info", "with verified weights")
-    assert said(run_dir, "warning", "the learner was started anew and goes on from the checkpoint of step")
+    assert said(run_dir, "warning", "the learner restarted and continues from the checkpoint of step")
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_killed_driver_is_gone_on_with_by_the_same_command_and_no_other(tmp_pa
     with pytest.raises(ConfigError, match=r"unfinished run with other settings: learner\.lr"):
         run(load_config(None, [*settings, "learner.lr=1e-4"]))
     found, steps, drawn = finished(start_job(*settings), run_dir)
-    assert said(run_dir, "info", "going on after step")
+    assert said(run_dir, "info", "resuming after step")
     assert torch.equal(found, undisturbed[0])
     assert (steps, drawn) == undisturbed[1:]
 
@@ -119,6 +119,6 @@ def test_the_node_of_the_learner_is_lost_and_a_worker_beyond_those_asked_for_mak
     finally:
         job.kill()
     assert said(run_dir, "warning", "rollout worker 1 leaves, as the learner needs its room")
-    assert said(run_dir, "warning", "the learner was started anew and goes on from the checkpoint of step")
+    assert said(run_dir, "warning", "the learner restarted and continues from the checkpoint of step")
     assert torch.equal(found[0], expected[0])
     assert found[1:] == expected[1:]

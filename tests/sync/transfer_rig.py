@@ -17,7 +17,7 @@ import torch
 
 from qurl_ray.actors import rollout_worker
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.health import Pulse
+from qurl_ray.actors.health import Heartbeat
 from qurl_ray.config import load_config
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.coordinator.refit import Refit
@@ -77,8 +77,8 @@ class RemoteEngine:
 class Worker(rollout_worker.RolloutWorker):
     """Around an engine that answers one call at a time."""
 
-    def pulse(self) -> Pulse:
-        return Pulse(boot="", pid=0, node="", version=None, log="")
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(boot="", pid=0, node="", version=None, log="")
 
 
 class Rig:

@@ -370,7 +370,7 @@ def test_a_run_that_is_not_in_the_store_is_made_anew_and_said_so(tmp_path, gone)
     second.handle(step(1, 0.5), 1.0)
     second.close("finished")
     (notice,) = second.notices()
-    assert f"MLflow run {old}, which this one goes on with, is not in sqlite:///" in notice
+    assert f"MLflow run {old}, which this run resumes, is not in sqlite:///" in notice
     assert new != old
     assert (run_dir / "mlflow_run_id").read_text() == new
     assert client_of(run_dir).get_run(new).data.metrics == {"reward/mean": 0.5}

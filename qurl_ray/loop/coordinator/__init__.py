@@ -1,1 +1,1 @@
-"""The actor between rollout side and learner side."""
+"""The coordinator: the actor between rollout side and learner side."""

@@ -1,8 +1,8 @@
-"""Prompts to groups of judged, advantage-weighted samples: the inner half of the rollout side.
+"""Collection of samples, from prompts to groups with rewards and advantages: the inner half of the rollout side.
 
     prompts ─► requests ─► completions ─► verdicts ─► groups
 
-Nothing here knows of the learner. Groups are accepted in the order of their prompts, never of their arrival: first
+Nothing here depends on the learner. Groups are accepted in the order of their prompts, never of their arrival: first
 come, first served would favour short answers.
 """
 
@@ -32,7 +32,7 @@ from qurl_ray.types import Completion, Problem, Request, SamplingParams, Traject
 
 @dataclass(slots=True)
 class Collected:
-    """What one step's rollouts came to."""
+    """Result of one step's rollouts."""
 
     groups: list[list[Trajectory]] = field(default_factory=list)
     rounds: int = 0
@@ -49,7 +49,7 @@ class Collected:
     failed: dict[str, int] = field(default_factory=dict)
     shown: list[dict] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
-    """Uids, in the order in which they were drawn."""
+    """Uids of the prompts, in the order in which they were drawn."""
 
 
 _PROBES = 2  # answers: two rows take an engine as long as one
@@ -57,7 +57,7 @@ _PROBE_PROMPT = 24  # tokens
 
 
 class Collector:
-    """Draws prompts, has them answered by the fleet and judged by the verifiers."""
+    """Collector of samples: draws prompts, has the fleet answer them and the verifiers judge the answers."""
 
     def __init__(
         self,
@@ -74,19 +74,20 @@ class Collector:
         comparison = config.algorithm.advantage
         self._compare = None if comparison == "gae" else ADVANTAGES.load(comparison)
         self._text: dict[int, str] = {}
-        """By token."""
+        """Text of each token, by token id."""
 
     def state(self) -> dict:
-        """Where it stands between two steps, for JSON."""
+        """Return the collector's state between two steps, for JSON."""
         return {"cursor": self._cursor.state()}
 
     def restore(self, state: dict) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a state that `state` returned."""
         self._cursor.load_state(state["cursor"])
 
     def probe(self) -> list[Request]:
-        """What engines draw after every sync, to be compared with the learner: from the whole distribution, after the
-        beginning of the first training prompt, as long prompts would show no more and take longer."""
+        """Return the requests that engines answer after every sync, for comparison with the learner. Tokens are drawn
+        from the whole distribution, after the beginning of the first training prompt: a longer prompt would show no
+        more and take longer."""
         sync, rollout = self._config.sync, self._config.rollout
         tokens = min(sync.probe_tokens, rollout.max_new_tokens)
         sampling = SamplingParams(temperature=rollout.temperature, max_new_tokens=tokens, ignore_eos=True)
@@ -94,7 +95,7 @@ class Collector:
         return [replace(request, prompt_ids=request.prompt_ids[:_PROBE_PROMPT]) for request in whole]
 
     async def judge_held_out(self) -> list[Verdict]:
-        """Verdicts on the greedy answers to the held-out problems."""
+        """Return verdicts on the greedy answers to the held-out problems."""
         problems = self._task.held_out
         sampling = SamplingParams(
             temperature=0.0, max_new_tokens=self._config.rollout.max_new_tokens, stop_ids=self._stop_ids
@@ -105,7 +106,8 @@ class Collector:
             return await self._judge(completions, problems)
 
     async def collect(self, step: int) -> Collected:
-        """Rounds of prompts until the step is full; groups count in prompt order, never in the order of arrival."""
+        """Collect rounds of prompts until the step is full. Groups count in prompt order, never in the order of
+        arrival."""
         algorithm, wanted = self._config.algorithm, self._config.rollout.prompts_per_step
         rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
         collected, self._fleet.spans.step = Collected(), step
@@ -119,12 +121,12 @@ class Collector:
         learned = {s.uid: s for group in collected.groups for s in group if s.watched}
         for sample in collected.shown:
             found = learned.get(sample["uid"])
-            # A value model gives every token its own, later.
+            # A value model gives every token its own advantage, later.
             sample["advantage"] = round(found.advantage, 4) if found and self._compare else None
         return collected
 
     def _compared(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-        """With advantages; where a value model gives credit, that is the learner's work."""
+        """Return the groups with advantages, or unchanged where a value model gives credit: the learner does that."""
         if self._compare is None or not groups:
             return groups
         rewards_PG = padded([[s.reward for s in group] for group in groups])
@@ -170,14 +172,15 @@ class Collector:
         watched: set[int],
         collected: Collected,
     ) -> None:
-        """Leave out samples without a reward, and uniform groups if the algorithm says so."""
+        """Add groups to `collected`, without samples that have no reward, and without uniform groups if the algorithm
+        says so."""
         algorithm, rollout = self._config.algorithm, self._config.rollout
         G = rollout.samples_per_prompt
         lengths = np.array([len(c.token_ids) for c in completions])
         penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
         judged_PG = np.array([v.reward if v.status == "ok" else np.nan for v in verdicts]).reshape(-1, G)
         rewards_PG = judged_PG + penalty.reshape(-1, G)
-        # By the verdicts alone, as DAPO has it: a length penalty does not make a group of wrong answers instructive.
+        # By the verdicts alone, as in DAPO: a length penalty does not make a group of wrong answers instructive.
         uniform_P = all_equal(judged_PG)
         for verdict in verdicts:
             if verdict.status != "ok":
@@ -224,7 +227,7 @@ class Collector:
         )
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Of each token by itself."""
+        """Text of each token, decoded by itself."""
         self._text |= {token: self._tokenizer.decode([token]) for token in set(ids) - self._text.keys()}
         return [self._text[token] for token in ids]
 
@@ -235,11 +238,11 @@ class Collector:
     def _watch(
         self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], collected: Collected
     ) -> set[int]:
-        """Choose samples to be looked at, the first ones of groups whose answers differ before others, then the second
-        ones, and add their text to `collected`. Returns their indices."""
+        """Choose samples to be shown to the user and add their text to `collected`. First samples of groups come before
+        second ones, and groups whose answers differ before others. Returns the indices of the samples."""
         G = self._config.rollout.samples_per_prompt
         rewards_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
-        order = np.argsort(all_equal(rewards_PG), kind="stable")  # what differs is learned from
+        order = np.argsort(all_equal(rewards_PG), kind="stable")  # the learner learns from groups that differ
         free = self._config.tracking.samples_per_step - len(collected.shown)
         chosen = [int(p) * G + g for g in range(G) for p in order][: max(0, free)]
         if not chosen:
@@ -265,5 +268,5 @@ class Collector:
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:
-    """[value, how often] of neighbours that are equal: an answer has few versions and many tokens."""
+    """Run lengths, as [value, count] of equal neighbours: an answer has few versions and many tokens."""
     return [[value, len(list(same))] for value, same in groupby(values)]

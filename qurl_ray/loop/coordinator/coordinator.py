@@ -1,10 +1,10 @@
-"""The actor between rollout side and learner side: what lives as long as its process.
+"""The actor between rollout side and learner side: the state that lives as long as its process.
 
     ranks ── begin ──► a Session for this group of ranks, from the latest checkpoint
           ── all else ──► that session
     driver ── drain, join, leave, stop ──► events, rollout workers
 
-Ranks that start, or restart, meet in `begin`: the session of the ranks before them is cancelled and replaced.
+`begin` is a rendezvous of ranks that start, or restart: it cancels and replaces the session of the ranks before them.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.placement import Seat
+from qurl_ray.actors.placement import GpuAssignment
 from qurl_ray.actors.rollout_worker import own_log
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
@@ -39,11 +39,11 @@ _POLL_S = 0.02
 
 
 class Coordinator:
-    """Owns the fleet and the events, replaces the session, and passes the ranks' calls on to it.
+    """Owner of the fleet and the events. It replaces the session, and passes the ranks' calls on to it.
 
     Args:
         workers: handles of the rollout workers.
-        resume: checkpoint that the run resumes from; after a failure it is looked for in `run_dir`.
+        resume: checkpoint that the run resumes from; after a failure, the latest one in `run_dir` is used instead.
     """
 
     def __init__(
@@ -65,46 +65,46 @@ class Coordinator:
         self._failure: QurlError | None = None
         self._stop = asyncio.Event()
         """Set if no further step is to start."""
-        self._seats: tuple[Seat, ...] | None = None
-        self._seated: tuple[Seat, ...] | None = None
+        self._ranks_at: tuple[GpuAssignment, ...] | None = None
+        self._workers_at: tuple[GpuAssignment, ...] | None = None
         # Ray restarts a coordinator whose process was killed, with the same arguments.
         self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self._resume = None if self._restarted else (resume,)
 
     @property
     def session(self) -> Session:
-        """The one of the ranks that began last."""
+        """Session of the ranks that started last."""
         assert self._session, "ranks begin before they ask for anything"
         return self._session
 
     # --- ranks: start -------------------------------------------------------------------------------------------
 
-    async def begin(self, rank: int, group: str, task: tuple[ObjectRef], seat: Seat) -> Start:
-        """All ranks of a group meet here before anything else; the work of another group's session is cancelled.
+    async def begin(self, rank: int, group: str, task: tuple[ObjectRef], assignment: GpuAssignment) -> Start:
+        """Start the session of a group of ranks, once all of them have called this; cancel the session before it.
 
-        Colocated engines are brought to where the ranks are, started and put to sleep, before a rank puts anything on
-        its GPU.
+        Colocated engines are placed with the ranks, started and put to sleep, before a rank puts anything on its GPU.
 
         Args:
-            task: prompts to train on. The ranks bring it, as a restarted coordinator has nothing but what Ray keeps of
-                its arguments, and no large object; in a tuple, or Ray would put the object in its place.
+            task: reference to the prompts to train on, in a tuple, or Ray would replace the reference by the object.
+                The ranks send it, because a restarted coordinator has only what Ray keeps of its arguments, and that is
+                no large object.
         """
-        start = await self._beginnings.arrive(group, rank, (task, seat), self._begin)
+        start = await self._beginnings.arrive(group, rank, (task, assignment), self._begin)
         if self._config.placement == "disaggregated" or start.over:
             return start
         version = await self._beginnings.arrive((group, "engines"), rank, None, self._bring_engines)
         return replace(start, version=max(version, start.version))
 
-    async def _begin(self, brought: list[tuple[tuple[ObjectRef], Seat]]) -> Start:
+    async def _begin(self, brought: list[tuple[tuple[ObjectRef], GpuAssignment]]) -> Start:
         notes: list[str] = []
         resume = None
-        (task, _), self._seats = brought[0], tuple(seat for _, seat in brought)
+        (task, _), self._ranks_at = brought[0], tuple(assignment for _, assignment in brought)
         if self._resume:
             (resume,) = self._resume
         else:
             resume, notes = await asyncio.to_thread(latest, self._run_dir)
             where = f"from the checkpoint of step {resume.step}" if resume else "from the beginning"
-            notes = [*notes, f"the learner was started anew and goes on {where}"]
+            notes = [*notes, f"the learner restarted and continues {where}"]
         again, self._resume = self._resume is None, None
         if self._session:
             self._session.cancel()
@@ -119,7 +119,7 @@ class Coordinator:
             done=resume.step if resume else 0,
             state=json.loads(resume.loop.read_text()) if resume else None,
         )
-        version = self._fleet.begin_anew()
+        version = self._fleet.restart()
         if again:
             self._events.add(Event(kind="rewind", step=self._events.step))
             for note in notes:
@@ -131,21 +131,24 @@ class Coordinator:
         limit = self._config.rollout.start_timeout_s
         try:
             async with asyncio.timeout(limit):
-                while self._seated != self._seats:  # the driver hires them
+                while self._workers_at != self._ranks_at:  # the driver starts them
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            seats = "; ".join(map(str, self._seats or ()))
-            raise DeadlineExceeded(f"waited {limit:g} s for the driver to put rollout workers on {seats}") from None
+            assignments = "; ".join(map(str, self._ranks_at or ()))
+            raise DeadlineExceeded(
+                f"waited {limit:g} s for the driver to put rollout workers on {assignments}"
+            ) from None
         await self._some_engines()
         await self.rest()
-        return self._fleet.highest()  # now that all are known
+        return self._fleet.highest()  # only now are all versions known
 
     async def _some_engines(self) -> None:
-        """Return when all engines are up, or after the coordinator was restarted, some."""
+        """Return when all engines are up, or after a restart of the coordinator, when one is."""
         await (self._fleet.some_alive() if self._restarted else self._fleet.started())
 
     async def weight_max_code(self, format_name: str) -> int:
-        """Largest weight code that every engine can take in a format; waits until all are up at the start of a run."""
+        """Return the largest weight code that every engine can take in a format. At the start of a run, wait until all
+        are up."""
         if format_name not in self._max_codes:
             await self._some_engines()
             self._max_codes[format_name] = await self._fleet.weight_max_code(format_name)
@@ -154,51 +157,51 @@ class Coordinator:
     # --- ranks: the session's work ------------------------------------------------------------------------------
 
     async def probe_prompt(self) -> np.ndarray | None:
-        """Session.probe_prompt."""
+        """See Session.probe_prompt."""
         return self.session.probe_prompt
 
     async def share(self, step: int, rank: int, sent: int) -> list[MiniBatch] | WeightsWanted | None:
-        """Session.share."""
+        """See Session.share."""
         return await self.session.share(step, rank, sent)
 
     async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
-        """Session.evaluate."""
+        """See Session.evaluate."""
         return await self.session.evaluate(label, step, sent)
 
     async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
-        """Session.expect."""
+        """See Session.expect."""
         await self.session.expect(offer, scales)
 
     async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
-        """Session.offer."""
+        """See Session.offer."""
         return await self.session.offer(offer, buckets)
 
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
-        """Session.conclude."""
+        """See Session.conclude."""
         return await self.session.conclude(version, attempt, rank, gaps)
 
     async def report(self, step: int, rank: int, result: StepResult) -> Directive:
-        """Session.report."""
+        """See Session.report."""
         return await self.session.report(step, rank, result)
 
     async def close(self, step: int, rank: int, seconds: dict[str, float], spans: list[Event]) -> None:
-        """Session.close."""
+        """See Session.close."""
         await self.session.close(step, rank, seconds, spans)
 
     async def state(self, step: int) -> dict:
-        """Session.state, once the driver has written all events up to here: a resumed run adds up its summary from what
-        is on disk."""
+        """Return Session.state, once the driver has written all events up to here: a resumed run computes its summary
+        from what is on disk."""
         await self._events.written()
         return self.session.state(step)
 
     # --- ranks: everything else ---------------------------------------------------------------------------------
 
     async def transfer(self, method: str, arguments: dict) -> None:
-        """Take a step of vLLM's own weight transfer, on all engines."""
+        """Run one step of vLLM's own weight transfer on all engines."""
         await self._fleet.transfer(method, arguments, self._config.sync.timeout_s)
 
     async def rest(self) -> None:
-        """Have all engines give their memory back, for the learner's turn."""
+        """Put all engines to sleep, so that they release their memory for the learner's turn."""
         await self._fleet.rest(self._config.sync.timeout_s)
 
     async def tell(self, event: Event) -> None:
@@ -206,24 +209,28 @@ class Coordinator:
         self._events.add(event)
 
     async def fail(self, error: QurlError) -> None:
-        """A rank met an error that no restart mends."""
+        """Record a rank's error that no restart can fix. The first one is kept."""
         self._failure = self._failure or error
 
     # --- driver -------------------------------------------------------------------------------------------------
 
     async def drain(self) -> Drained:
-        """Return events since the last call, and what the driver must know to keep the fleet complete."""
+        """Return the events since the last call, and the data that the driver needs to keep the fleet complete."""
         return Drained(
             events=self._events.take() + self._fleet.spans.events(),
             workers=len(self._fleet.members),
-            seats=self._seats,
-            seated=self._seated,
+            ranks_at=self._ranks_at,
+            workers_at=self._workers_at,
             failure=self._failure,
             log=own_log(),
         )
 
-    async def join(self, workers: Sequence[ActorHandle], seats: tuple[Seat, ...] | None) -> None:
-        """The fleet's workers are now these, with the ranks on these seats if they are colocated."""
+    async def join(self, workers: Sequence[ActorHandle], assignments: tuple[GpuAssignment, ...] | None) -> None:
+        """Make these the fleet's workers.
+
+        Args:
+            assignments: GPU assignments of the ranks, for which colocated workers were placed; else None.
+        """
         members = self._fleet.members
         for index, actor in enumerate(workers):
             if index == len(members):
@@ -233,10 +240,10 @@ class Coordinator:
                 self._fleet.replace(index, actor)
                 message = f"rollout worker {index} moves to where the learner's ranks are now"
                 self._events.tell("info", message)
-        self._seated = seats
+        self._workers_at = assignments
 
     async def leave(self, stay: int) -> None:
-        """The fleet's workers are now the first `stay` of them: the learner's ranks need the room."""
+        """Keep only the first `stay` workers of the fleet: the learner's ranks need the resources."""
         while len(self._fleet.members) > stay:
             self._fleet.leave()
             message = f"rollout worker {len(self._fleet.members)} leaves, as the learner needs its room"

@@ -26,11 +26,12 @@ class EventBuffer:
         self.add(Event(kind=kind, step=self.step if step is None else step, message=message))
 
     def warn(self, step: int, message: str) -> None:
-        """Add a warning of a step."""
+        """Add a warning about a step."""
         self.tell("warning", message, step=step)
 
     def take(self) -> list[Event]:
-        """Return the events since the last call. The driver is the only caller, once it has written what it got."""
+        """Return the events since the last call. Only the driver calls this, after it has written the events of the
+        call before."""
         events, self._events = self._events, []
         self._takes += 1
         return events

@@ -1,4 +1,4 @@
-"""The figures of a step, from its rollouts and its updates, and those of an evaluation. Pure."""
+"""Figures of a step, from its rollouts and its updates, and figures of an evaluation. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,11 +17,11 @@ from qurl_ray.types import Verdict
 def step_figures(
     step: int, collected: Collected, results: Sequence[StepResult], drawn_at: Mapping[int, int]
 ) -> dict[str, float]:
-    """Of a step's rollouts and updates.
+    """Figures of a step's rollouts and updates.
 
     Args:
-        results: of all ranks.
-        drawn_at: by version of the weights, steps that they have learned from.
+        results: updates of all ranks.
+        drawn_at: number of steps that each weight version has learned from, by version.
     """
     sums, rewards = merge(result.sums for result in results), np.array(collected.rewards)
     values = {
@@ -69,7 +69,7 @@ def evaluation_figures(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def _staleness(step: int, collected: Collected, drawn_at: Mapping[int, int]) -> dict[str, float]:
-    """Steps that the learner was ahead of the weights that drew its tokens."""
+    """Mean and largest number of steps that the learner was ahead of the weights that drew its tokens."""
     versions = [s.versions for group in collected.groups for s in group]
     if not versions:
         return {}

@@ -3,10 +3,10 @@
     none ─► warn ─► tighten ─► full precision ─► stop
       ◄─ calm ─┘◄── calm ─┘◄── K steps over ─┘
 
-One rung up when a figure was beyond its threshold in `patience` of the last `window` steps; then the count begins anew,
-so that the action has time to work. One rung down after `calm_steps` calm steps in a row. Full precision lasts K steps,
-since most figures of mismatch say nothing while it lasts; K doubles with each relapse, and after `trips` of them the
-guard stops the run. Pure: what it decides is done elsewhere.
+The guard goes one rung up when a figure was beyond its threshold in `patience` of the last `window` steps; the count
+then restarts, so that the action has time to work. It goes one rung down after `calm_steps` calm steps in a row. Full
+precision lasts K steps, since most figures of mismatch mean nothing while it lasts; K doubles with each relapse, and
+after `trips` of them the guard stops the run. Pure: others carry out its decisions.
 """
 
 import math
@@ -28,37 +28,37 @@ class _Reading:
 
     key: str
     load: float
-    """How far it is from its ideal, 0, to its threshold, 1."""
+    """Relative position of the figure: 0 at its ideal, 1 at its threshold."""
     said: str
-    """Value and threshold."""
+    """Value and threshold, in words."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Memory:
-    """All that decisions depend on, as JSON has it."""
+    """Complete state on which decisions depend, in types that JSON has."""
 
     level: int = 0
     trips: int = 0
     left: int = 0
-    """Steps in full precision to come."""
+    """Remaining steps in full precision."""
     calm: int = 0
-    """Calm steps in a row."""
+    """Number of calm steps in a row."""
     window: list[dict[str, str]] = field(default_factory=list)
-    """Of each of the last steps on this rung, the figures that were beyond, and what is said of them."""
+    """Figures that were beyond their thresholds, with their descriptions, for each of the last steps on this rung."""
     norms: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     best: float | None = None
-    """Largest mean of as many rewards as the window has."""
+    """Largest mean reward over `window` steps so far."""
     entropies: list[float] = field(default_factory=list)
-    """Of the first steps."""
+    """Policy entropies of the first steps."""
 
 
 class Guard:
-    """Judges one step after the other.
+    """Judge of a run's steps, one after the other.
 
     Args:
-        can_change_precision: False where rollouts are in full precision anyway, or in that of training: that rung is
-            then left out.
+        can_change_precision: False where rollouts are in full precision anyway, or in the precision of training; the
+            rung of full precision is then left out.
     """
 
     def __init__(self, config: GuardConfig, *, can_change_precision: bool = True) -> None:
@@ -70,14 +70,14 @@ class Guard:
 
     @property
     def directive(self) -> Directive:
-        """What holds now: the last one, without its messages and metrics."""
+        """Directive that holds now: the last one, without its messages and metrics."""
         return Directive(level=Level(self._memory.level))
 
     def judge(self, step: int, values: Mapping[str, float]) -> Directive:
-        """What follows from the figures of a step, which was made as the last directive asked.
+        """Return the directive that follows from the figures of a step, which was made under the last directive.
 
-        A figure that is not finite is beyond. One that is absent is not looked at: a step without any update has
-        rewards and garbage alone, and is never a calm one.
+        A figure that is not finite counts as beyond its threshold. An absent one is not checked: a step without any
+        update has only rewards and garbage, and is never calm.
         """
         if not self._config.enabled:
             return self.directive
@@ -95,12 +95,12 @@ class Guard:
         return replace(self.directive, messages=messages, metrics=metrics)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, in JSON."""
+        """Return the state for a checkpoint, in types that JSON has."""
         return asdict(self._memory)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. Who resumes a run that the guard has stopped wants it to go on: it then begins
-        at the foot of the ladder."""
+        """Continue from a state that `state` returned. If the guard had stopped the run, start at the foot of the
+        ladder: a user who resumes such a run wants it to continue."""
         self._memory = _Memory(**state)
         if self._memory.level == Level.STOP:
             self._to(Level.NONE)
@@ -108,7 +108,7 @@ class Guard:
     # --- figures --------------------------------------------------------------------------------------------------
 
     def _read(self, values: Mapping[str, float], updated: bool) -> Iterator[_Reading]:
-        """Those that the step has, and that have a threshold."""
+        """Yield readings of the figures that the step has and that have a threshold."""
         config, memory = self._config, self._memory
         best = memory.best if memory.best is not None and memory.best > 0 else None
         yield from _below("reward/mean", values.get("reward/mean"), config.reward_min, best)
@@ -126,10 +126,10 @@ class Guard:
         yield from _below("policy/entropy", values.get("policy/entropy"), config.entropy_min, start)
 
     def _remember(self, values: Mapping[str, float], beyond: Mapping[str, str], updated: bool) -> None:
-        """What later figures are compared with."""
+        """Remember the values with which later figures are compared."""
         memory, window = self._memory, self._config.window
         reward = values.get("reward/mean", math.nan)
-        if math.isfinite(reward) and memory.level != Level.FULL_PRECISION:  # which gives other rewards
+        if math.isfinite(reward) and memory.level != Level.FULL_PRECISION:  # full precision gives other rewards
             memory.rewards = [*memory.rewards, reward][-window:]
             if len(memory.rewards) == window:
                 mean = statistics.fmean(memory.rewards)
@@ -145,7 +145,7 @@ class Guard:
     # --- the ladder -----------------------------------------------------------------------------------------------
 
     def _move(self, step: int) -> list[str]:
-        """Take a rung up or down if it is time. Returns what to tell."""
+        """Go a rung up or down if it is time. Returns the messages for the log."""
         memory, config = self._memory, self._config
         if memory.level == Level.STOP:
             return []
@@ -168,7 +168,7 @@ class Guard:
         return []
 
     def _tripped(self) -> str:
-        """The figures that were beyond too often, and how often; empty if none."""
+        """Names and values of the figures that were beyond too often, and how often; empty if there are none."""
         window = self._memory.window
         counts = Counter(key for beyond in window for key in beyond)
         said = {key: text for beyond in window for key, text in beyond.items()}
@@ -176,7 +176,8 @@ class Guard:
         return ", ".join(f"{said[key]} ({counts[key]} of the last {len(window)} steps)" for key in sorted(most))
 
     def _rise(self, step: int) -> str:
-        """What is done from the next step on; empty if no more may be."""
+        """Go one rung up. Returns a description of the action from the next step on; empty if no higher rung is
+        allowed."""
         level, calm = self._memory.level, f"until {self._config.calm_steps} steps are calm"
         if level >= self._highest:
             return ""
@@ -189,7 +190,7 @@ class Guard:
         return self._relapse(step)
 
     def _relapse(self, step: int) -> str:
-        """Tightening was not enough, or full precision."""
+        """Act after tightening, or full precision, was not enough. Returns a description of the action."""
         memory, config = self._memory, self._config
         memory.trips += 1
         if memory.trips > config.trips and self._highest == Level.STOP:
@@ -203,17 +204,17 @@ class Guard:
         return f"rollouts in full precision for {memory.left} steps, to step {step + memory.left}"
 
     def _to(self, level: Level) -> None:
-        """To a rung, with nothing counted yet."""
+        """Go to a rung, with all counts reset."""
         memory = self._memory
         if Level.FULL_PRECISION in (level, memory.level):
-            memory.rewards = []  # a mean is of one format
+            memory.rewards = []  # no mean over two formats
         memory.level, memory.calm, memory.window, memory.left = int(level), 0, [], 0
         if level == Level.NONE:
             memory.trips = 0
 
 
 def _above(key: str, value: float | None, limit: float | None, scale: float = 1.0) -> Iterator[_Reading]:
-    """Against a largest value of `limit` times `scale`; a scale of 0 says nothing."""
+    """Yield the reading against an upper threshold of `limit` times `scale`; nothing if the scale is 0."""
     if value is None or limit is None or not scale:
         return
     if math.isfinite(value):
@@ -223,7 +224,7 @@ def _above(key: str, value: float | None, limit: float | None, scale: float = 1.
 
 
 def _below(key: str, value: float | None, share: float | None, ideal: float | None) -> Iterator[_Reading]:
-    """Against a least value of `share` times `ideal`; an ideal of 0 says nothing."""
+    """Yield the reading against a lower threshold of `share` times `ideal`; nothing if the ideal is 0."""
     if value is None or share is None or not ideal:
         return
     if math.isfinite(value):

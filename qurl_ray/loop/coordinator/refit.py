@@ -1,12 +1,12 @@
-"""Engines brought to a version, and found fit to generate from it: the coordinator's side of a sync.
+"""Refit of engines: they load a version and are checked before they generate. The coordinator's side of a weight sync.
 
     ranks offer their buckets ─► engines load, verify fingerprints, draw the probe ─► rank 0 scores the probe
                 ▲                                                                          │
                 └──────── once more and in full, for engines in quarantine ◄── unfit ──────┤
-                                                                       fit ─► generation goes on
+                                                                       fit ─► generation resumes
 
-An engine that fails either check generates nothing. It gets the same version once more, whole; if it fails again, it is
-left out, and if none is left the run ends. An engine that died and came back gets the current version the same way,
+An engine that fails either check does not generate. It gets the same version again, whole; if it fails again, it is
+left out, and if none is left the run ends. An engine that died and restarted gets the current version the same way,
 while others generate.
 """
 
@@ -26,7 +26,8 @@ from qurl_ray.types import Completion, Manifest, Request
 
 
 def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits: int) -> dict[str, float]:
-    """Bytes and what they would have been, codes that changed, the probe. `resent` bytes are of refits in full."""
+    """Metrics of a sync: bytes sent and their ratio to unquantized weights, share of changed codes, gaps of the probe.
+    `resent` are bytes of refits in full."""
     whole = sum(record.float32_bytes for record in manifest.tensors)
     sent = sum(record.bytes for record in manifest.tensors) + resent
     codes, changed = count_codes(manifest.tensors)
@@ -45,12 +46,12 @@ def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits
 
 
 class Refit:
-    """Owned by the coordinator; `fleet` is the one that generates, and pauses while a version is loaded.
+    """Weight syncs of one session. `fleet` is the one that generates; it pauses while a version is loaded.
 
     Args:
-        probe: what every engine draws after loading; [] leaves that check out.
-        tolerance: of the probe's mean gap.
-        warn: what a quarantine is told to.
+        probe: requests that every engine answers after loading; [] skips that check.
+        tolerance: largest mean gap of the probe, in nats.
+        warn: called with the text of a warning about a quarantine.
     """
 
     def __init__(
@@ -69,25 +70,26 @@ class Refit:
         self._manifest: Manifest | None = None
         self._resent = self._refits = 0
         self._loaded: list[Member] = []
-        """Workers whose probes are with the learner."""
+        """Workers whose probes the learner is scoring."""
         self._unfit: dict[int, str] = {}
-        """By worker: why it did not take the version."""
+        """Reasons why workers did not take the version, by worker index."""
         self.kernels: list[str] = []
         self.metrics: dict[str, float] = {}
 
     async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
-        """Announce one rank's part of a version that vLLM's own transfer brings, with the scales of its codes. Returns
-        when the engines are ready for it; an offer without buckets has them verify it."""
+        """Announce one rank's part of a version that vLLM's own transfer sends, with the scales of its codes. Returns
+        when the engines are ready for it. An offer without buckets then has them verify it."""
         key = ("expect", offer.version)
         await self._rendezvous.arrive(key, offer.rank, (offer, scales), self._expect)
 
     async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
-        """Add one rank's part. Returns, once the engines have loaded the whole, what each that could drew as probe."""
+        """Add one rank's part. Returns, once the engines have loaded all parts, the probes of those that succeeded."""
         key = ("offer", offer.version, offer.attempt)
         return await self._rendezvous.arrive(key, offer.rank, (offer, buckets), self._load)
 
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
-        """Rank 0's gaps (one per engine that drew a probe) decide for all. True: offer the version again, in full.
+        """Decide for all ranks by rank 0's gaps (one per engine that drew a probe). Returns True if the ranks must
+        offer the version again, in full.
 
         Raises:
             SyncError: no engine could take it.
@@ -129,7 +131,7 @@ class Refit:
             if member.index not in self._unfit:
                 self._fleet.holds(member, version)
         for member in [self._fleet.members[index] for index in self._unfit]:
-            if member.alive:  # what died is told by the fleet
+            if member.alive:  # the fleet reports dead workers
                 self._refused(member, version)
         again = any(member.refusals for member in self._fleet.those(Health.STALE))
         if not again and not self._fleet.those(Health.HEALTHY, Health.SUSPECT):
@@ -140,14 +142,14 @@ class Refit:
         if again:
             return True
         assert self._manifest
-        # A gap that made an engine unfit is in the warning; what is left is fit.
+        # An infinite or nan gap made its engine unfit, and is in the warning.
         fit = [gap for gap in gaps if math.isfinite(gap.mean)]
         self.metrics = sync_metrics(self._manifest, fit, resent=self._resent, refits=self._refits)
         self._fleet.resume()
         return False
 
     def _refused(self, member: Member, version: int) -> None:
-        """In quarantine after the first time, left out after the second."""
+        """Put a worker in quarantine after its first failure; leave it out after its second."""
         member.refusals += 1
         reason = self._unfit[member.index]
         if member.refusals == 1:
@@ -160,7 +162,7 @@ class Refit:
 
 
 def _manifest(parts: Sequence[tuple[Offer, list[ObjectRef]]]) -> Manifest:
-    """Of a version, from what its ranks offer."""
+    """Manifest of a version, from the offers of its ranks."""
     offer = parts[0][0]
     fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
     return assemble(offer.version, fmt, [part.records for part, _ in parts])

@@ -1,4 +1,4 @@
-"""A rendezvous of the learner's ranks: each brings something, one action follows, each gets its result."""
+"""Rendezvous of the learner's ranks: each hands in a value, one action follows, each gets its result."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
@@ -14,14 +14,14 @@ class _Gathering:
 
 
 class Rendezvous:
-    """For `ranks` ranks. It has no deadline: the action has its own, and a rank may rightly be late."""
+    """Rendezvous of `ranks` ranks. It has no deadline: the action has its own, and a rank may rightly be late."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._gatherings: dict[Hashable, _Gathering] = {}
 
     async def arrive(self, key: Hashable, rank: int, what: Any, action: Callable[[list[Any]], Awaitable[Any]]) -> Any:
-        """Return the result of `action` on what all ranks brought, in their order. The last rank to arrive runs it.
+        """Return the result of `action` on the values of all ranks, in their order. The last rank to arrive runs it.
 
         An error of the action is raised on every rank, or the others would wait for their deadline.
         """

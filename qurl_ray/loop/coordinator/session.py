@@ -1,10 +1,10 @@
-"""What the coordinator does for one group of learner ranks. A restart of the ranks replaces the whole session.
+"""Coordinator's work for one group of learner ranks. A restart of the ranks replaces the whole session.
 
     collected groups ─► one share per rank          weights of all ranks ─► every engine, verified
 
 The first rank that asks for its share of a step starts the collection of that step, and of as many steps after it as
 rollouts may run ahead. Weights come back the same way: each rank offers its part of a version, the last part completes
-it, and all engines load and verify it. Whoever waits here waits on another actor with a deadline.
+it, and all engines load and verify it. Waits for other actors have a deadline.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from qurl_ray.loop.messages import Directive, Gap, Offer, WeightsWanted
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Event
 
-_LOOK_S = 0.25  # how often engines are looked at, while ranks wait
+_LOOK_S = 0.25  # between two looks at the engines, while ranks wait
 
 _Shares = list[list[MiniBatch]]
 """Mini-batches of a step, by rank."""
@@ -44,18 +44,18 @@ class _Step:
     collector: dict | None = None
     """The collector's state after this step's prompts were drawn."""
     reported: tuple[list[StepResult], dict[str, Any]] | None = None
-    """The updates by rank, and the step's figures so far."""
+    """Updates of all ranks, and the step's figures so far."""
 
 
 class Session:
     """Collections, evaluations and syncs for one group of ranks, with the guard that watches them.
 
     Args:
-        collector: not used before.
-        events: where whatever is to be seen goes.
+        collector: a new one, not used before.
+        events: buffer for everything that the user is to see.
         stop: set if no further step is to start. It outlives the session.
-        done: steps that were made before, 0 or the resumed checkpoint's.
-        state: what `state` gave for that step; None for 0.
+        done: number of steps that were made before: 0, or the resumed checkpoint's.
+        state: state that `state` returned for that step; None for 0.
     """
 
     def __init__(
@@ -85,39 +85,40 @@ class Session:
         changeable = config.rollout.quantization != "none" and config.precision_flow == "rollout_only"
         self._guard = Guard(config.guard, can_change_precision=changeable)
         self._reached = False
-        """True once the held-out reward has reached its target. Unlike the wish to stop, this is lost on a return to an
-        earlier checkpoint."""
+        """True once the held-out reward has reached its target. Unlike a request to stop, this is lost on a return to
+        an earlier checkpoint."""
         if state:
             collector.restore(state["collector"])
             self._guard.restore(state["guard"])
-            self._reached = state.get("reached", False)  # absent from checkpoints of before there were targets
+            self._reached = state.get("reached", False)  # absent from checkpoints that are older than targets
         events.step = done
         self._rendezvous = Rendezvous(config.learner.workers)
         self._stale = _StaleEngines(fleet)
         self._steps: dict[int, _Step] = {}
         self._evaluations: dict[tuple[str, int], asyncio.Task[float]] = {}
         self._begun = self._asked = done
-        """The last steps whose collection was started, and whose shares a rank has asked for."""
+        """Two step numbers: the last whose collection was started, and the last whose shares a rank has requested."""
         self._last: int | None = None
-        """The last step of the run, once an end was asked for."""
+        """Last step of the run, once an end was requested; None before."""
         self._drawn_at: dict[int, int] = {}
-        """By weight version: steps that it has learned from."""
+        """Number of steps that each weight version has learned from, by version."""
         self._dropping = False
         """True if the correction dropped most tokens of the step before."""
         self._kernels: list[str] = []
 
     @property
     def directive(self) -> Directive:
-        """The guard's, for the next step."""
+        """The guard's directive for the next step."""
         return self._guard.directive
 
     def cancel(self) -> None:
-        """End all work under way, for ranks that are gone."""
+        """Cancel all work under way, for ranks that are gone."""
         for task in (*(step.shares for step in self._steps.values()), *self._evaluations.values()):
             task.cancel()
 
     def state(self, step: int) -> dict:
-        """What a session needs to continue after this step, for JSON. Rollouts that run ahead are drawn again."""
+        """Return the state that a session needs to continue after this step, for JSON. Rollouts that run ahead are
+        drawn again."""
         return {
             "collector": self._steps[step].collector,
             "guard": self._guard.state(),
@@ -130,7 +131,7 @@ class Session:
         """Return this rank's mini-batches of a step; None on every rank if the run ends before it.
 
         Args:
-            sent: how often this rank was answered WeightsWanted.
+            sent: number of WeightsWanted answers that this rank has got.
         """
         if step > self._asked:
             self._asked = step
@@ -178,7 +179,8 @@ class Session:
     async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
         """Return the mean reward of greedy answers to the held-out problems, with the weights that the engines hold.
 
-        Every rank asks, so that all wait with the same deadline; the first one starts it. `sent` as in `share`.
+        Every rank calls this, so that all wait with the same deadline; the first call starts the evaluation. `sent` as
+        in `share`.
         """
         key = (label, step)
         if key not in self._evaluations:
@@ -203,7 +205,7 @@ class Session:
     # --- weights ------------------------------------------------------------------------------------------------
 
     async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
-        """Announce one rank's part of a version that vLLM's own transfer brings; see Refit.expect."""
+        """Announce one rank's part of a version that vLLM's own transfer sends; see Refit.expect."""
         await self._refit.expect(offer, scales)
 
     async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
@@ -272,7 +274,7 @@ class Session:
                 found = proximal.get(sample["uid"])
                 sample["proximal_logprobs"] = None if found is None else [round(float(value), 4) for value in found]
             self._events.add(Event(kind="samples", step=number, values={"samples": collected.shown}))
-        step.collected = step.reported = None  # only the collector's state is still asked for
+        step.collected = step.reported = None  # only the collector's state is still needed
 
     def _warn_of_dropped_tokens(self, number: int, values: dict[str, Any]) -> None:
         before, self._dropping = self._dropping, values.get("mismatch/dropped", 0.0) > 0.5
@@ -284,12 +286,13 @@ class Session:
 
 
 class _StaleEngines:
-    """Interrupts ranks that wait for engines, if an engine waits for weights: only the ranks can send these."""
+    """Watcher of engines that wait for weights. It interrupts ranks that wait for engines, because only ranks can send
+    the weights."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._wanted = 0
-        """How often engines have waited for weights while ranks waited here."""
+        """Number of times that engines were found to wait for weights while ranks waited here."""
         self._look: asyncio.Task | None = None
 
     async def result_of(self, task: asyncio.Task, sent: int) -> Any:
@@ -304,7 +307,7 @@ class _StaleEngines:
         return WeightsWanted() if self._wanted > sent else task.result()
 
     async def _look_until(self, task: asyncio.Task) -> None:
-        """One look for all ranks that wait: thousands would otherwise each look at thousands of engines."""
+        """Look once for all ranks that wait: thousands of ranks would otherwise each look at thousands of engines."""
         while not task.done():
             if self._fleet.those(Health.STALE):
                 self._wanted += 1

@@ -1,1 +1,1 @@
-"""The process of the job: prepare, start, watch, account for a run."""
+"""The driver, which is the job's process: it prepares, starts and watches a run, and reports on it."""

@@ -1,4 +1,4 @@
-"""The user's own functions that the settings name, imported and tried before anything else is done."""
+"""User functions that the settings name: they are imported and tried before anything else is done."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,10 +22,10 @@ def try_functions(config: RunConfig) -> None:
     """Import each function that is not built in, and call it with a few numbers.
 
     Raises:
-        ConfigError: it cannot be imported, raises, or returns something that the learner cannot use.
+        ConfigError: a function cannot be imported, raises, or returns something that the learner cannot use.
     """
     for sink in config.tracking.sinks:
-        SINKS.load(sink)  # the tracker makes it, in the run's folder
+        SINKS.load(sink)  # the tracker creates it, in the run's folder
     for table, name, attempt in _named(config):
         if name in table.entries:
             continue
@@ -50,7 +50,7 @@ def _named(config: RunConfig) -> Iterator[tuple[Table, str, Callable[[Any], None
 
 
 def _try_objective(form: Any) -> None:
-    """Its value and its gradient are finite, and it has one: at a ratio of 1, and beyond both bounds."""
+    """Raise ValueError unless value and gradient exist and are finite, at a ratio of 1 and beyond both bounds."""
     for shift in (0.0, 0.5, -0.5):
         leaf_BT = torch.full((2, 3), shift, requires_grad=True)
         log_ratio_BT = torch.where(_MASK_BT, leaf_BT, 0.0)
@@ -70,5 +70,5 @@ def _try_correction(weigh: Any) -> None:
 
 
 def _try_advantage(compare: Any) -> None:
-    """Groups of which one is uniform and one lacks a sample."""
+    """Call it with two groups, one of which is uniform and lacks a sample."""
     advantages(np.array([[1.0, 0.0, 0.5], [1.0, 1.0, np.nan]]), compare, np.array([[3, 1, 2], [2, 2, 0]]))

@@ -1,4 +1,4 @@
-"""What a training job does once its settings are read."""
+"""A training job, after its settings have been read."""
 
 import typer
 
@@ -23,7 +23,7 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
         if promise := _equal_bits(config):
             typer.echo(f"# {promise}")
         return 0
-    from qurl_ray.loop.driver.run import run  # seconds of imports, which --help and dry runs need not wait for
+    from qurl_ray.loop.driver.run import run  # imports take seconds: --help and dry runs skip them
 
     try:
         result = run(config, fresh=fresh)
@@ -36,7 +36,8 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
 
 
 def _equal_bits(config: RunConfig) -> str | None:
-    """What this machine promises, if engine and learner share one forward pass and the model's shape is known."""
+    """Return this machine's promise of equal bits in words; None unless engine and learner share one forward pass and
+    the model's shape is known."""
     if not config.shares_forward():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What can be checked or made before a minute is spent: the task, the policy, the reward, and whether they fit."""
+"""Preparation of a run before anything expensive starts: task, policy, reward, and checks that they fit together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ _VLLM = "0.32."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that can start."""
+    """Task and policy of a run that can start."""
 
     task: Task
     spec: PolicySpec
     promise: Promise | None
-    """What this machine promises of equal bits; None if engine and learner do not share one forward pass."""
+    """This machine's promise of equal bits; None if engine and learner do not share one forward pass."""
 
 
 def prepare_task(config: RunConfig) -> Task:
-    """Load the task and try its reward. Seconds, so that a typo is found before a run folder is made.
+    """Load the task and try its reward. Takes seconds, so that a typo is found before a run folder is created.
 
     Raises:
         DataError, RewardError: one of them cannot be used.
@@ -47,13 +47,13 @@ def prepare_task(config: RunConfig) -> Task:
 
 
 def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None]) -> Prepared:
-    """Make or find the policy, and check that everything fits together.
+    """Create or find the policy, and check that everything fits together.
 
     Args:
         progress: called with (step, accuracy) while a tiny policy is made.
 
     Raises:
-        QurlError: whatever would have failed later, now and by name.
+        QurlError: something would have failed later; the error names it.
     """
     if isinstance(config.model, TinyModel):
         if config.task.template != "{prompt}":
@@ -77,7 +77,8 @@ def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None
 
 
 def row_promise(config: RunConfig, spec: PolicySpec) -> Promise | None:
-    """What this machine promises for the policy, measured where it is not known yet."""
+    """Return this machine's promise of equal bits for the policy, measured where it is not known yet; None if engine
+    and learner do not share one forward pass."""
     if not config.shares_forward():
         return None
     with torch.device("meta"):
@@ -86,10 +87,10 @@ def row_promise(config: RunConfig, spec: PolicySpec) -> Promise | None:
 
 
 def check_reward(task: Task, timeout_s: float, memory_gb: float) -> None:
-    """Judge one right answer: a reward that cannot be found, raises, hangs or gives no number fails here.
+    """Judge one correct answer: a reward that cannot be found, raises, hangs or returns no number fails here.
 
     Raises:
-        RewardError: it does one of these.
+        RewardError: the reward fails in one of these ways.
     """
     problem = task.held_out[0]
     with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as process:
@@ -102,10 +103,10 @@ def check_reward(task: Task, timeout_s: float, memory_gb: float) -> None:
 
 
 def check_model(config: RunConfig, spec: PolicySpec) -> None:
-    """The architecture can be quantized and scaled as configured; no weights are loaded.
+    """Check that the architecture can be quantized and scaled as configured; no weights are loaded.
 
     Raises:
-        ConfigError: vLLM is asked for and not there, or not this version.
+        ConfigError: vLLM is configured but missing, has another version, or cannot quantize lm_head as configured.
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
     with torch.device("meta"):

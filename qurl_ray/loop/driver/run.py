@@ -1,7 +1,7 @@
-"""The driver: start the actors, run the learner, watch, and account for it.
+"""The driver: starts the actors, runs the learner, watches the run and reports on it.
 
-`run()` creates the fleet and the coordinator and hands their handles to Ray Train. Actors made by the driver outlive a
-train worker; actors made inside it would die with it.
+`run()` creates the rollout workers and the coordinator, and passes the coordinator's handle to Ray Train. Actors that
+the driver creates outlive a train worker; actors created inside a train worker would die with it.
 """
 
 import json
@@ -21,9 +21,9 @@ from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from qurl_ray.actors.cluster import attach, check_address, check_room
-from qurl_ray.actors.crew import Crew
 from qurl_ray.actors.placement import demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
+from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.models import ModelConfig, TinyModel
@@ -44,13 +44,13 @@ from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.tracking.viewer import write_rollouts
 from qurl_ray.types import Event
 
-_ROLLOUTS_BYTES = 32 << 20  # of samples.jsonl; of more, jobs/report.py writes pages when asked
-_CALLS = 1000  # that may wait in the coordinator at a time, besides two of each rank: they hold no threads
+_ROLLOUTS_BYTES = 32 << 20  # limit of samples.jsonl; above it, jobs/report.py writes the pages on request
+_CALLS = 1000  # calls that may wait in the coordinator at a time, in addition to two per rank: they hold no threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Where a finished run left what it made."""
+    """Folder, policy and summary of a finished run."""
 
     run_dir: Path
     policy: Path
@@ -61,11 +61,11 @@ class RunResult:
 def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
     """Train as configured. Attaches to the cluster of $RAY_ADDRESS (submitted jobs have it), else starts Ray here.
 
-    An unfinished run of the same name and settings is gone on with from its latest checkpoint, unless `fresh`.
-    The first Ctrl-C stops at the end of the step, evaluates and saves; the second aborts.
+    An unfinished run of the same name and settings resumes from its latest checkpoint, unless `fresh`. The first Ctrl-C
+    stops at the end of the step, evaluates and saves; the second aborts.
 
     Raises:
-        QurlError: bad settings before anything starts, or what ended the run.
+        QurlError: the settings are bad (before anything starts), or an error of ours ended the run.
     """
     config = resolve(config, submitted=submitted())
     if not ray.is_initialized():
@@ -78,14 +78,14 @@ def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
 
 def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
     run_dir, resume = place.path, place.resume
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now goes on
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now resumes
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
         try:
             events = tracker.rewind(resume.step) if resume else []
             _announce(place.notes, "info", tracker)
             prepared = prepare(config, task, _cold_start_progress(config.model, tracker))
-            if promise := prepared.promise:  # of this machine, which may be another than that of a run that is resumed
+            if promise := prepared.promise:  # of this machine: a resumed run may have started on another
                 _announce([promise.sentence()], "info" if promise.kept else "warning", tracker)
             if not resume:  # else metrics.jsonl has them already
                 _announce(idle_settings(config), "warning", tracker)
@@ -95,7 +95,7 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
         except BaseException as error:
             _report(run_dir, tracker, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
-        # Else the wish to stop came too late to matter.
+        # A request to stop that came after the last step does not count.
         interrupted = summary["steps"] < config.steps and summary["target_reached_at_step"] is None
         summary |= {
             "interrupted": interrupted,
@@ -121,7 +121,8 @@ def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracke
 
 
 def _report(run_dir: Path, tracker: Tracker, outcome: Outcome) -> str | None:
-    """Path of the report; a run is not lost for the sake of its pictures."""
+    """Write the timeline, the pages of rollouts and the report, and return the report's path. A failure is only logged:
+    a run is not lost because of its report."""
     pages: dict[str, Callable[[Path], Path | None]] = {
         "timeline": write_timeline,
         "pages of rollouts": partial(write_rollouts, limit_bytes=_ROLLOUTS_BYTES),
@@ -140,10 +141,10 @@ def _report(run_dir: Path, tracker: Tracker, outcome: Outcome) -> str | None:
 def _train(
     config: RunConfig, prepared: Prepared, place: RunDir, summary: RunSummary, tracker: Tracker
 ) -> dict[str, Any]:
-    """Start the actors, fit, collect the summary, end the actors."""
+    """Start the actors, train, collect the summary, end the actors."""
     workers = config.rollout.max_workers or config.rollout.workers
     check_room(demand(config))
-    crew = Crew(
+    worker_group = WorkerGroup(
         config=config.rollout,
         spec=prepared.spec,
         kernel=config.quantization.kernel,
@@ -151,20 +152,20 @@ def _train(
         transport=config.sync.transport,
         colocated=config.placement == "colocated",
     )
-    crew.start()
+    worker_group.start()
     judging = config.task
     verifiers = start_verifiers(
         judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb
     )
     coordinator: ActorHandle | None = None
-    task = ray.put(prepared.task)  # held here while the run lasts
+    task = ray.put(prepared.task)  # this reference is held while the run lasts
     try:
         coordinator = (
             ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
             .options(max_concurrency=_CALLS + 2 * config.learner.workers)
-            .remote(config, prepared.spec, crew.actors, verifiers, place.path, place.resume)
+            .remote(config, prepared.spec, worker_group.actors, verifiers, place.path, place.resume)
         )
-        # Not the handle itself: whatever process unpacks one imports the coordinator, and Ray Train's controller would.
+        # Not the handle itself: a process that unpacks it, as Ray Train's controller would, imports the coordinator.
         handle = ray.put(coordinator)
         context = {
             "config": config.model_dump(mode="json"),
@@ -174,13 +175,13 @@ def _train(
             "run_dir": str(place.path),
         }
         fit = _fit_in_thread(config, context, place.path)
-        return Watch(config, coordinator, crew, summary, tracker).until_over(fit)
+        return Watch(config, coordinator, worker_group, summary, tracker).until_over(fit)
     finally:
-        _end(crew, verifiers, coordinator)
+        _end(worker_group, verifiers, coordinator)
 
 
 def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> Fit:
-    # Ray Train's own default is to wait for ever. The barrier at the end includes rank 0's last evaluation.
+    # By default, Ray Train waits forever. The barrier at the end includes rank 0's last evaluation.
     barrier_s = config.learner.timeout_s + collection_deadline(config)
     os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(int(barrier_s))
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(int(config.learner.timeout_s))
@@ -193,7 +194,7 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
         run_config=ray.train.RunConfig(
             name="ray-train",
             storage_path=str(run_dir),
-            # Without the second, ranks that cannot be placed are tried again for ever.
+            # Without the second limit, Ray Train tries forever to place ranks for which there is no room.
             failure_config=ray.train.FailureConfig(
                 max_failures=config.learner.max_failures, controller_failure_limit=0
             ),
@@ -205,7 +206,7 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
 
 
 def scaling_config(config: RunConfig) -> ray.train.ScalingConfig:
-    """What Ray Train is to place."""
+    """Number of ranks, and resources of each, that Ray Train is to place."""
     asked = demand(config)
     return ray.train.ScalingConfig(
         num_workers=asked.ranks, use_gpu="GPU" in asked.rank, resources_per_worker=asked.rank
@@ -214,7 +215,7 @@ def scaling_config(config: RunConfig) -> ray.train.ScalingConfig:
 
 @contextmanager
 def _cluster(config: RunConfig) -> Iterator[None]:
-    """Attach to the cluster of $RAY_ADDRESS, else start a Ray of this run's own here and stop it afterwards."""
+    """Attach to the cluster of $RAY_ADDRESS, else start a Ray for this run only and stop it afterwards."""
     if ray.is_initialized():
         yield
         return
@@ -224,13 +225,13 @@ def _cluster(config: RunConfig) -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         attach(runtime_env={"env_vars": variables}, log_to_driver=False)
     else:
-        # Inherited by all processes of this Ray. Workers that it starts in advance have no runtime environment, so they
-        # could not serve actors that ask for one. No node of it is ever preempted.
+        # All processes of this Ray inherit these variables. Workers that it starts in advance have no runtime
+        # environment, so they could not serve actors that request one. None of its nodes is ever preempted.
         variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
         os.environ |= variables
-        # Phases alternate, so workers may share cores; Ray counts one each.
+        # Phases alternate, so workers may share cores; Ray counts one core for each worker.
         cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
-        # "local": another Ray on this machine, left running, is not this run's.
+        # "local": do not use another Ray that was left running on this machine.
         ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     try:
         yield
@@ -241,10 +242,10 @@ def _cluster(config: RunConfig) -> Iterator[None]:
             os.environ |= {name: before[name]} if name in before else {}
 
 
-def _end(crew: Crew, verifiers: VerifierPool, coordinator: ActorHandle | None) -> None:
+def _end(worker_group: WorkerGroup, verifiers: VerifierPool, coordinator: ActorHandle | None) -> None:
     if coordinator is not None:
         ray.kill(coordinator)
-    crew.stop()
+    worker_group.stop()
     verifiers.close()
 
 

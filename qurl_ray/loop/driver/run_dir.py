@@ -1,4 +1,4 @@
-"""The folder that a run leaves, and whether it is gone on with. Light: a dry run needs neither torch nor Ray."""
+"""The run's folder, and whether a run resumes there. Light: a dry run needs neither torch nor Ray."""
 
 import fcntl
 import json
@@ -17,30 +17,31 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 
 _MAY_DIFFER = ("output_dir", "tracking", "checkpoint")
-"""Sections and settings that do not change what is learned; deadlines and threads may differ as well."""
+"""Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
+threads may differ as well."""
 _MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """A run's folder, and the checkpoint that it goes on from."""
+    """A run's folder, and the checkpoint that the run resumes from."""
 
     path: Path
     resume: Checkpoint | None = None
     notes: list[str] = field(default_factory=list)
-    """What was found there and what became of it, one sentence each."""
+    """Sentences on what was found in the folder and what was done about it."""
 
 
 @contextmanager
 def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
-    """<output_dir>/<name>, this run's alone while the context lasts.
+    """Open <output_dir>/<name> and lock it for this run while the context lasts.
 
-    An unfinished run of the name and the same settings is gone on with from its latest whole checkpoint. A finished
-    one, one without a checkpoint, or with `fresh` any is moved to <name>.<n>, never overwritten.
+    An unfinished run of the same name and settings resumes from its latest whole checkpoint. A finished run, a run
+    without a checkpoint, or with `fresh` any run, is moved to <name>.<n>, never overwritten.
 
     Raises:
-        ConfigError: a run of that name is still going on there, an unfinished one has other settings, or the folder
-            cannot be made.
+        ConfigError: a run of that name is still active there, an unfinished one has other settings, or the folder
+            cannot be created.
     """
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
@@ -54,16 +55,16 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"a run named {config.name} is still going on in {run_dir}; set another name") from None
-        yield _go_on_or_anew(config, run_dir, fresh)
+        yield _resume_or_create(config, run_dir, fresh)
 
 
-def _go_on_or_anew(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
+def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
     notes: list[str] = []
     if run_dir.exists() and not fresh and not _finished(run_dir):
         checkpoint, notes = latest(run_dir)
         if checkpoint:
             _check_same(config, run_dir)
-            notes.append(f"going on after step {checkpoint.step} of {config.steps}")
+            notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
             return RunDir(path=run_dir, resume=checkpoint, notes=notes)
     if run_dir.exists():
         notes.append(f"the run that was in {run_dir} is now in {_move_aside(run_dir)}")
@@ -87,24 +88,24 @@ def _check_same(config: RunConfig, run_dir: Path) -> None:
         old = yaml.safe_load((run_dir / "config.yaml").read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
-    try:  # settings that are new since then have their defaults
+    try:  # settings that were added since then get their defaults
         known = RunConfig.model_validate(old).model_dump(mode="json")
     except ValidationError as error:
         raise ConfigError(
             f"{run_dir} holds an unfinished run of another version, whose settings are not all known here: "
             f"{error.errors()[0]['msg']} ({'.'.join(map(str, error.errors()[0]['loc']))}). "
-            "Set another name, or start anew with --fresh (the old run is kept)"
+            "Set another name, or start again with --fresh (the old run is kept)"
         ) from None
     differing = differences(known, config.model_dump(mode="json"))
     if differing:
         raise ConfigError(
             f"{run_dir} holds an unfinished run with other settings: {'; '.join(differing)}. "
-            "Give those to go on with it, set another name, or start anew with --fresh (the old run is kept)"
+            "Give those to resume it, set another name, or start again with --fresh (the old run is kept)"
         )
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Settings that change what is learned and are not the same, as `key: old → new`."""
+    """Settings that change what is learned and that differ, as `key: old → new`."""
     before, now = dict(_leaves(old)), dict(_leaves(new))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return [
@@ -149,5 +150,5 @@ def dry_run(config: RunConfig) -> str:
 
 
 def submitted() -> bool:
-    """Whether this driver runs as a Ray job."""
+    """Return True if this driver runs as a Ray job."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ

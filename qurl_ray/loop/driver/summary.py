@@ -1,4 +1,4 @@
-"""What a run came to, added up from its events."""
+"""Summary of a run, computed from its events."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,10 +12,10 @@ _PHASES = ("rollout", "reward", "logprob", "update", "sync")
 
 
 class RunSummary:
-    """Collects events; `finish` gives the contents of summary.json.
+    """Collector of events; `finish` returns the contents of summary.json.
 
     Args:
-        events: of the part before an interruption.
+        events: events of the part before an interruption.
     """
 
     def __init__(self, config: RunConfig, events: Iterable[Event] = ()) -> None:
@@ -38,13 +38,17 @@ class RunSummary:
             self._steps.append(event.values)
 
     def finish(self) -> dict[str, Any]:
-        """Seconds are of wall time; `train_seconds` is the sum of the steps, evaluation and start-up left out.
+        """Return the contents of summary.json.
 
+        Seconds are wall time; `train_seconds` is the sum of the steps, without evaluation and start-up.
         samples_per_second counts every generated sample over that time; rollout_tokens_per_second counts generated
-        tokens over the rollout phase. `reward_…` is the mean held-out reward, `accuracy_…` the share of held-out
-        problems solved, by a reward above 0.5. `…_after_quantized` is of `quantized_format`: the export's, else the
-        rollouts'; if that is full precision, it is `…_after`. `…_p_value` is of the paired test between the first and
-        the last full-precision evaluation.
+        tokens over the rollout phase.
+
+        `reward_…` is the mean held-out reward, `accuracy_…` the share of held-out problems solved, by a reward above
+        0.5. `…_after_quantized` is measured in `quantized_format`: the export's, else the rollouts'; if that is full
+        precision, it equals `…_after`. `…_p_value` is the p-value of the paired test between the first and the last
+        full-precision evaluation.
+
         target_reached_at_step is None where evaluation.target_reward was not reached, or is not set.
         """
         config = self._config
@@ -75,7 +79,8 @@ class RunSummary:
         }
 
     def _held_out(self, name: str, per_problem: Callable[[dict[str, Any]], list[float]]) -> dict[str, Any]:
-        """A figure of the evaluations before and after, and the p-value of their difference, problem by problem."""
+        """A figure of the evaluations before and after training, and the p-value of their difference, paired by
+        problem."""
         before, after = self._evaluations.get("before", {}), self._evaluations.get("after", {})
         first, second = per_problem(before), per_problem(after)
         return {
@@ -86,7 +91,7 @@ class RunSummary:
         }
 
     def _sum(self, key: str) -> float:
-        return sum(step.get(key) or 0.0 for step in self._steps)  # null is a number that JSON cannot hold
+        return sum(step.get(key) or 0.0 for step in self._steps)  # null stands for a number that JSON cannot hold
 
 
 def _outcomes(evaluation: dict[str, Any]) -> list[float]:
@@ -95,5 +100,5 @@ def _outcomes(evaluation: dict[str, Any]) -> list[float]:
 
 
 def _rewards(evaluation: dict[str, Any]) -> list[float]:
-    """Reward of each problem; empty if there was no evaluation, or one of a version that recorded no rewards."""
+    """Reward of each problem; empty if there was no evaluation, or one by a version that recorded no rewards."""
     return evaluation.get("rewards") or (_outcomes(evaluation) if "eval/reward" in evaluation else [])

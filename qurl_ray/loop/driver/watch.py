@@ -1,4 +1,4 @@
-"""The driver while the learner trains: it passes events on, hears Ctrl-C, and keeps the fleet complete."""
+"""The driver while the learner trains: it passes events on, handles Ctrl-C, and keeps the fleet complete."""
 
 import signal
 import threading
@@ -14,8 +14,8 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from qurl_ray.actors.cluster import there_is, without_room
-from qurl_ray.actors.crew import Crew
 from qurl_ray.actors.placement import counts, demand
+from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
 from qurl_ray.loop.driver.summary import RunSummary
@@ -26,11 +26,11 @@ from qurl_ray.types import Event
 _POLL_S = 0.2
 _DRAIN_S = 120.0
 _LOOK_S = 3.0
-_LOOKS = 3  # in a row: Ray Train may just be placing its ranks
+_LOOKS = 3  # checks in a row without room: at a single one, Ray Train may just be placing its ranks
 
 
 class Fit(threading.Thread):
-    """`trainer.fit()` off the main thread: it would replace the handler of Ctrl-C."""
+    """Thread that runs `trainer.fit()`, which on the main thread would replace the handler of Ctrl-C."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         super().__init__(name="fit", daemon=True)
@@ -45,23 +45,29 @@ class Fit(threading.Thread):
 
 
 class Watch:
-    """What the driver does while the learner trains: events are passed on, Ctrl-C is heard, the fleet grows."""
+    """Loop of the driver while the learner trains: it passes events on, handles Ctrl-C, and adds workers."""
 
     def __init__(
-        self, config: RunConfig, coordinator: ActorHandle, crew: Crew, summary: RunSummary, tracker: Tracker
+        self,
+        config: RunConfig,
+        coordinator: ActorHandle,
+        worker_group: WorkerGroup,
+        summary: RunSummary,
+        tracker: Tracker,
     ) -> None:
-        self._config, self._coordinator, self._crew = config, coordinator, crew
+        self._config, self._coordinator, self._worker_group = config, coordinator, worker_group
         self._summary, self._tracker = summary, tracker
         self._heard = time.monotonic()
         self._looked, self._short = 0.0, 0
-        """When it was asked whether the ranks have room, and how often in a row they had none."""
+        """Time of the last check for room for the ranks, and number of checks in a row that found none."""
         self._log = "not known yet"
 
     def until_over(self, fit: Fit) -> dict[str, Any]:
-        """The summary, once the learner has ended.
+        """Return the summary, once the learner has ended.
 
         Raises:
-            QurlError: what ended the run, if it was one of ours; else the original error.
+            QurlError: an error of ours ended the run; any other error is raised as it is.
+            KeyboardInterrupt: Ctrl-C was pressed twice.
         """
         with _interrupts() as presses:
             asked = False
@@ -80,7 +86,7 @@ class Watch:
                 if not alive:
                     break
                 if found:
-                    self._man(found)
+                    self._complete_fleet(found)
                 time.sleep(_POLL_S)
         if found and found.failure:
             raise found.failure
@@ -89,15 +95,15 @@ class Watch:
         return self._summary.finish()
 
     def _pass_on(self, event: Event) -> None:
-        if event.kind == "rewind":  # the learner goes on from a checkpoint: what came after it comes once more
+        if event.kind == "rewind":  # the learner resumes from a checkpoint: later events will come again
             self._summary = RunSummary(self._config, self._tracker.rewind(event.step))
         else:
             self._summary.add(event)
             self._tracker.handle(event)
 
     def _drain(self) -> Drained | None:
-        """None while the coordinator is being started anew."""
-        limit = max(_DRAIN_S, self._config.rollout.start_timeout_s)  # it starts beside the rollout workers
+        """Return the coordinator's events and state; None while it restarts."""
+        limit = max(_DRAIN_S, self._config.rollout.start_timeout_s)  # it starts together with the rollout workers
         try:
             found = ray.get(self._coordinator.drain.remote(), timeout=limit)
         except GetTimeoutError:
@@ -110,34 +116,34 @@ class Watch:
         self._heard, self._log = time.monotonic(), found.log
         return found
 
-    def _man(self, found: Drained) -> None:
-        """Put colocated workers where the ranks are, or add a worker if there is room for one, and tell the coordinator
-        of those that it does not know: another one was started in its place."""
+    def _complete_fleet(self, found: Drained) -> None:
+        """Place colocated workers where the ranks are, or add a worker if there is room for one. Send the coordinator
+        its workers if it does not know all of them, as after a restart."""
         short = self._make_room()
-        if self._crew.colocated:
-            if found.seats and found.seats != found.seated:
-                self._crew.sit(found.seats)
-                self._coordinator.join.remote(self._crew.actors, self._crew.seats)
+        if self._worker_group.colocated:
+            if found.ranks_at and found.ranks_at != found.workers_at:
+                self._worker_group.place_on(found.ranks_at)
+                self._coordinator.join.remote(self._worker_group.actors, self._worker_group.assignments)
             return
-        if found.seats and not short:  # before, it could take the ranks' room
-            self._crew.grow()
-        if found.workers < len(self._crew.actors):
-            self._coordinator.join.remote(self._crew.actors, None)
+        if found.ranks_at and not short:  # before that, a worker could take the ranks' room
+            self._worker_group.grow()
+        if found.workers < len(self._worker_group.actors):
+            self._coordinator.join.remote(self._worker_group.actors, None)
 
     def _make_room(self) -> bool:
-        """Whether the ranks wait for room, as far as is known. They come before workers above `rollout.workers`; where
-        there are none of these, it is said what is waited for."""
+        """Return True if the ranks are known to wait for room. They have priority over workers above `rollout.workers`,
+        one of which is ended; if there are none, log what the ranks wait for."""
         if time.monotonic() - self._looked < _LOOK_S:
             return self._short > 0
         self._looked = time.monotonic()
         asked = demand(self._config)
         self._short = self._short + 1 if without_room(asked) else 0
         if self._short:
-            self._crew.forgo()
-        if self._short == _LOOKS and self._crew.spare:
-            with suppress(RayActorError, GetTimeoutError):  # a coordinator that is made anew knows none of them
-                ray.get(self._coordinator.leave.remote(len(self._crew.actors) - 1), timeout=_DRAIN_S)
-            self._crew.shrink()
+            self._worker_group.withdraw_request()
+        if self._short == _LOOKS and self._worker_group.spare:
+            with suppress(RayActorError, GetTimeoutError):  # a coordinator that restarts knows none of them
+                ray.get(self._coordinator.leave.remote(len(self._worker_group.actors) - 1), timeout=_DRAIN_S)
+            self._worker_group.shrink()
             self._short = 0
         elif self._short == 2 * _LOOKS:
             ranks = f"{asked.ranks} learner rank(s) of {counts(asked.rank)}"
@@ -148,7 +154,7 @@ class Watch:
 
 @contextmanager
 def _interrupts() -> Iterator[list[float]]:
-    """Collect the times of Ctrl-C instead of being ended by it. Does nothing off the main thread."""
+    """Collect the times of Ctrl-C, which then does not end the process. Does nothing off the main thread."""
     presses: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield presses
@@ -161,7 +167,7 @@ def _interrupts() -> Iterator[list[float]]:
 
 
 def _cause(error: BaseException, config: RunConfig) -> BaseException:
-    """The error of ours inside what Ray Train raised, if there is one."""
+    """Return the error of ours (QurlError) inside the one that Ray Train raised, or the latter if there is none."""
     if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
         return DeadlineExceeded(
             f"{config.learner.workers} learner rank(s) of {counts(demand(config).rank)} were not placed within "

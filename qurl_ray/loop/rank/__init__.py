@@ -1,1 +1,1 @@
-"""What each worker of Ray Train runs: a rank of the learner."""
+"""A rank of the learner: the code that each worker of Ray Train runs."""

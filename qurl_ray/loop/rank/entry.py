@@ -1,5 +1,5 @@
-"""What Ray Train is given to run. It imports almost nothing, because Ray's controller imports it too, and the learner's
-own imports take seconds."""
+"""Entry point of Ray Train's workers. It imports almost nothing, because Ray's controller imports it too, and the
+learner's own imports take seconds."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from typing import Any
 def train_entry(context: dict[str, Any]) -> None:
     """Run one learner rank; see loop.rank.train.
 
-    Errors of ours go to the coordinator and end the run: no restart would mend them. All others, and the coordinator's
-    death, are left to Ray Train, which restarts the ranks.
+    Our own errors (QurlError) are reported to the coordinator and end the run, because a restart would not fix them.
+    All others, and the coordinator's death, are left to Ray Train, which restarts the ranks.
     """
     from qurl_ray.errors import CoordinatorDied, QurlError
     from qurl_ray.loop.rank.train import fail, train_loop

@@ -1,4 +1,4 @@
-"""From the algorithm section of the settings to the values that rl/ and learner/ take."""
+"""Conversion of the algorithm section of the settings to the values that rl/ and learner/ take."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES
 
 
 def objective_settings(config: RunConfig) -> ObjectiveSettings:
-    """What the objective is."""
+    """Settings of the objective."""
     algorithm = config.algorithm
     return ObjectiveSettings(
         form=OBJECTIVES.load(algorithm.objective),
@@ -31,7 +31,7 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
 
 
 def correction_settings(correction: Correction) -> CorrectionSettings:
-    """What is done about the mismatch."""
+    """Settings of the correction of the mismatch."""
     low, high = correction.reject_range()
     settings: dict[str, Any] = {
         "reject": correction.reject,
@@ -60,13 +60,13 @@ def correction_settings(correction: Correction) -> CorrectionSettings:
 def tightened(settings: ObjectiveSettings) -> ObjectiveSettings:
     """Stricter settings for a step whose mismatch, or whose movement, is too large.
 
-    - Every correction becomes masked importance sampling: weights rho, of tokens or of what the correction weighs,
-      inside a band, and 0 outside, in place of truncation, adaptive clips, none at all or mere metrics. What is kept
-      has its exact weight, so that its part of the gradient is unbiased; the rest, where a weight would be large or
-      is least certain, is left out. An ess_floor goes on mixing weights with 1.
-    - The band is [0.5, C], C within 2 and 5; one that there is already becomes half as wide, in logarithms. So does
-      that of rejection by the geometric mean; bounds of k2 and k3 are halved.
-    - Answers with any rho below 1e-4 are dropped, or below the square root of a veto that there is already.
+    - Every correction becomes masked importance sampling: weights rho, of tokens or of the unit that the correction
+      weighs, count inside a band and are 0 outside. This replaces truncation, adaptive clips, no correction, and mere
+      metrics. What is kept has its exact weight, so its part of the gradient is unbiased. The rest, where a weight
+      would be large or is least certain, is left out. An ess_floor still mixes weights with 1.
+    - The band is [0.5, C], with C between 2 and 5; an existing band becomes half as wide, in logarithms. So does the
+      band of rejection by the geometric mean; bounds of k2 and k3 are halved.
+    - Answers with any rho below 1e-4 are dropped, or below the square root of an existing veto.
     - All clip bounds are half as far from 1: the policy moves less in a step.
     """
     correction = settings.correction
@@ -100,7 +100,7 @@ def tightened(settings: ObjectiveSettings) -> ObjectiveSettings:
 
 
 def credit(algorithm: AlgorithmConfig) -> Credit | None:
-    """How a value model gives credit; None for algorithms that have none."""
+    """Settings of credit by a value model; None for algorithms that have none."""
     if not isinstance(algorithm, PPO):
         return None
     return Credit(
@@ -113,12 +113,12 @@ def credit(algorithm: AlgorithmConfig) -> Credit | None:
 
 
 def needs_value_model(algorithm: AlgorithmConfig) -> bool:
-    """Whether the value model is a second one."""
+    """True if the algorithm has a separate value model."""
     return isinstance(algorithm, PPO) and algorithm.critic == "separate"
 
 
 def penalty(algorithm: AlgorithmConfig) -> Penalty | None:
-    """The KL that is taken from rewards."""
+    """KL penalty that is subtracted from rewards; None if there is none."""
     if not algorithm.kl_coef or algorithm.kl_in == "loss":
         return None
     comparison = {} if isinstance(algorithm, PPO) else {"compare": ADVANTAGES.load(algorithm.advantage)}

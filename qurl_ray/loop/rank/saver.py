@@ -1,4 +1,4 @@
-"""Checkpoints and policies, written by all ranks of the learner."""
+"""Saving of checkpoints and policies by all ranks of the learner."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from qurl_ray.types import PolicySpec
 
 
 def check_shared(run_dir: Path) -> None:
-    """Raise ConfigError unless this process sees the folder that the driver has made."""
+    """Raise ConfigError unless this process sees the run folder that the driver has created."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(
             f"{run_dir} is not there on {socket.gethostname()}, where a rank of the learner is: every rank writes its "
@@ -36,20 +36,20 @@ def check_shared(run_dir: Path) -> None:
 
 
 class Saver:
-    """Writes checkpoints and policies into the run's folder. Every rank calls the same methods: a sharded learner's
-    parameters are gathered by all."""
+    """Writer of checkpoints and policies to the run's folder. Every rank calls the same methods, because gathering a
+    sharded learner's parameters is collective."""
 
     def __init__(
         self, config: RunConfig, learner: Learner, spec: PolicySpec, coordinator: ActorHandle, run_dir: Path, rank: int
     ) -> None:
         self._config, self._learner, self._coordinator = config, learner, coordinator
         self._run_dir, self._rank = run_dir, rank
-        # What is saved is filled in from the learner each time: the learner's own may be sharded, and is folded.
+        # A copy, filled from the learner at each save: the learner's own model may be sharded, and is folded.
         self._policy = load_model(spec).requires_grad_(False) if rank == 0 else None
         self._tokenizer = load_tokenizer(spec)
 
     def checkpoint(self, step: int, reward: float | None) -> None:
-        """checkpoints/step-<n>; older ones are dropped as the settings say."""
+        """Write checkpoints/step-<n>; delete older checkpoints as the settings say."""
         partial = partial_folder(self._run_dir, step)
         with _writing(f"the checkpoint of step {step}", partial.parent):
             if self._rank == 0:
@@ -63,14 +63,14 @@ class Saver:
                 call = self._coordinator.state.remote(step)
                 state = wait(call, self._config.sync.timeout_s, "the coordinator's state")
                 (partial / "loop.json").write_text(json.dumps(state))
-            barrier()  # every rank's files are there
+            barrier()  # every rank has written its files
             if self._rank == 0:
                 complete(partial, step=step, reward=reward)
                 prune(self._run_dir, self._config.checkpoint.keep)
         barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
 
     def final(self) -> None:
-        """policy/, and policy-<format>/ if one is exported."""
+        """Write policy/, and policy-<format>/ if a quantized policy is exported."""
         self._gather()
         if self._policy is None:
             return
@@ -79,11 +79,12 @@ class Saver:
             try:
                 if exported != "none":
                     self._save_quantized(exported)
-            finally:  # whatever becomes of the export
+            finally:  # even if the export fails
                 self._save_policy(self._run_dir / "policy")
 
     def _save_quantized(self, format_name: str) -> None:
-        """As it is, folded: its codes are then those that the engines hold and that the evaluation judges."""
+        """Write the quantized policy, still folded: its codes are those that the engines hold and that the evaluation
+        judges."""
         fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
         assert self._policy, "rank 0 saves"
         folder = self._run_dir / f"policy-{format_name}"
@@ -108,12 +109,13 @@ class Saver:
 
 @contextmanager
 def _writing(what: str, folder: Path) -> Iterator[None]:
-    """Turn the many errors of a full or lost disk into one that says what could not be written, and where."""
+    """Turn the many errors of a full or lost disk into one CheckpointError that says what could not be written, and
+    where."""
     try:
         yield
     except QurlError:  # a deadline is an OSError, too
         raise
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch and DeepSpeed raise the last
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch and DeepSpeed raise RuntimeError
         raise CheckpointError(
             f"{what} cannot be written to {folder}: {error}; what is complete there is kept"
         ) from error

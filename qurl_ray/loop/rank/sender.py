@@ -1,4 +1,4 @@
-"""A rank's part of every sync: quantize, send what changed, and see for itself that the engines compute with it."""
+"""A rank's part of every weight sync: quantize, send the changes, and check that the engines compute with them."""
 
 import time
 from collections.abc import Iterable, Set
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Sender:
-    """Sends this rank's part of each version and waits until the engines have verified the whole.
+    """Sender of this rank's part of each version. It waits until the engines have verified the whole version.
 
     Args:
-        prompt_ids: of the probe; None for none.
-        version: the highest that an engine may hold from a sender before this one.
+        prompt_ids: token ids of the probe's prompt; None without a probe.
+        version: highest version that an engine may hold from an earlier sender.
     """
 
     def __init__(
@@ -46,23 +46,23 @@ class Sender:
         self._version = version
         self._attempt = 0
         self._codes: Codes | None = None
-        """How that version was sent."""
+        """Form in which the current version was sent; None before the first."""
         self._transfer = self._make_transfer() if config.sync.transport != "object_store" else None
         self.sent: str | None = None
-        """Format of the weights that the engines hold."""
+        """Format of the weights that the engines hold; None before the first send."""
 
     def send(self, format_name: str) -> float:
-        """Send the weights as they are now. Returns the seconds it took, verification included."""
+        """Send the current weights. Returns the seconds it took, verification included."""
         started = time.perf_counter()
         fmt = None
         if format_name != "none":
             fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
         unquantized = self._config.sync.unquantized
         if unquantized == "auto":
-            # In a unified flow the learner computes what lies beside the codes in float32, and so must the engines.
+            # In a unified flow the learner keeps tensors without codes in float32, and so must the engines.
             may_differ = fmt and self._config.precision_flow == "rollout_only"
             unquantized = "bfloat16" if may_differ or self._config.rollout.dtype == "bfloat16" else "float32"
-        # vLLM's own transfer replaces what engines hold; another format goes through the object store, as refits do.
+        # vLLM's own transfer needs weights of the same format in place; else, and for refits, the object store is used.
         transfer = self._transfer if self.sent == format_name else None
         deltas = self._config.sync.delta and (transfer is None or transfer.sparse)
         base = self._version if deltas and self.sent == format_name else None
@@ -83,22 +83,23 @@ class Sender:
         return time.perf_counter() - started
 
     def resend(self) -> None:
-        """The version sent last once more, whole, for engines that did not take it, or were started anew."""
+        """Send the last version again, whole, for engines that did not take it or were restarted."""
         again = True
         while again:
             self._attempt += 1
             again = self._offer(self._publisher.resend(), None)
 
     def _offer(self, buckets: Iterable[Bucket], transfer: "Transfer | None") -> bool:
-        """Whether some engines need the version once more."""
+        """Offer the version to the engines and score their probes. Returns True if some engines need the version
+        again."""
         codes, attempt = self._codes, self._attempt
         assert codes, "nothing was published"
         fmt = codes.fmt
         refs: list[ObjectRef] = []
         records: list[TensorRecord] = []
         if transfer:
-            parcel = transfer.parcel(list(buckets), fmt)
-            refs, records = [ray.put(parcel.scales)], list(parcel.records)
+            shard = transfer.shard(list(buckets), fmt)
+            refs, records = [ray.put(shard.scales)], list(shard.records)
         else:
             for bucket in buckets:
                 refs.append(ray.put(bucket.payloads))
@@ -115,7 +116,7 @@ class Sender:
         what = f"the engines to verify weights {self._version}"
         if transfer:
             wait(self._coordinator.expect.remote(offer, refs), limit, f"the engines to expect weights {self._version}")
-            transfer.send(parcel, fmt, codes.unquantized)
+            transfer.send(shard, fmt, codes.unquantized)
             offer, refs = replace(offer, transferred=True), []
         probes = wait(self._coordinator.offer.remote(offer, refs), limit, what)
         gaps = self._gaps(probes, codes)
@@ -139,7 +140,7 @@ class Sender:
         )
 
     def _gaps(self, probes: list[list[Completion]], codes: Codes) -> list[Gap]:
-        """One per engine. All ranks compute them, as a sharded learner's forward takes them all."""
+        """Return one gap per engine. All ranks compute them, because a sharded learner's forward pass is collective."""
         if self._prompt_ids is None or not probes:
             return []
         scored = self._learner.logprobs([c for probe in probes for c in probe], self._prompt_ids, codes)
@@ -152,7 +153,7 @@ class Sender:
 
 
 def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str]) -> UnifiedFlow | None:
-    """What the learner computes through, as the engines do; None if it is to train in full precision."""
+    """Return the flow that has the learner compute as the engines do; None if it trains in full precision."""
     if config.precision_flow == "rollout_only":
         return None
     name = config.rollout.quantization
@@ -165,7 +166,8 @@ def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str
 
 
 def weight_max_code(config: RunConfig, coordinator: ActorHandle, format_name: str) -> int:
-    """Largest weight code that all engines can take, and that is wanted; the first question waits until they are up."""
+    """Return the largest weight code that all engines can take and the settings allow. The first call waits until the
+    engines are up."""
     call = coordinator.weight_max_code.remote(format_name)
     largest = wait(call, config.rollout.start_timeout_s, "the rollout workers to start")
     return min(largest, config.quantization.weight_max_code or largest)

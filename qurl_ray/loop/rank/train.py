@@ -1,11 +1,11 @@
-"""The learner side of the loop: what every Ray Train rank runs.
+"""Learner side of the loop: the code that every Ray Train rank runs.
 
     consumes   its share of a step's samples from the coordinator   waits for rollouts and rewards
     produces   weights, quantized at the sender                     waits until every engine has verified them
-    ends       after the last step, or before the next one once a stop was asked for or the reward's target is reached
+    ends       after the last step, or before the next one once a stop was requested or the reward's target is reached
 
-Ranks wait for the coordinator with a deadline of their own, never inside a collective. After one of them died, Ray
-Train starts all anew, and they go on from the latest checkpoint.
+Ranks wait for the coordinator with a deadline of their own, never inside a collective. If one of them dies, Ray Train
+restarts all of them, and they resume from the latest checkpoint.
 """
 
 import os
@@ -23,7 +23,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from torch import distributed
 
-from qurl_ray.actors.cluster import own_seat
+from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.spans import STEPS, Spans, rank_lane
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CoordinatorDied, QurlError
@@ -47,7 +47,8 @@ _RETRY_S = 0.5
 
 
 def train_loop(context: dict[str, Any]) -> None:
-    """Run one rank. `context` holds config (plain values), spec, coordinator, task (both references) and run_dir."""
+    """Run one rank. `context` holds config (plain values), spec, run_dir, and references to the coordinator and the
+    task."""
     config = RunConfig.model_validate(context["config"])
     check_shared(Path(context["run_dir"]))
     rank = ray.train.get_context().get_world_rank()
@@ -55,7 +56,7 @@ def train_loop(context: dict[str, Any]) -> None:
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
     coordinator = _coordinator(context)
-    ask = partial(coordinator.begin.remote, rank, _group(), context["task"], own_seat())
+    ask = partial(coordinator.begin.remote, rank, _group(), context["task"], own_assignment())
     start = _begin(ask, config.learner.timeout_s + config.rollout.start_timeout_s)
     if start.over:
         return
@@ -67,7 +68,7 @@ def train_loop(context: dict[str, Any]) -> None:
         names = quantized_parameters(model, kept)  # before a backend wraps it
     if config.quantization.uaq_scale != 1:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
-    # Neither is ever quantized, so neither is folded.
+    # These two are never quantized, so they are not folded.
     value_body = load_model(context["spec"]) if needs_value_model(config.algorithm) else None
     reference = load_model(context["spec"]) if config.algorithm.kl_coef else None
     settings = objective_settings(config)
@@ -116,7 +117,7 @@ def train_loop(context: dict[str, Any]) -> None:
             saved = step
     turns.take(Turn.LEARN)
     with loop.spanning("checkpoint"):
-        if saved < done < config.steps:  # the run ends early: after a stop, the same command goes on from here
+        if saved < done < config.steps:  # the run ends early: the same command resumes from here
             saver.checkpoint(done, None)
         saver.final()  # before anything else can fail
     loop.last_evaluations(done)
@@ -127,7 +128,7 @@ def train_loop(context: dict[str, Any]) -> None:
 
 
 def fail(context: dict[str, Any], error: QurlError) -> None:
-    """End the run with this error."""
+    """Report this error to the coordinator, which ends the run."""
     wait(_coordinator(context).fail.remote(error), _FAIL_S, "the coordinator to take an error")
     if ray.train.get_context().get_world_size() > 1:
         raise error  # or the other ranks would wait for this one
@@ -139,7 +140,7 @@ def _coordinator(context: dict[str, Any]) -> ActorHandle:
 
 
 class RankLoop:
-    """A rank's end of the loop: asks the coordinator for what takes rollouts, learns, and sends weights."""
+    """Loop of one rank: gets samples and evaluations from the coordinator, learns, and sends weights."""
 
     def __init__(
         self,
@@ -154,15 +155,15 @@ class RankLoop:
         self._config, self._learner, self._sender, self._coordinator = config, learner, sender, coordinator
         self._turns, self._rank, self._directive = turns, rank, directive
         self._resent = 0
-        """How often weights were wanted in place of an answer."""
+        """Number of calls that were answered with WeightsWanted."""
         self.spans = Spans()
 
     def spanning(self, name: str) -> AbstractContextManager:
-        """What this rank does in the block, for the timeline."""
+        """Record the block as a span of this rank, for the timeline."""
         return self.spans.during(rank_lane(self._rank), name)
 
     def step(self, step: int) -> bool:
-        """Rollouts in, update, weights out. False if the run ends before this step."""
+        """Make one step: rollouts in, update, weights out. Returns False if the run ends before this step."""
         config, limit = self._config, self._config.sync.timeout_s
         started = time.perf_counter()
         share = partial(self._coordinator.share.remote, step, self._rank)
@@ -190,17 +191,18 @@ class RankLoop:
         return True
 
     def send(self, format_name: str) -> float:
-        """Give the engines the weights as they are now. Returns the seconds it took, verification included."""
+        """Send the current weights to the engines. Returns the seconds it took, verification included."""
         self._turns.take(Turn.SYNC)
         with self.spanning("sync"):
             return self._sender.send(format_name)
 
     def evaluate(self, label: str, step: int) -> float:
-        """Mean held-out reward of what the engines hold."""
+        """Return the mean held-out reward of the weights that the engines hold."""
         return self._attend(partial(self._coordinator.evaluate.remote, label, step), f"the evaluation {label!r}")
 
     def last_evaluations(self, done: int) -> None:
-        """The quantized policy first: the engines hold it already, if the export's format is the rollouts'."""
+        """Evaluate the quantized policy, if there is one, then the one in full precision. The engines already hold the
+        first if the export's format is the rollouts'."""
         exported = self._config.export.format(self._config.rollout.quantization)
         quantized = exported if exported != "none" else self._config.rollout.quantization
         for format_name, label in ((quantized, "after, quantized"), ("none", "after")):
@@ -210,14 +212,15 @@ class RankLoop:
                 self.evaluate(label, done)
 
     def _follow(self, directive: Directive) -> None:
-        """Train as the guard wants it from now on."""
+        """Apply the guard's directive from now on."""
         if directive.tighten != self._directive.tighten:
             settings = objective_settings(self._config)
             self._learner.adopt(tightened(settings) if directive.tighten else settings)
         self._directive = directive
 
     def _attend(self, ask: Callable[[int], ObjectRef], what: str) -> Any:
-        """The coordinator's answer. Engines that wait for weights meanwhile are given them."""
+        """Return the coordinator's answer. Each time it is WeightsWanted instead, resend the weights and repeat the
+        call."""
         while True:
             self._turns.take(Turn.ROLLOUTS)
             found = wait(ask(self._resent), collection_deadline(self._config), what)
@@ -230,7 +233,7 @@ class RankLoop:
 
 
 def _begin(ask: Callable[[], ObjectRef], timeout_s: float) -> Start:
-    """What this rank is told at its beginning. A coordinator that died is waited for: it is being started anew."""
+    """Return the coordinator's answer to `begin`. If the coordinator has died, wait until it has restarted."""
     ends = time.monotonic() + timeout_s
     while True:
         try:
@@ -242,7 +245,7 @@ def _begin(ask: Callable[[], ObjectRef], timeout_s: float) -> Start:
 
 
 def _group() -> str:
-    """A name that these ranks share, and no other group of the run has."""
+    """Name that these ranks share, and no other group of the run has."""
     names = [uuid.uuid4().hex]
     if distributed.is_initialized():
         distributed.broadcast_object_list(names)

@@ -1,12 +1,12 @@
-"""Whose turn it is on GPUs that learner and engines share, and what the learner holds there meanwhile.
+"""Turns on GPUs that learner and engines share, and what the learner holds there in each turn.
 
     LEARN ──updated──► SYNC ──engines hold the new weights──► ROLLOUTS ──they have answered──► LEARN
     all; engines       the parameters; engines                nothing; engines
     sleep              wake up to load them                   generate
 
-So an engine is awake only while no rank holds more than its parameters, which is what a sync takes. An engine wakes up
-when it is asked to load or to generate, and falls asleep when a rank wants to learn (`Coordinator.rest`). On GPUs of
-its own (placement=disaggregated) a learner holds everything all the time, unless `learner.offload_while_waiting`.
+So an engine is awake only while no rank holds more than its parameters, which a sync needs. An engine wakes up when it
+is asked to load or to generate, and falls asleep when a rank wants to learn (`Coordinator.rest`). On its own GPUs
+(placement=disaggregated) a learner holds everything all the time, unless `learner.offload_while_waiting`.
 """
 
 import time
@@ -31,7 +31,7 @@ _COLOCATED = {Turn.LEARN: Resident.ALL, Turn.SYNC: Resident.PARAMETERS, Turn.ROL
 
 
 def resident(turn: Turn, *, colocated: bool, offload: bool) -> Resident:
-    """What the learner holds on its device.
+    """Part of the learner that is on its device during a turn.
 
     Args:
         offload: `learner.offload_while_waiting`.
@@ -44,19 +44,19 @@ def resident(turn: Turn, *, colocated: bool, offload: bool) -> Resident:
 
 
 class Turns:
-    """A rank's. All ranks take the same turns in the same order.
+    """Turns of one rank. All ranks take the same turns in the same order.
 
-    It begins as LEARN: `Coordinator.begin` has seen the engines to sleep.
+    The first turn is LEARN: `Coordinator.begin` has put the engines to sleep.
     """
 
     def __init__(self, config: RunConfig, learner: Learner, coordinator: ActorHandle) -> None:
         self._config, self._learner, self._coordinator = config, learner, coordinator
         self._turn, self._resident = Turn.LEARN, Resident.ALL
         self.seconds = 0.0
-        """That changing took since this was last set to 0."""
+        """Seconds that changes of turn took since this was last set to 0."""
 
     def take(self, turn: Turn) -> None:
-        """Returns when what this turn has no use for is off the GPU."""
+        """Change to this turn. Returns when everything that it does not need is off the GPU."""
         if turn is self._turn:
             return
         started = time.perf_counter()
@@ -68,6 +68,6 @@ class Turns:
             self._learner.reside(wanted)
             self._resident = wanted
         if colocated and turn is Turn.ROLLOUTS and distributed.is_initialized():
-            distributed.barrier()  # the first rank that asks sets the engines off
+            distributed.barrier()  # the first rank that asks starts the engines
         self._turn = turn
         self.seconds += time.perf_counter() - started

@@ -13,11 +13,11 @@ _MARGIN_S = 90.0  # the coordinator's own deadlines pass first, and name what is
 
 
 def wait(call: ray.ObjectRef, timeout_s: float, what: str) -> Any:
-    """The call's result.
+    """Return the call's result.
 
     Raises:
         DeadlineExceeded: `timeout_s` and a margin have passed.
-        CoordinatorDied: it did. Errors of ours come through as they are.
+        CoordinatorDied: the coordinator died. Our own errors (QurlError) are raised as they are.
     """
     try:
         return ray.get(call, timeout=timeout_s + _MARGIN_S)

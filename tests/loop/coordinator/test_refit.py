@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.health import Health, Pulse
+from qurl_ray.actors.health import Health, Heartbeat
 from qurl_ray.actors.rollout_worker import RolloutWorker
 from qurl_ray.config import load_config
 from qurl_ray.errors import StaleWeights, SyncError
@@ -41,8 +41,8 @@ class Worker(RolloutWorker):
         super().__init__(*args, **kwargs)
         self._index, self._loads = index, loads
 
-    def pulse(self):
-        return Pulse(boot=str(self._index), pid=0, node="", version=self._engine.version, log="")
+    def heartbeat(self):
+        return Heartbeat(boot=str(self._index), pid=0, node="", version=self._engine.version, log="")
 
     def load(self, manifest, buckets, probe):
         self._loads.append(self._index)

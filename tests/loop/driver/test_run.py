@@ -196,7 +196,7 @@ def assert_resumed_ends_like(whole, tmp_path, settings: list[str]) -> None:
             assert after[key] == pytest.approx(before[key], rel=1e-5, nan_ok=True), key
     for key in ("accuracy_before", "accuracy_after", "accuracy_after_quantized", "steps"):
         assert resumed.summary[key] == whole.summary[key]
-    assert any("going on after step 2 of 4" in line["message"] for line in events(resumed.run_dir, "info"))
+    assert any("resuming after step 2 of 4" in line["message"] for line in events(resumed.run_dir, "info"))
     assert [line["message"] for line in events(resumed.run_dir, "evaluation")].count("before") == 1
 
 
@@ -291,7 +291,7 @@ def test_the_guard_acts_is_heard_and_stops_with_a_checkpoint(tmp_path, cluster):
 
 @pytest.mark.slow
 def test_a_fleet_grows_where_there_is_room_and_changes_nothing(tmp_path, cluster, monkeypatch):
-    monkeypatch.setattr("qurl_ray.actors.crew._TIMES", 2)
+    monkeypatch.setattr("qurl_ray.actors.worker_group._TIMES", 2)
     expected = small_run(tmp_path / "a", "steps=60")  # while they last, a worker starts
     grown = small_run(tmp_path / "b", "steps=60", "rollout.max_workers=2")
     assert any("joins the fleet" in line["message"] for line in events(grown.run_dir, "info"))

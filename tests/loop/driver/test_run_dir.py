@@ -38,7 +38,7 @@ def test_an_unfinished_run_is_gone_on_with(tmp_path):
     run_dir = unfinished(tmp_path)
     with open_run_dir(config(tmp_path, "tracking.console=none", "rollout.timeout_s=7", "learner.threads=1")) as place:
         assert (place.path, place.resume.step) == (run_dir, 3)
-        assert place.notes == ["going on after step 3 of 100"]
+        assert place.notes == ["resuming after step 3 of 100"]
 
 
 def test_one_that_was_stopped_by_ctrl_c_is_gone_on_with(tmp_path):

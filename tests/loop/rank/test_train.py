@@ -23,7 +23,7 @@ def learner_of(tiny_spec, tmp_path, monkeypatch):
     start = Start(resume=None, version=0, directive=Directive(), over=False)
     rank = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     monkeypatch.setattr("ray.train.get_context", lambda: rank)
-    monkeypatch.setattr(train, "own_seat", lambda: None)
+    monkeypatch.setattr(train, "own_assignment", lambda: None)
     monkeypatch.setattr(train, "_begin", lambda ask, timeout_s: start)
     monkeypatch.setattr(train, "make_learner", stop)
     monkeypatch.setattr(train, "_coordinator", lambda context: context["coordinator"])

@@ -1,4 +1,4 @@
-"""The crew and Ray on logical GPUs: who is given which, and what is said when there are not enough."""
+"""The worker_group and Ray on logical GPUs: who is given which, and what is said when there are not enough."""
 
 import threading
 import time
@@ -13,9 +13,9 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from qurl_ray.actors.cluster import check_room, own_seat, without_room
-from qurl_ray.actors.crew import Crew
+from qurl_ray.actors.cluster import check_room, own_assignment, without_room
 from qurl_ray.actors.placement import demand
+from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.errors import DeadlineExceeded, PlacementError
 from qurl_ray.loop.driver.run import scaling_config
 from qurl_ray.types import PolicySpec
@@ -61,17 +61,19 @@ def crew_of():
     """Makes crews of reporters, and ends them."""
     made = []
 
-    def make(config) -> Crew:
+    def make(config) -> WorkerGroup:
         colocated = config.placement == "colocated"
         spec = PolicySpec(source="nowhere")
         made.append(
-            Crew(config=config.rollout, spec=spec, kernel="auto", threads=1, colocated=colocated, worker=Reporter)
+            WorkerGroup(
+                config=config.rollout, spec=spec, kernel="auto", threads=1, colocated=colocated, worker=Reporter
+            )
         )
         return made[-1]
 
     yield make
-    for crew in made:
-        crew.stop()
+    for worker_group in made:
+        worker_group.stop()
 
 
 @pytest.fixture
@@ -103,9 +105,9 @@ def reports(actors) -> list:
 def test_apart_every_gpu_of_two_boxes_is_given_once(sixteen, crew_of, ranks_of):
     config = preset(JET, "placement=disaggregated", "rollout.workers=4", "rollout.vllm.tensor_parallel=2")
     check_room(demand(config))
-    crew = crew_of(config)
-    crew.start()
-    ranks, workers = ranks_of(config), reports(crew.actors)
+    worker_group = crew_of(config)
+    worker_group.start()
+    ranks, workers = ranks_of(config), reports(worker_group.actors)
     assert [len(report.own.gpus) for report in workers] == [2] * 4
     assert sorted(int(gpu) for report in [*ranks, *workers] for gpu in report.own.gpus) == list(range(16))
     for report in workers:
@@ -115,22 +117,22 @@ def test_apart_every_gpu_of_two_boxes_is_given_once(sixteen, crew_of, ranks_of):
 
 def test_together_engines_have_the_gpus_of_the_ranks_and_ray_gives_them_none(sixteen, crew_of, ranks_of):
     config = preset(JET, "rollout.workers=4", "rollout.vllm.tensor_parallel=2")
-    crew = crew_of(config)
-    crew.start()
-    assert crew.actors == []  # the ranks come first
+    worker_group = crew_of(config)
+    worker_group.start()
+    assert worker_group.actors == []  # the ranks come first
     ranks = [report.own for report in ranks_of(config)]
-    crew.sit(ranks)
-    workers = reports(crew.actors)
+    worker_group.place_on(ranks)
+    workers = reports(worker_group.actors)
     assert all(report.own.gpus == () and report.made["colocated"] for report in workers)
     assert [report.visible.split(",") for report in workers] == [
         [*ranks[i].gpus, *ranks[i + 1].gpus] for i in range(0, 8, 2)
     ]
-    before = list(crew.actors)
-    crew.sit(list(ranks))
-    assert crew.actors == before  # nobody moved
-    crew.sit(ranks[::-1])
-    assert reports(crew.actors[:1])[0].visible == ",".join([*ranks[7].gpus, *ranks[6].gpus])
-    assert not set(crew.actors) & set(before)
+    before = list(worker_group.actors)
+    worker_group.place_on(list(ranks))
+    assert worker_group.actors == before  # nobody moved
+    worker_group.place_on(ranks[::-1])
+    assert reports(worker_group.actors[:1])[0].visible == ",".join([*ranks[7].gpus, *ranks[6].gpus])
+    assert not set(worker_group.actors) & set(before)
 
 
 def test_what_the_cluster_can_never_hold_is_said_at_once(sixteen):
@@ -145,7 +147,7 @@ def test_what_the_cluster_can_never_hold_is_said_at_once(sixteen):
 def test_engines_for_which_others_leave_no_room_end_in_a_deadline_that_says_so(sixteen, crew_of):
     others = placement_group([{"GPU": 9}], strategy="PACK")
     assert others.wait(10)
-    crew = crew_of(
+    worker_group = crew_of(
         preset(JET, *APART, "rollout.vllm.tensor_parallel=4", "rollout.workers=3", "rollout.start_timeout_s=4")
     )
     try:
@@ -153,7 +155,7 @@ def test_engines_for_which_others_leave_no_room_end_in_a_deadline_that_says_so(s
             DeadlineExceeded,
             match=r"2 of 3 rollout worker\(s\) of 1 CPU, 4 GPU were not placed within 4 s; the cluster has .* 16 GPU,",
         ):
-            crew.start()
+            worker_group.start()
     finally:
         remove_placement_group(others)
 
@@ -162,16 +164,16 @@ def test_engines_for_which_others_leave_no_room_end_in_a_deadline_that_says_so(s
 
 
 class Desk:
-    """Where ranks leave their seats; they stay until it closes."""
+    """Where ranks leave their assignments; they stay until it closes."""
 
     def __init__(self) -> None:
-        self._seats, self._open = {}, True
+        self._assignments, self._open = {}, True
 
-    def leave(self, rank, seat) -> None:
-        self._seats[rank] = seat
+    def leave(self, rank, assignment) -> None:
+        self._assignments[rank] = assignment
 
-    def seats(self) -> list:
-        return [self._seats[rank] for rank in sorted(self._seats)]
+    def assignments(self) -> list:
+        return [self._assignments[rank] for rank in sorted(self._assignments)]
 
     def close(self) -> None:
         self._open = False
@@ -185,14 +187,14 @@ def sit_down(context) -> None:
     import ray.train
 
     desk = context["desk"]
-    ray.get(desk.leave.remote(ray.train.get_context().get_world_rank(), own_seat()))
+    ray.get(desk.leave.remote(ray.train.get_context().get_world_rank(), own_assignment()))
     while ray.get(desk.is_open.remote()):
         time.sleep(0.2)
 
 
 @contextmanager
 def ray_train(config, folder) -> Iterator[list]:
-    """The seats of ranks that Ray Train has placed."""
+    """The assignments of ranks that Ray Train has placed."""
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     desk = ray.remote(num_cpus=0)(Desk).remote()
@@ -205,11 +207,11 @@ def ray_train(config, folder) -> Iterator[list]:
     fit = threading.Thread(target=trainer.fit, daemon=True)
     fit.start()
     ends = time.monotonic() + 240
-    while len(seats := ray.get(desk.seats.remote())) < config.learner.workers:
+    while len(assignments := ray.get(desk.assignments.remote())) < config.learner.workers:
         assert fit.is_alive()
         assert time.monotonic() < ends
         time.sleep(0.5)
-    yield seats
+    yield assignments
     ray.get(desk.close.remote())
     fit.join(60)
 
@@ -220,11 +222,13 @@ def test_a_preset_apart_on_two_boxes_with_ray_train(boxes, crew_of, tmp_path):
     boxes(8)
     config = preset(JET, *APART)
     check_room(demand(config))
-    crew = crew_of(config)
-    crew.start()
+    worker_group = crew_of(config)
+    worker_group.start()
     with ray_train(config, tmp_path) as ranks:
         found = Counter(
-            (seat.node, gpu) for seat in [*ranks, *(r.own for r in reports(crew.actors))] for gpu in seat.gpus
+            (assignment.node, gpu)
+            for assignment in [*ranks, *(r.own for r in reports(worker_group.actors))]
+            for gpu in assignment.gpus
         )
     assert len(found) == 16
     assert set(found.values()) == {1}
@@ -236,11 +240,11 @@ def test_engines_of_a_whole_box_each_sit_with_the_ranks_of_ray_train_on_it(boxes
     boxes(2)  # small ones: every rank of Ray Train takes seconds to start
     config = preset(JET, "learner.workers=4", "rollout.workers=2", "rollout.vllm.tensor_parallel=2")
     check_room(demand(config))
-    crew = crew_of(config)
+    worker_group = crew_of(config)
     with ray_train(config, tmp_path) as ranks:
-        crew.sit(ranks)
-        engines = [(report.own.node, sorted(report.visible.split(","))) for report in reports(crew.actors)]
-    of_ranks = {seat.node: sorted(s.gpus[0] for s in ranks if s.node == seat.node) for seat in ranks}
+        worker_group.place_on(ranks)
+        engines = [(report.own.node, sorted(report.visible.split(","))) for report in reports(worker_group.actors)]
+    of_ranks = {assignment.node: sorted(s.gpus[0] for s in ranks if s.node == assignment.node) for assignment in ranks}
     assert len(of_ranks) == 2
     assert sorted(engines) == sorted(of_ranks.items())
     assert all(gpus == ["0", "1"] for _, gpus in engines)
@@ -250,14 +254,16 @@ def test_room_is_taken_once_it_stays_and_not_from_a_rank_that_is_placed_anew(mon
     """Ray looks again for room once a second, so its own answers come too unevenly to count them: these come from a
     clock that the test turns."""
     now, free, given_back = [100.0], [True], []
-    monkeypatch.setattr("qurl_ray.actors.crew.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("qurl_ray.actors.worker_group.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(
-        "qurl_ray.actors.crew.placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: free[0])
+        "qurl_ray.actors.worker_group.placement_group", lambda *_, **__: SimpleNamespace(wait=lambda _: free[0])
     )
-    monkeypatch.setattr("qurl_ray.actors.crew.remove_placement_group", given_back.append)
-    monkeypatch.setattr(Crew, "_hire", lambda self, group: self.actors.append(group))
+    monkeypatch.setattr("qurl_ray.actors.worker_group.remove_placement_group", given_back.append)
+    monkeypatch.setattr(WorkerGroup, "_start_worker", lambda self, group: self.actors.append(group))
     config = preset(JET, *APART, "rollout.workers=1", "rollout.max_workers=2").rollout
-    growing = Crew(config=config, spec=PolicySpec(source="nowhere"), kernel="auto", threads=1, actors=["the first"])
+    growing = WorkerGroup(
+        config=config, spec=PolicySpec(source="nowhere"), kernel="auto", threads=1, actors=["the first"]
+    )
 
     def grow_for(seconds: float) -> int:
         for _ in range(round(seconds / 0.1)):
@@ -282,26 +288,26 @@ def test_room_is_taken_once_it_stays_and_not_from_a_rank_that_is_placed_anew(mon
 
 
 def test_a_worker_beyond_those_asked_for_makes_room_for_ranks_that_wait(sixteen, crew_of, monkeypatch):
-    monkeypatch.setattr("qurl_ray.actors.crew._ASK_S", 0.2)
-    monkeypatch.setattr("qurl_ray.actors.crew._TIMES", 1)
+    monkeypatch.setattr("qurl_ray.actors.worker_group._ASK_S", 0.2)
+    monkeypatch.setattr("qurl_ray.actors.worker_group._TIMES", 1)
     sizes = ("learner.workers=8", "rollout.workers=1", "rollout.max_workers=2", "rollout.vllm.tensor_parallel=8")
     config = preset(JET, *APART, *sizes)
-    asked, crew = demand(config), crew_of(config)
-    crew.start()
+    asked, worker_group = demand(config), crew_of(config)
+    worker_group.start()
     until = time.monotonic() + 20
-    while len(crew.actors) < 2 and time.monotonic() < until:
-        crew.grow()
-    assert crew.spare
+    while len(worker_group.actors) < 2 and time.monotonic() < until:
+        worker_group.grow()
+    assert worker_group.spare
     assert not without_room(asked)
     ranks = placement_group([asked.rank] * asked.ranks, strategy="PACK")
     try:
         assert not ranks.wait(3)
         assert without_room(asked)
-        crew.forgo()
-        crew.shrink()
+        worker_group.withdraw_request()
+        worker_group.shrink()
         assert ranks.wait(10)
         assert not without_room(asked)
-        assert not crew.spare
-        assert len(reports(crew.actors)) == 1
+        assert not worker_group.spare
+        assert len(reports(worker_group.actors)) == 1
     finally:
         remove_placement_group(ranks)

@@ -1,4 +1,4 @@
-"""The processes of the rollout workers: placed, grown and ended by the driver, which owns them."""
+"""The worker group: processes of the rollout workers. The driver owns, places, adds and ends them."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from qurl_ray.actors.cluster import there_is
-from qurl_ray.actors.placement import Seat, counts, gpus_of_worker, guests, worker_resources
+from qurl_ray.actors.placement import GpuAssignment, counts, engine_assignments, gpus_of_worker, worker_resources
 from qurl_ray.actors.rollout_worker import CONTROL, RolloutWorker
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded
@@ -20,20 +20,22 @@ from qurl_ray.types import PolicySpec
 _CLOSE_S = 20.0
 _GLANCE_S = 0.01
 _ASK_S = 1.0
-_TIMES = 10  # that there is room, every other second: longer than Ray Train takes to place a rank anew
+_TIMES = 10  # requests in a row that find room, one every 2 s: longer than Ray Train takes to place a rank again
 
 
 @dataclass(slots=True, kw_only=True)
-class Crew:
-    """Disaggregated: one placement group per worker, so that each can be lost, and one more be added, by itself.
-    Colocated: workers that take nothing of Ray, on the GPUs of the learner's ranks, once these are known.
+class WorkerGroup:
+    """Group of rollout workers.
+
+    Disaggregated: one placement group per worker, so that each can be lost, and one more be added, independently.
+    Colocated: workers that request nothing from Ray, on the GPUs of the learner's ranks, once these are known.
 
     Example:
-        crew = Crew(config=config.rollout, spec=spec, kernel="auto", threads=2)
-        crew.start()
+        worker_group = WorkerGroup(config=config.rollout, spec=spec, kernel="auto", threads=2)
+        worker_group.start()
         ...
-        newcomer = crew.grow()  # now and then; colocated: crew.sit(seats)
-        crew.stop()
+        newcomer = worker_group.grow()  # periodically; colocated: worker_group.place_on(assignments)
+        worker_group.stop()
     """
 
     config: RolloutConfig
@@ -43,23 +45,23 @@ class Crew:
     transport: str = "object_store"
     colocated: bool = False
     worker: type = RolloutWorker
-    """What is made of each; tests of placement put another one there."""
+    """Class of the workers; placement tests substitute another one."""
     actors: list[ActorHandle] = field(default_factory=list)
-    seats: tuple[Seat, ...] | None = None
-    """Of the ranks that the colocated workers are with."""
+    assignments: tuple[GpuAssignment, ...] | None = None
+    """GPU assignments of the ranks on whose GPUs the colocated workers run."""
     _placements: list[PlacementGroup] = field(default_factory=list)
     _wanted: PlacementGroup | None = None
-    """Of one more worker, to see whether there is room."""
+    """Placement group of one more worker, requested only to see whether there are free resources."""
     _asked: float = 0.0
-    """When it was asked for."""
+    """Time of that request, in seconds of the monotonic clock."""
     _found: int = 0
-    """How often in a row there was room."""
+    """Number of requests in a row for which there were free resources."""
 
     def start(self) -> None:
-        """Place and start `workers` of them. Colocated ones wait for `sit`.
+        """Place and start the configured number of workers. Colocated ones wait for `place_on`.
 
         Raises:
-            DeadlineExceeded: the cluster cannot hold them; the message says what is missing.
+            DeadlineExceeded: the cluster could not place them in time; the message says what is missing.
         """
         if self.colocated:
             return
@@ -75,26 +77,28 @@ class Crew:
                 f"not placed within {limit:g} s; {there_is()}"
             )
         for group in groups:
-            self._hire(group)
+            self._start_worker(group)
 
-    def sit(self, seats: Sequence[Seat]) -> None:
-        """Put the workers of a colocated run where the learner's ranks are; anew if these have moved.
+    def place_on(self, assignments: Sequence[GpuAssignment]) -> None:
+        """Start a colocated run's workers on the GPUs of the learner's ranks; restart them if the ranks have moved.
 
         Raises:
-            PlacementError: the ranks lie so that an engine would have GPUs of two nodes.
+            PlacementError: the ranks are placed such that an engine would have GPUs of two nodes.
         """
-        if tuple(seats) == self.seats:
+        if tuple(assignments) == self.assignments:
             return
         self._dismiss(self.actors)
-        self.seats = tuple(seats)
-        for seat in guests(seats, max(1, gpus_of_worker(self.config))):
-            self.actors.append(self._make(self._at(seat)))
+        self.assignments = tuple(assignments)
+        for assignment in engine_assignments(assignments, max(1, gpus_of_worker(self.config))):
+            self.actors.append(self._make(self._at(assignment)))
 
     def grow(self) -> ActorHandle | None:
-        """One more worker, if `max_workers` allows and there has been room for it for a while: what a rank of the
-        learner leaves when it dies is not taken from the one that takes its place. To be called often.
+        """Add and return one worker, if `max_workers` allows it and there have been free resources for a while; else
+        return None. To be called often.
 
-        Every other second it asks Ray for the room, so that an autoscaler sees the wish, and gives it back."""
+        The wait leaves the resources of a dead learner rank to the rank that replaces it. Every other second this
+        requests the resources from Ray, so that an autoscaler sees the demand, and releases them again.
+        """
         now = time.monotonic()
         if self.colocated or len(self.actors) >= (self.config.max_workers or self.config.workers):
             return None
@@ -109,36 +113,36 @@ class Crew:
         group, self._wanted = self._wanted, None
         if self._found >= _TIMES:
             self._found = 0
-            return self._hire(group)
+            return self._start_worker(group)
         remove_placement_group(group)
         return None
 
     @property
     def spare(self) -> bool:
-        """Whether there are more than `workers`."""
+        """True if a disaggregated run has more workers than `workers`."""
         return not self.colocated and len(self.actors) > self.config.workers
 
     def shrink(self) -> None:
-        """End the worker that was hired last, and give its room back."""
+        """End the worker that was added last, and release its resources."""
         self._dismiss(self.actors[-1:])
         remove_placement_group(self._placements.pop())
 
-    def forgo(self) -> None:
-        """Take back the wish for one more worker: others need the room."""
+    def withdraw_request(self) -> None:
+        """Withdraw the request for one more worker: others need the resources."""
         if self._wanted:
             remove_placement_group(self._wanted)
         self._wanted, self._found = None, 0
 
     def stop(self) -> None:
-        """End the workers and give their resources back."""
+        """End all workers and release their resources."""
         self._dismiss(self.actors)
-        self.forgo()
+        self.withdraw_request()
         for group in self._placements:
             remove_placement_group(group)
 
     def _dismiss(self, actors: list[ActorHandle]) -> None:
         closing = [actor.close.remote() for actor in actors]
-        if closing:  # an engine may have processes of its own
+        if closing:  # an engine may have child processes
             ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_S)
         for actor in actors:
             ray.kill(actor)
@@ -147,7 +151,7 @@ class Crew:
     def _place(self) -> PlacementGroup:
         return placement_group([worker_resources(self.config)], strategy="STRICT_PACK")
 
-    def _hire(self, group: PlacementGroup) -> ActorHandle:
+    def _start_worker(self, group: PlacementGroup) -> ActorHandle:
         bundle = worker_resources(self.config)
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         actor = self._make({"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": where})
@@ -155,21 +159,21 @@ class Crew:
         self._placements.append(group)
         return actor
 
-    def _at(self, seat: Seat) -> dict[str, Any]:
-        """Options of a worker that takes the GPUs which Ray has given to ranks: Ray leaves the variable alone where an
-        actor asks for no GPU."""
-        where = NodeAffinitySchedulingStrategy(seat.node, soft=False)
+    def _at(self, assignment: GpuAssignment) -> dict[str, Any]:
+        """Options of a worker that uses GPUs which Ray has assigned to ranks. Ray leaves CUDA_VISIBLE_DEVICES alone
+        where an actor requests no GPU."""
+        where = NodeAffinitySchedulingStrategy(assignment.node, soft=False)
         options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": where}
-        if not seat.gpus:
+        if not assignment.gpus:
             return options
-        return options | {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus)}}}
+        return options | {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(assignment.gpus)}}}
 
     def _make(self, options: dict[str, Any]) -> ActorHandle:
         return (
             ray.remote(concurrency_groups={CONTROL: 4})(self.worker)
             .options(
                 **options,
-                max_restarts=-1,  # it comes back without weights, and the fleet gives it some
+                max_restarts=-1,  # it restarts without weights; a refit sends them again
                 max_task_retries=0,
             )
             .remote(
