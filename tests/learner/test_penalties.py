@@ -14,6 +14,7 @@ from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.passes import Penalty
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.rl.advantages import rloo
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import ObjectiveSettings
@@ -87,7 +88,7 @@ def rewards_minus_kl(spec, coef: float) -> dict[str, float]:
     return found
 
 
-PENALTY = Penalty(coef=3.0, estimator="k2", advantage="rloo")
+PENALTY = Penalty(coef=3.0, estimator="k2", compare=rloo)
 
 
 def assigned(trained: PolicyLearner, mini_batches) -> dict[str, float]:
