@@ -70,6 +70,10 @@ _HOMES = {
 # once, at its first product, so it is set before torch is imported.
 TORCH_WAS_FIRST = "torch" in sys.modules and "MKL_CBWR" not in os.environ
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+# OpenMP's threads wait in a loop before they sleep, by default for milliseconds. Where other processes want the cores,
+# one waits for another that does not run (benchmarks/spinning.py). libgomp reads this when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:

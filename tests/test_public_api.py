@@ -1,6 +1,7 @@
 """The public API, frozen: whoever changes a line here breaks somebody's code, and says so in CHANGELOG.md."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -109,3 +110,21 @@ def test_the_package_ships_its_types_and_is_cited_by_its_version():
     assert (ROOT / "qurl_ray" / "py.typed").exists()
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["title"], citation["version"]) == ("qurl-ray", qurl_ray.__version__)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_openmp_s_threads_sleep_soon_unless_told_otherwise(given, found):
+    """What libgomp itself says that it has read, when torch was imported."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", "import qurl_ray, torch"],
+        env=clean | given | {"OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    counts = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    assert counts
+    assert set(counts) == {found} if found else "1000" not in counts
