@@ -62,7 +62,7 @@ def corrupted_syncs(times: int) -> Row:
     from qurl_ray.policy.tiny import cached_tiny_policy
     from qurl_ray.types import PolicySpec
     from tests.conftest import SUMS
-    from tests.loop import test_refit as refit
+    from tests.loop.coordinator import test_refit as refit
 
     small = TinyModel(cold_start=False, layers=2, hidden_size=128, intermediate_size=256)
     spec = PolicySpec(source=str(cached_tiny_policy(small, SUMS, lambda *_: None)))

@@ -13,6 +13,7 @@ from qurl_ray.config.rollout import Format
 from qurl_ray.errors import QurlError
 from qurl_ray.evaluation.evaluate import evaluate
 from qurl_ray.evaluation.statistics import Estimate
+from qurl_ray.extensions import find_modules_here
 
 
 def main(
@@ -38,6 +39,7 @@ def main(
 
     All have 95 % intervals. Where every reward is 0 or 1, the mean reward is the share solved and is not repeated.
     """
+    find_modules_here()
     try:
         settings = load_config(config or run / "config.yaml", overrides or [])
         with Progress(console=Console(stderr=True)) as bar:

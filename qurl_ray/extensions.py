@@ -16,6 +16,8 @@ settings can be read without torch. docs/extending.md has an example of each tab
 import difflib
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -85,7 +87,7 @@ class Table(Generic[E]):
 
     def installed(self) -> dict[str, str]:
         """Entry points of the group: references by name."""
-        return {point.name: point.value for point in metadata.entry_points(group=self.group)}
+        return {point.name: f"{point.module}:{point.attr}" for point in metadata.entry_points(group=self.group)}
 
     def help(self) -> str:
         """The entries with their clauses, and what else may be given, for --help."""
@@ -102,9 +104,9 @@ class Table(Generic[E]):
         if name in installed:
             return installed[name]
         known = [*self.entries, *installed]
+        built_in = f"neither built in ({', '.join(known)}) nor" if known else "not"
         raise self.error(
-            f"{self.kind} {name!r} is neither built in ({', '.join(known)}) nor of the form package.module:function"
-            f"{_nearest(name, known)}"
+            f"{self.kind} {name!r} is {built_in} of the form package.module:function{_nearest(name, known)}"
         )
 
     def _import(self, module: str, name: str) -> Any:
@@ -139,6 +141,18 @@ class Table(Generic[E]):
         except TypeError as error:
             wanted = ", ".join(self.arguments)
             raise self.error(f"{self.kind} {name!r} must take ({wanted}), it takes {signature}: {error}") from error
+
+
+def reference_of(function: Callable[..., Any]) -> str:
+    """Return `package.module:function`, for messages."""
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def find_modules_here() -> None:
+    """Let modules in the working directory be imported, after all others. Ray does the same in its workers, if they see
+    the same folder."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 def _nearest(name: str, candidates: Sequence[str]) -> str:

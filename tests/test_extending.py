@@ -13,7 +13,8 @@ import pytest
 from qurl_ray.config import load_config
 from qurl_ray.config.models import TaskConfig
 from qurl_ray.config.rollout import Format
-from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.data.tasks import load_task
+from qurl_ray.errors import ConfigError, DataError, QurlError
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.job import train
 from qurl_ray.loop.driver.prepare import prepare_task
@@ -22,6 +23,7 @@ from qurl_ray.quant.formats import FORMATS
 from qurl_ray.rl import advantages, surrogate
 from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES, PROBLEMS, REWARDS, SINKS, TASKS
 from qurl_ray.tracking.tracker import Tracker
+from qurl_ray.types import Event, Problem
 from tests.loop.runs import ROOT, SMALL, events
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -98,7 +100,7 @@ def test_functions_from_outside_the_package_train(here):
         ("my_objectives", "log_ratio_BT.exp()", "(log_ratio_BT - 1).sqrt()", "not finite at a log ratio of 0"),
         ("my_corrections", "torch.exp(", "torch.neg(1 + ", "negative or not finite"),
         ("my_corrections", "smooth", "smoth", "my_corrections has no smooth; did you mean 'smoth'"),
-        ("my_advantages", "better - worse)", "better - worse)[:1]", r"the shape \[1, 3\]"),
+        ("my_advantages", "better - worse)", "better - worse)[:1]", r"the shape \[1, 4\], expected \[2, 4\]"),
         ("my_advantages", "(better - worse)", "np.nan * better", "not finite"),
         ("my_tasks", '"prompt": f"{number}+{number}="', '"question": "?"', "problem train-0 has the key 'question'"),
         ("my_tasks", "yield", "1 / 0; yield", "failed with task.params {'largest': 200}: ZeroDivisionError"),
@@ -122,6 +124,68 @@ def test_a_function_that_cannot_be_used_is_an_error_that_names_it(here, imports,
     with pytest.raises(QurlError, match=message) as caught:
         begin()
     assert file in str(caught.value)
+
+
+class Faulty:
+    """A sink that works until the run begins."""
+
+    name = "faulty"
+
+    def __init__(self, run_dir, settings):
+        self.handled = 0
+
+    def handle(self, event, at):
+        self.handled += 1
+
+    def notices(self):
+        if self.handled > 1:
+            raise RuntimeError("no notices")
+
+    def close(self, outcome):
+        raise RuntimeError("not closed")
+
+
+def test_a_sink_that_fails_later_ends_nothing_and_is_announced(tmp_path):
+    config = load_config(None, ["tracking.sinks=[tests.test_extending:Faulty]", "tracking.mlflow=false"])
+    with Tracker(tmp_path, config, resolved={}) as tracker:
+        for step in range(1, 4):
+            tracker.handle(Event(kind="info", step=step, message="alive"))
+    assert [e["step"] for e in events(tmp_path, "info")] == [1, 2, 3]
+    (warning,) = events(tmp_path, "warning")
+    assert "faulty failed (RuntimeError: no notices)" in warning["message"]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ([{"prompt": "1", "uid": "a"}, {"prompt": "2", "uid": "a"}], "several problems with the uid 'a'"),
+        ({"train": [{"prompt": "1", "uid": 0}], "held_out": [{"prompt": "2", "uid": 0}]}, "with the uid '0'"),
+        ([{"prompt": "1"}, {"prompt": " "}], "problem train-1 has no prompt"),
+        ([{"prompt": "1", "meta": 3}, {"prompt": "2"}], "the meta of problem train-0 is int"),
+        ([{"prompt": "1"}], "has one usable problem only"),
+        ({"train": [{"prompt": "1"}]}, r"the keys \['train'\]"),
+        ("text", "returned str, expected problems"),
+    ],
+)
+def test_problems_that_cannot_be_used_are_an_error(monkeypatch, made, message):
+    monkeypatch.setitem(globals(), "given", lambda: made)
+    config = load_config(None, ["task.type=custom", "task.problems=tests.test_extending:given"])
+    with pytest.raises(DataError, match=message):
+        prepare_task(config)
+
+
+def test_problems_are_taken_as_they_are_given(monkeypatch):
+    mine = [Problem(uid="a", prompt="1", answer="1"), {"prompt": "2", "answer": None, "meta": {"level": 3}}]
+    monkeypatch.setitem(globals(), "given", lambda: mine)
+    config = load_config(None, ["task.type=custom", "task.problems=tests.test_extending:given"])
+    task = load_task(config.task, eval_problems=9)
+    assert list(task.train) == [mine[0]]
+    assert list(task.held_out) == [Problem(uid="train-1", prompt="2", answer="", meta={"level": 3})]
+
+
+def test_help_and_dry_runs_need_no_torch():
+    code = "import sys, qurl_ray.loop.driver.job; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
 def test_a_dry_run_tries_the_functions_too(here, imports, capsys):

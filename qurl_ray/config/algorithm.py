@@ -65,10 +65,7 @@ class _Unweighted(CorrectionBase):
     @model_validator(mode="after")
     def _nothing_to_weaken(self) -> "_Unweighted":
         if self.ess_floor is not None:
-            raise ValueError(
-                f"ess_floor has no effect with correction {self.type}, which uses no weights: remove it, or choose tis "
-                "or acr"
-            )
+            raise ValueError("ess_floor has no effect with naive and ignore, which use no weights: remove it")
         return self
 
 

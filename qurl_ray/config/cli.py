@@ -1,6 +1,5 @@
 """Command line that all training jobs share: --config FILE, key=value overrides, --dry-run, --help."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -9,6 +8,7 @@ import typer
 from qurl_ray.config.load import describe, load_config
 from qurl_ray.config.models import RunConfig
 from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.extensions import find_modules_here
 
 _JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
 
@@ -53,8 +53,7 @@ def training_app(algorithm: str | None, train: Train) -> typer.Typer:
             ),
         ] = False,
     ) -> None:
-        if (here := str(Path.cwd())) not in sys.path:  # modules of the user's own; Ray does the same in its workers
-            sys.path.append(here)
+        find_modules_here()
         try:
             # Without a file the job decides the algorithm; with one, the file does, and must agree.
             given = overrides or []

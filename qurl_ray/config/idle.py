@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from qurl_ray.config.algorithm import PPO
 from qurl_ray.config.models import RunConfig
+from qurl_ray.tables import OBJECTIVES
 
 
 def idle_settings(config: RunConfig) -> list[str]:
@@ -40,7 +41,7 @@ def _objectives(config: RunConfig) -> Iterator[str]:
     if algorithm.objective == "tbpo" and (algorithm.dual_clip or 0) > 1.05:
         yield f"tbpo bounds a mean over the answer, which dual_clip={algorithm.dual_clip} never does: 1.0007 is usual"
     naive = algorithm.correction.type == "naive" and not algorithm.correction.metrics_only
-    if algorithm.updates_per_rollout == 1 and not naive:
+    if algorithm.updates_per_rollout == 1 and not naive and algorithm.objective in OBJECTIVES.entries:
         if algorithm.objective != "ppo":
             yield f"{algorithm.objective} with one update per rollout clips nothing: all ratios are 1"
         elif algorithm.dual_clip is not None:

@@ -131,8 +131,11 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
 
 def _as_section(name: str, value: Any) -> Any:
     """Return the section that a correction's name stands for, so that one of its settings can be changed."""
-    named = name == "correction" and isinstance(value, str) and value in PRESETS
-    return PRESETS[value].model_dump() if named else value
+    if name != "correction" or not isinstance(value, str):
+        return value
+    if value in PRESETS:
+        return PRESETS[value].model_dump()
+    return {"type": "custom", "function": value} if ":" in value else value
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

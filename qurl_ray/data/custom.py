@@ -1,7 +1,7 @@
 """Problems that a user's own function generates or reads."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from qurl_ray.config.models import CustomTask
@@ -40,6 +40,9 @@ def custom_split(task: CustomTask) -> Split:
         raise DataError(
             f"task.problems={task.problems} failed with task.params {task.params}: {type(error).__name__}: {error}"
         ) from error
+    uids = Counter(problem.uid for problem in (*train, *held_out))
+    if repeated := [uid for uid, count in uids.items() if count > 1]:
+        raise DataError(f"task.problems={task.problems} gave several problems with the uid {repeated[0]!r}")
     if not held_out:
         raise DataError(f"task.problems={task.problems} gave no held-out problems")
     return disjoint(train, held_out, source=task.problems)
@@ -48,21 +51,20 @@ def custom_split(task: CustomTask) -> Split:
 def _problems(made: Any, prefix: str) -> list[Problem]:
     if not isinstance(made, Iterable) or isinstance(made, str | bytes):
         raise DataError(f"it returned {type(made).__name__}, expected problems")
-    problems = [_problem(item, f"{prefix}-{index}") for index, item in enumerate(made)]
-    uids = {problem.uid for problem in problems}
-    if len(uids) != len(problems):
-        raise DataError(f"{len(problems) - len(uids)} of its {prefix} problems have the uid of another one")
-    return problems
+    return [_problem(item, f"{prefix}-{index}") for index, item in enumerate(made)]
 
 
 def _problem(item: Any, uid: str) -> Problem:
     if isinstance(item, Problem):
-        return item if item.uid else replace(item, uid=uid)
+        item = {"prompt": item.prompt, "answer": item.answer, "meta": item.meta, "uid": item.uid or uid}
     if not isinstance(item, Mapping):
         raise DataError(f"problem {uid} is {type(item).__name__}, expected a Problem or a mapping with a prompt")
     if unknown := [key for key in item if key not in _KEYS]:
         raise DataError(f"problem {uid} has the key {unknown[0]!r}; known are {', '.join(_KEYS)}: put others into meta")
-    prompt, answer = item.get("prompt"), item.get("answer", "")
+    prompt, answer, meta = item.get("prompt"), item.get("answer"), item.get("meta") or {}
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"problem {uid} has no prompt")
-    return Problem(uid=str(item.get("uid", uid)), prompt=prompt, answer=str(answer), meta=dict(item.get("meta", {})))
+    if not isinstance(meta, Mapping):
+        raise DataError(f"the meta of problem {uid} is {type(meta).__name__}, expected a mapping")
+    answer = "" if answer is None else str(answer)  # None where the reward knows right answers when it sees them
+    return Problem(uid=str(item.get("uid", uid)), prompt=prompt, answer=answer, meta=dict(meta))

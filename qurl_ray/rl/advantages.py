@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import reference_of
+
 EPS = 1e-6
 
 Comparison = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -63,10 +66,11 @@ def advantages(rewards_PG: np.ndarray, compare: Comparison, lengths_PG: np.ndarr
     lengths_PG = np.where(missing_PG, 0, 1 if lengths_PG is None else lengths_PG)
     found_PG = np.asarray(compare(rewards_PG, lengths_PG), dtype=np.float64)
     if found_PG.shape != rewards_PG.shape:
-        raise ValueError(f"it returned the shape {list(found_PG.shape)}, expected that of rewards_PG")
+        expected = f"expected {list(rewards_PG.shape)}, as the rewards"
+        raise ConfigError(f"advantage {reference_of(compare)} returned the shape {list(found_PG.shape)}, {expected}")
     found_PG = np.where(missing_PG, 0.0, found_PG)
     if not np.isfinite(found_PG).all():
-        raise ValueError("it returned values that are not finite")
+        raise ConfigError(f"advantage {reference_of(compare)} returned values that are not finite")
     return found_PG
 
 

@@ -24,6 +24,8 @@ from typing import Literal
 
 import torch
 
+from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import reference_of
 from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
 
 Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -132,13 +134,14 @@ def _raw_weights(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Corr
 
 
 def _weighed(weigh: Weigh, log_rho_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    weight_BT = weigh(log_rho_BT, mask_BT)
+    weight_BT = weigh(log_rho_BT.clone(), mask_BT)  # it may change its argument in place
     if not isinstance(weight_BT, torch.Tensor) or weight_BT.shape != log_rho_BT.shape:
         shape = f"a tensor {list(weight_BT.shape)}" if isinstance(weight_BT, torch.Tensor) else type(weight_BT).__name__
-        raise ValueError(f"it returned {shape}, expected a tensor {list(log_rho_BT.shape)}")
+        expected = f"expected a tensor {list(log_rho_BT.shape)}"
+        raise ConfigError(f"correction {reference_of(weigh)} returned {shape}, {expected}")
     weight_BT = torch.where(mask_BT, weight_BT.to(log_rho_BT.dtype), 0.0)
     if not (weight_BT.isfinite() & (weight_BT >= 0)).all():
-        raise ValueError("it returned weights that are negative or not finite")
+        raise ConfigError(f"correction {reference_of(weigh)} returned weights that are negative or not finite")
     return weight_BT
 
 

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import reference_of
 from qurl_ray.rl.ratios import sequence_mean
 
 
@@ -105,7 +107,8 @@ def evaluate(
         return found
     if not isinstance(found, torch.Tensor) or found.shape != log_ratio_BT.shape:
         shape = f"a tensor {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
-        raise ValueError(f"it returned {shape}, expected a Surrogate or a tensor {list(log_ratio_BT.shape)}")
+        expected = f"expected a Surrogate or a tensor {list(log_ratio_BT.shape)}"
+        raise ConfigError(f"objective {reference_of(form)} returned {shape}, {expected}")
     with torch.enable_grad():
         leaf_BT = log_ratio_BT.detach().requires_grad_()
         again = form(leaf_BT, adv_BT, mask_BT, bounds)

@@ -53,6 +53,7 @@ class Tracker:
         self._mlflow: MlflowSink | None = None
         self._files = _open_files(run_dir)
         self._sinks: list[Sink] = list(self._files)
+        self._sinks += [_open_sink(name, run_dir, resolved) for name in config.tracking.sinks]
         screen = open_console(
             config.tracking.console,
             steps=config.steps,
@@ -62,7 +63,6 @@ class Tracker:
         )
         if screen:
             self._sinks.append(screen)
-        self._sinks += [_open_sink(name, run_dir, resolved) for name in config.tracking.sinks]
         if config.tracking.mlflow:
             self._open_mlflow(config, resolved)
 
@@ -101,7 +101,7 @@ class Tracker:
                 sink = self._sinks[-1]
                 self._guarded(sink, partial(sink.close, outcome))
                 self._sinks.pop()
-                for notice in sink.notices():
+                for notice in self._notices(sink):
                     self._warn(notice)
 
     def __enter__(self) -> "Tracker":
@@ -147,8 +147,14 @@ class Tracker:
 
     def _pass_on_notices(self) -> None:
         for sink in self._sinks:
-            for notice in sink.notices():
+            for notice in self._notices(sink):
                 self._warn(notice, besides=sink.name)
+
+    def _notices(self, sink: Sink) -> list[str]:
+        """Return the sink's notices; none if it fails."""
+        found: list[str] = []
+        self._guarded(sink, lambda: found.extend(sink.notices() or ()))
+        return found
 
     def _warn(self, message: str, *, besides: str = "") -> None:
         self._deliver(Event(kind="warning", step=self._step, message=message), besides=besides)

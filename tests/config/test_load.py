@@ -434,7 +434,7 @@ def test_one_setting_of_a_named_correction_can_be_changed(load):
         ),
         (
             "{correction: {type: ignore, ess_floor: 0.5}}",
-            "ess_floor has no effect with correction ignore, which uses no weights: remove it",
+            "ess_floor has no effect with naive and ignore, which use no weights",
         ),
         ("{correction: {type: tis, reject_low: 0.5}}", "reject_low is of reject=geometric"),
         ("{correction: {type: tis, reject_high: 0.5}}", "reject_high needs reject="),

@@ -36,8 +36,8 @@ def test_different_rules_are_told_apart(rules):
     rules[18] = NARROW
     found = promise_of(LINEARS, head_dim=32)
     assert found.kept
-    assert "onednn, at least 2 rows (1 shapes)" in found.sentence()
-    assert "mkl, at least 4 rows, at least 192 outputs (1 shapes)" in found.sentence()
+    assert "onednn, at least 2 rows (1 shape)" in found.sentence()
+    assert "mkl, at least 4 rows, at least 192 outputs (1 shape)" in found.sentence()
 
 
 @pytest.mark.parametrize(("what", "named"), [(18, "products of 256 → 18"), ("attention", "attention with heads of 32")])

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.policy import attention
@@ -62,17 +62,18 @@ def test_shared_prompts_have_the_gradient_of_padded_rows(model):
     assert_close(found, expected, relative=1e-5)
 
 
+@settings(deadline=None)
 @given(prompts=PROMPTS)
+@example(prompts=[(1, [7, 70, 70]), (2, [32]), (1, [1])])  # one prompt is the beginning of another
 def test_every_token_that_scoring_takes_is_computed_once(prompts):
     if (batch := batch_of(prompts)) is None:
         return
     ids_BT, mask_BT = batch
-    needed = {
-        (tuple(ids[: at + 1].tolist()), -1 if at < mask.int().argmax() else row)
-        for row, (ids, mask) in enumerate(zip(ids_BT, mask_BT, strict=True))
-        if mask.any()
-        for at in range(int(mask.nonzero().max()))
-    }
+    needed = set()
+    for row, (ids, mask) in enumerate(zip(ids_BT, mask_BT, strict=True)):
+        start = int(mask.int().argmax())
+        for at in range(int(mask.nonzero().max()) if mask.any() else 0):
+            needed.add((tuple(ids[:start].tolist()), at) if at < start else (row, at))
     sharing = share(ids_BT, mask_BT)
     if len(needed) < 2:
         assert sharing is None

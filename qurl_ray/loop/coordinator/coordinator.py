@@ -106,19 +106,12 @@ class Coordinator:
             where = f"from the checkpoint of step {resume.step}" if resume else "from the beginning"
             notes = [*notes, f"the learner restarted and continues {where}"]
         again, self._resume = self._resume is None, None
-        if self._session:
-            self._session.cancel()
         stops = stop_ids(self._spec, self._tokenizer)
         collector = Collector(self._config, await task[0], self._tokenizer, stops, self._fleet, self._verifiers)
-        self._session = Session(
-            self._config,
-            collector,
-            self._fleet,
-            self._events,
-            self._stop,
-            done=resume.step if resume else 0,
-            state=json.loads(resume.loop.read_text()) if resume else None,
-        )
+        done, state = (resume.step, json.loads(resume.loop.read_text())) if resume else (0, None)
+        if self._session:  # from here on nothing is awaited: no call may reach a session that was cancelled
+            self._session.cancel()
+        self._session = Session(self._config, collector, self._fleet, self._events, self._stop, done=done, state=state)
         version = self._fleet.restart()
         if again:
             self._events.add(Event(kind="rewind", step=self._events.step))

@@ -3,19 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
-
 from qurl_ray.config import RunConfig
-from qurl_ray.config.algorithm import Custom
+from qurl_ray.config.algorithm import Algorithm, Custom
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import Table
-from qurl_ray.rl.advantages import advantages
-from qurl_ray.rl.corrections import CorrectionSettings, correct
-from qurl_ray.rl.surrogate import Bounds, evaluate
 from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES, SINKS
 
-_MASK_BT = torch.tensor([[True, True, False], [True, False, False]])
+# Torch is imported where a function is tried: a dry run of the package's own ones does without it.
 
 
 def try_functions(config: RunConfig) -> None:
@@ -41,34 +35,53 @@ def try_functions(config: RunConfig) -> None:
 
 
 def _named(config: RunConfig) -> Iterator[tuple[Table, str, Callable[[Any], None]]]:
+    """Functions of the algorithm: (table, name, how to try one)."""
     algorithm = config.algorithm
-    yield OBJECTIVES, algorithm.objective, _try_objective
+    yield OBJECTIVES, algorithm.objective, lambda form: _try_objective(form, algorithm)
     if isinstance(algorithm.correction, Custom):
         yield CORRECTIONS, algorithm.correction.function, _try_correction
     if algorithm.advantage != "gae":
-        yield ADVANTAGES, algorithm.advantage, _try_advantage
+        samples = max(2, config.rollout.samples_per_prompt)
+        yield ADVANTAGES, algorithm.advantage, lambda compare: _try_advantage(compare, samples)
 
 
-def _try_objective(form: Any) -> None:
-    """Raise ValueError unless value and gradient exist and are finite, at a ratio of 1 and beyond both bounds."""
+def _try_objective(form: Any, algorithm: Algorithm) -> None:
+    """Check that its value and gradient are finite, and that it has one: at a ratio of 1, and beyond both bounds."""
+    import torch
+
+    from qurl_ray.rl.surrogate import Bounds, evaluate
+
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    upper_BT = torch.full((2, 3), 1 + algorithm.clip_high)
+    bounds = Bounds(lower=1 - algorithm.clip_low, upper_BT=upper_BT, dual=algorithm.dual_clip)
+    adv_BT = torch.where(mask_BT, torch.tensor([[1.0], [-1.0]]), 0.0)
     for shift in (0.0, 0.5, -0.5):
         leaf_BT = torch.full((2, 3), shift, requires_grad=True)
-        log_ratio_BT = torch.where(_MASK_BT, leaf_BT, 0.0)
-        adv_BT = torch.where(_MASK_BT, torch.tensor([[1.0], [-1.0]]), 0.0)
-        bounds = Bounds(lower=0.8, upper_BT=torch.full((2, 3), 1.28), dual=None)
-        value_BT = evaluate(form, log_ratio_BT, adv_BT, _MASK_BT, bounds).value_BT
+        log_ratio_BT = torch.where(mask_BT, leaf_BT, 0.0)
+        value_BT = evaluate(form, log_ratio_BT, adv_BT, mask_BT, bounds).value_BT
         if not value_BT.requires_grad:
             raise ValueError("its value has no gradient")
-        (gradient_BT,) = torch.autograd.grad(value_BT[_MASK_BT].sum(), leaf_BT)
-        if not (value_BT[_MASK_BT].isfinite().all() and gradient_BT.isfinite().all()):
+        (gradient_BT,) = torch.autograd.grad(value_BT[mask_BT].sum(), leaf_BT)
+        if not (value_BT[mask_BT].isfinite().all() and gradient_BT.isfinite().all()):
             raise ValueError(f"its value or gradient is not finite at a log ratio of {shift:g}")
 
 
 def _try_correction(weigh: Any) -> None:
-    log_rho_BT = torch.where(_MASK_BT, torch.tensor([[0.0, 0.7, 0.0], [-0.7, 0.0, 0.0]]), 0.0)
-    correct(log_rho_BT, _MASK_BT, CorrectionSettings(weigh=weigh))
+    import torch
+
+    from qurl_ray.rl.corrections import CorrectionSettings, correct
+
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    log_rho_BT = torch.where(mask_BT, torch.tensor([[0.0, 0.7, 0.0], [-0.7, 0.0, 0.0]]), 0.0)
+    correct(log_rho_BT, mask_BT, CorrectionSettings(weigh=weigh))
 
 
-def _try_advantage(compare: Any) -> None:
-    """Call it with two groups, one of which is uniform and lacks a sample."""
-    advantages(np.array([[1.0, 0.0, 0.5], [1.0, 1.0, np.nan]]), compare, np.array([[3, 1, 2], [2, 2, 0]]))
+def _try_advantage(compare: Any, samples: int) -> None:
+    """Compare two groups, one of which is uniform and lacks a sample."""
+    import numpy as np
+
+    from qurl_ray.rl.advantages import advantages
+
+    rewards_PG, lengths_PG = np.ones((2, samples)), np.full((2, samples), 2)
+    rewards_PG[0, 0], rewards_PG[1, -1], lengths_PG[1, -1] = 0.0, np.nan, 0
+    advantages(rewards_PG, compare, lengths_PG)
