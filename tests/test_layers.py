@@ -62,6 +62,7 @@ SIBLINGS = {
     ("tables", "extensions"),
     ("config", "errors"),
     ("config", "tables"),
+    ("config", "extensions"),
 }
 """Pairs (importer, imported) inside a layer; nothing goes the other way."""
 
