@@ -12,7 +12,10 @@ import pytest
 from tests.loop.runs import ROOT
 
 CODE = sorted(path for folder in ("qurl_ray", "jobs", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
 DANGLING = re.compile(r"\s*(Of|That|Those|What|Whether)\b")
 """A docstring that begins so is no sentence, and says nothing when it is read alone."""
 INSTEAD = {
@@ -69,7 +72,7 @@ def test_code_uses_standard_words(folder):
 
 
 def test_pages_use_standard_words():
-    """The lab book and the list of changes are records: they stay as they were written."""
+    """The lab book is a record: it stays as it was written."""
     pages = [page for page in PAGES if page.name != "LOG.md"]
     found = [f"{page.relative_to(ROOT)}: {word}" for page in pages for word in private(page.read_text())]
     assert not found, "\n".join(found)

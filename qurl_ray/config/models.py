@@ -15,7 +15,6 @@ from qurl_ray.config.guard import GuardConfig
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.rollout import Format, RolloutConfig
 from qurl_ray.config.section import Section, Share, with_default_types
-from qurl_ray.errors import DataError
 from qurl_ray.tables import PROBLEMS, REWARDS, SINKS
 
 # --- model ---------------------------------------------------------------------------------------
@@ -184,10 +183,7 @@ class CustomTask(TaskBase):
     @field_validator("problems")
     @classmethod
     def _is_known(cls, problems: str) -> str:
-        try:
-            return PROBLEMS.check(problems)
-        except DataError as error:
-            raise ValueError(str(error)) from None
+        return PROBLEMS.check(problems)
 
 
 TaskConfig = Annotated[ArithmeticTask | ReasoningGymTask | DatasetTask | CustomTask, Field(discriminator="type")]

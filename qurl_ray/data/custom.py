@@ -33,7 +33,9 @@ def custom_split(task: CustomTask) -> Split:
                 )
             train, held_out = _problems(made["train"], "train"), _problems(made["held_out"], "held_out")
         else:
-            train, held_out = held_out_from(_problems(made, "train"), task.held_out_share, source=task.problems)
+            train, held_out = held_out_from(
+                _problems(made, "train"), task.held_out_share, source=task.problems, remedy="return train and held_out"
+            )
     except QurlError as error:
         raise DataError(f"task.problems={task.problems}: {error}") from error
     except Exception as error:  # a user's function may raise anything

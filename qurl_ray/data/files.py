@@ -28,7 +28,9 @@ def dataset_split(task: DatasetTask) -> Split:
     columns = (task.prompt_column, task.answer_column)
     rows, notes = _usable(_read(task, task.path, task.split, columns), source=task.path)
     if task.held_out_path is None:
-        train_rows, held_out_rows = held_out_from(rows, task.held_out_share, source=task.path)
+        train_rows, held_out_rows = held_out_from(
+            rows, task.held_out_share, source=task.path, remedy="set task.held_out_path"
+        )
     else:
         own = (task.held_out_prompt_column or columns[0], task.held_out_answer_column or columns[1])
         held_out = _usable(_read(task, task.held_out_path, task.held_out_split, own), source=task.held_out_path)

@@ -37,7 +37,7 @@ def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, sour
     return Split(train, held_out, notes)
 
 
-def held_out_from(problems: list[T], share: float, *, source: str) -> tuple[list[T], list[T]]:
+def held_out_from(problems: list[T], share: float, *, source: str, remedy: str) -> tuple[list[T], list[T]]:
     """Split into (training, held-out). The last `share` is held out: at least one problem, and never all.
 
     Raises:
@@ -45,6 +45,6 @@ def held_out_from(problems: list[T], share: float, *, source: str) -> tuple[list
     """
     if len(problems) < 2:
         many = "one usable problem only" if problems else "no usable problem"
-        raise DataError(f"{source} has {many}, so none can be held out; give held-out problems of their own")
+        raise DataError(f"{source} has {many}, so none can be held out; {remedy}")
     cut = len(problems) - min(max(round(len(problems) * share), 1), len(problems) - 1)
     return problems[:cut], problems[cut:]
