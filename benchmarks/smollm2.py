@@ -15,7 +15,7 @@ from cells import RESULTS, Arm, Cell, cell, draw_series
 from loop import ROOT, machine
 from matplotlib import pyplot as plt
 
-from qurl_ray.tracking.text import duration
+from qurl_ray.report.text import duration
 
 NAME = "smollm2_135m"
 ARMS = (

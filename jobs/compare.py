@@ -11,9 +11,9 @@ from rich.console import Console
 from qurl_ray.config.load import runs_folder
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_p_value
-from qurl_ray.tracking.compare import Difference, Run, compare, newest, read_runs
-from qurl_ray.tracking.compare_page import console_table, render
-from qurl_ray.tracking.page import write_page
+from qurl_ray.report.compare import Difference, Run, compare, newest, read_runs
+from qurl_ray.report.compare_page import console_table, render
+from qurl_ray.report.page import write_page
 
 NEWEST = 4
 

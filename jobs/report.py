@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from qurl_ray.tracking.report import write_report
-from qurl_ray.tracking.timeline import write_timeline
-from qurl_ray.tracking.viewer import write_rollouts
+from qurl_ray.report.report import write_report
+from qurl_ray.report.timeline import write_timeline
+from qurl_ray.report.viewer import write_rollouts
 
 
 def main(

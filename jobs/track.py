@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from qurl_ray.errors import QurlError
+from qurl_ray.report.text import redacted
 from qurl_ray.tracking.replay import replay
-from qurl_ray.tracking.text import redacted
 
 
 def main(

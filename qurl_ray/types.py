@@ -17,6 +17,8 @@ import numpy as np
 Finish = Literal["stop", "length", "cancelled", "deadline"]
 """Reason why an answer ended. A "cancelled" or "deadline" answer holds the tokens drawn so far, possibly none."""
 Status = Literal["ok", "error", "timeout", "invalid"]
+Outcome = Literal["finished", "failed", "interrupted"]
+"""How a run ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
     {"types", "errors", "extensions", "tables", "config", "cache"},
     {"numerics"},
-    {"rl", "quant", "rewards"},
+    {"rl", "quant", "rewards", "report"},
     {"policy", "data", "tracking"},
     {"rollout", "learner", "sync"},
     {"actors"},
@@ -26,7 +26,7 @@ HEAVY = {
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},
-    "torch": set(LEVEL) - LAYERS[0] - {"rewards", "tracking"},
+    "torch": set(LEVEL) - LAYERS[0] - {"rewards", "report", "tracking"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.models import TrackingConfig
+from qurl_ray.report.report import write_report
 from qurl_ray.tracking import Tracker
-from qurl_ray.tracking.report import write_report
 from qurl_ray.types import Event
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,5 @@
 """Records of a run: metrics.jsonl, samples.jsonl, the console, and MLflow (imported only when it is used)."""
 
-from qurl_ray.tracking.sink import Outcome
 from qurl_ray.tracking.tracker import Tracker
 
-__all__ = ["Outcome", "Tracker"]
+__all__ = ["Tracker"]

@@ -19,9 +19,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.tracking.compare import MOST, Run, named
-from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run
-from qurl_ray.tracking.text import redacted
+from qurl_ray.report.compare import MOST, Run, named
+from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
+from qurl_ray.report.text import redacted
 
 _FILES = ("metrics.jsonl", "config.yaml", "summary.json")
 _ENDED = ("FINISHED", "KILLED")

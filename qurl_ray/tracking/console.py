@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from qurl_ray.tracking.sink import Outcome, Sink
+from qurl_ray.report.text import MISSING, duration, one_line, pairs
+from qurl_ray.report.values import number
+from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.summary import summary_panel
-from qurl_ray.tracking.text import MISSING, duration, one_line, pairs
-from qurl_ray.tracking.values import number
-from qurl_ray.types import Event
+from qurl_ray.types import Event, Outcome
 
 Mode = Literal["auto", "table", "plain", "none"]
 _ROWS_SHOWN = 8

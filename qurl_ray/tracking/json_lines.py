@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.tracking.sink import Outcome
-from qurl_ray.tracking.values import plain
-from qurl_ray.types import Event
+from qurl_ray.report.values import plain
+from qurl_ray.types import Event, Outcome
 
 _TIMELINE_BYTES = 32 << 20
 

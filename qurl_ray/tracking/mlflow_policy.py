@@ -13,7 +13,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
-from qurl_ray.tracking.text import storable
+from qurl_ray.report.text import storable
 
 FOLDER = "policy"  # name of the folder in the run, and of its artifact
 _TAGS = (

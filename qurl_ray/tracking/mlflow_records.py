@@ -17,10 +17,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, Status, StatusCode
 
-from qurl_ray.tracking.catalog import is_quantized
-from qurl_ray.tracking.run_files import finite
-from qurl_ray.tracking.text import storable
-from qurl_ray.tracking.values import flatten, number, plain
+from qurl_ray.report.catalog import is_quantized
+from qurl_ray.report.run_files import finite
+from qurl_ray.report.text import storable
+from qurl_ray.report.values import flatten, number, plain
 from qurl_ray.types import Event
 
 TRACE_NAME = "sampled rollout"

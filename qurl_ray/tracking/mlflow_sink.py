@@ -35,6 +35,9 @@ from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_B
 from sqlalchemy.exc import OperationalError
 
 from qurl_ray.config import RunConfig
+from qurl_ray.report.plots import plots
+from qurl_ray.report.text import one_line, redacted
+from qurl_ray.report.values import flatten, plain
 from qurl_ray.tracking import mlflow_policy
 from qurl_ray.tracking.background import Background
 from qurl_ray.tracking.machine import MachineWatch
@@ -47,12 +50,8 @@ from qurl_ray.tracking.mlflow_records import (
     trace_info,
     trace_spans,
 )
-from qurl_ray.tracking.plots import plots
 from qurl_ray.tracking.recorded import events, message_lines, samples
-from qurl_ray.tracking.sink import Outcome
-from qurl_ray.tracking.text import one_line, redacted
-from qurl_ray.tracking.values import flatten, plain
-from qurl_ray.types import Event
+from qurl_ray.types import Event, Outcome
 
 _STATUS = {"finished": RunStatus.FINISHED, "failed": RunStatus.FAILED, "interrupted": RunStatus.KILLED}
 _ARTIFACTS = ("config.yaml", "config.json", "summary.json", "samples.jsonl", "metrics.jsonl", "report.html")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from qurl_ray.tracking.run_files import finite, lines
+from qurl_ray.report.run_files import finite, lines
 from qurl_ray.types import Event
 
 _KINDS = frozenset(get_args(get_type_hints(Event)["kind"]))

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
-from qurl_ray.tracking.run_files import RunRecord, read_run
-from qurl_ray.tracking.sink import Outcome
-from qurl_ray.tracking.text import redacted
+from qurl_ray.report.run_files import RunRecord, read_run
+from qurl_ray.report.text import redacted
+from qurl_ray.types import Outcome
 
 _OPEN_S = 60.0
 _SEND_S = 24 * 3600.0

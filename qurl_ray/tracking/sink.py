@@ -1,10 +1,8 @@
 """Interface of a sink, which receives events from the tracker."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
-from qurl_ray.types import Event
-
-Outcome = Literal["finished", "failed", "interrupted"]
+from qurl_ray.types import Event, Outcome
 
 
 class Sink(Protocol):

@@ -8,8 +8,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from qurl_ray.tracking.text import duration, one_line
-from qurl_ray.tracking.values import number
+from qurl_ray.report.text import duration, one_line
+from qurl_ray.report.values import number
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.tables import SINKS
 from qurl_ray.tracking.console import open_console
 from qurl_ray.tracking.json_lines import MetricsFile, StepsFile, prompts_file, samples_file, timeline_file
-from qurl_ray.tracking.sink import Outcome, Sink
-from qurl_ray.types import Event
+from qurl_ray.tracking.sink import Sink
+from qurl_ray.types import Event, Outcome
 
 if TYPE_CHECKING:
     from qurl_ray.tracking.mlflow_sink import MlflowSink

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from jobs import compare as job
-from tests.tracking.test_compare import a_run, whole
+from tests.report.test_compare import a_run, whole
 
 ROOT = Path(__file__).parents[2]
 

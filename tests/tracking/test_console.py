@@ -4,8 +4,8 @@ import math
 import pytest
 from rich.console import Console
 
+from qurl_ray.report.text import duration, one_line
 from qurl_ray.tracking.console import COLUMNS, Pace, open_console, step_table
-from qurl_ray.tracking.text import duration, one_line
 from qurl_ray.types import Event
 
 VALUES = {

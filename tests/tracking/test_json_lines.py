@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qurl_ray.report.values import flatten, number, plain
 from qurl_ray.tracking.json_lines import JsonLines, MetricsFile, samples_file
-from qurl_ray.tracking.values import flatten, number, plain
 from qurl_ray.types import Event
 
 

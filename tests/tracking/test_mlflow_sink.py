@@ -90,7 +90,7 @@ STABLE = """
 
 
 def test_names_of_metrics_stay():
-    from qurl_ray.tracking.catalog import metric_names
+    from qurl_ray.report.catalog import metric_names
 
     names = set(STABLE.split())
     assert metric_names() == names

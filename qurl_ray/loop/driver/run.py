@@ -37,12 +37,11 @@ from qurl_ray.loop.driver.summary import RunSummary
 from qurl_ray.loop.driver.watch import Fit, Watch
 from qurl_ray.loop.rank.entry import train_entry
 from qurl_ray.numerics.selfcheck import VARIABLES
-from qurl_ray.tracking.report import write_report
-from qurl_ray.tracking.sink import Outcome
-from qurl_ray.tracking.timeline import write_timeline
+from qurl_ray.report.report import write_report
+from qurl_ray.report.timeline import write_timeline
+from qurl_ray.report.viewer import write_rollouts
 from qurl_ray.tracking.tracker import Tracker
-from qurl_ray.tracking.viewer import write_rollouts
-from qurl_ray.types import Event
+from qurl_ray.types import Event, Outcome
 
 _ROLLOUTS_BYTES = 32 << 20  # limit of samples.jsonl; above it, jobs/report.py writes the pages on request
 _CALLS = 1000  # calls that may wait in the coordinator at a time, in addition to two per rank: they hold no threads

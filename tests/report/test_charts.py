@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.tracking.axes import linear_axis, log_axis, short
-from qurl_ray.tracking.charts import Chart, Panel, Series, draw, thin
+from qurl_ray.report.axes import linear_axis, log_axis, short
+from qurl_ray.report.charts import Chart, Panel, Series, draw, thin
 
 rows = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=60).map(
     lambda values: [(n, {"a": value}) for n, value in enumerate(values, start=3)]

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_ray.tracking.charts import Chart, Panel, Row, Series
-from qurl_ray.tracking.run_files import Evaluation, RunRecord
+from qurl_ray.report.charts import Chart, Panel, Row, Series
+from qurl_ray.report.run_files import Evaluation, RunRecord
 
 REWARD = Chart(
     "Held-out reward",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.tracking.page import render_page, script_data, write_page
-from qurl_ray.tracking.run_files import finite, read_spans, run_name
-from qurl_ray.tracking.text import one_line
+from qurl_ray.report.page import render_page, script_data, write_page
+from qurl_ray.report.run_files import finite, read_spans, run_name
+from qurl_ray.report.text import one_line
 
 PAGE, TRACE = "timeline.html", "timeline.json"
 COLORS = {"rollout": 1, "generate": 1, "reward": 2, "logprob": 3, "update": 4, "sync": 5, "load": 5}

@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 
 from markupsafe import Markup, escape
 
-from qurl_ray.tracking.axes import Axis, linear_axis, log_axis, power_of_ten, round_step
+from qurl_ray.report.axes import Axis, linear_axis, log_axis, power_of_ten, round_step
 
 _FILE_STYLE = """
 svg { font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }

@@ -9,12 +9,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from qurl_ray.tracking import catalog
-from qurl_ray.tracking.axes import short
-from qurl_ray.tracking.charts import Chart, Panel, Row, Series, draw
-from qurl_ray.tracking.compare import PHASES, Comparison, Run, clipped
-from qurl_ray.tracking.page import render_page
-from qurl_ray.tracking.text import one_line
+from qurl_ray.report import catalog
+from qurl_ray.report.axes import short
+from qurl_ray.report.charts import Chart, Panel, Row, Series, draw
+from qurl_ray.report.compare import PHASES, Comparison, Run, clipped
+from qurl_ray.report.page import render_page
+from qurl_ray.report.text import one_line
 
 _COLORS = 8
 _OVERLAID = (

@@ -14,10 +14,10 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from qurl_ray.tracking.charts import COLUMNS
-from qurl_ray.tracking.report import write_report
-from qurl_ray.tracking.run_files import read_run, read_samples, spread
-from qurl_ray.tracking.tokens import view
+from qurl_ray.report.charts import COLUMNS
+from qurl_ray.report.report import write_report
+from qurl_ray.report.run_files import read_run, read_samples, spread
+from qurl_ray.report.tokens import view
 
 VOID = {"meta", "br", "input"}
 HARMLESS = "harmless"
@@ -398,5 +398,5 @@ def test_the_job_prints_the_path_or_what_is_missing(tmp_path):
 
 
 def test_a_report_needs_neither_torch_nor_ray_nor_mlflow():
-    code = "import sys, qurl_ray.tracking.report; print({'torch', 'ray', 'mlflow'} & set(sys.modules))"
+    code = "import sys, qurl_ray.report.report; print({'torch', 'ray', 'mlflow'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

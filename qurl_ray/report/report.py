@@ -9,15 +9,15 @@ from typing import Any
 
 from markupsafe import Markup
 
-from qurl_ray.tracking import catalog
-from qurl_ray.tracking.axes import short, signed
-from qurl_ray.tracking.charts import Chart, Row, Series, draw, present
-from qurl_ray.tracking.page import render_page, write_page
-from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run, read_samples
-from qurl_ray.tracking.sink import Outcome
-from qurl_ray.tracking.text import MISSING, duration, redacted, shown
-from qurl_ray.tracking.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
-from qurl_ray.tracking.values import flatten
+from qurl_ray.report import catalog
+from qurl_ray.report.axes import short, signed
+from qurl_ray.report.charts import Chart, Row, Series, draw, present
+from qurl_ray.report.page import render_page, write_page
+from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run, read_samples
+from qurl_ray.report.text import MISSING, duration, redacted, shown
+from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
+from qurl_ray.report.values import flatten
+from qurl_ray.types import Outcome
 
 NAME = "report.html"
 ROLLOUTS, TIMELINE = "rollouts/index.html", "timeline.html"

@@ -8,8 +8,8 @@ import yaml
 from rich.console import Console
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.tracking.compare import MOST, Difference, compare, newest, read_runs
-from qurl_ray.tracking.compare_page import console_table, render
+from qurl_ray.report.compare import MOST, Difference, compare, newest, read_runs
+from qurl_ray.report.compare_page import console_table, render
 
 CONFIG = {
     "name": "x",

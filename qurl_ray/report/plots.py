@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from qurl_ray.tracking.catalog import groups
-from qurl_ray.tracking.charts import standalone
-from qurl_ray.tracking.run_files import read_run
-from qurl_ray.tracking.values import flatten
+from qurl_ray.report.catalog import groups
+from qurl_ray.report.charts import standalone
+from qurl_ray.report.run_files import read_run
+from qurl_ray.report.values import flatten
 
 
 def plots(run_dir: Path) -> dict[str, str]:

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from qurl_ray.config import RunConfig
-from qurl_ray.tracking.catalog import groups
+from qurl_ray.report.catalog import groups
+from qurl_ray.report.run_files import RunRecord
+from qurl_ray.report.timeline import COLORS, PAGE, TRACE, Span, chrome_trace, lanes, read_timeline, write_timeline
 from qurl_ray.tracking.json_lines import timeline_file
-from qurl_ray.tracking.run_files import RunRecord
-from qurl_ray.tracking.timeline import COLORS, PAGE, TRACE, Span, chrome_trace, lanes, read_timeline, write_timeline
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
-from tests.tracking.browser import Dom, Reader, needs_chromium, opened
-from tests.tracking.test_report import HOSTILE, Page
-from tests.tracking.test_viewer import ACTS
+from tests.report.browser import Dom, Reader, needs_chromium, opened
+from tests.report.test_report import HOSTILE, Page
+from tests.report.test_viewer import ACTS
 
 BEGAN = 1_800_000_000.0
 

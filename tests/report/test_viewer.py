@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qurl_ray.tracking.page import script_data
-from qurl_ray.tracking.report import write_report
-from qurl_ray.tracking.tokens import gap_class, mismatch, probability_class, visible
-from qurl_ray.tracking.viewer import card, step_page, step_row, write_rollouts
-from tests.tracking.browser import Dom, Reader, needs_chromium, opened
-from tests.tracking.test_report import HOSTILE, Page, a_run, a_sample, step
+from qurl_ray.report.page import script_data
+from qurl_ray.report.report import write_report
+from qurl_ray.report.tokens import gap_class, mismatch, probability_class, visible
+from qurl_ray.report.viewer import card, step_page, step_row, write_rollouts
+from tests.report.browser import Dom, Reader, needs_chromium, opened
+from tests.report.test_report import HOSTILE, Page, a_run, a_sample, step
 
 ACTS = [
     '</script><img src=x onerror="document.title=1">',

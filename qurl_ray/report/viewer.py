@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.tracking.page import TEXT_LIMIT, render_page, script_data, write_page
-from qurl_ray.tracking.run_files import finite, run_name, sample_places, samples_at
-from qurl_ray.tracking.text import one_line
-from qurl_ray.tracking.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch, numbers
+from qurl_ray.report.page import TEXT_LIMIT, render_page, script_data, write_page
+from qurl_ray.report.run_files import finite, run_name, sample_places, samples_at
+from qurl_ray.report.text import one_line
+from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch, numbers
 
 FOLDER = "rollouts"
 _STYLES = ("page.css.j2", "viewer.css.j2")

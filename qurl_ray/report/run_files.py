@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import yaml
 
-from qurl_ray.tracking.charts import Row
-from qurl_ray.tracking.values import number
+from qurl_ray.report.charts import Row
+from qurl_ray.report.values import number
 
 _MAX_STEP = 10**12
 _NO_MEASUREMENT = 1e100

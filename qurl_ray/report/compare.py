@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.tracking.axes import short, signed
-from qurl_ray.tracking.run_files import Evaluation, RunRecord, finite, read_run
-from qurl_ray.tracking.text import MISSING, duration, shown
-from qurl_ray.tracking.values import flatten
+from qurl_ray.report.axes import short, signed
+from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
+from qurl_ray.report.text import MISSING, duration, shown
+from qurl_ray.report.values import flatten
 
 MOST = 16
 """Largest number of runs that one page can distinguish."""

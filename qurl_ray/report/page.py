@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from qurl_ray.tracking.text import one_line
+from qurl_ray.report.text import one_line
 
 _FOLDER = Path(__file__).parent
 TEXT_LIMIT = 2000

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from qurl_ray.tracking.values import number
+from qurl_ray.report.values import number
 
 MISSING = "–"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
