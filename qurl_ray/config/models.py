@@ -15,7 +15,7 @@ from qurl_ray.config.guard import GuardConfig
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.rollout import Format, RolloutConfig
 from qurl_ray.config.section import Section, Share, with_default_types
-from qurl_ray.tables import PROBLEMS, REWARDS, SINKS
+from qurl_ray.tables import PROBLEMS, REWARDS, SINKS, TRANSPORTS
 
 # --- model ---------------------------------------------------------------------------------------
 
@@ -305,12 +305,12 @@ class LearnerConfig(Section):
 class SyncConfig(Section):
     """Weight transfer from learner to engines."""
 
-    transport: Literal["object_store", "nccl", "sparse_nccl", "ipc"] = "object_store"
-    """How weights travel to the engines: `object_store` uses Ray's object store; `nccl` sends all weights from GPU to
-    GPU; `sparse_nccl` sends only what changed from GPU to GPU; `ipc` hands over the memory of a GPU that one learner
-    rank and one engine share, with `placement=colocated`. The last three are vLLM's own, send codes as bfloat16, and
-    use the object store for the first version in a format and for versions that are sent again. They are not measured
-    yet."""
+    transport: str = Field(
+        "object_store",
+        description=f"How weights travel to the engines: {TRANSPORTS.help()}. `nccl`, `sparse_nccl` and `ipc` are "
+        "vLLM's own, send codes as bfloat16, and use the object store for the first version in a format and for "
+        "versions that are sent again. They are not measured yet.",
+    )
     timeout_s: float = Field(120.0, gt=0)
     """Deadline for every engine to load and verify one weight version, in seconds."""
     delta: bool = True
@@ -329,6 +329,11 @@ class SyncConfig(Section):
     probe_tolerance: float = Field(0.2, gt=0)
     """Largest accepted mean difference between engine and learner of the probe's log-probs, in nats. The difference is
     0 with the torch engine on a CPU, and elsewhere depends on the engine's arithmetic; wrong weights are far above."""
+
+    @field_validator("transport")
+    @classmethod
+    def _transport_is_known(cls, transport: str) -> str:
+        return TRANSPORTS.check(transport)
 
 
 class TrackingConfig(Section):
@@ -470,8 +475,6 @@ class RunConfig(Section):
             raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
         if rollout.dtype == "bfloat16" and self.sync.unquantized == "float32":
             raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
-        if rollout.engine == "vllm" and rollout.kv_cache != "full":
-            raise ValueError("rollout.kv_cache=fp8 is the torch engine's: the learner knows nothing of vLLM's")
         if rollout.max_staleness:
             self._staleness_fits()
         check_transport(self)
@@ -529,7 +532,7 @@ class RunConfig(Section):
     def shares_forward(self) -> bool:
         """True if engine and learner compute one forward pass, on CPUs and in float32, so that bits can be equal."""
         rollout, learner = self.rollout, self.learner
-        ours_on_cpus = (rollout.engine, rollout.device, learner.device) == ("torch", "cpu", "cpu")
+        ours_on_cpus = rollout.entry.equal_bits and (rollout.device, learner.device) == ("cpu", "cpu")
         return ours_on_cpus and (rollout.dtype, learner.compute) == ("float32", "float32")
 
     def backward(self) -> Literal["quantized", "straight_through", "full"]:
