@@ -2,7 +2,7 @@
 
 import torch
 
-from qurl_ray.config.models import RolloutConfig
+from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import PolicySpec
 

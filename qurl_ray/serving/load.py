@@ -7,7 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from qurl_ray.config.models import QuantizationConfig, RolloutConfig
+from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
