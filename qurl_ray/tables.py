@@ -50,7 +50,7 @@ TASKS = Table[TaskEntry](
         ),
     },
 )
-"""Types of tasks; each has a section in config.models. `custom` is the way in for functions from outside."""
+"""Types of tasks; each has a section in config.task. `custom` is the way in for functions from outside."""
 
 PROBLEMS = Table[Entry](
     kind="source of problems", group="qurl_ray.problems", arguments=None, error=DataError, entries={}

@@ -11,8 +11,8 @@ from typing import get_args
 import pytest
 
 from qurl_ray.config import load_config
-from qurl_ray.config.models import TaskConfig
 from qurl_ray.config.rollout import Format
+from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError, DataError, QurlError
 from qurl_ray.loop.driver.functions import try_functions

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qurl_ray.config.models import RunConfig
+from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
 
 PROMPT = 256

@@ -8,7 +8,7 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from qurl_ray.config.models import QuantizationConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from qurl_ray.config.models import RolloutConfig
+from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import EngineError
 from qurl_ray.rollout import graphs
 from qurl_ray.rollout.decoder import Elementwise, compiled

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.models import GgufModel, TinyModel
+from qurl_ray.config.model import GgufModel, TinyModel
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import ConfigError, QuantizationError, RewardError
