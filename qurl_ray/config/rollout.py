@@ -103,7 +103,7 @@ class RolloutConfig(Section):
 
     @property
     def entry(self) -> EngineEntry:
-        """What the settings are checked against: the engine's entry in its table."""
+        """The engine's entry in its table, against which the settings are checked."""
         return ENGINES[self.engine]
 
     @property
