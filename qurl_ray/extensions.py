@@ -161,6 +161,24 @@ def imported(reference: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def call(kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that a setting names. What one from outside the package raises becomes an error that ends the
+    run: a restart would not mend it.
+
+    Raises:
+        ConfigError: the function raised; the message names it.
+    """
+    if function.__module__.startswith("qurl_ray."):
+        return function(*arguments)
+    try:
+        return function(*arguments)
+    except QurlError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        message = f"{kind} {reference_of(function)} failed: {type(error).__name__}: {error}"
+        raise ConfigError(message) from error
+
+
 def reference_of(function: Callable[..., Any]) -> str:
     """Return `package.module:function`, for messages."""
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"

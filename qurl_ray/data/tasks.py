@@ -1,7 +1,10 @@
 """Loading of the problems that the task section of a run describes."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.tables import TASKS
@@ -19,6 +22,14 @@ class Task:
     """Name of the reward, for tables.REWARDS: the one that the user set, or the default of the task's type."""
     notes: tuple[str, ...] = ()
     """Notes on skipped problems (empty rows, duplicates), one sentence each; a run reports them at its start."""
+
+    def digest(self) -> str:
+        """Return a digest of all problems in their order: 32 hexadecimal digits."""
+        digest = hashlib.blake2b(f"{len(self.train)} {len(self.held_out)}\n".encode(), digest_size=16)
+        for problem in chain(self.train, self.held_out):
+            row = [problem.uid, problem.prompt, problem.answer, problem.meta]
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        return digest.hexdigest()
 
 
 def load_task(task: TaskConfig, *, eval_problems: int) -> Task:

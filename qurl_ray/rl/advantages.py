@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.extensions import reference_of
+from qurl_ray.extensions import call, reference_of
 
 EPS = 1e-6
 
@@ -59,12 +59,12 @@ def advantages(rewards_PG: np.ndarray, compare: Comparison, lengths_PG: np.ndarr
         lengths_PG: tokens of each answer; if absent, all answers count as equally long.
 
     Raises:
-        ValueError: `compare` returned another shape, or a value that is not finite.
+        ConfigError: `compare` raised, or returned another shape, or a value that is not finite.
     """
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
     missing_PG = np.isnan(rewards_PG)
     lengths_PG = np.where(missing_PG, 0, 1 if lengths_PG is None else lengths_PG)
-    found_PG = np.asarray(compare(rewards_PG, lengths_PG), dtype=np.float64)
+    found_PG = np.asarray(call("advantage", compare, rewards_PG, lengths_PG), dtype=np.float64)
     if found_PG.shape != rewards_PG.shape:
         expected = f"expected {list(rewards_PG.shape)}, as the rewards"
         raise ConfigError(f"advantage {reference_of(compare)} returned the shape {list(found_PG.shape)}, {expected}")

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.extensions import reference_of
+from qurl_ray.extensions import call, reference_of
 from qurl_ray.rl.ratios import sequence_mean
 
 
@@ -100,9 +100,9 @@ def evaluate(
     computed by autograd, and no token counts as bounded by dual clip.
 
     Raises:
-        ValueError: the form returned something else.
+        ConfigError: a form from outside the package raised, or returned something else.
     """
-    found = form(log_ratio_BT, adv_BT, mask_BT, bounds)
+    found = call("objective", form, log_ratio_BT, adv_BT, mask_BT, bounds)
     if isinstance(found, Surrogate):
         return found
     if not isinstance(found, torch.Tensor) or found.shape != log_ratio_BT.shape:
@@ -111,8 +111,7 @@ def evaluate(
         raise ConfigError(f"objective {reference_of(form)} returned {shape}, {expected}")
     with torch.enable_grad():
         leaf_BT = log_ratio_BT.detach().requires_grad_()
-        again = form(leaf_BT, adv_BT, mask_BT, bounds)
-        assert isinstance(again, torch.Tensor), "as before"
+        again = call("objective", form, leaf_BT, adv_BT, mask_BT, bounds)
         slope_BT = torch.autograd.grad(again.sum(), leaf_BT)[0] if again.requires_grad else torch.zeros_like(found)
     return Surrogate(
         value_BT=found,

@@ -22,6 +22,7 @@ from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
+from qurl_ray.errors import DataError
 from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
@@ -71,6 +72,7 @@ class Collector:
         self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
         self._fleet, self._verifiers = fleet, verifiers
         self._cursor = PromptCursor(task.train, seed=config.seed)
+        self._problems = task.digest()
         comparison = config.algorithm.advantage
         self._compare = None if comparison == "gae" else ADVANTAGES.load(comparison)
         self._text: dict[int, str] = {}
@@ -78,10 +80,19 @@ class Collector:
 
     def state(self) -> dict:
         """Return the collector's state between two steps, for JSON."""
-        return {"cursor": self._cursor.state()}
+        return {"cursor": self._cursor.state(), "problems": self._problems}
 
     def restore(self, state: dict) -> None:
-        """Continue from a state that `state` returned."""
+        """Continue from a state that `state` returned.
+
+        Raises:
+            DataError: the task's problems, or their order, are not those of the state.
+        """
+        if state.get("problems", self._problems) != self._problems:  # a state of an earlier version has none
+            raise DataError(
+                "the task's problems or their order differ from those of the checkpoint: give the task that it was "
+                "made with, or start again with --fresh"
+            )
         self._cursor.load_state(state["cursor"])
 
     def probe(self) -> list[Request]:

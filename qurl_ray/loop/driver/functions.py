@@ -35,9 +35,8 @@ def try_functions(config: RunConfig) -> None:
         except QurlError:
             raise
         except Exception as error:  # a user's function may raise anything
-            raise ConfigError(
-                f"{table.kind} {name!r} failed when it was tried with two answers: {type(error).__name__}: {error}"
-            ) from error
+            message = f"{table.kind} {name!r} cannot be used: {type(error).__name__}: {error}"
+            raise ConfigError(message) from error
 
 
 def _named(config: RunConfig) -> Iterator[tuple[Table, str, Callable[[Any], None]]]:
