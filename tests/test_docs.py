@@ -1,7 +1,8 @@
 """The documentation: links lead somewhere, settings, metrics and messages exist, and commands run.
 
-Each command in the shell blocks of README.md and docs/quickstart.md is either run here (training with settings that
-make it small), or says that it needs a GPU or a cluster, or is in ELSEWHERE with the test that runs the same.
+Each command in the shell blocks of README.md, docs/quickstart.md and docs/own-task.md is either run here (training with
+settings that make it small), or says that it needs a GPU or a cluster, or is in ELSEWHERE with the test that runs the
+same.
 """
 
 import ast
@@ -30,7 +31,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 """With internal links."""
 NOW = [page for page in PAGES if page.name not in ("CHANGELOG.md", "LOG.md")]
 """These say what is there, the others what was."""
-WITH_COMMANDS = [ROOT / "README.md", ROOT / "docs" / "quickstart.md"]
+WITH_COMMANDS = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "docs" / "own-task.md"]
 
 ELSEWHERE = {
     "make test": ".ci/run",
@@ -214,11 +215,11 @@ def small(command: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The working directory, with the files that docs/quickstart.md has its reader write."""
+    """The working directory, with the files that docs/own-task.md has its reader write."""
     folder = tmp_path_factory.mktemp("workspace")
     (folder / "jobs").symlink_to(ROOT / "jobs")
-    for kind, block in FENCE.findall((ROOT / "docs" / "quickstart.md").read_text()):
-        if named := kind == "python" and re.match(r"# (\w+\.py)\n", block):
+    for _, block in FENCE.findall((ROOT / "docs" / "own-task.md").read_text()):
+        if named := re.match(r"# (\w+\.(?:py|yaml))\n", block):
             (folder / named[1]).write_text(block)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu: see the package's docstring and docs/gpu.md."""
+"""python -m benchmarks.gpu: see the package's docstring and docs/clusters.md."""
 
 import argparse
 import sys

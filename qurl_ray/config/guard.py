@@ -11,8 +11,8 @@ _OpenShare = Annotated[float, Field(gt=0, lt=1)]
 
 class GuardConfig(Section):
     """Compares each step's figures with thresholds, and acts if they stay beyond them: warns, tightens the objective,
-    generates rollouts in full precision, stops the run with a checkpoint (docs/guard.md). A threshold of null is not
-    checked."""
+    generates rollouts in full precision, stops the run with a checkpoint (docs/monitoring.md). A threshold of null is
+    not checked."""
 
     enabled: bool = True
     """Run the guard; if false, nothing is checked and nothing is done."""

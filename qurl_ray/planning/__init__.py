@@ -1,4 +1,4 @@
-"""Estimate the cost of a run before it starts: python -m qurl_ray.planning --help, and docs/planning.md.
+"""Estimate the cost of a run before it starts: python -m qurl_ray.planning --help, and docs/choosing.md.
 
     shapes, machines   shapes of models, data sheets of GPUs, and the constants of the formulas
     workload           amount of work in one step

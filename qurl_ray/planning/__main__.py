@@ -20,7 +20,7 @@ _WIDTH = 110
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command(epilog=f"Models known by name: {', '.join(SHAPES)}.\n\nDocumentation: docs/planning.md")
+@app.command(epilog=f"Models known by name: {', '.join(SHAPES)}.\n\nDocumentation: docs/choosing.md")
 def main(
     model: Annotated[str | None, typer.Option(help="Name (see below), or a folder with a config.json.")] = None,
     config: Annotated[

@@ -1,7 +1,7 @@
 """Data-sheet figures of GPUs, and the few constants that say which share of them is reached.
 
 Each constant is set once, from one source, or is marked as assumed. All models and GPUs share the constants:
-docs/planning.md.
+docs/results.md.
 """
 
 from dataclasses import dataclass
