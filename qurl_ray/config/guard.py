@@ -11,7 +11,7 @@ _OpenShare = Annotated[float, Field(gt=0, lt=1)]
 
 class GuardConfig(Section):
     """Compares each step's figures with thresholds, and acts if they stay beyond them: warns, tightens the objective,
-    generates rollouts in full precision, stops the run with a checkpoint (docs/guard.md). A threshold of null is not
+    generates rollouts in full precision, stops the run with a checkpoint (docs/concepts.md). A threshold of null is not
     checked."""
 
     enabled: bool = True
