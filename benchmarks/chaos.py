@@ -57,7 +57,7 @@ def corrupted_syncs(times: int) -> Row:
     """
     import pytest
 
-    from qurl_ray.config.models import TinyModel
+    from qurl_ray.config.model import TinyModel
     from qurl_ray.policy.load import load_tokenizer
     from qurl_ray.policy.tiny import cached_tiny_policy
     from qurl_ray.types import PolicySpec

@@ -15,7 +15,7 @@ import torch
 from loop import machine
 from transformers import LlamaConfig, PreTrainedModel
 
-from qurl_ray.config.models import QuantizationConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import empty_model, load_model
 from qurl_ray.quant.formats import get_format

@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from typing import Annotated, Any
 from unittest.mock import patch
 
-from qurl_ray.config.models import TinyModel  # isort: skip  before torch, because it sets MKL's mode
+from qurl_ray.config.model import TinyModel  # isort: skip  before torch, because it sets MKL's mode
 
 import torch
 import typer

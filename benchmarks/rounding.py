@@ -27,7 +27,7 @@ from rollout import kl, text
 from torch import nn
 from transformers import PreTrainedModel
 
-from qurl_ray.config.models import QuantizationConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.quant.experiments import quantize_clipped, quantize_stochastic, quantize_with_feedback

@@ -40,7 +40,7 @@ from matplotlib import pyplot as plt
 
 sys.path.insert(0, str(ROOT))
 
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.model import TinyModel
 from qurl_ray.policy.tiny import cached_tiny_policy
 from tests.conftest import SUMS
 from tests.serving.apps import KEY, Server, descendants, serving

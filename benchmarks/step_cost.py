@@ -23,7 +23,7 @@ from loop import machine
 from memory import WITHOUT_BOUND, _peak_from_now
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.scorer import Scores

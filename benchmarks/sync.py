@@ -24,7 +24,9 @@ from loop import machine
 from matplotlib import pyplot as plt
 from transformers import PreTrainedModel
 
-from qurl_ray.config.models import LearnerConfig, QuantizationConfig, SyncConfig
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.config.sync import SyncConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.probe import Codes

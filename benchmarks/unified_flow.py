@@ -27,7 +27,8 @@ from step_cost import QURL, model, samples
 from torch import nn
 from transformers import PreTrainedModel
 
-from qurl_ray.config.models import LearnerConfig, QuantizationConfig
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.errors import QuantizationError
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.flow import UnifiedFlow

@@ -4,10 +4,10 @@
 neither torch nor ray. Names that are not listed may change in any version.
 """
 
-import os
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import qurl_ray.environment as _environment  # noqa: F401  sets variables that libraries read when torch is imported
 
 if TYPE_CHECKING:
     from qurl_ray.config import RunConfig, load_config
@@ -64,16 +64,6 @@ _HOMES = {
     "run": "qurl_ray.loop.driver.run",
 }
 """Module of each public name. Names that are not listed are errors, from qurl_ray.errors."""
-
-# MKL's strict reproducibility mode. On Intel, a row of a matrix product then depends on that row alone; on AMD, only
-# with four rows or more. numerics.selfcheck measures what else is needed (docs/concepts.md). MKL reads the variable
-# once, at its first product, so it is set before torch is imported.
-TORCH_WAS_FIRST = "torch" in sys.modules and "MKL_CBWR" not in os.environ
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-# OpenMP's threads wait in a loop before they sleep, by default for milliseconds. Where other processes want the cores,
-# one waits for another that does not run (benchmarks/spinning.py). libgomp reads this when torch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:

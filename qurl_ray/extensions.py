@@ -61,6 +61,18 @@ class Table(Generic[E]):
     arguments: tuple[str, ...] | None
     """Positional arguments that a function must take; None does not check them."""
     error: type[QurlError] = ConfigError
+    outside: Callable[[str], E] | None = None
+    """Makes the entry of a function from outside, where the table's entries say more than a reference."""
+
+    def __getitem__(self, name: str) -> E:
+        """Return the entry of a name, also of one from outside; nothing is imported.
+
+        Raises:
+            KeyError: the table does not describe functions from outside.
+        """
+        if name in self.entries or self.outside is None:
+            return self.entries[name]
+        return self.outside(name)
 
     def check(self, name: str) -> str:
         """Return `name` if it is in the table, an entry point, or has the form of a reference. Nothing is imported.
@@ -141,6 +153,12 @@ class Table(Generic[E]):
         except TypeError as error:
             wanted = ", ".join(self.arguments)
             raise self.error(f"{self.kind} {name!r} must take ({wanted}), it takes {signature}: {error}") from error
+
+
+def imported(reference: str) -> Any:
+    """Import and return what `package.module:name` of the package's own tables refers to."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def reference_of(function: Callable[..., Any]) -> str:

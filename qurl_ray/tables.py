@@ -7,6 +7,8 @@ ADVANTAGES     algorithm.advantage         the rewards of a step, to what each s
 CORRECTIONS    algorithm.correction        log(p/b), to the weight of each token
 OBJECTIVES     algorithm.objective         log(theta/p), advantages and bounds, to what is maximised
 SINKS          tracking.sinks              a run's folder and settings, to a receiver of events
+ENGINES        rollout.engine              a policy and options, to an engine
+TRANSPORTS     sync.transport              a link to the engines, to a transport of weights
 """
 
 from collections.abc import Mapping
@@ -48,7 +50,7 @@ TASKS = Table[TaskEntry](
         ),
     },
 )
-"""Types of tasks; each has a section in config.models. `custom` is the way in for functions from outside."""
+"""Types of tasks; each has a section in config.task. `custom` is the way in for functions from outside."""
 
 PROBLEMS = Table[Entry](
     kind="source of problems", group="qurl_ray.problems", arguments=None, error=DataError, entries={}
@@ -150,3 +152,97 @@ SINKS = Table[Entry](
     kind="sink", group="qurl_ray.sinks", arguments=("run_dir", "settings"), error=ConfigError, entries={}
 )
 """Receivers of a user's own (tracking.sink.Sink), beside the files, the console and MLflow."""
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEntry(Entry):
+    """An engine, and what the settings are checked against before it is imported. The defaults are those of engines
+    from outside the package."""
+
+    stream: str | None = None
+    """Reference of the class through which the engine is served (serving.stream.Stream); None if it cannot be."""
+    check: str | None = None
+    """Reference of a function that is called before a run, with the names of the linears that will be quantized, and
+    raises ConfigError if the engine cannot work here."""
+    kv_cache: tuple[str, ...] = ("full",)
+    """Number formats of keys and values that it has."""
+    equal_bits: bool = False
+    """It computes as the learner does: on a CPU, their log-probs are equal bit for bit."""
+    tensor_parallel: bool = False
+    """Several processes may share the weights of one engine."""
+    captures: bool = False
+    """It can capture decode steps as CUDA graphs and compile functions."""
+    bfloat16_on_cpu: bool = False
+    """It computes in bfloat16 on a CPU, too."""
+    sleeps_on_cpu: bool = True
+    """It can release memory on a CPU."""
+    takes_free_memory: bool = False
+    """It takes all free memory of its GPU for keys and values, unless their size is set."""
+    one_per_process: bool = False
+    """A process can hold only one."""
+    transports: tuple[str, ...] = ()
+    """Direct transports that it can receive from (rollout.engine.DirectEngine)."""
+
+
+ENGINES = Table[EngineEntry](
+    kind="engine",
+    group="qurl_ray.engines",
+    arguments=("spec", "options"),
+    entries={
+        "torch": EngineEntry(
+            reference="qurl_ray.rollout.make:torch_engine",
+            help="is this package's own, whose log-probs equal the learner's bit for bit on a CPU",
+            stream="qurl_ray.serving.stream:TorchStream",
+            kv_cache=("full", "fp8"),
+            equal_bits=True,
+            captures=True,
+        ),
+        "vllm": EngineEntry(
+            reference="qurl_ray.rollout.make:vllm_engine",
+            help="is vLLM 0.32 with this package's quantization",
+            stream="qurl_ray.serving.vllm_stream:VllmStream",
+            check="qurl_ray.rollout.vllm_check:check",
+            tensor_parallel=True,
+            bfloat16_on_cpu=True,
+            sleeps_on_cpu=False,
+            takes_free_memory=True,
+            one_per_process=True,
+            transports=("nccl", "sparse_nccl", "ipc"),
+        ),
+    },
+    outside=lambda name: EngineEntry(reference=name, help="is from outside the package"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportEntry(Entry):
+    """A transport of weights."""
+
+    direct: bool = False
+    """Weights go from GPU to GPU into engines that hold a version of the same format. Other versions, and those that
+    are sent again, go through the object store."""
+
+
+_VLLMS = "qurl_ray.sync.transfer:Transfer"
+
+TRANSPORTS = Table[TransportEntry](
+    kind="transport",
+    group="qurl_ray.transports",
+    arguments=("link",),
+    entries={
+        "object_store": TransportEntry(
+            reference="qurl_ray.actors.object_store:ObjectStore", help="uses Ray's object store"
+        ),
+        "nccl": TransportEntry(reference=_VLLMS, help="sends all weights from GPU to GPU", direct=True),
+        "sparse_nccl": TransportEntry(reference=_VLLMS, help="sends only what changed from GPU to GPU", direct=True),
+        "ipc": TransportEntry(
+            reference=_VLLMS,
+            help="hands over the memory of a GPU that one learner rank and one engine share, with "
+            "`placement=colocated`",
+            direct=True,
+        ),
+    },
+    outside=lambda name: TransportEntry(reference=name, help="is from outside the package"),
+)

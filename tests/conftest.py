@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.model import TinyModel
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.types import PolicySpec, Problem, Request, SamplingParams

@@ -10,18 +10,20 @@ from typing import get_args
 
 import pytest
 
+import qurl_ray.tables
 from qurl_ray.config import load_config
-from qurl_ray.config.models import TaskConfig
 from qurl_ray.config.rollout import Format
+from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError, DataError, QurlError
+from qurl_ray.extensions import Table, imported
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.job import train
 from qurl_ray.loop.driver.prepare import prepare_task
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.rl import advantages, surrogate
-from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES, PROBLEMS, REWARDS, SINKS, TASKS
+from qurl_ray.tables import ADVANTAGES, ENGINES, OBJECTIVES, TASKS
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event, Problem
 from tests.loop.runs import ROOT, SMALL, events
@@ -60,10 +62,10 @@ def settings(here):
 def test_functions_from_outside_the_package_train(here):
     """Each is used: its trace is in what the run leaves."""
     log = here / "calls.txt"
-    for name in ("my_advantages", "my_corrections", "my_objectives"):
+    for name in ("my_advantages", "my_corrections", "my_objectives", "my_engines", "my_transports"):
         file = here / f"{name}.py"
-        counting = f"\nopen({str(log)!r}, 'a').write({name!r} + '\\n')\n    return"
-        file.write_text(file.read_text().replace("\n    return", counting.replace("\nopen", "\n    open")))
+        counting = rf"\n\1open({str(log)!r}, 'a').write({name!r} + '\\n')\n\1return"
+        file.write_text(re.sub(r"\n( +)return", counting, file.read_text()))
     script, given = settings(here)
     arguments = [sys.executable, str(ROOT / script), *given]
     done = subprocess.run(arguments, cwd=here, capture_output=True, text=True, timeout=240)
@@ -79,6 +81,9 @@ def test_functions_from_outside_the_package_train(here):
     assert calls.count("my_objectives") >= 2 * (tried + used)  # once more for its slope
     assert calls.count("my_corrections") >= used
     assert calls.count("my_advantages") >= 1 + 2
+    assert calls.count("my_engines") >= 2 * 2  # returns, of generate and of what it passes on
+    assert calls.count("my_transports") >= 3 * 2  # versions, of several buckets or one
+    assert all(step["values"]["sync/probe_gap_max"] == 0 for step in steps)  # it is the torch engine
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,9 @@ def test_functions_from_outside_the_package_train(here):
         ("my_tasks", "yield", "1 / 0; yield", "failed with task.params {'largest': 200}: ZeroDivisionError"),
         ("my_rewards", "(answer: str, problem)", "(answer: str)", r"must take \(answer, problem\)"),
         ("my_sinks", "def notices", "def other", "has no notices"),
+        ("my_engines", "self, spec, options", "self, spec", r"must take \(spec, options\)"),
+        ("my_transports", "def abort", "def other", r"has no abort \(qurl_ray.sync.transport.Transport\)"),
+        ("my_transports", "def __init__(self, link)", "def __init__(self)", r"must take \(link\)"),
         ("my_sinks", "self, run_dir, settings", "self", r"must take \(run_dir, settings\)"),
     ],
 )
@@ -214,9 +222,16 @@ def test_an_entry_point_is_a_short_name(here, imports):
 
 def test_what_is_built_in_can_be_imported():
     """A table holds references; a function that moved would be found only when it is used."""
-    for table in (OBJECTIVES, ADVANTAGES, CORRECTIONS, TASKS, PROBLEMS, REWARDS, SINKS):
-        for name in table.entries:
-            assert callable(table.load(name))
+    tables = [value for value in vars(qurl_ray.tables).values() if isinstance(value, Table)]
+    assert len(tables) == 9
+    for table in tables:
+        for name, entry in table.entries.items():
+            if "sync.transfer" not in entry.reference:  # it imports vllm, which patches torch: tests/sync
+                assert callable(table.load(name))
+    for entry in ENGINES.entries.values():
+        for reference in filter(None, (entry.stream, entry.check)):
+            if "vllm_stream" not in reference:
+                assert callable(imported(reference))
     assert {task.model_fields["type"].default for task in get_args(get_args(TaskConfig)[0])} == set(TASKS.entries)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
-    {"types", "errors", "extensions", "tables", "config", "cache"},
+    {"types", "errors", "environment", "extensions", "tables", "config", "cache"},
     {"numerics"},
     {"rl", "quant", "rewards", "report"},
     {"policy", "data", "tracking"},
@@ -85,6 +85,95 @@ def test_processes_of_a_run_share_only_records(path):
     for name in imported(path):
         of_loop = name.removeprefix("qurl_ray.loop.").split(".")[0] if name.startswith("qurl_ray.loop.") else ""
         assert of_loop not in others or (str(file), name) in STARTS, f"{file} may not import {name}"
+
+
+# --- circles -------------------------------------------------------------------------------------------------------
+
+
+def module_of(path: Path, root: Path) -> str:
+    """Return the dotted name of the module, or of the package if the file is its __init__."""
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Return the modules of the package `root`, each with those that it names in imports.
+
+    Imports inside functions and under TYPE_CHECKING count. That Python runs the __init__ of a module's packages before
+    the module does not, as every package with an import in its __init__ would be a circle.
+    """
+    files = {module_of(path, root): path for path in root.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        named = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}:{node.lineno}: write an absolute import"
+                found = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= (found & set(files)) | ({node.module} if found - set(files) else set())
+        graph[module] = (named & set(files)) - {module}
+    return graph
+
+
+def way(graph: dict[str, set[str]], start: str, end: str) -> list[str]:
+    """Return the shortest chain of imports from `start` to `end`, at least one long; [] if there is none."""
+    chains = [[start]]
+    seen: set[str] = set()
+    for chain in chains:  # which grows: breadth first
+        for module in sorted(graph[chain[-1]] - seen):
+            seen.add(module)
+            chains.append([*chain, module])
+            if module == end:
+                return chains[-1]
+    return []
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return one circle, as a chain of imports, of each strongly connected component of more than one module."""
+    found: list[list[str]] = []
+    placed: set[str] = set()
+    for module in sorted(graph):
+        if module not in placed and (circle := way(graph, module, module)):
+            placed |= {other for other in graph if way(graph, module, other) and way(graph, other, module)}
+            found.append(circle)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    found = [" -> ".join(circle) for circle in circles(import_graph(ROOT))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from pack.low.c import name",
+        "from pack.low import c",
+        "import pack.low.c",
+        "def late():\n    from pack.low.c import name",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pack.low.c import name",
+    ],
+)
+def test_the_search_finds_every_kind_of_circle(tmp_path, line):
+    files = {
+        "__init__.py": "",
+        "a.py": "from pack.low.b import name",
+        "low/__init__.py": "",
+        "low/b.py": line,
+        "low/c.py": "from pack import d",
+        "d.py": "import pack.low.b",
+    }
+    for name, text in files.items():
+        (tmp_path / "pack" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pack" / name).write_text(text)
+    graph = import_graph(tmp_path / "pack")
+    assert circles(graph) == [["pack.d", "pack.low.b", "pack.low.c", "pack.d"]]
+    assert circles(graph | {"pack.d": set()}) == []
+
+
+# --- heavy packages ------------------------------------------------------------------------------------------------
 
 
 def test_reading_a_configuration_needs_neither_torch_nor_ray():

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.gpu.bench import Bench, Call, Figures, policy_of, ratio, whole
-from qurl_ray.config.models import QuantizationConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.rollout.batch import RunningBatch
 from qurl_ray.rollout.graphs import Capture, CudaCapture

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench, Figures, policy_of, ratio, whole
-from qurl_ray.config.models import LearnerConfig, QuantizationConfig
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.learner import make_learner

@@ -21,7 +21,7 @@ from qurl_ray.actors.rollout_worker import Loaded, control
 from qurl_ray.actors.spans import Spans, worker_lane
 from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
-from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
+from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights, SyncError
 from qurl_ray.types import Completion, Manifest, Request
 
 _MARGIN_S = 30.0  # engines check their deadline between two tokens
@@ -170,12 +170,12 @@ class Fleet:
         self,
         members: Sequence[Member],
         manifest: Manifest,
-        buckets: Sequence[ObjectRef] | None,
+        tickets: Sequence[Any] | None,
         probe: Sequence[Request],
         timeout_s: float,
     ) -> dict[int, Loaded | QurlError]:
-        """Have these workers load and verify the weights and draw the probe. Without buckets, they have loaded the
-        weights through vLLM's own transfer.
+        """Have these workers load and verify the weights and draw the probe. Without tickets, they have got the weights
+        through a direct transport.
 
         Returns each worker's result by index, or an error if it refused the weights, died or was late. All of them are
         STALE until `holds` is called.
@@ -183,7 +183,7 @@ class Fleet:
         for member in members:
             member.turn(Health.STALE)
             member.doing, member.awake = "load", True
-        calls = {m.index: m.actor.load.remote(manifest, buckets, list(probe)) for m in members}
+        calls = {m.index: m.actor.load.remote(manifest, tickets, list(probe)) for m in members}
         try:
             return await self._gather(calls, timeout_s, f"load and verify weights {manifest.version}", "load")
         finally:
@@ -205,20 +205,17 @@ class Fleet:
         self._offer()
 
     async def expect(self, manifest: Manifest, scales: Sequence[ObjectRef], timeout_s: float) -> None:
-        """Prepare all workers for a version that comes through vLLM's own transfer. Workers that are left out are
+        """Prepare all workers for a version that comes through a direct transport. Workers that are left out are
         included: they take part in its collectives."""
         calls = {m.index: m.actor.expect.remote(manifest, scales) for m in self.members}
         _raise_first(await self._gather(calls, timeout_s, f"expect weights {manifest.version}", "load"))
 
-    async def transfer(self, method: str, arguments: dict, timeout_s: float) -> None:
-        """Run one step of vLLM's own transfer on all workers."""
-        each = [arguments] * len(self.members)
-        if "rank_offset" in (info := arguments.get("init_info", {})):
-            # vLLM numbers the workers of one engine only: the engines get consecutive rank offsets, after the sender.
-            size = (info["world_size"] - 1) // len(self.members)
-            each = [{"init_info": info | {"rank_offset": 1 + i * size}} for i in range(len(self.members))]
-        calls = {m.index: m.actor.transfer.remote(method, own) for m, own in zip(self.members, each, strict=True)}
-        _raise_first(await self._gather(calls, timeout_s, f"{method} (vLLM)", "load"))
+    async def transfer(self, method: str, arguments: Sequence[dict], timeout_s: float) -> None:
+        """Take one step of a direct transport on all workers, with one dict of arguments each."""
+        if len(arguments) != len(self.members):
+            raise SyncError(f"a direct transport to {len(arguments)} engines cannot serve {len(self.members)} workers")
+        calls = {m.index: m.actor.transfer.remote(method, own) for m, own in zip(self.members, arguments, strict=True)}
+        _raise_first(await self._gather(calls, timeout_s, f"take the transport's step {method}", "load"))
 
     # --- generation ---------------------------------------------------------------------------------------------
 

@@ -68,9 +68,7 @@ def demand(config: RunConfig) -> Demand:
 
 def gpus_of_worker(config: RolloutConfig) -> int:
     """Number of GPUs that one engine computes on."""
-    if config.device == "cpu":
-        return 0
-    return config.vllm.tensor_parallel if config.engine == "vllm" else 1
+    return 0 if config.device == "cpu" else config.processes
 
 
 def worker_resources(config: RolloutConfig) -> dict[str, float]:

@@ -4,7 +4,7 @@ import os
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import ray
 import torch
@@ -12,14 +12,15 @@ from ray import ObjectRef
 from ray.actor import ActorMethod
 
 from qurl_ray.actors.health import Heartbeat
+from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import SyncError
-from qurl_ray.rollout.make import make_engine
+from qurl_ray.rollout.engine import DirectEngine
+from qurl_ray.rollout.make import make_engine, rollout_options
 from qurl_ray.sync.receive import unpack
+from qurl_ray.sync.transport import transport_named
+from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
-
-if TYPE_CHECKING:
-    from qurl_ray.rollout.vllm_engine import VllmEngine
 
 CONTROL = "control"
 """Concurrency group of calls that are answered while the engine works, which it does in the default group."""
@@ -45,7 +46,7 @@ class Loaded:
 
 
 class RolloutWorker:
-    """Owner of one engine. Weights arrive as references to the senders' buckets, one copy per node.
+    """Owner of one engine. Weights arrive as tickets, for which the transport returns the senders' buckets.
 
     Args:
         colocated: the engine shares its device with a learner, and sleeps until its next request.
@@ -63,9 +64,10 @@ class RolloutWorker:
     ) -> None:
         torch.set_num_threads(threads)
         self._boot = uuid.uuid4().hex
-        self._engine = make_engine(
-            spec, config, kernel=kernel, threads=threads, transport=transport, colocated=colocated
-        )
+        direct = TRANSPORTS[transport].direct
+        self._receive = ObjectStore.receive if direct else transport_named(transport).receive
+        options = rollout_options(config, kernel=kernel, threads=threads, transport=transport, colocated=colocated)
+        self._engine = make_engine(spec, config.engine, options)
         if colocated:
             self._engine.sleep()
 
@@ -83,21 +85,18 @@ class RolloutWorker:
         """Largest weight code that this worker's kernel can take."""
         return self._engine.weight_max_code(format_name)
 
-    def _of_vllm(self) -> "VllmEngine":
-        """Return the engine as a VllmEngine, for operations that only vLLM has."""
-        return cast("VllmEngine", self._engine)
-
     def expect(self, manifest: Manifest, scales: Sequence[ObjectRef]) -> None:
-        """Prepare a vLLM engine for a version through its own transfer; `load` without buckets verifies it."""
+        """Prepare for a version through a direct transport; `load` without tickets verifies it."""
         self._engine.wake()
-        self._of_vllm().expect(manifest, {name: array for ref in scales for name, array in ray.get(ref).items()})
+        found = {name: array for ref in scales for name, array in ray.get(ref).items()}
+        cast(DirectEngine, self._engine).expect(manifest, found)
 
     def transfer(self, method: str, arguments: dict) -> None:
-        """Run one step of vLLM's own transfer."""
-        self._of_vllm().transfer(method, arguments)
+        """Take one step of a direct transport."""
+        cast(DirectEngine, self._engine).transfer(method, arguments)
 
-    def load(self, manifest: Manifest, buckets: Sequence[ObjectRef] | None, probe: Sequence[Request]) -> Loaded:
-        """Load and verify a version, or verify a transferred one, then draw the probe from it.
+    def load(self, manifest: Manifest, tickets: Sequence[Any] | None, probe: Sequence[Request]) -> Loaded:
+        """Load and verify a version, or verify one that a direct transport has sent, then draw the probe from it.
 
         Raises:
             SyncError: the version is damaged, a delta to a version that this engine does not hold, or has codes that
@@ -107,17 +106,17 @@ class RolloutWorker:
         if manifest.weight_max_code > largest:
             raise SyncError(f"weight codes to {manifest.weight_max_code}, but the kernel here takes them to {largest}")
         self._engine.wake()
-        if buckets is None:
-            self._of_vllm().accept(manifest)
+        if tickets is None:
+            cast(DirectEngine, self._engine).accept(manifest)
         else:
-            self._load(manifest, buckets)
+            self._load(manifest, tickets)
         return Loaded(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
 
-    def _load(self, manifest: Manifest, buckets: Sequence[ObjectRef]) -> None:
+    def _load(self, manifest: Manifest, tickets: Sequence[Any]) -> None:
         base = manifest.base_version
         if base is not None and self._engine.version != base:
             raise SyncError(f"version {manifest.version} is a delta to {base}, the engine holds {self._engine.version}")
-        arrived = (ray.get(bucket) for bucket in buckets)  # one at a time
+        arrived = map(self._receive, tickets)  # one at a time
         self._engine.load(manifest, unpack(arrived, manifest, self._engine.resident))
 
     def generate(self, requests: Sequence[Request], version: int, deadline_s: float) -> list[Completion]:

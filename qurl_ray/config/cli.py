@@ -6,7 +6,7 @@ from typing import Annotated, Protocol
 import typer
 
 from qurl_ray.config.load import describe, load_config
-from qurl_ray.config.models import RunConfig
+from qurl_ray.config.run import RunConfig
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import find_modules_here
 

@@ -4,7 +4,7 @@ them."""
 from collections.abc import Iterator
 
 from qurl_ray.config.algorithm import PPO
-from qurl_ray.config.models import RunConfig
+from qurl_ray.config.run import RunConfig
 from qurl_ray.tables import OBJECTIVES
 
 

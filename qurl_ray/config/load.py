@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from qurl_ray.config.algorithm import CLIP_BOUNDS, PRESETS
-from qurl_ray.config.models import RunConfig
+from qurl_ray.config.run import RunConfig
 from qurl_ray.config.section import DEFAULT_TYPES
 from qurl_ray.errors import ConfigError
 

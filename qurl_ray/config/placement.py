@@ -1,9 +1,12 @@
 """Checks of `placement`, and of weight transfers from GPU to GPU, against the other settings."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from qurl_ray.config.models import RunConfig
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.config.sync import SyncConfig
+from qurl_ray.tables import ENGINES, TRANSPORTS
 
 Placement = Literal["disaggregated", "colocated"]
 """GPUs of engines and learner; the help is at RunConfig.placement."""
@@ -19,14 +22,14 @@ def with_offload(settings: Any) -> Any:
     return settings | {"learner": {"offload_while_waiting": True} | learner}
 
 
-def check_placement(config: "RunConfig") -> None:
+def check_placement(placement: Placement, rollout: RolloutConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
     """Check that the other settings allow engines and learner to take turns on the same GPUs.
 
     Raises:
         ValueError: another setting contradicts `placement=colocated`.
     """
-    rollout, learner, colocated = config.rollout, config.learner, "placement=colocated"
-    if config.placement != "colocated":
+    colocated = "placement=colocated"
+    if placement != "colocated":
         return
     if rollout.max_staleness:
         raise ValueError(
@@ -38,7 +41,7 @@ def check_placement(config: "RunConfig") -> None:
             f"{colocated} puts engines where the learner is: rollout.device={rollout.device} and "
             f"learner.device={learner.device} must be the same"
         )
-    each = rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1
+    each, engine = rollout.processes, f"rollout.engine={rollout.engine}"
     if rollout.workers * each != learner.workers:
         shared = f" of rollout.vllm.tensor_parallel={each} GPUs" if each > 1 else ""
         raise ValueError(
@@ -47,49 +50,58 @@ def check_placement(config: "RunConfig") -> None:
         )
     if rollout.max_workers not in (None, rollout.workers):
         raise ValueError(f"{colocated} has no room for more engines than ranks: leave rollout.max_workers out")
-    if rollout.engine == "vllm" and rollout.device == "cpu":
-        raise ValueError(f"{colocated} has engines sleep, and vLLM cannot on a CPU: use rollout.engine=torch there")
-    if rollout.engine == "vllm" and rollout.vllm.kv_cache_gb is None:
-        raise ValueError(f"{colocated} needs rollout.vllm.kv_cache_gb: vLLM would take the learner's memory")
-    if config.sync.transport in ("nccl", "sparse_nccl"):
+    if rollout.device == "cpu" and not rollout.entry.sleeps_on_cpu:
+        raise ValueError(f"{colocated} needs engines that sleep, and {engine} cannot do that on a CPU: use another")
+    if rollout.entry.takes_free_memory and rollout.vllm.kv_cache_gb is None:
+        raise ValueError(
+            f"{colocated} needs rollout.vllm.kv_cache_gb: {engine} would otherwise take the learner's memory"
+        )
+    if sync.transport in ("nccl", "sparse_nccl"):
         raise ValueError(
             f"{colocated} has two processes on one GPU, which NCCL refuses: use sync.transport=object_store, or ipc, "
-            f"not {config.sync.transport}"
+            f"not {sync.transport}"
         )
 
 
-def check_transport(config: "RunConfig") -> None:
-    """Check that the other settings allow vLLM's own weight transfer.
+def check_transport(
+    placement: Placement,
+    rollout: RolloutConfig,
+    learner: LearnerConfig,
+    quantization: QuantizationConfig,
+    sync: SyncConfig,
+) -> None:
+    """Check that the other settings allow a direct transport, from GPU to GPU.
 
     Raises:
         ValueError: another setting contradicts `sync.transport`.
     """
-    rollout, learner, transport = config.rollout, config.learner, f"sync.transport={config.sync.transport}"
-    if config.sync.transport == "object_store":
+    transport = f"sync.transport={sync.transport}"
+    if not TRANSPORTS[sync.transport].direct:
         return
-    if rollout.engine != "vllm" or (rollout.device, learner.device) != ("cuda", "cuda"):
+    able = [name for name, entry in ENGINES.entries.items() if sync.transport in entry.transports]
+    if rollout.engine not in able or (rollout.device, learner.device) != ("cuda", "cuda"):
         raise ValueError(
-            f"{transport} is vLLM's, from GPU to GPU: it needs rollout.engine=vllm, rollout.device=cuda and "
+            f"{transport} sends from GPU to GPU: it needs rollout.engine={' or '.join(able)}, rollout.device=cuda and "
             "learner.device=cuda; elsewhere use object_store"
         )
-    if config.quantization.rounding != "nearest":
+    if quantization.rounding != "nearest":
         raise ValueError(
             f"{transport} needs quantization.rounding=nearest: rank 0 quantizes what all ranks have fingerprinted, "
             "and only rounding to nearest gives the same codes twice"
         )
-    if config.sync.transport == "sparse_nccl" and not config.sync.delta:
+    if sync.transport == "sparse_nccl" and not sync.delta:
         raise ValueError(f"{transport} sends what changed: it needs sync.delta=true; nccl sends all")
-    if config.sync.transport == "sparse_nccl" and learner.workers > 1:
+    if sync.transport == "sparse_nccl" and learner.workers > 1:
         raise ValueError(
             f"{transport} needs learner.workers=1: rank 0 sends, and of other ranks' tensors it does not know what "
             "changed; nccl sends all"
         )
-    if config.sync.transport == "ipc":
-        if (learner.workers, rollout.workers, rollout.vllm.tensor_parallel) != (1, 1, 1):
+    if sync.transport == "ipc":
+        if (learner.workers, rollout.workers, rollout.processes) != (1, 1, 1):
             raise ValueError(
                 f"{transport} hands over the memory of one GPU, which one learner rank and one engine share: it "
                 "needs learner.workers=1, rollout.workers=1 and rollout.vllm.tensor_parallel=1; elsewhere use nccl, "
                 "or object_store with placement=colocated"
             )
-        if config.placement != "colocated":
+        if placement != "colocated":
             raise ValueError(f"{transport} hands over the memory of a shared GPU: it needs placement=colocated")

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from qurl_ray.config.section import Section
+from qurl_ray.tables import ENGINES, EngineEntry
 
 Format = Literal["none", "int8", "fp8", "fp8_block", "int4"]
 """Number formats of quantized linears; the help is at RolloutConfig.quantization."""
@@ -30,9 +31,7 @@ class RolloutConfig(Section):
     × 128 weights and per 128 activations of a token; `int4` is 4-bit integers (-7 to 7) of the weights only, with one
     scale per 128 columns. A format without a kernel on the device is emulated in float32, which saves no time; int4
     always is."""
-    engine: Literal["torch", "vllm"] = "torch"
-    """Engine that generates: `torch` is this package's own, which agrees with the learner bit for bit on a CPU; `vllm`
-    is vLLM 0.32 with this package's quantization."""
+    engine: str = Field("torch", description=f"Engine that generates: {ENGINES.help()}.")
     vllm: VllmConfig = VllmConfig()
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the engines: `cpu`, or `cuda`, which gives each worker one GPU, or `vllm.tensor_parallel` GPUs with
@@ -97,6 +96,21 @@ class RolloutConfig(Section):
     """Multiple of the median duration of finished chunks of requests; a chunk that takes longer is also given to an
     idle worker, and the first answers count."""
 
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_known(cls, engine: str) -> str:
+        return ENGINES.check(engine)
+
+    @property
+    def entry(self) -> EngineEntry:
+        """The engine's entry in its table, against which the settings are checked."""
+        return ENGINES[self.engine]
+
+    @property
+    def processes(self) -> int:
+        """Number of processes of one engine, with one GPU each on device=cuda."""
+        return self.vllm.tensor_parallel if self.entry.tensor_parallel else 1
+
     @model_validator(mode="after")
     def _grows(self) -> "RolloutConfig":
         if self.max_workers is not None and self.max_workers < self.workers:
@@ -105,12 +119,19 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _made_for_gpus(self) -> "RolloutConfig":
-        here = f"not engine={self.engine}, device={self.device}"
-        if self.cuda_graphs and (self.engine, self.device) != ("torch", "cuda"):
-            raise ValueError(f"cuda_graphs captures what the torch engine does on a GPU: {here}")
-        if self.compile and (self.engine, self.device) != ("torch", "cuda"):
+        able = self.entry.captures and self.device == "cuda"
+        those = ", ".join(name for name, entry in ENGINES.entries.items() if entry.captures)
+        needs = f"needs engine={those} and device=cuda, not engine={self.engine} and device={self.device}"
+        if self.cuda_graphs and not able:
+            raise ValueError(f"cuda_graphs {needs}")
+        if self.compile and not able:
             raise ValueError(
-                f"compile is for the torch engine on a GPU, {here}: on a CPU engine and learner agree to the bit, and "
-                "what is compiled rounds otherwise"
+                f"compile {needs}: on a CPU, engine and learner agree bit for bit, and compiled functions round "
+                "differently"
+            )
+        if self.kv_cache not in self.entry.kv_cache:
+            raise ValueError(
+                f"engine={self.engine} cannot store keys and values as kv_cache={self.kv_cache}: use "
+                f"{' or '.join(self.entry.kv_cache)}"
             )
         return self

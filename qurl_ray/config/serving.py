@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qurl_ray.config.load import describe, read_settings
 from qurl_ray.config.rollout import Format
 from qurl_ray.config.section import Section
 from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.tables import ENGINES
 
 
 class ServingConfig(Section):
@@ -30,9 +31,9 @@ class ServingConfig(Section):
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
     """Name of the model for clients; null means the run's or registered model's name. It stays when the policy is
     swapped."""
-    engine: Literal["torch", "vllm"] = "torch"
-    """Engine that generates: `torch` is this package's own, whose answer on a CPU depends only on the request; `vllm`
-    is vLLM 0.32."""
+    engine: str = "torch"
+    """Engine that generates, of those that can be served: `torch` is this package's own, whose answer on a CPU depends
+    only on the request; `vllm` is vLLM 0.32."""
     quantization: Literal["auto"] | Format = "auto"
     """Number format of the linears: `auto` takes a run's exported codes (policy-int8) if there are any, else what the
     folder holds; `none` is full precision; `int8`, `fp8`, `fp8_block` and `int4` are the formats of
@@ -104,6 +105,14 @@ class ServingConfig(Section):
     r"""Prompt made from messages if the tokenizer has no chat template: {prompt} is replaced by their contents, joined
     by \n."""
 
+    @field_validator("engine")
+    @classmethod
+    def _engine_can_be_served(cls, engine: str) -> str:
+        if ENGINES[ENGINES.check(engine)].stream is None:
+            able = " or ".join(name for name, entry in ENGINES.entries.items() if entry.stream)
+            raise ValueError(f"engine {engine!r} has no stream, so it cannot be served: use {able}")
+        return engine
+
     @model_validator(mode="after")
     def _parts_agree(self) -> "ServingConfig":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
@@ -115,8 +124,8 @@ class ServingConfig(Section):
             )
         if "{prompt}" not in self.template:
             raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
-        if self.dtype == "bfloat16" and self.engine == "torch" and self.device == "cpu":
-            raise ValueError("dtype=bfloat16 is for GPUs and for vLLM")
+        if self.dtype == "bfloat16" and self.device == "cpu" and not ENGINES[self.engine].bfloat16_on_cpu:
+            raise ValueError(f"dtype=bfloat16 needs device=cuda with engine={self.engine}")
         return self
 
     @property

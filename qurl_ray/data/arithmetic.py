@@ -5,7 +5,7 @@ from typing import overload
 
 import numpy as np
 
-from qurl_ray.config.models import ArithmeticTask
+from qurl_ray.config.task import ArithmeticTask
 from qurl_ray.data.split import Split
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem

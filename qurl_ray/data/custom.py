@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qurl_ray.config.models import CustomTask
+from qurl_ray.config.task import CustomTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError, QurlError
 from qurl_ray.tables import PROBLEMS

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.config.models import DatasetTask
+from qurl_ray.config.task import DatasetTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem

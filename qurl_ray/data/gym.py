@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from qurl_ray.config.models import ReasoningGymTask
+from qurl_ray.config.task import ReasoningGymTask
 from qurl_ray.data.split import Split, disjoint
 from qurl_ray.errors import DataError
 from qurl_ray.rewards.entries import pack

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qurl_ray.config.models import TaskConfig
+from qurl_ray.config.task import TaskConfig
 from qurl_ray.tables import TASKS
 from qurl_ray.types import Problem
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 
 
 class Resident(IntEnum):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import Backend, add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.learner.passes import Pass, Penalty

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.backend import Resident, adamw, world
 

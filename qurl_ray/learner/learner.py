@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.backend import Backend, Resident, load_random_state, save_random_state, world
 from qurl_ray.learner.batching import MiniBatch, to_tensors

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import VARLEN

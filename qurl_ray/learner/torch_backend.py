@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import Resident, adamw, world
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")

@@ -94,8 +94,6 @@ class Offer:
     format: str
     weight_max_code: int | None
     records: tuple[TensorRecord, ...]
-    transferred: bool = False
-    """True if the engines got the version through vLLM's own transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, pad
 
-import qurl_ray
 from qurl_ray.cache import cache_root
+from qurl_ray.environment import TORCH_WAS_FIRST
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, Kernel, Rule, find_rows
 
@@ -155,7 +155,7 @@ def _kept(name: str, find: Callable[[], Rule | None]) -> Rule | None:
 @cache
 def _file() -> Path | None:
     """Return the file of rules for such machines; None if torch may have computed before MKL_CBWR was set."""
-    if qurl_ray.TORCH_WAS_FIRST:
+    if TORCH_WAS_FIRST:
         return None
     variables = {name: os.environ.get(name) for name in VARIABLES}
     info = cpuinfo()

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qurl_ray.config.models import LearnerConfig, QuantizationConfig
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import PolicyLearner, make_learner

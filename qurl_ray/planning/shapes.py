@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.config.models import GgufModel, ModelConfig, TinyModel
+from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
 from qurl_ray.errors import ConfigError
 
 

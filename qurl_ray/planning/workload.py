@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from qurl_ray.config.models import RunConfig
+from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
 
 PROMPT = 256
@@ -155,5 +155,5 @@ def configured_workload(config: RunConfig) -> Workload:
 def gpus_of(config: RunConfig) -> int:
     """Number of GPUs of a run: those of the learner, and those of disaggregated engines."""
     rollout = config.rollout
-    engines = rollout.workers * (rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1)
+    engines = rollout.workers * rollout.processes
     return config.learner.workers + (engines if config.placement == "disaggregated" else 0)

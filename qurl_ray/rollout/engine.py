@@ -1,6 +1,7 @@
 """The interface of an engine, as the rest of the package uses it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +10,41 @@ from qurl_ray.types import Completion, Manifest, Request
 
 Buffers = Mapping[str, tuple[np.ndarray, ...]]
 """Tensors by name: (codes [N, K] as bytes, scale float32 [N, groups]) if quantized, else (values,)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Everything but the policy that an engine is made with (tables.ENGINES). An engine refuses an option that it does
+    not have, unless the settings were checked against its entry in the table.
+
+    Example:
+        EngineOptions(slots=64, threads=8, kernel="auto")
+    """
+
+    slots: int
+    """Number of answers that it decodes at a time."""
+    threads: int
+    """Number of CPU threads that it may use."""
+    kernel: str = "auto"
+    """How quantized linears are computed: "auto", or "emulation" in float32."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    """Number format of activations and of tensors without codes."""
+    kv_cache: str = "full"
+    """Number format of keys and values."""
+    kv_cache_bytes: int | None = None
+    """Memory for keys and values in each process; None leaves the choice to the engine."""
+    processes: int = 1
+    """Number of processes that share its weights."""
+    cuda_graphs: bool = False
+    compile: bool = False
+    sleeps: bool = False
+    """It must be able to sleep while a learner uses its device."""
+    transport: str | None = None
+    """Direct transport from which it takes weights, in addition to `load`."""
+    policy_logprobs: bool = False
+    """Streams report the log-probs of the policy itself, whatever the temperature."""
+    start_timeout_s: float = 600.0
 
 
 class Engine(Protocol):
@@ -68,3 +104,42 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release everything. The engine cannot be used again."""
+
+
+class DirectEngine(Engine, Protocol):
+    """An engine that also takes weights from a direct transport: `expect`, the transport's calls, then `accept`."""
+
+    def expect(self, manifest: Manifest, scales: Mapping[str, np.ndarray]) -> None:
+        """Become STALE and prepare for a version.
+
+        Args:
+            scales: float32 scales, by name, of every tensor that is sent as codes.
+
+        Raises:
+            SyncError: the engine does not hold a version in the same format.
+        """
+
+    def transfer(self, method: str, arguments: Mapping[str, object]) -> None:
+        """Take one step of the transfer, as the sender's side asks for it.
+
+        Raises:
+            EngineError: the step failed.
+        """
+
+    def accept(self, manifest: Manifest) -> None:
+        """Compare the weights that arrived since `expect` with the manifest.
+
+        Raises:
+            SyncError: a tensor is missing or damaged. The engine stays STALE.
+        """
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine that can be served, through the stream that its entry in the table names."""
+
+    def reserve(self, slots: int, length: int) -> object:
+        """Allocate memory for so many answers at a time, each of so many tokens with its prompt. May take seconds.
+
+        Raises:
+            EngineError: there is not enough memory.
+        """

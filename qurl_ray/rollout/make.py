@@ -1,22 +1,34 @@
-"""Creation of the configured engine."""
+"""Creation of engines, from options that are the same for all of them."""
 
 import torch
 
-from qurl_ray.config.models import RolloutConfig
-from qurl_ray.rollout.engine import Engine
+from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.errors import EngineError
+from qurl_ray.rollout.engine import Engine, EngineOptions
+from qurl_ray.tables import ENGINES, TRANSPORTS
 from qurl_ray.types import PolicySpec
 
+_METHODS = ("load", "resident", "kernels", "generate", "cancel", "weight_max_code", "sleep", "wake", "close")
 
-def make_engine(
-    spec: PolicySpec,
-    config: RolloutConfig,
-    *,
-    kernel: str,
-    threads: int,
-    transport: str = "object_store",
-    colocated: bool = False,
-) -> Engine:
-    """Return the configured engine, without weights.
+
+def make_engine(spec: PolicySpec, name: str, options: EngineOptions) -> Engine:
+    """Return an engine of the table, or from outside the package, without weights.
+
+    Raises:
+        ConfigError: there is no such engine.
+        EngineError: what was made is no engine.
+    """
+    engine = ENGINES.load(name)(spec, options)
+    missing = [method for method in _METHODS if not callable(getattr(engine, method, None))]
+    if missing:
+        raise EngineError(f"engine {name!r} made {type(engine).__name__}, which has no {', '.join(missing)}")
+    return engine
+
+
+def rollout_options(
+    config: RolloutConfig, *, kernel: str, threads: int, transport: str = "object_store", colocated: bool = False
+) -> EngineOptions:
+    """Return the options of a rollout worker's engine.
 
     Args:
         kernel: `quantization.kernel`.
@@ -24,32 +36,55 @@ def make_engine(
         transport: `sync.transport`.
         colocated: the engine must be able to sleep while a learner uses its device.
     """
-    if config.engine == "vllm":
-        from qurl_ray.rollout.vllm_engine import VllmEngine
+    cache = config.vllm.kv_cache_gb
+    return EngineOptions(
+        slots=config.slots,
+        threads=threads,
+        kernel=kernel,
+        device=config.device,
+        dtype=config.dtype,
+        kv_cache=config.kv_cache,
+        kv_cache_bytes=None if cache is None else int(cache * 2**30),
+        processes=config.processes,
+        cuda_graphs=config.cuda_graphs,
+        compile=config.compile,
+        sleeps=colocated,
+        transport=transport if TRANSPORTS[transport].direct else None,
+        start_timeout_s=config.start_timeout_s,
+    )
 
-        cache = config.vllm.kv_cache_gb
-        return VllmEngine(
-            spec,
-            slots=config.slots,
-            dtype=config.dtype,
-            tensor_parallel=config.vllm.tensor_parallel,
-            kv_cache_bytes=None if cache is None else int(cache * 2**30),
-            kernel=kernel,
-            threads=threads,
-            sleep_mode=colocated,
-            transport=transport,
-            timeout_s=config.start_timeout_s,
-        )
+
+def torch_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
+    """Return the engine `torch`."""
     from qurl_ray.rollout.graphs import CudaCapture
     from qurl_ray.rollout.torch_engine import TorchEngine
 
     return TorchEngine(
         spec,
-        slots=config.slots,
-        kernel=kernel,
-        kv_cache=config.kv_cache,
-        device=config.device,
-        dtype=getattr(torch, config.dtype),
-        capture=CudaCapture if config.cuda_graphs else None,
-        compile=torch.compile if config.compile else None,
+        slots=options.slots,
+        kernel=options.kernel,
+        kv_cache=options.kv_cache,
+        device=options.device,
+        dtype=getattr(torch, options.dtype),
+        capture=CudaCapture if options.cuda_graphs else None,
+        compile=torch.compile if options.compile else None,
+    )
+
+
+def vllm_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
+    """Return the engine `vllm`."""
+    from qurl_ray.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        spec,
+        slots=options.slots,
+        dtype=options.dtype,
+        tensor_parallel=options.processes,
+        kv_cache_bytes=options.kv_cache_bytes,
+        kernel=options.kernel,
+        threads=options.threads,
+        sleep_mode=options.sleeps,
+        transport=options.transport,
+        logprobs_mode="raw_logprobs" if options.policy_logprobs else "processed_logprobs",
+        timeout_s=options.start_timeout_s,
     )

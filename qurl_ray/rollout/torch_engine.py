@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -42,7 +41,8 @@ class TorchEngine:
     Args:
         slots: number of sequences decoded at a time.
         kernel: "auto" uses the device's integer kernel where there is one, "emulation" the float32 reference.
-        kv_cache: "fp8" holds keys and values as policy.kv rounds them, with scales of the weights last loaded.
+        kv_cache: "full", or "fp8", which holds keys and values as policy.kv rounds them, with scales of the weights
+            last loaded.
         device: device of the whole engine. CUDA was not measured.
         dtype: type of activations and of unquantized tensors, which must then be sent in no more bits.
         capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).
@@ -58,7 +58,7 @@ class TorchEngine:
         *,
         slots: int,
         kernel: str = "auto",
-        kv_cache: Literal["full", "fp8"] = "full",
+        kv_cache: str = "full",
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         capture: Callable[[], Capture] | None = None,

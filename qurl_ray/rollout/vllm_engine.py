@@ -45,7 +45,8 @@ class VllmEngine:
         kernel: "auto" or "emulation", as in the torch engine.
         threads: number of CPU threads of each worker on a CPU; None leaves the choice to vLLM.
         sleep_mode: make `sleep` possible, on CUDA.
-        transport: "nccl", "sparse_nccl" or "ipc" for vLLM's own weight transfer in addition to `load`.
+        transport: "nccl", "sparse_nccl" or "ipc" for vLLM's own weight transfer in addition to `load`; None for `load`
+            alone.
         logprobs_mode: vLLM's option; with "raw_logprobs", `stream` reports the policy's own log-probs, whatever the
             temperature.
         timeout_s: longest time that the start, or any other call to vLLM but `generate`, may take.
@@ -68,7 +69,7 @@ class VllmEngine:
         kernel: str = "auto",
         threads: int | None = None,
         sleep_mode: bool = False,
-        transport: str = "object_store",
+        transport: str | None = None,
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 600.0,
     ) -> None:
@@ -104,7 +105,7 @@ class VllmEngine:
         }
         if sleep_mode and kv_cache_bytes is not None:
             settings["gpu_memory_utilization"] = _SHARED  # at the start, the learner may hold the rest
-        if transport != "object_store":
+        if transport:
             settings["weight_transfer_config"] = {"backend": transport}
         self._server = VllmServer(settings, threads=threads, timeout_s=timeout_s)
 
@@ -133,11 +134,7 @@ class VllmEngine:
         self.version = manifest.version
 
     def expect(self, manifest: Manifest, scales: Mapping[str, np.ndarray]) -> None:
-        """Prepare for a version that is sent by vLLM's own weight transfer. `transfer` makes its steps, as the sender
-        requests them; `accept` ends it. The engine must hold a version in the same format.
-
-        Args:
-            scales: float32 scales, by name, of every tensor that is sent as codes.
+        """See rollout.engine.DirectEngine.
 
         Raises:
             SyncError: the manifest is incomplete, or the engine holds a tensor in another format.
@@ -147,19 +144,11 @@ class VllmEngine:
         self._server.workers("expect", wires, (manifest.precision, manifest.weight_max_code), self._patches)
 
     def transfer(self, method: str, arguments: Mapping[str, object]) -> None:
-        """Call one of the weight transfer methods of vLLM's workers.
-
-        Raises:
-            EngineError: the call failed.
-        """
+        """Call one of the weight transfer methods of vLLM's workers; see rollout.engine.DirectEngine."""
         self._server.control("collective_rpc", method, kwargs=dict(arguments))
 
     def accept(self, manifest: Manifest) -> None:
-        """Compare the weights that were transferred since `expect` with the manifest.
-
-        Raises:
-            SyncError: a tensor is missing or damaged. The engine stays STALE.
-        """
+        """See rollout.engine.DirectEngine."""
         try:
             self._server.workers("arrived")
             self._verify(manifest, {record.name: record.fingerprint for record in manifest.tensors})
@@ -251,6 +240,9 @@ class VllmEngine:
     def kernels(self) -> list[str]:
         """Return the kernels of the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
         return sorted({name for names in self._server.workers("kernels") for name in names})
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Do nothing: vLLM has reserved its memory at the start."""
 
     # --- generation ------------------------------------------------------------------------------------------------
 

@@ -4,18 +4,19 @@ import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from qurl_ray.config.models import QuantizationConfig, RolloutConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
-from qurl_ray.rollout.engine import Engine
+from qurl_ray.rollout.engine import EngineOptions, StreamingEngine
 from qurl_ray.rollout.make import make_engine
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import quantize_into, with_codes
+from qurl_ray.tables import ENGINES
 from qurl_ray.types import Manifest, PolicySpec
 
 _LONGEST = 2048  # tokens of prompt and answer together, unless max_length is set
@@ -25,7 +26,7 @@ _LONGEST = 2048  # tokens of prompt and answer together, unless max_length is se
 class Loaded:
     """A policy that is loaded in an engine."""
 
-    engine: Engine
+    engine: StreamingEngine
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     length: int
@@ -54,8 +55,7 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
         model = load_model(spec)
         keep = QuantizationConfig().kept(model.config.num_hidden_layers)
         manifest = quantize_into(engine, model, fmt, keep, unquantized=config.dtype)
-    if isinstance(engine, TorchEngine):
-        engine.reserve(config.slots, length)  # here, in the loading thread, not on the event loop: see Service._load
+    engine.reserve(config.slots, length)  # here, in the loading thread, not on the event loop: see Service._load
     return Loaded(
         engine=engine,
         tokenizer=tokenizer,
@@ -73,23 +73,19 @@ def fingerprint_of(manifest: Manifest) -> str:
     return digest.hexdigest()
 
 
-def _engine(spec: PolicySpec, config: ServingConfig, threads: int, kernel: str) -> Engine:
-    if config.engine == "torch":
-        rollout = RolloutConfig(device=config.device, dtype=config.dtype, slots=config.slots)
-        return make_engine(spec, rollout, kernel=kernel, threads=threads)
-    from qurl_ray.rollout.vllm_engine import VllmEngine
-
-    return VllmEngine(
-        spec,
+def _engine(spec: PolicySpec, config: ServingConfig, threads: int, kernel: str) -> StreamingEngine:
+    options = EngineOptions(
         slots=config.slots,
-        dtype=config.dtype,
-        tensor_parallel=config.tensor_parallel,
-        kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),
-        kernel=kernel,
         threads=threads,
-        logprobs_mode="raw_logprobs",
-        timeout_s=config.start_timeout_s,
+        kernel=kernel,
+        device=config.device,
+        dtype=config.dtype,
+        kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),
+        processes=config.tensor_parallel if ENGINES[config.engine].tensor_parallel else 1,
+        policy_logprobs=True,
+        start_timeout_s=config.start_timeout_s,
     )
+    return cast(StreamingEngine, make_engine(spec, config.engine, options))
 
 
 def _stored(folder: Path, config: ServingConfig) -> QuantizedPolicy:

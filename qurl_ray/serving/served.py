@@ -7,21 +7,21 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
 from qurl_ray.config.serving import ServingConfig
+from qurl_ray.extensions import imported
 from qurl_ray.rollout.requests import derive_seed
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.serving.choice import Choice, Part
 from qurl_ray.serving.front import Front, Mailbox
 from qurl_ray.serving.load import Loaded
 from qurl_ray.serving.meters import Meters
 from qurl_ray.serving.prompts import encode
 from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage
-from qurl_ray.serving.stream import Ask, Stream, TorchStream
+from qurl_ray.serving.stream import Ask, Stream
 from qurl_ray.serving.text import TokenBytes
+from qurl_ray.tables import ENGINES
 from qurl_ray.types import Request, SamplingParams
 
 _BRIEF = 8192  # most bytes of a body whose prompt is encoded on the event loop: a thread would take longer
@@ -65,16 +65,16 @@ class Served:
         self.front.stream = self._stream(loaded)
 
     def _stream(self, loaded: Loaded) -> Stream:
-        calls: dict[str, Any] = {
-            "loop": asyncio.get_running_loop(),
-            "deliver": self.front.deliver,
-            "fail": self.front.fail,
-        }
-        if isinstance(loaded.engine, TorchEngine):
-            return TorchStream(loaded.engine, slots=self._config.slots, length=loaded.length, **calls)
-        from qurl_ray.serving.vllm_stream import VllmStream
-
-        return VllmStream(cast(Any, loaded.engine), **calls)
+        stream = ENGINES[self._config.engine].stream
+        assert stream, "checked with the settings"
+        return imported(stream)(
+            loaded.engine,
+            slots=self._config.slots,
+            length=loaded.length,
+            loop=asyncio.get_running_loop(),
+            deliver=self.front.deliver,
+            fail=self.front.fail,
+        )
 
     def close(self) -> None:
         """Stop the engine. Blocks. No request may be running."""

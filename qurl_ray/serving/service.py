@@ -12,6 +12,7 @@ from qurl_ray.serving.meters import Meters
 from qurl_ray.serving.policies import Pinned, folder_of, tracking_uri
 from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, unavailable
 from qurl_ray.serving.served import Answer, Served
+from qurl_ray.tables import ENGINES
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Service:
 
     async def _replace(self, pinned: Pinned) -> None:
         old = self._current
-        if old and self.config.engine == "vllm":  # a process holds only one vLLM: requests wait while it restarts
+        if old and ENGINES[self.config.engine].one_per_process:  # requests wait while it restarts
             await self._in_place(old, pinned)
             return
         self._current = await self._load(pinned)

@@ -47,7 +47,8 @@ Fail = Callable[[Exception], None]
 
 
 class Stream(Protocol):
-    """Interface of an engine for the front."""
+    """Interface of an engine for the front. The table of engines names a class for each engine that can be served; it
+    takes what TorchStream takes."""
 
     def submit(self, asks: Sequence[Ask]) -> None:
         """Start to answer requests, which fit the context. May be called from any thread."""

@@ -17,9 +17,19 @@ class VllmStream:
 
     Args:
         engine: engine with verified weights, created with logprobs_mode="raw_logprobs".
+        slots, length: those that the engine was created with; vLLM keeps to them by itself.
     """
 
-    def __init__(self, engine: VllmEngine, *, loop: asyncio.AbstractEventLoop, deliver: Deliver, fail: Fail) -> None:
+    def __init__(
+        self,
+        engine: VllmEngine,
+        *,
+        slots: int,
+        length: int,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Deliver,
+        fail: Fail,
+    ) -> None:
         self._engine, self._loop, self._deliver, self._fail = engine, loop, deliver, fail
         self._news: deque[News] = deque()
 

@@ -8,7 +8,7 @@ This module imports vllm, so it is imported only where one of these transports i
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from qurl_ray.errors import DeadlineExceeded, QurlError, SyncError
 from qurl_ray.quant.formats import Format
 from qurl_ray.sync.delta import Delta, Payload, decode
 from qurl_ray.sync.publish import Bucket, Publisher, Unquantized
+from qurl_ray.sync.transport import Link, Probes
 from qurl_ray.types import TensorRecord
 
 Parameters = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -45,63 +46,77 @@ class Shard:
 
 
 class Transfer:
-    """Sender over one of vLLM's trainer engines, which is opened when the first version is sent. Every rank has one and
-    all call `send` together, because gathering a sharded learner's parameters is collective; only rank 0 sends.
-
-    Args:
-        call: takes a method of vLLM's workers and its arguments, calls all workers of all engines, and returns when all
-            are done.
-        workers: number of vLLM workers of all engines together.
-        parameters: returns the learner's parameters, in the same order every time.
+    """Transport over one of vLLM's trainer engines, which is opened when the first version is sent; see
+    sync.transport.Transport. All ranks call `send` together, because gathering a sharded learner's parameters is
+    collective; only rank 0 sends.
     """
 
-    def __init__(
-        self,
-        transport: str,
-        publisher: Publisher,
-        parameters: Parameters,
-        call: Callable[[str, dict], None],
-        *,
-        workers: int,
-        timeout_s: float,
-    ) -> None:
-        self.sparse = transport == "sparse_nccl"
-        self._transport, self._publisher, self._timeout_s = transport, publisher, timeout_s
-        self._client, self._workers = _client(call), workers
-        self._source = _Floats(publisher, parameters)
+    def __init__(self, link: Link) -> None:
+        self.sends_changes = link.name == "sparse_nccl"
+        self._link, self._publisher = link, link.publisher
+        self._source = _Floats(link.publisher, link.parameters)
+        self._shard: Shard | None = None
         self._engine: Any = None
+        self._broken = False
 
-    def shard(self, buckets: Iterable[Bucket], fmt: Format | None) -> Shard:
+    def announce(self, buckets: Iterable[Bucket], fmt: Format | None, unquantized: Unquantized) -> None:
+        """Have the engines prepare for the version.
+
+        Raises:
+            SyncError: an earlier transfer failed.
+        """
+        if self._broken:
+            raise SyncError(
+                f"vLLM's {self._link.name} transfer failed before, and its process group cannot be used again"
+            )
+        self._source.fmt, self._source.unquantized = fmt, getattr(torch, unquantized)
+        self._shard = self._in_floats(list(buckets), fmt)
+        self._link.expect(self._shard.records, self._shard.scales)
+
+    def send(self) -> None:
+        """Send the changed values, or all parameters. When this returns, the engines hold them, not yet verified.
+
+        Raises:
+            SyncError: vLLM failed on either side.
+            DeadlineExceeded: the transfer took longer than the link's `timeout_s`.
+        """
+        assert self._shard, "announced"
+        shard = self._shard
+        self._within(lambda: self._send(shard))
+
+    def verify(self) -> Probes:
+        assert self._shard, "announced"
+        probes, self._shard = self._link.verify(self._shard.records, None), None
+        return probes
+
+    def abort(self) -> None:
+        """Refuse to send again: the process group of a failed transfer cannot be used any more."""
+        self._shard, self._broken = None, True
+
+    @staticmethod
+    def receive(ticket: Any) -> Sequence[Payload]:
+        raise SyncError("vLLM's own transfers have no tickets: the engines receive the weights themselves")
+
+    def _in_floats(self, buckets: Sequence[Bucket], fmt: Format | None) -> Shard:
         """Convert the buckets that the publisher prepared to the form in which this transport sends them."""
         sent = [item for bucket in buckets for item in zip(bucket.records, bucket.payloads, strict=True)]
         wholes = {payload.name: payload for bucket in self._publisher.resend() for payload in bucket.payloads}
         scales = {name: whole.arrays[1].view(np.float32) for name, whole in wholes.items() if len(whole.parts) == 2}
-        found = [_patch(payload, wholes[payload.name], fmt) for _, payload in sent] if self.sparse else []
+        found = [_patch(payload, wholes[payload.name], fmt) for _, payload in sent] if self.sends_changes else []
         patches = {patch.name: patch for patch in found if len(patch.indices)}
         records = []
         for record, payload in sent:
             carried = _CODE_BYTES * payload.parts[0].size if record.name in scales else payload.bytes
-            if self.sparse:
+            if self.sends_changes:
                 patch = patches.get(record.name)
                 carried = len(patch.indices) * (_INDEX_BYTES + patch.values.itemsize) if patch else 0
             beside = scales[record.name].nbytes if record.name in scales else 0
             records.append(replace(record, bytes=carried + beside))
         return Shard(records=tuple(records), scales=scales, patches=tuple(patches.values()))
 
-    def send(self, shard: Shard, fmt: Format | None, unquantized: Unquantized) -> None:
-        """Send the changed values, or all parameters, to the engines, which expect the version. When this returns, the
-        engines have loaded it but not yet verified it.
-
-        Raises:
-            SyncError: vLLM failed on either side. Its process group cannot be used any more.
-            DeadlineExceeded: the transfer took longer than `timeout_s`.
-        """
-        self._source.fmt, self._source.unquantized = fmt, getattr(torch, unquantized)
-        self._within(lambda: self._send(shard))
-
     def _send(self, shard: Shard) -> None:
         self._engine = self._engine or self._opened()
-        if self.sparse:
+        if self.sends_changes:
             device = self._engine.model_update_group.device
             moved = [replace(p, indices=p.indices.to(device), values=p.values.to(device)) for p in shard.patches]
             self._engine.send_weights(moved)
@@ -111,14 +126,15 @@ class Transfer:
     def _opened(self) -> Any:
         rank = self._publisher.rank
         packed = {"packed": True, "packed_buffer_size_bytes": max(self._publisher.bucket_bytes, self._source.largest())}
-        meeting = {"master_address": get_ip(), "master_port": get_open_port(), "world_size": 1 + self._workers}
+        processes = self._link.engines * self._link.processes
+        rendezvous = {"master_address": get_ip(), "master_port": get_open_port(), "world_size": 1 + processes}
         info = {
-            "nccl": lambda: NCCLTrainerInitInfo(rank=rank, **meeting, **packed),
-            "sparse_nccl": lambda: SparseNCCLTrainerInitInfo(rank=rank, **meeting),
+            "nccl": lambda: NCCLTrainerInitInfo(rank=rank, **rendezvous, **packed),
+            "sparse_nccl": lambda: SparseNCCLTrainerInitInfo(rank=rank, **rendezvous),
             "ipc": lambda: IPCTrainerInitInfo(rank=rank, **packed),
-        }[self._transport]()
-        source = None if self.sparse else self._source
-        return WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+        }[self._link.name]()
+        source = None if self.sends_changes else self._source
+        return WeightTransferTrainerFactory.trainer_init(info, client=_client(self._link), source=source)
 
     def _within(self, work: Callable[[], None]) -> None:
         """Run `work` in a thread that can be abandoned: a collective whose other side is gone does not return."""
@@ -136,13 +152,14 @@ class Transfer:
 
         threading.Thread(target=run, name="transfer", daemon=True).start()
         try:
-            done.result(self._timeout_s)
+            done.result(self._link.timeout_s)
         except QurlError:
             raise
         except TimeoutError:
-            raise DeadlineExceeded(f"waited {self._timeout_s:g} s for vLLM's {self._transport} transfer") from None
+            waited = f"waited {self._link.timeout_s:g} s for vLLM's {self._link.name} transfer"
+            raise DeadlineExceeded(waited) from None
         except Exception as error:  # vLLM raises many kinds
-            raise SyncError(f"vLLM's {self._transport} transfer failed: {type(error).__name__}: {error}") from error
+            raise SyncError(f"vLLM's {self._link.name} transfer failed: {type(error).__name__}: {error}") from error
 
 
 class _Floats(WeightSource):
@@ -176,10 +193,21 @@ class _Floats(WeightSource):
         return self.fmt is not None and name in self._publisher.quantized
 
 
-def _client(call: Callable[[str, dict], None]) -> SimpleNamespace:
+def _client(link: Link) -> SimpleNamespace:
     """Interface to the engines that vLLM's trainer engines need (its VLLMWeightSyncClient)."""
+
+    def call(method: str, arguments: dict) -> None:
+        link.call(method, [arguments] * link.engines)
+
+    def start(info: dict) -> None:
+        # vLLM numbers the processes of one engine only: the engines get consecutive rank offsets, after the sender.
+        each = [dict(info) for _ in range(link.engines)]
+        if "rank_offset" in info:
+            each = [own | {"rank_offset": 1 + index * link.processes} for index, own in enumerate(each)]
+        link.call("init_weight_transfer_engine", [{"init_info": own} for own in each])
+
     return SimpleNamespace(
-        init_weight_transfer_engine=lambda info: call("init_weight_transfer_engine", {"init_info": info}),
+        init_weight_transfer_engine=start,
         start_weight_update=lambda: call("start_weight_update", {}),
         update_weights=lambda info: call("update_weights", {"update_info": info}),
         finish_weight_update=lambda: call("finish_weight_update", {}),

@@ -260,7 +260,10 @@ def test_vllms_own_weight_transfer_needs_vllm_and_gpus(transport, missing):
     overrides = [f"sync.transport={transport}", *ON_GPUS, f"placement={placement}"]
     assert load_config(None, overrides).sync.transport == transport
     del overrides[1 + missing]
-    with pytest.raises(ConfigError, match=rf"sync\.transport={transport} is vLLM's.*use object_store"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"sync\.transport={transport} sends from GPU to GPU: it needs rollout.engine=vllm.*use object_store",
+    ):
         load_config(None, overrides)
 
 
@@ -290,12 +293,18 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("rollout: {engine: vllm, kv_cache: fp8}", "rollout.kv_cache=fp8 is the torch engine's"),
+        (
+            "rollout: {engine: vllm, kv_cache: fp8}",
+            "engine=vllm cannot store keys and values as kv_cache=fp8: use full",
+        ),
         ("rollout: {dtype: bfloat16}\nsync: {unquantized: float32}", "rollout.dtype=bfloat16 cannot hold"),
-        ("rollout: {cuda_graphs: true}", "captures what the torch engine does on a GPU: not engine=torch, device=cpu"),
-        ("rollout: {compile: true}", "not engine=torch, device=cpu: on a CPU engine and learner agree to the bit"),
-        ("rollout: {cuda_graphs: true, device: cuda, engine: vllm}", "not engine=vllm, device=cuda"),
-        ("rollout: {compile: true, device: cuda, engine: vllm}", "not engine=vllm, device=cuda"),
+        (
+            "rollout: {cuda_graphs: true}",
+            "cuda_graphs needs engine=torch and device=cuda, not engine=torch and device=cpu",
+        ),
+        ("rollout: {compile: true}", "not engine=torch and device=cpu: on a CPU, engine and learner agree bit for bit"),
+        ("rollout: {cuda_graphs: true, device: cuda, engine: vllm}", "not engine=vllm and device=cuda"),
+        ("rollout: {compile: true, device: cuda, engine: vllm}", "not engine=vllm and device=cuda"),
     ],
 )
 def test_engines_that_could_not_do_it_are_refused(load, text, reason):
@@ -504,7 +513,7 @@ def test_colocated_learners_make_room_unless_they_are_told_not_to():
         ),
         ("rollout.vllm.tensor_parallel=3", "need learner.workers=12, not 8"),
         ("rollout.max_workers=5", "no room for more engines than ranks"),
-        ("rollout.vllm.kv_cache_gb=null", "needs rollout.vllm.kv_cache_gb: vLLM would take the learner's memory"),
+        ("rollout.vllm.kv_cache_gb=null", "engine=vllm would otherwise take the learner's memory"),
         ("sync.transport=nccl", "two processes on one GPU, which NCCL refuses"),
         ("sync.transport=ipc", "elsewhere use nccl, or object_store with placement=colocated"),
         ("placement=together", "placement"),
@@ -517,7 +526,7 @@ def test_what_takes_turns_cannot_have_is_refused(override, reason):
 
 
 def test_vllm_cannot_take_turns_on_a_cpu(load):
-    assert "vLLM cannot on a CPU" in complaint(load, "placement: colocated\nrollout: {engine: vllm}")
+    assert "engine=vllm cannot do that on a CPU" in complaint(load, "placement: colocated\nrollout: {engine: vllm}")
 
 
 def test_a_fleet_cannot_grow_to_fewer_workers(load):

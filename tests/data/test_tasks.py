@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.config.models import ArithmeticTask, DatasetTask, ReasoningGymTask
+from qurl_ray.config.task import ArithmeticTask, DatasetTask, ReasoningGymTask
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import DataError
 from qurl_ray.tables import REWARDS

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from qurl_ray.config.cli import training_app
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.model import TinyModel
 from qurl_ray.loop.driver.job import train
 from qurl_ray.policy.tiny import cached_tiny_policy
 from tests.conftest import SUMS

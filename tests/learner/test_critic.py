@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.critic import Credit
 from qurl_ray.learner.learner import PolicyLearner, make_learner

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch, plan, to_tensors
 from qurl_ray.learner.learner import make_learner

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.learner import make_learner

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.critic import Credit
 from qurl_ray.learner.learner import PolicyLearner, make_learner

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.model import TinyModel
 from qurl_ray.numerics.promise import promise_for
 from qurl_ray.policy.load import head_dim, load_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.model import TinyModel
 from qurl_ray.numerics import promise
 from qurl_ray.numerics.promise import promise_for, promise_of
 from qurl_ray.numerics.rules import Rule

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from qurl_ray.config.models import GgufModel, PretrainedModel, TinyModel
+from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.planning.shapes import SHAPES, configured_shape, find_shape
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.model import TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.tiny import CHARACTERS, cached_tiny_policy, make_tokenizer
 from qurl_ray.types import Problem

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from qurl_ray.config.models import QuantizationConfig
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import quantize

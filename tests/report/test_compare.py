@@ -289,7 +289,7 @@ def test_passwords_in_settings_are_not_shown(tmp_path):
 def test_the_runs_of_an_experiment_are_read_from_their_artifacts_or_else_from_their_metrics(tmp_path):
     pytest.importorskip("mlflow")
     from qurl_ray.config import RunConfig
-    from qurl_ray.config.models import TrackingConfig
+    from qurl_ray.config.tracking import TrackingConfig
     from qurl_ray.tracking import Tracker
     from qurl_ray.tracking.compare_mlflow import experiment_runs
     from qurl_ray.types import Event

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from qurl_ray.config.models import RolloutConfig
+from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import EngineError
 from qurl_ray.rollout import graphs
 from qurl_ray.rollout.decoder import Elementwise, compiled
 from qurl_ray.rollout.graphs import CudaCapture, DecodeGraphs
-from qurl_ray.rollout.make import make_engine
+from qurl_ray.rollout.make import rollout_options, torch_engine
 from qurl_ray.rollout.slots import Fp8SlotCache, SlotCache
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Request
@@ -278,7 +278,7 @@ def test_the_settings_reach_the_engine(tmp_path, monkeypatch):
     monkeypatch.setattr("qurl_ray.rollout.torch_engine.TorchEngine", lambda spec, **options: made.update(options))
     for on in (False, True):
         config = RolloutConfig(device="cuda", cuda_graphs=on, compile=on)
-        make_engine(Policy, config, kernel="auto", threads=1)
+        torch_engine(Policy, rollout_options(config, kernel="auto", threads=1))
         assert made["capture"] is (CudaCapture if on else None)
         assert made["compile"] is (torch.compile if on else None)
 

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2Config,
 
 from qurl_ray.config import load_config
 from qurl_ray.config.idle import idle_settings
-from qurl_ray.config.models import LearnerConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.probe import Codes
 from qurl_ray.loop.rank.objectives import objective_settings

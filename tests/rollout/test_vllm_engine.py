@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qurl_ray.config.models import TinyModel
+from qurl_ray.config.model import TinyModel
 from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy

@@ -16,7 +16,8 @@ import httpx
 import torch
 from openai import AsyncOpenAI, OpenAI
 
-from qurl_ray.config.models import QuantizationConfig, TinyModel
+from qurl_ray.config.model import TinyModel
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy

@@ -116,7 +116,8 @@ class Rig:
             self.engines.append(RemoteEngine(self.ends.enter_context(process)))
         waiting = iter(self.engines)
         rollout_worker.make_engine = lambda *_, **__: next(waiting)
-        workers = [Worker(spec, None, kernel="auto", threads=1) for _ in self.engines]
+        options: dict[str, Any] = {"kernel": "auto", "threads": 1, "transport": transport}
+        workers = [Worker(spec, self.config.rollout, **options) for _ in self.engines]
         tokenizer = load_tokenizer(spec)
         drawn = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True) if probe else []
         self.requests = requests_for(tokenizer, 3, 2)
@@ -138,7 +139,7 @@ class Rig:
 
         self.calls: list[str] = []
 
-        async def transfer(method: str, arguments: dict) -> None:
+        async def transfer(method: str, arguments: list[dict]) -> None:
             self.calls.append(method)
             await self.fleet.transfer(method, arguments, 60)
 

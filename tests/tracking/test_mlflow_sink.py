@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.models import TrackingConfig
+from qurl_ray.config.tracking import TrackingConfig
 from qurl_ray.tracking import Tracker
 from qurl_ray.types import Event
 

@@ -17,7 +17,7 @@ import yaml
 from typer.testing import CliRunner
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.models import TrackingConfig
+from qurl_ray.config.tracking import TrackingConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.tracking import Tracker
 from qurl_ray.tracking.replay import replay

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.models import TrackingConfig
+from qurl_ray.config.tracking import TrackingConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.tracking import Tracker
 from qurl_ray.types import Event

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -165,9 +166,9 @@ class Coordinator:
         """See Session.expect."""
         await self.session.expect(offer, scales)
 
-    async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
+    async def offer(self, offer: Offer, tickets: list[Any] | None) -> list[list[Completion]]:
         """See Session.offer."""
-        return await self.session.offer(offer, buckets)
+        return await self.session.offer(offer, tickets)
 
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
         """See Session.conclude."""
@@ -189,8 +190,8 @@ class Coordinator:
 
     # --- ranks: everything else ---------------------------------------------------------------------------------
 
-    async def transfer(self, method: str, arguments: dict) -> None:
-        """Run one step of vLLM's own weight transfer on all engines."""
+    async def transfer(self, method: str, arguments: list[dict]) -> None:
+        """Take one step of a direct transport on all engines; see Fleet.transfer."""
         await self._fleet.transfer(method, arguments, self._config.sync.timeout_s)
 
     async def rest(self) -> None:

@@ -12,6 +12,7 @@ while others generate.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ray import ObjectRef
 
@@ -77,15 +78,20 @@ class Refit:
         self.metrics: dict[str, float] = {}
 
     async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
-        """Announce one rank's part of a version that vLLM's own transfer sends, with the scales of its codes. Returns
-        when the engines are ready for it. An offer without buckets then has them verify it."""
+        """Announce one rank's part of a version that a direct transport sends, with the scales of its codes. Returns
+        when the engines are ready for it. An offer without tickets then has them verify it."""
         key = ("expect", offer.version)
         await self._rendezvous.arrive(key, offer.rank, (offer, scales), self._expect)
 
-    async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
-        """Add one rank's part. Returns, once the engines have loaded all parts, the probes of those that succeeded."""
+    async def offer(self, offer: Offer, tickets: Sequence[Any] | None) -> list[list[Completion]]:
+        """Add one rank's part. Returns, once the engines have loaded all parts, the probes of those that succeeded.
+
+        Args:
+            tickets: what the transport's `receive` returns the rank's buckets for; None if a direct transport has sent
+                them.
+        """
         key = ("offer", offer.version, offer.attempt)
-        return await self._rendezvous.arrive(key, offer.rank, (offer, buckets), self._load)
+        return await self._rendezvous.arrive(key, offer.rank, (offer, tickets), self._load)
 
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
         """Decide for all ranks by rank 0's gaps (one per engine that drew a probe). Returns True if the ranks must
@@ -102,9 +108,9 @@ class Refit:
         refs = [ref for _, scales in parts for ref in scales]
         await self._fleet.expect(_manifest(parts), refs, self._timeout_s)
 
-    async def _load(self, parts: list[tuple[Offer, list[ObjectRef]]]) -> list[list[Completion]]:
+    async def _load(self, parts: list[tuple[Offer, Sequence[Any] | None]]) -> list[list[Completion]]:
         offer, manifest = parts[0][0], _manifest(parts)
-        refs = None if offer.transferred else [ref for _, buckets in parts for ref in buckets]
+        tickets = None if parts[0][1] is None else [ticket for _, own in parts for ticket in own or ()]
         if offer.attempt == 0:
             self._manifest, self._resent, self._refits = manifest, 0, 0
             await self._fleet.pause()
@@ -116,7 +122,7 @@ class Refit:
             members = self._fleet.those(Health.STALE)
             self._refits += len(members)
             self._resent += sum(record.bytes for record in manifest.tensors)
-        found = await self._fleet.load(members, manifest, refs, self._probe, self._timeout_s)
+        found = await self._fleet.load(members, manifest, tickets, self._probe, self._timeout_s)
         self._unfit = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
         taken = {index: one for index, one in found.items() if not isinstance(one, QurlError)}
         self._loaded = [member for member in members if member.index not in self._unfit]
@@ -161,7 +167,7 @@ class Refit:
             )
 
 
-def _manifest(parts: Sequence[tuple[Offer, list[ObjectRef]]]) -> Manifest:
+def _manifest(parts: Sequence[tuple[Offer, Any]]) -> Manifest:
     """Manifest of a version, from the offers of its ranks."""
     offer = parts[0][0]
     fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)

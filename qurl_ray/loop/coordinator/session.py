@@ -205,12 +205,12 @@ class Session:
     # --- weights ------------------------------------------------------------------------------------------------
 
     async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
-        """Announce one rank's part of a version that vLLM's own transfer sends; see Refit.expect."""
+        """Announce one rank's part of a version that a direct transport sends; see Refit.expect."""
         await self._refit.expect(offer, scales)
 
-    async def offer(self, offer: Offer, buckets: list[ObjectRef]) -> list[list[Completion]]:
+    async def offer(self, offer: Offer, tickets: list[Any] | None) -> list[list[Completion]]:
         """Add one rank's part of a version; see Refit.offer."""
-        return await self._refit.offer(offer, buckets)
+        return await self._refit.offer(offer, tickets)
 
     async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
         """Report the gaps of the engines' probes; see Refit.conclude."""

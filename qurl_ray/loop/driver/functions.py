@@ -7,7 +7,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.algorithm import Algorithm, Custom
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import Table
-from qurl_ray.tables import ADVANTAGES, CORRECTIONS, OBJECTIVES, SINKS
+from qurl_ray.tables import ADVANTAGES, CORRECTIONS, ENGINES, OBJECTIVES, SINKS, TRANSPORTS
 
 # Torch is imported where a function is tried: a dry run of the package's own ones does without it.
 
@@ -20,6 +20,12 @@ def try_functions(config: RunConfig) -> None:
     """
     for sink in config.tracking.sinks:
         SINKS.load(sink)  # the tracker creates it, in the run's folder
+    if config.rollout.engine not in ENGINES.entries:
+        ENGINES.load(config.rollout.engine)  # the rollout workers create it
+    if config.sync.transport not in TRANSPORTS.entries:
+        from qurl_ray.sync.transport import transport_named
+
+        transport_named(config.sync.transport)
     for table, name, attempt in _named(config):
         if name in table.entries:
             continue

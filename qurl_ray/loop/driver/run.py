@@ -26,7 +26,7 @@ from qurl_ray.actors.verifier import VerifierPool, start_verifiers
 from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
-from qurl_ray.config.models import ModelConfig, TinyModel
+from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.data.tasks import Task
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline

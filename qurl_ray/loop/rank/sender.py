@@ -1,15 +1,15 @@
 """A rank's part of every weight sync: quantize, send the changes, and check that the engines compute with them."""
 
 import time
-from collections.abc import Iterable, Set
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
+from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.probe import Codes
@@ -18,10 +18,9 @@ from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import Bucket, Publisher
+from qurl_ray.sync.transport import Link, Probes, Transport, transport_named
+from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import Completion, TensorRecord
-
-if TYPE_CHECKING:
-    from qurl_ray.sync.transfer import Transfer
 
 
 class Sender:
@@ -47,7 +46,13 @@ class Sender:
         self._attempt = 0
         self._codes: Codes | None = None
         """Form in which the current version was sent; None before the first."""
-        self._transfer = self._make_transfer() if config.sync.transport != "object_store" else None
+        link, name = self._link(), config.sync.transport
+        transport = transport_named(name)(link)
+        direct = TRANSPORTS[name].direct
+        self._whole: Transport = ObjectStore(link) if direct else transport
+        """Transport of versions for which the engines need not hold another one in the same format."""
+        self._next: Transport = transport
+        """Transport of the other versions."""
         self.sent: str | None = None
         """Format of the weights that the engines hold; None before the first send."""
 
@@ -62,10 +67,9 @@ class Sender:
             # In a unified flow the learner keeps tensors without codes in float32, and so must the engines.
             may_differ = fmt and self._config.precision_flow == "rollout_only"
             unquantized = "bfloat16" if may_differ or self._config.rollout.dtype == "bfloat16" else "float32"
-        # vLLM's own transfer needs weights of the same format in place; else, and for refits, the object store is used.
-        transfer = self._transfer if self.sent == format_name else None
-        deltas = self._config.sync.delta and (transfer is None or transfer.sparse)
-        base = self._version if deltas and self.sent == format_name else None
+        transport = self._next if self.sent == format_name else self._whole
+        changes = self._config.sync.delta and transport.sends_changes and self.sent == format_name
+        base = self._version if changes else None
         self._version += 1
         buckets = self._publisher.prepare(
             self._learner.named_parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
@@ -77,7 +81,7 @@ class Sender:
             kv_cache=self._config.rollout.kv_cache,
         )
         self._attempt = 0
-        if self._offer(buckets, transfer):
+        if self._offer(buckets, transport):
             self.resend()
         self.sent = format_name
         return time.perf_counter() - started
@@ -87,57 +91,63 @@ class Sender:
         again = True
         while again:
             self._attempt += 1
-            again = self._offer(self._publisher.resend(), None)
+            again = self._offer(self._publisher.resend(), self._whole)
 
-    def _offer(self, buckets: Iterable[Bucket], transfer: "Transfer | None") -> bool:
+    def _offer(self, buckets: Iterable[Bucket], transport: Transport) -> bool:
         """Offer the version to the engines and score their probes. Returns True if some engines need the version
         again."""
-        codes, attempt = self._codes, self._attempt
+        codes = self._codes
         assert codes, "nothing was published"
-        fmt = codes.fmt
-        refs: list[ObjectRef] = []
-        records: list[TensorRecord] = []
-        if transfer:
-            shard = transfer.shard(list(buckets), fmt)
-            refs, records = [ray.put(shard.scales)], list(shard.records)
-        else:
-            for bucket in buckets:
-                refs.append(ray.put(bucket.payloads))
-                records += bucket.records
-        offer = Offer(
+        try:
+            transport.announce(buckets, codes.fmt, codes.unquantized)
+            transport.send()
+            probes = transport.verify()
+        except BaseException:
+            transport.abort()
+            raise
+        gaps = self._gaps(probes, codes)
+        call = self._coordinator.conclude.remote(self._version, self._attempt, self._publisher.rank, gaps)
+        return self._wait(call, f"verify weights {self._version}")
+
+    def _link(self) -> Link:
+        rollout = self._config.rollout
+
+        def verify(records: Sequence[TensorRecord], tickets: Sequence[Any] | None) -> Probes:
+            call = self._coordinator.offer.remote(self._announcement(records), tickets)
+            return self._wait(call, f"verify weights {self._version}")
+
+        def expect(records: Sequence[TensorRecord], scales: Mapping[str, np.ndarray]) -> None:
+            call = self._coordinator.expect.remote(self._announcement(records), [ray.put(scales)])
+            self._wait(call, f"expect weights {self._version}")
+
+        def call(method: str, arguments: Sequence[dict]) -> None:
+            self._wait(self._coordinator.transfer.remote(method, arguments), f"take the transport's step {method}")
+
+        return Link(
+            name=self._config.sync.transport,
+            publisher=self._publisher,
+            parameters=self._learner.named_parameters,
+            engines=rollout.workers,
+            processes=rollout.processes,
+            verify=verify,
+            expect=expect,
+            call=call,
+            timeout_s=self._config.sync.timeout_s,
+        )
+
+    def _announcement(self, records: Sequence[TensorRecord]) -> Offer:
+        fmt = self._codes.fmt if self._codes else None
+        return Offer(
             version=self._version,
-            attempt=attempt,
+            attempt=self._attempt,
             rank=self._publisher.rank,
             format=fmt.name if fmt else "none",
             weight_max_code=fmt.weight_max if fmt else None,
             records=tuple(records),
         )
-        limit = self._config.sync.timeout_s
-        what = f"the engines to verify weights {self._version}"
-        if transfer:
-            wait(self._coordinator.expect.remote(offer, refs), limit, f"the engines to expect weights {self._version}")
-            transfer.send(shard, fmt, codes.unquantized)
-            offer, refs = replace(offer, transferred=True), []
-        probes = wait(self._coordinator.offer.remote(offer, refs), limit, what)
-        gaps = self._gaps(probes, codes)
-        call = self._coordinator.conclude.remote(self._version, attempt, self._publisher.rank, gaps)
-        return wait(call, limit, what)
 
-    def _make_transfer(self) -> "Transfer":
-        from qurl_ray.sync.transfer import Transfer
-
-        def call(method: str, arguments: dict) -> None:
-            wait(self._coordinator.transfer.remote(method, arguments), self._config.sync.timeout_s, f"vLLM to {method}")
-
-        rollout = self._config.rollout
-        return Transfer(
-            self._config.sync.transport,
-            self._publisher,
-            self._learner.named_parameters,
-            call,
-            workers=rollout.workers * rollout.vllm.tensor_parallel,
-            timeout_s=self._config.sync.timeout_s,
-        )
+    def _wait(self, call: ObjectRef, what: str) -> Any:
+        return wait(call, self._config.sync.timeout_s, f"the engines to {what}")
 
     def _gaps(self, probes: list[list[Completion]], codes: Codes) -> list[Gap]:
         """Return one gap per engine. All ranks compute them, because a sharded learner's forward pass is collective."""

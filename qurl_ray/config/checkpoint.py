@@ -1,0 +1,16 @@
+"""Settings of checkpoints."""
+
+from pydantic import Field
+
+from qurl_ray.config.section import Section
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: all that a killed run needs to resume, and the policy at that step. A run that ends before its last
+    step, for example after Ctrl-C, always writes one."""
+
+    every: int = Field(20, ge=0)
+    """Number of steps between two checkpoints; 0 writes one only if the run ends before its last step."""
+    keep: int = Field(2, ge=1)
+    """Number of latest checkpoints to keep, in addition to the one with the best held-out reward
+    (`evaluation.every`)."""

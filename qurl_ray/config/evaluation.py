@@ -1,0 +1,27 @@
+"""Settings of evaluations."""
+
+from pydantic import Field, model_validator
+
+from qurl_ray.config.section import Section
+
+
+class EvaluationConfig(Section):
+    """Evaluations on held-out problems: mean reward, and the share of problems solved (reward above 0.5)."""
+
+    problems: int = Field(500, ge=1)
+    """Largest number of held-out problems in an evaluation; each is answered once, greedily."""
+    every: int = Field(0, ge=0)
+    """Number of steps between two evaluations of the quantized policy during training; 0 evaluates only before and
+    after training."""
+    target_reward: float | None = None
+    """Mean held-out reward at which the run ends, after the first evaluation during training (see `every`) that reaches
+    it; `steps` is then an upper limit. The learning rate falls as if all `steps` were made. null sets no target."""
+
+    @model_validator(mode="after")
+    def _a_target_needs_evaluations(self) -> "EvaluationConfig":
+        if self.target_reward is not None and not self.every:
+            raise ValueError(
+                f"evaluation.target_reward={self.target_reward:g} is looked at every evaluation.every steps, and that "
+                "is 0: set it to a number of steps"
+            )
+        return self

@@ -1,0 +1,151 @@
+"""Settings of a run: all sections, and the checks that concern several of them."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
+from qurl_ray.config.checkpoint import CheckpointConfig
+from qurl_ray.config.evaluation import EvaluationConfig
+from qurl_ray.config.export import ExportConfig
+from qurl_ray.config.guard import GuardConfig
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.model import ModelConfig, TinyModel
+from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
+from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.config.section import Section, with_default_types
+from qurl_ray.config.sync import SyncConfig
+from qurl_ray.config.task import ArithmeticTask, TaskConfig
+from qurl_ray.config.tracking import TrackingConfig
+
+
+class RunConfig(Section):
+    """Settings of one training run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run's folder under output_dir, and of its MLflow run."""
+    seed: int = 0
+    """Seed of the order of prompts, of sampling, and of mini-batches. Generated problems (`task.seed`) and the tiny
+    policy (`model.seed`) have seeds of their own."""
+    steps: int = Field(100, ge=1)
+    """Number of steps, each of rollouts and learning; with `evaluation.target_reward` the run may end earlier."""
+    output_dir: Path | None = None
+    """Folder that holds the run folders. null means $QURL_RUNS if that is set, else ./runs, or ~/qurl-runs for
+    submitted jobs."""
+    model: ModelConfig = TinyModel()
+    """Policy to be trained: `type` is tiny, pretrained or gguf."""
+    task: TaskConfig = ArithmeticTask()
+    """Problems to train on, and how answers are judged: `type` is arithmetic, reasoning_gym, dataset or custom. The
+    settings directly below exist for every type."""
+    precision_flow: Literal["rollout_only", "unified", "unified_int8"] = "rollout_only"
+    """Precision of training compared with rollouts: `rollout_only` trains in full precision and corrects for the
+    difference (QuRL); `unified` trains through the same codes as the engines, which with
+    rollout.quantization=fp8_block, gradients included, is Jet-RL; `unified_int8` is `unified` with
+    rollout.quantization=int8."""
+    placement: Placement = "disaggregated"
+    """GPUs of engines and learner: `disaggregated` gives engines GPUs of their own; `colocated` puts them on the GPUs
+    of the learner's ranks, where they take turns: engines sleep while the learner trains, and the learner's states are
+    in host memory while engines generate. `colocated` needs rollout.workers × tensor_parallel = learner.workers. Not
+    measured on GPUs yet."""
+    rollout: RolloutConfig = RolloutConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
+    algorithm: AlgorithmConfig = DAPO()
+    """Algorithm of reinforcement learning: `type` is dapo, grpo or ppo. The settings directly below exist for every
+    type."""
+    learner: LearnerConfig = LearnerConfig()
+    guard: GuardConfig = GuardConfig()
+    sync: SyncConfig = SyncConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_types(cls, settings: Any) -> Any:
+        return with_offload(with_default_types(settings))
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> "RunConfig":
+        rollout, algorithm = self.rollout, self.algorithm
+        if rollout.samples_per_prompt < 2 and algorithm.type != "ppo":
+            raise ValueError(
+                f"rollout.samples_per_prompt is 1: {algorithm.type} compares the samples of a prompt with each other, "
+                "so a group of one has no advantage; use at least 2"
+            )
+        if algorithm.updates_per_rollout > rollout.prompts_per_step:
+            raise ValueError(
+                f"algorithm.updates_per_rollout ({algorithm.updates_per_rollout}) exceeds rollout.prompts_per_step "
+                f"({rollout.prompts_per_step}): a mini-batch holds whole groups"
+            )
+        if algorithm.overlong_buffer > rollout.max_new_tokens:
+            raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
+        if rollout.dtype == "bfloat16" and self.sync.unquantized == "float32":
+            raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
+        if rollout.max_staleness:
+            self._staleness_fits()
+        check_transport(self.placement, rollout, self.learner, self.quantization, self.sync)
+        check_placement(self.placement, rollout, self.learner, self.sync)
+        if self.precision_flow != "rollout_only":
+            self._flow_fits()
+        elif self.quantization.backward != "auto":
+            raise ValueError("quantization.backward is of unified flows: set precision_flow=unified")
+        elif algorithm.calibrate_every and algorithm.correction.type != "naive":
+            raise ValueError("algorithm.calibrate_every needs correction=naive, or a unified precision flow")
+        if self.quantization.rounding != "nearest" and (self.sync.delta or self.sync.probe_tokens):
+            raise ValueError(
+                f"quantization.rounding={self.quantization.rounding} is an experiment that changes a third of all "
+                "codes at every sync, at random: set sync.delta=false and sync.probe_tokens=0 with it"
+            )
+        if self.rollout.quantization == "none" and self.quantization.uaq_scale != 1.0:
+            raise ValueError(
+                "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
+            )
+        return self
+
+    def _staleness_fits(self) -> None:
+        """Raise ValueError if another setting contradicts rollouts that run ahead of the learner."""
+        ahead, correction = f"rollout.max_staleness={self.rollout.max_staleness}", self.algorithm.correction
+        if correction.type == "ignore" or correction.metrics_only:
+            raise ValueError(
+                f"{ahead} draws tokens with weights from before: they need a correction, and algorithm.correction="
+                f"{correction.type} takes them for the learner's own"
+            )
+        if self.learner.offload_while_waiting and self.placement == "disaggregated":
+            raise ValueError(
+                f"{ahead} has engines generate while the learner trains: they cannot share a GPU "
+                "(learner.offload_while_waiting)"
+            )
+
+    def _flow_fits(self) -> None:
+        """Raise ValueError if another setting contradicts a unified precision flow."""
+        flow, rollout = f"precision_flow={self.precision_flow}", self.rollout
+        if rollout.quantization == "none":
+            raise ValueError(f"{flow} trains through the format of the rollouts: set rollout.quantization to one")
+        if self.precision_flow == "unified_int8" and rollout.quantization != "int8":
+            raise ValueError(f"{flow} needs rollout.quantization=int8, not {rollout.quantization}")
+        if self.quantization.backward == "quantized" and rollout.quantization != "fp8_block":
+            raise ValueError(
+                "quantization.backward=quantized needs the square blocks of rollout.quantization=fp8_block; other "
+                "formats have straight_through and full"
+            )
+        if self.quantization.rounding != "nearest":
+            raise ValueError(f"{flow} needs quantization.rounding=nearest: the learner makes the same codes once more")
+        if rollout.kv_cache != "full":
+            raise ValueError(f"{flow} needs rollout.kv_cache=full: the learner attends to keys in full precision")
+        if self.sync.unquantized == "bfloat16" and rollout.dtype == "float32":
+            raise ValueError(f"{flow} needs sync.unquantized=auto: the learner computes what has no codes in float32")
+
+    def shares_forward(self) -> bool:
+        """True if engine and learner compute one forward pass, on CPUs and in float32, so that bits can be equal."""
+        rollout, learner = self.rollout, self.learner
+        ours_on_cpus = rollout.entry.equal_bits and (rollout.device, learner.device) == ("cpu", "cpu")
+        return ours_on_cpus and (rollout.dtype, learner.compute) == ("float32", "float32")
+
+    def backward(self) -> Literal["quantized", "straight_through", "full"]:
+        """Return how gradients of a unified flow are computed: `quantization.backward`, with `auto` resolved."""
+        if self.quantization.backward != "auto":
+            return self.quantization.backward
+        return "quantized" if self.rollout.quantization == "fp8_block" else "straight_through"

@@ -1,0 +1,42 @@
+"""Settings of the transfer of weights to the engines."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from qurl_ray.config.section import Section
+from qurl_ray.tables import TRANSPORTS
+
+
+class SyncConfig(Section):
+    """Weight transfer from learner to engines."""
+
+    transport: str = Field(
+        "object_store",
+        description=f"How weights travel to the engines: {TRANSPORTS.help()}. `nccl`, `sparse_nccl` and `ipc` are "
+        "vLLM's own, send codes as bfloat16, and use the object store for the first version in a format and for "
+        "versions that are sent again. They are not measured yet.",
+    )
+    timeout_s: float = Field(120.0, gt=0)
+    """Deadline for every engine to load and verify one weight version, in seconds."""
+    delta: bool = True
+    """Send only what changed since the version that the engines hold, and all weights to engines that hold another
+    version; false always sends all."""
+    unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format in which embeddings, norms and other tensors without codes travel, and in which engines then
+    compute with them: `float32` (32 bits); `bfloat16` (16 bits); `auto` is bfloat16 for engines with dtype=bfloat16,
+    and beside codes with precision_flow=rollout_only, else float32."""
+    bucket_mb: int = Field(32, ge=1)
+    """Size of the buckets in which tensors travel, in MiB (2^20 bytes). It bounds what a sync holds in memory besides
+    the weights."""
+    probe_tokens: int = Field(4, ge=0)
+    """Number of tokens that every engine draws after each sync from a fixed prompt, to check that their log-probs are
+    those of the learner's forward through the same codes; 0 skips this check."""
+    probe_tolerance: float = Field(0.2, gt=0)
+    """Largest accepted mean difference between engine and learner of the probe's log-probs, in nats. The difference is
+    0 with the torch engine on a CPU, and elsewhere depends on the engine's arithmetic; wrong weights are far above."""
+
+    @field_validator("transport")
+    @classmethod
+    def _transport_is_known(cls, transport: str) -> str:
+        return TRANSPORTS.check(transport)

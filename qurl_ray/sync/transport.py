@@ -1,0 +1,98 @@
+"""The protocol of a transport: how the weights of a version travel from the learner's ranks to the engines.
+
+    rank:    announce ─► send ─► verify        abort, if one of them fails
+    worker:                ╰─► receive, for each ticket, where the engine loads the version
+
+Every rank has one transport, and all call it at the same time. `verify` gives the engines the tickets of what was sent,
+and returns when they have compared what they hold with the manifest's fingerprints: whatever a transport does, wrong
+weights never generate.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.quant.formats import Format
+from qurl_ray.sync.delta import Payload
+from qurl_ray.sync.publish import Bucket, Publisher, Unquantized
+from qurl_ray.tables import TRANSPORTS
+from qurl_ray.types import Completion, TensorRecord
+
+Probes = list[list[Completion]]
+"""Answers to the probe of the engines that took the version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A rank's connection to the engines, with which its transport is made. Its calls raise DeadlineExceeded."""
+
+    name: str
+    """`sync.transport`."""
+    publisher: Publisher
+    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    """Returns the learner's parameters, in the same order every time; collective if they are sharded."""
+    engines: int
+    processes: int
+    """Number of processes of each engine."""
+    verify: Callable[[Sequence[TensorRecord], Sequence[Any] | None], Probes]
+    """Has the engines load what this rank's tickets stand for, verify the version and draw the probe. None in place of
+    tickets: the engines have the weights already."""
+    expect: Callable[[Sequence[TensorRecord], Mapping[str, np.ndarray]], None]
+    """For direct transports: has the engines prepare for a version, whose scales it gives them."""
+    call: Callable[[str, Sequence[dict]], None]
+    """For direct transports: calls DirectEngine.transfer with this method on all engines, with one dict of arguments
+    each."""
+    timeout_s: float
+
+
+class Transport(Protocol):
+    """A rank's side of a transport, made with a Link; `receive` is the engines' side.
+
+    Example:
+        transport.announce(buckets, fmt, unquantized)
+        transport.send()
+        probes = transport.verify()
+    """
+
+    sends_changes: bool
+    """Buckets may hold changes to the version before, in place of whole tensors."""
+
+    def __init__(self, link: Link) -> None: ...
+
+    def announce(self, buckets: Iterable[Bucket], fmt: Format | None, unquantized: Unquantized) -> None:
+        """Take this rank's part of a version, bucket by bucket, and have the engines prepare for it if they must."""
+
+    def send(self) -> None:
+        """Send it."""
+
+    def verify(self) -> Probes:
+        """Return the probes, once all engines have loaded and verified the version."""
+
+    def abort(self) -> None:
+        """Release what an announced version holds; called when one of the other methods has failed."""
+
+    @staticmethod
+    def receive(ticket: Any) -> Sequence[Payload]:
+        """Return the payloads that a ticket stands for, in the process of an engine. Not called for direct
+        transports.
+
+        Raises:
+            SyncError: they did not arrive.
+        """
+
+
+def transport_named(name: str) -> type[Transport]:
+    """Import and return the class of a transport.
+
+    Raises:
+        ConfigError: there is none, or it lacks a part of the protocol.
+    """
+    found = TRANSPORTS.load(name)
+    parts = ("sends_changes", "announce", "send", "verify", "abort", "receive")
+    if missing := [part for part in parts if not hasattr(found, part)]:
+        raise ConfigError(f"transport {name!r} has no {', '.join(missing)} (qurl_ray.sync.transport.Transport)")
+    return cast(type[Transport], found)
