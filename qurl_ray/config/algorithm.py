@@ -157,7 +157,7 @@ class Algorithm(Section):
     correction: Correction = ACR()
     """Correction for the mismatch between engine and learner: a section whose `type` is acr, tis, mis, decoupled,
     naive, ignore or custom, or one of the names qurl, flashrl, mis, icepop, sequence_tis, sequence_mis, geometric, k2,
-    k3, veto, ais, decoupled, naive, ignore, monitor (docs/objectives.md), or package.module:function. Below, rho = p/b
+    k3, veto, ais, decoupled, naive, ignore, monitor (docs/concepts.md), or package.module:function. Below, rho = p/b
     is the probability of a token under the learner before the step (p, proximal) over that under the engine (b,
     behavior)."""
     objective: str = Field("ppo", description=f"Form of the objective: {OBJECTIVES.help()}.")

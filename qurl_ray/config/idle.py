@@ -1,4 +1,4 @@
-"""Find settings that have no effect in their combination. A run logs them at its start; docs/objectives.md lists
+"""Find settings that have no effect in their combination. A run logs them at its start; docs/concepts.md lists
 them."""
 
 from collections.abc import Iterator
