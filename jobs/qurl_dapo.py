@@ -4,4 +4,4 @@ from qurl_ray.config.cli import training_app
 from qurl_ray.loop.driver.job import train
 
 if __name__ == "__main__":
-    training_app("dapo", train)()
+    training_app("dapo", train, __doc__)()

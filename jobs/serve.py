@@ -4,4 +4,4 @@ from qurl_ray.config.serving import serving_app
 from qurl_ray.serving.job import serve
 
 if __name__ == "__main__":
-    serving_app(serve)()
+    serving_app(serve, __doc__)()

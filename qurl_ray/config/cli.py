@@ -5,20 +5,13 @@ from typing import Annotated, Protocol
 
 import typer
 
-from qurl_ray.config.load import describe, load_config
+from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
+from qurl_ray.config.load import load_config
 from qurl_ray.config.run import RunConfig
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import find_modules_here
 
 _JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
-
-
-def settings_help() -> str:
-    """Return the help of every setting with its default, made from the models."""
-    lines = []
-    for key, default, text in describe():
-        lines.append(f"{key} = {default}  {text}" if default else f"\b\n[{key}] {text}")
-    return "\n\n".join(lines)
 
 
 class Train(Protocol):
@@ -27,21 +20,21 @@ class Train(Protocol):
     def __call__(self, config: RunConfig, *, dry: bool, fresh: bool) -> int: ...
 
 
-def training_app(algorithm: str | None, train: Train) -> typer.Typer:
+def training_app(algorithm: str | None, train: Train, about: str | None = None) -> typer.Typer:
     """Return a command that reads the settings, checks that their algorithm is `algorithm`, and calls `train`.
 
     Errors that qurl_ray raises on purpose are printed without a traceback.
 
     Args:
         algorithm: None is for unified precision flows, with any algorithm.
+        about: Docstring of the job: a sentence, a colon, and an example of use.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-    @app.command(epilog="Settings (section.key = default):\n\n" + settings_help())
+    @app.command(**COMMAND)
     def main(
-        overrides: Annotated[
-            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-        ] = None,
+        context: typer.Context,
+        overrides: Overrides = None,
         config: Annotated[
             Path | None, typer.Option(help="YAML file with the run's settings; defaults if absent.")
         ] = None,
@@ -52,9 +45,13 @@ def training_app(algorithm: str | None, train: Train) -> typer.Typer:
                 "--fresh", help="Start from the beginning, not from an unfinished run's checkpoint; that run is kept."
             ),
         ] = False,
+        show_help: HelpFlag = False,
     ) -> None:
         find_modules_here()
         try:
+            if show_help:
+                typer.echo(help_page(context, RunConfig, overrides or [], about))
+                return
             # Without a file the job decides the algorithm; with one, the file does, and must agree.
             given = overrides or []
             defaults = [f"algorithm.type={algorithm}"] if algorithm else _JET_RL

@@ -72,7 +72,11 @@ def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
 
 
 def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, default, help) of every setting, for --help and the reference in docs/."""
+    """Yield (dotted key, default, help) of every setting, for --help and the reference in docs/.
+
+    A section's settings come after a row with its key and help, those of one of its types after a row with
+    `key.type=…`. These rows have no default.
+    """
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         unions = _sections(field.annotation)
@@ -82,9 +86,9 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
             continue
         rows = [list(describe(member, f"{key}.")) for member in unions]
         shared = [row for row in rows[0] if len(unions) > 1 and all(row in others for others in rows)]
-        if shared:  # listed once, and not again for every type
+        if len(unions) > 1:
             yield key, "", " ".join((field.description or "Settings of every type.").split())
-            yield from shared
+            yield from shared  # listed once, and not again for every type
         for member, own in zip(unions, rows, strict=True):
             label = f"{key}.type={member.model_fields['type'].default}" if len(unions) > 1 else key
             yield label, "", " ".join((member.__doc__ or "").split())
@@ -162,7 +166,7 @@ def _fault(item: Any) -> str:
             return sentence
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:
-            return f"{key} is a setting of another type; see --help"
+            return f"{key} is a setting of another type; see --help {key}"
         nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
         return f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
     given = "" if isinstance(item["input"], dict | BaseModel) else f" (got {item['input']!r})"

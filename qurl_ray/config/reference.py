@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 
 from qurl_ray.config.load import describe
 
@@ -23,7 +24,9 @@ def _lines() -> Iterator[str]:
     yield from _table_under("The run", "")
     rows = list(describe())
     rows.sort(key=lambda row: not row[1] or "." in row[0])  # settings outside of all sections first
-    for key, default, text in rows:
+    for (key, default, text), (following, *_) in pairwise([*rows, ("", "", "")]):
+        if following.startswith(f"{key}.type="):
+            continue  # every setting of the section is of one type alone
         if not default and "." not in key.partition(".type=")[0]:
             yield from _table_under(f"`{key}`", text)
         else:  # a section inside a section is a row, so that what follows it stays in its table

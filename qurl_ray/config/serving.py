@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from qurl_ray.config.load import describe, read_settings
+from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
+from qurl_ray.config.load import read_settings
 from qurl_ray.config.rollout import Format
 from qurl_ray.config.section import Section
 from qurl_ray.errors import ConfigError, QurlError
@@ -176,27 +177,31 @@ def _fault(item: Any) -> str:
     return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given}"
 
 
-def serving_app(serve: Callable[..., int]) -> typer.Typer:
+def serving_app(serve: Callable[..., int], about: str | None = None) -> typer.Typer:
     """Return a command that reads settings and calls `serve(config, dry=…, swap=…)`, which returns the exit status.
 
     Errors that qurl_ray raises on purpose are printed without a traceback.
+
+    Args:
+        about: Docstring of the job: a sentence, a colon, and an example of use.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    rows = [f"{key} = {default}  {text}" for key, default, text in describe(ServingConfig)]
 
-    @app.command(epilog="Settings (key = default):\n\n" + "\n\n".join(rows))
+    @app.command(**COMMAND)
     def main(
-        overrides: Annotated[
-            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-        ] = None,
+        context: typer.Context,
+        overrides: Overrides = None,
         config: Annotated[Path | None, typer.Option(help="YAML file with settings; defaults if absent.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the settings; stop.")] = False,
         swap: Annotated[
             bool, typer.Option("--swap", help="Swap the app that runs on this machine to `policy`, and return.")
         ] = False,
+        show_help: HelpFlag = False,
     ) -> None:
-        """Serve a policy with OpenAI's API until Ctrl-C."""
         try:
+            if show_help:
+                typer.echo(help_page(context, ServingConfig, overrides or [], about))
+                return
             status = serve(load_serving(config, overrides or []), dry=dry_run, swap=swap)
         except QurlError as error:
             typer.echo(f"error: {error}", err=True)

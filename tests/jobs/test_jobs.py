@@ -1,5 +1,6 @@
 """The commands as a user types them."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -23,11 +24,20 @@ def job(name: str, *arguments: object, cwd: Path = ROOT) -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
-def test_help_lists_every_setting_with_its_default():
-    shown = job("qurl_dapo.py", "--help").stdout
-    for expected in ("--dry-run", "--config", "KEY=VALUE", "rollout.quantization = int8", "algorithm.type=dapo"):
-        assert expected in shown
-    assert "s of update-aware quantization" in " ".join(shown.split())
+@pytest.mark.parametrize("name", ["qurl_dapo.py", "qurl_grpo.py", "qurl_ppo.py", "jet_rl.py", "serve.py"])
+def test_help_begins_with_what_the_job_does_and_an_example_and_shows_what_is_named(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    docstring = ast.get_docstring(ast.parse((ROOT / "jobs" / name).read_text())) or ""
+    sentence, _, example = docstring.partition(": ")
+    shown = job(name, "--help").stdout
+    assert shown.startswith(f"{sentence}.\n\nExample: {example}\n\nUsage: {name} [OPTIONS] ")
+    assert example.startswith(f"python jobs/{name} ")
+    assert max(map(len, shown.splitlines())) <= 80
+    setting = "slots" if name == "serve.py" else "rollout.slots"
+    assert f"\n\n{setting} = " in job(name, "-h", "all").stdout
+    wrong = job(name, "--help", f"{setting}_")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert f"did you mean '{setting}'" in wrong.stderr
 
 
 def test_errors_have_no_traceback():

@@ -164,7 +164,7 @@ def test_a_dry_run_prints_the_settings_and_help_explains_them():
     done = CliRunner().invoke(serving_app(serve), ["--dry-run", "slots=7"])
     assert done.exit_code == 0
     assert "slots: 7\n" in done.stdout
-    shown = " ".join(CliRunner().invoke(serving_app(serve), ["--help"]).stdout.split())
+    shown = " ".join(CliRunner().invoke(serving_app(serve), ["--help", "slots"]).stdout.split())
     assert "slots = 32 Answers that a replica generates at a time" in shown
 
 
