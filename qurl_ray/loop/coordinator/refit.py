@@ -1,6 +1,6 @@
 """Refit of engines: they load a version and are checked before they generate. The coordinator's side of a weight sync.
 
-    ranks offer their buckets ─► engines load, verify fingerprints, draw the probe ─► rank 0 scores the probe
+    ranks offer their buckets ─► engines load, verify fingerprints, draw the probe ─► ranks score the probe
                 ▲                                                                          │
                 └──────── once more and in full, for engines in quarantine ◄── unfit ──────┤
                                                                        fit ─► generation resumes

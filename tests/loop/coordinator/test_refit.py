@@ -302,3 +302,20 @@ def test_ranks_hear_of_one_outcome_in_their_order_and_of_its_error():
 
     assert asyncio.run(both(join)) == ["from 0 and from 1"] * 2
     assert [str(error) for error in asyncio.run(both(fail))] == ["no", "no"]
+
+
+def test_a_transport_that_fails_is_aborted_and_its_error_ends_the_send(rig, monkeypatch):
+    rig, aborted = rig(), []
+    transport = rig.sender._whole
+    monkeypatch.setattr(transport, "send", lambda: 1 / 0)
+    monkeypatch.setattr(transport, "abort", lambda: aborted.append(True))
+    with pytest.raises(ZeroDivisionError):
+        rig.sender.send("int8")
+    assert aborted == [True]
+    assert not rig.fleet.those(Health.HEALTHY)
+
+
+def test_steps_of_a_direct_transport_are_one_for_each_engine(rig):
+    rig = rig()
+    with pytest.raises(SyncError, match="a direct transport to 3 engines cannot serve 2 workers"):
+        asyncio.new_event_loop().run_until_complete(rig.fleet.transfer("update_weights", [{}] * 3, 1.0))
