@@ -23,6 +23,8 @@ from pathlib import Path
 from qurl_ray.errors import CheckpointError
 
 _MANIFEST = "manifest.json"
+_DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""Errors of reading that are about what is there; any other OSError is about the access to it."""
 _CHUNK = 1 << 22
 
 
@@ -70,6 +72,7 @@ def verify(folder: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: a file is missing, damaged, or not in the manifest.
+        OSError: a file cannot be read.
     """
     checkpoint, expected = _read(folder)
     found = _sums(folder)
@@ -84,20 +87,37 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest whole checkpoint of a run, and one sentence on each newer one that was rejected.
+    """Return the newest whole checkpoint of a run (None if it has made none), and one sentence on each newer one that
+    was rejected.
 
     Rejected ones are renamed to damaged.step-<n>, so that `prune` does not keep them in place of later checkpoints.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read, which says nothing about its contents, or none is whole. Nothing
+            is renamed.
     """
-    rejected: list[str] = []
-    for folder in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
-        try:
-            return verify(folder), rejected
-        except CheckpointError as error:
-            rejected.append(f"checkpoint passed over: {error}")
-            aside = folder.with_name(f"damaged.{folder.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-    return None, rejected
+    rejected: dict[Path, CheckpointError] = {}
+    try:
+        for folder in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
+            try:
+                found = verify(folder)
+            except CheckpointError as error:
+                rejected[folder] = error
+                continue
+            for damaged in rejected:
+                aside = damaged.with_name(f"damaged.{damaged.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                damaged.rename(aside)
+            return found, [f"checkpoint passed over: {error}" for error in rejected.values()]
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or run_dir / 'checkpoints'} cannot be read ({error.strerror}), so it is not known "
+            "whether the run can resume: make it readable and give the same command again, or start again with --fresh"
+        ) from error
+    if rejected:
+        reasons = "; ".join(map(str, rejected.values()))
+        raise CheckpointError(f"no checkpoint of {run_dir} is whole: {reasons}. Start again with --fresh")
+    return None, []
 
 
 def prune(run_dir: Path, keep: int) -> None:
@@ -108,7 +128,7 @@ def prune(run_dir: Path, keep: int) -> None:
     for folder in sorted(root.glob("step-*")):
         try:
             found.append(_read(folder)[0])
-        except CheckpointError:
+        except (CheckpointError, OSError):
             continue  # left for the user to inspect
     measured = [checkpoint for checkpoint in found if checkpoint.reward is not None]
     kept = {checkpoint.step for checkpoint in found[-keep:]}
@@ -129,14 +149,18 @@ def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
         if folder.name != f"step-{checkpoint.step:06d}":  # no checksum covers the manifest itself
             raise ValueError(f"it is of step {manifest['step']}")
         return checkpoint, dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (*_DAMAGE, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: no readable {_MANIFEST} ({type(error).__name__}: {error})") from None
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file except the manifest, by relative path. Each file is flushed to disk first: a checksum would
-    be worth nothing if a power cut then emptied the file."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / _MANIFEST)
+    """SHA-256 of every file except the manifest and what file systems leave there, by relative path. Each file is
+    flushed to disk first: a checksum would be worth nothing if a power cut then emptied the file."""
+    paths = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path != folder / _MANIFEST and not path.name.startswith((".nfs", ".DS_Store"))
+    )
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
         return dict(zip([str(path.relative_to(folder)) for path in paths], pool.map(_sum, paths), strict=True))
 

@@ -1,7 +1,10 @@
 """Checkpoints on disk: whole or passed over, kept or dropped."""
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -62,7 +65,8 @@ def test_an_unreadable_manifest_is_an_error_by_name(tmp_path, text):
     (folder / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"no readable manifest\.json"):
         verify(folder)
-    assert latest(tmp_path)[0] is None
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* is whole"):
+        latest(tmp_path)
 
 
 def test_a_manifest_of_an_earlier_version_which_calls_the_reward_accuracy_is_read(tmp_path):
@@ -107,3 +111,40 @@ def test_one_that_is_there_already_is_replaced(tmp_path):
     assert write(tmp_path, 1, reward=0.2).reward == 0.2
     assert latest(tmp_path)[0].reward == 0.2
     shutil.rmtree(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("what", ["manifest.json", "parameters"])
+def test_one_that_cannot_be_read_is_an_error_and_stays(tmp_path, monkeypatch, number, what):
+    """The disk may be back in a minute: neither is it damaged, nor does the run start from zero."""
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    opened = Path.open
+
+    def failing(path, *args, **kwargs):
+        if path.name == what and "step-000002" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(CheckpointError, match=f"step-000002.*{what} cannot be read"):
+        latest(tmp_path)
+    assert steps(tmp_path) == [1, 2]
+    monkeypatch.undo()
+    assert latest(tmp_path)[0].step == 2
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_zero(tmp_path):
+    for step in (1, 2):
+        (write(tmp_path, step).folder / "loop.json").unlink()
+    for _ in range(2):  # also the second time
+        with pytest.raises(CheckpointError, match=r"no checkpoint of .* is whole: .*loop.json is missing.*--fresh"):
+            latest(tmp_path)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_files_of_the_file_system_are_no_damage(tmp_path):
+    folder = write(tmp_path, 1).folder
+    (folder / ".DS_Store").write_bytes(b"Finder")
+    (folder / "learner" / ".nfs000000000012").write_bytes(b"open elsewhere")
+    assert latest(tmp_path)[0].step == 1

@@ -16,6 +16,8 @@ from qurl_ray.config import RunConfig, resolve
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 
+_MARKER = "config.yaml"
+"""The file that makes a folder a run's: it is written first, and only a folder with it is ever moved."""
 _MAY_DIFFER = ("output_dir", "tracking", "checkpoint")
 """Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
 threads may differ as well."""
@@ -37,9 +39,11 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
     """Open <output_dir>/<name> and lock it for this run while the context lasts.
 
     An unfinished run of the same name and settings resumes from its latest whole checkpoint. A finished run, a run
-    without a checkpoint, or with `fresh` any run, is moved to <name>.<n>, never overwritten.
+    without a checkpoint, or with `fresh` any run, is moved to <name>.<n>, never overwritten. What is no run is left
+    alone.
 
     Raises:
+        CheckpointError: the run has checkpoints, and none of them can be used.
         ConfigError: a run of that name is still active there, an unfinished one has other settings, or the folder
             cannot be created.
     """
@@ -60,20 +64,26 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
 
 def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
     notes: list[str] = []
+    if run_dir.exists() and not (run_dir / _MARKER).is_file() and not _empty(run_dir):
+        raise ConfigError(f"{run_dir} is there and is no run (it has no {_MARKER}): set another name or output_dir")
     if run_dir.exists() and not fresh and not _finished(run_dir):
         checkpoint, notes = latest(run_dir)
         if checkpoint:
             _check_same(config, run_dir)
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
             return RunDir(path=run_dir, resume=checkpoint, notes=notes)
-    if run_dir.exists():
+    if (run_dir / _MARKER).exists():
         notes.append(f"the run that was in {run_dir} is now in {_move_aside(run_dir)}")
     try:
-        run_dir.mkdir()
-        (run_dir / "config.yaml").write_text(settings_text(config))
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / _MARKER).write_text(settings_text(config))
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
     return RunDir(path=run_dir, notes=notes)
+
+
+def _empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _finished(run_dir: Path) -> bool:
@@ -85,7 +95,7 @@ def _finished(run_dir: Path) -> bool:
 
 def _check_same(config: RunConfig, run_dir: Path) -> None:
     try:
-        old = yaml.safe_load((run_dir / "config.yaml").read_text())
+        old = yaml.safe_load((run_dir / _MARKER).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
     try:  # settings that were added since then get their defaults

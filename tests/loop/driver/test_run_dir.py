@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from qurl_ray.config import load_config
-from qurl_ray.errors import ConfigError
+from qurl_ray.errors import CheckpointError, ConfigError
 from qurl_ray.loop.driver.run_dir import open_run_dir
 from qurl_ray.loop.rank.saver import check_shared
 from tests.loop.test_checkpoint import write
@@ -126,3 +126,31 @@ def test_a_rank_that_does_not_see_the_folder_says_what_it_needs(tmp_path):
         check_shared(place.path)
         with pytest.raises(ConfigError, match=r"elsewhere is not there on .*QURL_RUNS.* share"):
             check_shared(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_is_no_run_is_never_moved(tmp_path, fresh):
+    (tmp_path / "mlartifacts").mkdir()
+    (tmp_path / "mlartifacts" / "1").write_text("a model")
+    (tmp_path / "mlflow.db").write_text("all runs")
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("mlartifacts", "mlflow.db"):
+        asked = open_run_dir(load_config(None, [f"output_dir={tmp_path}", f"name={name}"]), fresh=fresh)
+        with pytest.raises(ConfigError, match=f"{name} is there and is no run"), asked:
+            pass
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".lock"] == before
+
+
+def test_an_empty_folder_becomes_the_run(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with open_run_dir(config(tmp_path)) as place:
+        assert (place.path, place.notes) == (tmp_path / "mine", [])
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_needs_fresh(tmp_path):
+    run_dir = unfinished(tmp_path)
+    (run_dir / "checkpoints" / "step-000003" / "loop.json").unlink()
+    with pytest.raises(CheckpointError, match="Start again with --fresh"), open_run_dir(config(tmp_path)):
+        pass
+    with open_run_dir(config(tmp_path), fresh=True) as place:
+        assert place.resume is None
