@@ -24,7 +24,7 @@ from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.requests import check_requests
 from qurl_ray.rollout.vllm_server import Tell, VllmServer
-from qurl_ray.rollout.vllm_shards import Piece, assemble
+from qurl_ray.rollout.vllm_shards import TensorShard, join_shards
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -240,13 +240,15 @@ class VllmEngine:
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
         """Return a tensor as the workers hold it, read back from the kernels' own memory, in the form of Buffers."""
         found = []
-        for pieces in self._server.workers("resident", name):
-            for start, stop, columns, wire in pieces:
+        for shards in self._server.workers("resident", name):
+            for start, stop, columns, wire in shards:
                 arrays = tuple(np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in wire)
-                piece = Piece(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
-                found.append((piece, arrays))
+                shard = TensorShard(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
+                found.append((shard, arrays))
         quantized = len(found[0][1]) == 2
-        return assemble(name, self._shapes[name], get_format(self._records[name].format) if quantized else None, found)
+        return join_shards(
+            name, self._shapes[name], get_format(self._records[name].format) if quantized else None, found
+        )
 
     def kernels(self) -> list[str]:
         """Return the kernels of the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""

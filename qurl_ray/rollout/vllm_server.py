@@ -142,7 +142,7 @@ class VllmServer:
 
     async def _one(self, request: Request, own: str) -> Any:
         """Return vLLM's final output for a request: all of its tokens, whether it ended or was aborted."""
-        params = _params(request, logprobs=0, pieces=False)  # log-probs of the drawn token only
+        params = _params(request, logprobs=0, streamed=False)  # log-probs of the drawn token only
         try:
             answers = self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own)
             return [answer.outputs[0] async for answer in answers][-1]
@@ -166,7 +166,7 @@ class VllmServer:
         own = f"{request.uid}#{next(self._counter)}"
         self._running[own] = request.uid
         try:
-            params = _params(request, logprobs=logprobs, pieces=True)
+            params = _params(request, logprobs=logprobs, streamed=True)
             async for answer in self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own):
                 tell(answer.outputs[0])
         except Exception as error:  # vLLM's own types are many, and no caller waits for an exception here
@@ -208,8 +208,8 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _params(request: Request, *, logprobs: int | None, pieces: bool) -> Any:
-    """Return vLLM's sampling parameters. With `pieces`, answers are returned as they grow, else at their end."""
+def _params(request: Request, *, logprobs: int | None, streamed: bool) -> Any:
+    """Return vLLM's sampling parameters. If `streamed`, answers are returned as they grow, else at their end."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     asked = request.sampling
@@ -225,7 +225,7 @@ def _params(request: Request, *, logprobs: int | None, pieces: bool) -> Any:
         seed=seed & (2**63 - 1),  # vLLM's seeds are signed
         logprobs=logprobs,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA if pieces else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
     )
 
 
