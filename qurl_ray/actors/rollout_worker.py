@@ -15,7 +15,7 @@ from qurl_ray.actors.health import Heartbeat
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import SyncError
 from qurl_ray.rollout.make import make_engine
-from qurl_ray.sync.receive import unpack
+from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def own_log() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadReport:
     """Report of a worker on a version that it has loaded and verified."""
 
     kernels: list[str]
@@ -96,7 +96,7 @@ class RolloutWorker:
         """Run one step of vLLM's own transfer."""
         self._of_vllm().transfer(method, arguments)
 
-    def load(self, manifest: Manifest, buckets: Sequence[ObjectRef] | None, probe: Sequence[Request]) -> Loaded:
+    def load(self, manifest: Manifest, buckets: Sequence[ObjectRef] | None, probe: Sequence[Request]) -> LoadReport:
         """Load and verify a version, or verify a transferred one, then draw the probe from it.
 
         Raises:
@@ -111,14 +111,14 @@ class RolloutWorker:
             self._of_vllm().accept(manifest)
         else:
             self._load(manifest, buckets)
-        return Loaded(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
+        return LoadReport(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
 
     def _load(self, manifest: Manifest, buckets: Sequence[ObjectRef]) -> None:
         base = manifest.base_version
         if base is not None and self._engine.version != base:
             raise SyncError(f"version {manifest.version} is a delta to {base}, the engine holds {self._engine.version}")
         arrived = (ray.get(bucket) for bucket in buckets)  # one at a time
-        self._engine.load(manifest, unpack(arrived, manifest, self._engine.resident))
+        self._engine.load(manifest, decode_buckets(arrived, manifest, self._engine.resident))
 
     def generate(self, requests: Sequence[Request], version: int, deadline_s: float) -> list[Completion]:
         self._engine.wake()

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
 from qurl_ray.config.guard import GuardConfig
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
-from qurl_ray.config.rollout import Format, RolloutConfig
+from qurl_ray.config.rollout import FormatName, RolloutConfig
 from qurl_ray.config.section import Section, Share, with_default_types
 from qurl_ray.tables import PROBLEMS, REWARDS, SINKS
 
@@ -397,7 +397,7 @@ class ExportConfig(Section):
     exports none; `int8` and `fp8` export that format; `auto` exports the rollouts' format if it is int8 or fp8 (int4
     and fp8_block cannot be exported)."""
 
-    def format(self, rollouts: Format) -> Literal["none", "int8", "fp8"]:
+    def format(self, rollouts: FormatName) -> Literal["none", "int8", "fp8"]:
         """Return the format of the exported checkpoint for rollouts in that format; "none" is no export."""
         if self.quantized != "auto":
             return self.quantized

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from qurl_ray.config.section import Section
 
-Format = Literal["none", "int8", "fp8", "fp8_block", "int4"]
+FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4"]
 """Number formats of quantized linears; the help is at RolloutConfig.quantization."""
 
 
@@ -23,7 +23,7 @@ class VllmConfig(Section):
 class RolloutConfig(Section):
     """Rollout workers: the engines that generate answers."""
 
-    quantization: Format = "int8"
+    quantization: FormatName = "int8"
     """Number format of the linears during rollouts, except those that `quantization.keep` names: `none` is full
     precision; `int8` is 8-bit integers, with one scale per output channel of the weights and per token of the
     activations; `fp8` is 8-bit floats (E4M3) with the same scales; `fp8_block` is E4M3 with one scale per block of 128

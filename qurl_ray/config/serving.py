@@ -10,7 +10,7 @@ import typer
 from pydantic import Field, ValidationError, model_validator
 
 from qurl_ray.config.load import describe, read_settings
-from qurl_ray.config.rollout import Format
+from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.section import Section
 from qurl_ray.errors import ConfigError, QurlError
 
@@ -33,7 +33,7 @@ class ServingConfig(Section):
     engine: Literal["torch", "vllm"] = "torch"
     """Engine that generates: `torch` is this package's own, whose answer on a CPU depends only on the request; `vllm`
     is vLLM 0.32."""
-    quantization: Literal["auto"] | Format = "auto"
+    quantization: Literal["auto"] | FormatName = "auto"
     """Number format of the linears: `auto` takes a run's exported codes (policy-int8) if there are any, else what the
     folder holds; `none` is full precision; `int8`, `fp8`, `fp8_block` and `int4` are the formats of
     `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_ray.report.charts import Chart, Panel, Row, Series
+from qurl_ray.report.charts import Chart, Panel, Series, StepValues
 from qurl_ray.report.run_files import Evaluation, RunRecord
 
 REWARD = Chart(
@@ -251,7 +251,7 @@ class Group:
     """Charts under one heading, each with the rows from which it is drawn."""
 
     title: str
-    charts: list[tuple[Chart, Sequence[Row]]]
+    charts: list[tuple[Chart, Sequence[StepValues]]]
 
 
 def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
@@ -272,7 +272,7 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
     ]
 
 
-def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[Row]:
+def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[StepValues]:
     """Return rows by step: the solved shares `full` and `rollout`, the mean rewards `full/reward` and `rollout/reward`,
     and the interval ends of each, `/low` and `/high`.
 
@@ -280,7 +280,7 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
     """
     rows: dict[int, dict[str, float | None]] = {}
     for found in evaluations:
-        key = "rollout" if quantized and is_quantized(found.label) else "full"
+        key = "rollout" if quantized and is_quantized_evaluation(found.label) else "full"
         values = {key: found.accuracy, f"{key}/low": found.low, f"{key}/high": found.high}
         key = f"{key}/reward"
         values |= {key: found.reward, f"{key}/low": found.reward_low, f"{key}/high": found.reward_high}
@@ -288,7 +288,7 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
     return sorted(rows.items())
 
 
-def is_quantized(label: str) -> bool:
+def is_quantized_evaluation(label: str) -> bool:
     """True if evaluations with this label use the policy as rolled out or exported, not in full precision."""
     return label in ("during", "after, quantized")
 

@@ -10,7 +10,7 @@ from typing import Any
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.axes import short, signed
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
-from qurl_ray.report.text import MISSING, duration, shown
+from qurl_ray.report.text import MISSING, duration, format_setting
 from qurl_ray.report.values import flatten
 
 MOST = 16
@@ -30,7 +30,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings by dotted name, in the form of config.yaml."""
-        return {key: shown(value) for key, value in flatten(self.record.config, ".") if key not in _ASIDE}
+        return {key: format_setting(value) for key, value in flatten(self.record.config, ".") if key not in _ASIDE}
 
     @property
     def task(self) -> dict[str, Any]:

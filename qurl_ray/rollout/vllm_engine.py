@@ -23,7 +23,7 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.requests import check_requests
-from qurl_ray.rollout.vllm_server import Tell, VllmServer
+from qurl_ray.rollout.vllm_server import OnOutput, VllmServer
 from qurl_ray.rollout.vllm_shards import TensorShard, join_shards
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
 
@@ -272,7 +272,9 @@ class VllmEngine:
         self._check_awake()
         return self._server.generate(requests, version, deadline_s) if requests else []
 
-    def stream(self, request: Request, *, logprobs: int | None, tell: Tell, fail: Callable[[Exception], None]) -> None:
+    def stream(
+        self, request: Request, *, logprobs: int | None, on_output: OnOutput, on_error: Callable[[Exception], None]
+    ) -> None:
         """Start to answer a request; see VllmServer.stream.
 
         Raises:
@@ -280,7 +282,7 @@ class VllmEngine:
         """
         check_requests([request], held=self.version, version=self.version or 0, context=self._context)
         self._check_awake()
-        self._server.stream(request, logprobs=logprobs, tell=tell, fail=fail)
+        self._server.stream(request, logprobs=logprobs, on_output=on_output, on_error=on_error)
 
     def cancel(self, uids: Collection[str]) -> None:
         """End these requests, which return the tokens drawn so far; see rollout.engine.Engine."""

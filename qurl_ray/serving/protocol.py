@@ -248,7 +248,7 @@ def _invalid(error: ValidationError) -> ApiError:
     path = [part for part in item["loc"] if isinstance(part, int) or part in _NAMES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or None
     if item["type"] == "extra_forbidden":
-        unknown = shown(str(item["loc"][-1]))
+        unknown = shortened(str(item["loc"][-1]))
         return ApiError(400, f"unknown parameter: {unknown}", param=unknown, code="unknown_parameter")
     message = item["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_CODES.get(item["type"]))
@@ -259,6 +259,6 @@ _NAMES = {name for model in _MODELS for name in model.model_fields}
 _CODES = {"missing": "missing_required_parameter"}
 
 
-def shown(text: str) -> str:
+def shortened(text: str) -> str:
     """Return text of a client, shortened to `_MOST_SHOWN` characters, for use in an error."""
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"

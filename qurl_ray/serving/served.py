@@ -14,11 +14,11 @@ import numpy as np
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.serving.choice import Choice, Part
+from qurl_ray.serving.choice import AnswerPart, Choice
 from qurl_ray.serving.front import Front, Mailbox
-from qurl_ray.serving.load import Loaded
+from qurl_ray.serving.load import LoadedPolicy
 from qurl_ray.serving.meters import Meters
-from qurl_ray.serving.prompts import encode
+from qurl_ray.serving.prompts import tokenize_prompt
 from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage
 from qurl_ray.serving.stream import Ask, Stream, TorchStream
 from qurl_ray.serving.text import TokenBytes
@@ -50,7 +50,7 @@ class Served:
         name: name of the model for clients, whatever its version is.
     """
 
-    def __init__(self, loaded: Loaded, config: ServingConfig, *, name: str, meters: Meters) -> None:
+    def __init__(self, loaded: LoadedPolicy, config: ServingConfig, *, name: str, meters: Meters) -> None:
         self._config, self._loaded, self.meters = config, loaded, meters
         self.name, self.fingerprint = name, loaded.fingerprint
         self.model = f"{name}@{loaded.fingerprint[:_VERSION_DIGITS]}"
@@ -64,7 +64,7 @@ class Served:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self.front.stream = self._stream(loaded)
 
-    def _stream(self, loaded: Loaded) -> Stream:
+    def _stream(self, loaded: LoadedPolicy) -> Stream:
         calls: dict[str, Any] = {
             "loop": asyncio.get_running_loop(),
             "deliver": self.front.deliver,
@@ -109,7 +109,9 @@ class Served:
             raise ApiError(400, "top_k exceeds the vocabulary", param="top_k")
 
         def all_encoded() -> list[np.ndarray]:
-            return [encode(prompt, self._loaded.tokenizer, template=self._config.template) for prompt in prompts]
+            return [
+                tokenize_prompt(prompt, self._loaded.tokenizer, template=self._config.template) for prompt in prompts
+            ]
 
         if size <= _BRIEF:
             ids = all_encoded()
@@ -192,7 +194,7 @@ class Answer:
             prompt_tokens=self._prompt_tokens, completion_tokens=sum(choice.tokens for choice in self._choices)
         )
 
-    async def parts(self) -> AsyncIterator[list[tuple[int, Part]]]:
+    async def parts(self) -> AsyncIterator[list[tuple[int, AnswerPart]]]:
         """Yield (index, new part) of choices as they arrive. The engine releases the choices if the caller stops early.
 
         Raises:
@@ -201,7 +203,7 @@ class Answer:
         meter = self.served.meters.answer(self.served.model)
         with self._mailbox as mailbox:
             while not all(choice.finish for choice in self._choices):
-                found: dict[int, Part] = {}
+                found: dict[int, AnswerPart] = {}
                 drawn = 0
                 for index, news in await mailbox.take():
                     choice = self._choices[index]
@@ -216,14 +218,14 @@ class Answer:
                 yield list(found.items())
         meter.ended(self.usage)
 
-    async def whole(self) -> list[Part]:
+    async def whole(self) -> list[AnswerPart]:
         """Wait until all choices end, and return them."""
-        parts = [Part() for _ in self._choices]
+        parts = [AnswerPart() for _ in self._choices]
         async for news in self.parts():
             for index, part in news:
                 parts[index] = _joined(parts[index], part)
         return parts
 
 
-def _joined(first: Part, then: Part) -> Part:
-    return Part(text=first.text + then.text, entries=first.entries + then.entries, finish=then.finish)
+def _joined(first: AnswerPart, then: AnswerPart) -> AnswerPart:
+    return AnswerPart(text=first.text + then.text, logprobs=first.logprobs + then.logprobs, finish=then.finish)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError
-from qurl_ray.serving.load import Loaded, load_policy
+from qurl_ray.serving.load import LoadedPolicy, load_policy
 from qurl_ray.serving.meters import Meters
 from qurl_ray.serving.policies import Pinned, folder_of, tracking_uri
 from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, unavailable
@@ -135,7 +135,7 @@ class Service:
             self._ready.set()
 
     async def _load(self, pinned: Pinned) -> Served:
-        def load() -> Loaded:
+        def load() -> LoadedPolicy:
             folder = folder_of(pinned, tracking_uri(self.config))
             return load_policy(folder, self.config, threads=self._threads)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.compare import MOST, Difference, compare, newest, read_runs
-from qurl_ray.report.compare_page import console_table, render
+from qurl_ray.report.compare_page import console_table, render_comparison
 
 CONFIG = {
     "name": "x",
@@ -117,7 +117,7 @@ def test_graded_rewards_are_compared_by_their_means_beside_the_problems_solved(t
     ]
     solved = cells(found, "Held-out problems solved, %")
     assert solved["after, full precision"] == ["50.0 [10.0, 90.0]"] * 2
-    source = render(found, "x")
+    source = render_comparison(found, "x")
     assert "<h3>Held-out reward, full precision</h3>" in source
 
 
@@ -126,7 +126,7 @@ def test_runs_of_earlier_versions_are_compared_by_problems_solved_alone(tmp_path
     a_run(tmp_path / "older", whole(after="1111"), summary={})
     a_run(tmp_path / "new", [step(1), evaluation(3, "after", "0011", **graded(0.25, 0.25, 1, 1))], summary={})
     assert "Held-out reward" not in compared(tmp_path, "old", "older").tables
-    assert "Held-out reward" not in render(compared(tmp_path, "old", "older"), "x")
+    assert "Held-out reward" not in render_comparison(compared(tmp_path, "old", "older"), "x")
     found = compared(tmp_path, "old", "new")
     assert cells(found, "Held-out reward") == {"after, full precision": ["–", "0.625 [0.375, 0.875]"]}
     solved = {measure.label: measure.cells[1] for measure in found.tables["Held-out problems solved, %"][:3]}
@@ -231,7 +231,7 @@ def test_the_page_draws_every_run_in_a_colour_of_its_own_and_needs_nothing_else(
     names = [f"run-{i}" for i in range(10)]
     for name in names:
         a_run(tmp_path / name, whole(), summary={})
-    page = Page(source := render(compared(tmp_path, *names), "Ten"))
+    page = Page(source := render_comparison(compared(tmp_path, *names), "Ten"))
     lines = re.findall(r'class="(line(?: dashed)? c\d)"', source.split("Reward</h3>")[1].split("</svg>")[0])
     assert lines == [f"line c{i}" for i in range(1, 9)] + ["line dashed c1", "line dashed c2"]
     assert "did not record" not in page.text
@@ -249,7 +249,7 @@ def test_lines_lead_from_evaluation_to_evaluation_over_the_steps_of_others(tmp_p
     a_run(tmp_path / "a", whole(), summary={})
     events = [evaluation(0, "before", "1000"), step(1), evaluation(2, "during", "1100"), evaluation(5, "after", "1110")]
     a_run(tmp_path / "b", events, summary={}, rollout={"quantization": "none"})
-    source = render(compared(tmp_path, "a", "b"), "x")
+    source = render_comparison(compared(tmp_path, "a", "b"), "x")
     drawing = source.split("full precision</h3>")[1].split("</svg>")[0]
     lines = re.findall(r'class="line c\d" d="([^"]*)"', drawing)
     assert [(line.count("M"), line.count("L")) for line in lines] == [(1, 1), (1, 2)]
@@ -265,7 +265,7 @@ def test_no_text_of_a_run_becomes_markup_or_moves_the_cursor(tmp_path):
     pages = {}
     for folder, text in (("hostile", hostile), ("harmless", harmless)):
         found = compared(tmp_path / folder, "a", "b")
-        pages[folder] = Page(render(found, text))
+        pages[folder] = Page(render_comparison(found, text))
         screen = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         screen.print(console_table(found))
         shown = screen.export_text()
@@ -278,7 +278,7 @@ def test_no_text_of_a_run_becomes_markup_or_moves_the_cursor(tmp_path):
 def test_passwords_in_settings_are_not_shown(tmp_path):
     for name, secret in (("a", "one"), ("b", "two")):
         a_run(tmp_path / name, whole(), tracking={"mlflow_uri": f"http://me:{secret}@host-{name}:5000"})
-    source = render(compared(tmp_path, "a", "b"), "x")
+    source = render_comparison(compared(tmp_path, "a", "b"), "x")
     assert "http://…@host-a:5000" in source
     assert "me:one" not in source
 
