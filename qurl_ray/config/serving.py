@@ -1,6 +1,5 @@
 """Settings of serving a policy, from YAML plus key=value overrides, and the command line that takes them."""
 
-import difflib
 import ipaddress
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from qurl_ray.config.load import describe, read_settings
 from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.section import Section
 from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.extensions import did_you_mean
 
 
 class ServingConfig(Section):
@@ -161,8 +161,7 @@ def validated(settings: dict[str, Any], source: str) -> ServingConfig:
 def _fault(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(key, ServingConfig.model_fields, n=1, cutoff=0.5)
-        return f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        return f"unknown key {key!r}{did_you_mean(key, ServingConfig.model_fields, cutoff=0.5)}"
     given = f" (got {item['input']!r})" if key else ""
     return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given}"
 
