@@ -16,7 +16,7 @@ class VllmConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes (one GPU each with device=cuda) that share the weights of one engine."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values in each process of an engine, in GB (2^30 bytes). null takes what `slots` full
+    """Memory for keys and values in each process of an engine, in GiB (2^30 bytes). null takes what `slots` full
     contexts need on a CPU, and what is free on a GPU; `placement=colocated` does not allow null."""
 
 

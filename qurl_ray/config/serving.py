@@ -49,7 +49,7 @@ class ServingConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes (one GPU each with device=cuda) that share the weights of one vLLM engine."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values in each process of a vLLM engine, in GB (2^30 bytes). null takes what `slots` full
+    """Memory for keys and values in each process of a vLLM engine, in GiB (2^30 bytes). null takes what `slots` full
     contexts need on a CPU, and what is free on a GPU."""
     slots: int = Field(32, ge=1)
     """Answers that a replica generates at a time."""
@@ -110,13 +110,13 @@ class ServingConfig(Section):
             raise ValueError(f"max_replicas ({self.max_replicas}) is below replicas ({self.replicas})")
         if self.max_choices > self.slots + self.queue:
             raise ValueError(
-                f"max_choices ({self.max_choices}) exceeds slots + queue ({self.slots + self.queue}): a request with "
-                "so many could never be taken"
+                f"max_choices ({self.max_choices}) exceeds slots + queue ({self.slots + self.queue}): a request for "
+                "that many answers could never be accepted"
             )
         if "{prompt}" not in self.template:
             raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
         if self.dtype == "bfloat16" and self.engine == "torch" and self.device == "cpu":
-            raise ValueError("dtype=bfloat16 is for GPUs and for vLLM")
+            raise ValueError("dtype=bfloat16 needs device=cuda or engine=vllm")
         return self
 
     @property
@@ -125,11 +125,11 @@ class ServingConfig(Section):
         return self.max_replicas or self.replicas
 
     def check_host(self, *, key: bool) -> None:
-        """Raise ConfigError if strangers could ask without a key."""
+        """Raise ConfigError if other machines could send requests without a key."""
         if not (key or self.open or is_loopback(self.host)):
             raise ConfigError(
-                f"host={self.host} lets other machines ask: set a key in ${self.api_key_env}, or open=true to answer "
-                "everybody"
+                f"host={self.host} lets other machines send requests: set an API key in ${self.api_key_env}, or "
+                "open=true to answer without a key"
             )
 
 

@@ -44,4 +44,6 @@ def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except jinja2.TemplateError as error:  # the text is from the policy's template, and only about messages
-        raise ApiError(400, f"the chat template refuses: {shortened(str(error))}", param="messages") from None
+        raise ApiError(
+            400, f"the chat template refuses the messages: {shortened(str(error))}", param="messages"
+        ) from None

@@ -127,9 +127,9 @@ class _Request(_Model):
     def _stops(cls, stop: str | list[str]) -> list[str]:
         stops = [stop] if isinstance(stop, str) else stop
         if len(stops) > 4:
-            raise ValueError("at most 4 stop sequences")
+            raise ValueError("at most 4 stop sequences are allowed")
         if any(not 1 <= len(one) <= 1000 for one in stops):
-            raise ValueError("a stop sequence has 1 to 1000 characters")
+            raise ValueError("a stop sequence must have 1 to 1000 characters")
         return stops
 
     @model_validator(mode="after")

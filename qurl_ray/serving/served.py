@@ -84,7 +84,7 @@ class Served:
     def check_model(self, asked: str) -> None:
         """Raise ApiError 404 unless `asked` names this model, or this version of it."""
         if asked not in (self.name, self.model):
-            raise ApiError(404, "no such model: GET /v1/models lists them", param="model", code="model_not_found")
+            raise ApiError(404, "no such model: GET /v1/models lists the models", param="model", code="model_not_found")
 
     async def encode(self, request: ChatRequest | CompletionRequest, *, size: int) -> Encoded:
         """Encode the prompts of a request as tokens.
@@ -101,10 +101,14 @@ class Served:
             raise ApiError(400, "there is no prompt", param="prompt")
         if len(prompts) * request.n > self._config.max_choices:
             raise ApiError(
-                400, f"at most {self._config.max_choices} answers to a request: n times its prompts", param="n"
+                400,
+                f"a request can have at most {self._config.max_choices} answers, which are n times its prompts",
+                param="n",
             )
         if (request.limit or 0) > self._config.max_tokens:
-            raise ApiError(400, f"max_tokens is at most {self._config.max_tokens} here", param="max_tokens")
+            raise ApiError(
+                400, f"max_tokens can be at most {self._config.max_tokens} on this server", param="max_tokens"
+            )
         if request.top_k and request.top_k > len(self._loaded.tokenizer):
             raise ApiError(400, "top_k exceeds the vocabulary", param="top_k")
 
@@ -127,8 +131,9 @@ class Served:
         if prompt > most or wanted > left or left < 1:
             raise ApiError(
                 400,
-                f"the context is {self.length} tokens, at most {min(most, self.length - 1)} of them the prompt's: this "
-                f"one has {prompt}, and {max(wanted, 1)} were asked for",
+                f"the context has {self.length} tokens, of which a prompt can have at most "
+                f"{min(most, self.length - 1)}: this prompt has {prompt}, and {max(wanted, 1)} were requested for the "
+                "answer",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )

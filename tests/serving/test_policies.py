@@ -134,7 +134,7 @@ def test_a_chat_template_may_refuse_messages(tokenizer):
 
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ApiError, match="the chat template refuses: roles must alternate") as caught:
+    with pytest.raises(ApiError, match="the chat template refuses the messages: roles must alternate") as caught:
         tokenize_prompt([{"role": "user", "content": "1"}], strict, template="{prompt}")
     assert caught.value.status == 400
     strict.chat_template = (
@@ -153,7 +153,7 @@ def test_a_chat_template_may_refuse_messages(tokenizer):
     [
         (["slotz=3"], "unknown key 'slotz'; did you mean 'slots'?"),
         (["slots=many"], "slots: "),
-        (["max_choices=200"], "could never be taken"),
+        (["max_choices=200"], "could never be accepted"),
         (["replicas=3", "max_replicas=2"], "max_replicas (2) is below replicas (3)"),
         (["template=hello"], "template must contain {prompt}"),
         (["policy"], "not of the form key=value"),
@@ -175,7 +175,7 @@ def test_a_dry_run_prints_the_settings_and_help_explains_them():
 
 def test_strangers_need_a_key_or_an_open_door():
     for host in ("0.0.0.0", "'::'", "192.168.0.4", "example.org"):
-        with pytest.raises(ConfigError, match="set a key in"):
+        with pytest.raises(ConfigError, match="set an API key in"):
             load_serving(None, [f"host={host}"]).check_host(key=False)
         load_serving(None, [f"host={host}"]).check_host(key=True)
         load_serving(None, [f"host={host}", "open=true"]).check_host(key=False)
