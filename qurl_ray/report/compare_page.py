@@ -40,7 +40,7 @@ _REWARD = Chart(
 )
 _CLIPPED = Chart(
     "Clipped tokens",
-    "Their gradient is cut off: the policy has moved far.",
+    "Tokens whose gradient the clip removes, because the policy has moved too far.",
     (Panel((), "of all tokens", percent=True, zero=True),),
 )
 _SECONDS = Chart("Time", "Wall time of a step.", (Panel((), "s per step", zero=True),))

@@ -76,11 +76,14 @@ def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_pat
     assert [(measure.label, measure.cells) for measure in accuracy] == [
         ("before", ["25.0 [10.0, 90.0]"] * 2),
         ("after, full precision", ["75.0 [10.0, 90.0]", "100.0 [10.0, 90.0]"]),
-        ("  less the first", ["–", "+25.0 [+12.5, +37.5]"]),
-        ("  p of that", ["–", "0.062"]),
+        ("  difference from the first run", ["–", "+25.0 [+12.5, +37.5]"]),
+        ("  p-value of the difference", ["–", "0.062"]),
         ("after, as rolled out", ["50.0 [10.0, 90.0]", "100.0 [10.0, 90.0]"]),
-        ("  less the first", ["–", "+50.0 [+37.5, +62.5]"]),  # in full precision, the policy itself is rolled out
-        ("  p of that", ["–", "0.062"]),
+        (
+            "  difference from the first run",
+            ["–", "+50.0 [+37.5, +62.5]"],
+        ),  # in full precision, the policy itself is rolled out
+        ("  p-value of the difference", ["–", "0.062"]),
     ]
     speed = cells(found, "Speed")
     assert (speed["training time"], speed["samples per second"]) == (["0:06"] * 2, ["50"] * 2)
@@ -89,8 +92,8 @@ def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_pat
     assert "  reward" not in speed  # no run recorded it
     mismatch = cells(found, "Mismatch and clipping")
     assert mismatch["KL(b‖p)"] == ["0.02"] * 2
-    assert (mismatch["smallest ESS"], mismatch["largest rho"]) == (["0.9"] * 2, ["4"] * 2)
-    assert (mismatch["clipped tokens"], mismatch["rho above the cap"]) == (["12 %"] * 2, ["50 %"] * 2)
+    assert (mismatch["smallest effective sample size"], mismatch["largest rho"]) == (["0.9"] * 2, ["4"] * 2)
+    assert (mismatch["clipped tokens"], mismatch["tokens with rho above the cap"]) == (["12 %"] * 2, ["50 %"] * 2)
     assert [(row.label, row.cells) for row in found.settings] == [("rollout.quantization", ["int8", "none"])]
     assert found.warnings == []
 
@@ -112,8 +115,8 @@ def test_graded_rewards_are_compared_by_their_means_beside_the_problems_solved(t
     assert [(measure.label, measure.cells) for measure in found.tables["Held-out reward"]] == [
         ("before", ["0.000 [−0.250, 0.250]"] * 2),
         ("after, full precision", ["0.438 [0.188, 0.688]", "0.750 [0.500, 1.000]"]),
-        ("  less the first", ["–", "+0.312 [+0.188, +0.438]"]),
-        ("  p of that", ["–", "0.062"]),
+        ("  difference from the first run", ["–", "+0.312 [+0.188, +0.438]"]),
+        ("  p-value of the difference", ["–", "0.062"]),
     ]
     solved = cells(found, "Held-out problems solved, %")
     assert solved["after, full precision"] == ["50.0 [10.0, 90.0]"] * 2
@@ -130,7 +133,7 @@ def test_runs_of_earlier_versions_are_compared_by_problems_solved_alone(tmp_path
     found = compared(tmp_path, "old", "new")
     assert cells(found, "Held-out reward") == {"after, full precision": ["–", "0.625 [0.375, 0.875]"]}
     solved = {measure.label: measure.cells[1] for measure in found.tables["Held-out problems solved, %"][:3]}
-    assert solved["  less the first"] == "−25.0 [−37.5, −12.5]"
+    assert solved["  difference from the first run"] == "−25.0 [−37.5, −12.5]"
 
 
 def test_the_numbers_are_the_runs_and_not_each_others(tmp_path):
@@ -156,7 +159,7 @@ def test_runs_of_other_problems_and_unfinished_ones_are_included_and_marked(tmp_
     assert cells(found, "Run")["state"] == ["finished", "finished", "unfinished", "interrupted"]
     accuracy = cells(found, "Held-out problems solved, %")
     assert accuracy["after, as rolled out"][2:] == ["50.0 [10.0, 90.0] at step 1", "–"]
-    assert accuracy["  less the first"][1] == "–"  # of other problems
+    assert accuracy["  difference from the first run"][1] == "–"  # of other problems
 
 
 def test_problems_that_were_not_recorded_one_by_one_are_not_paired(tmp_path):
@@ -165,7 +168,9 @@ def test_problems_that_were_not_recorded_one_by_one_are_not_paired(tmp_path):
     events[-1]["values"].pop("outcomes")
     a_run(tmp_path / "b", events, summary={})
     found = compared(tmp_path, "a", "b").tables["Held-out problems solved, %"]
-    assert [measure.cells[1] for measure in found if measure.label == "  less the first"] == ["+0.0 [−12.5, +12.5]"]
+    assert [measure.cells[1] for measure in found if measure.label == "  difference from the first run"] == [
+        "+0.0 [−12.5, +12.5]"
+    ]
 
 
 def test_a_run_is_found_by_name_or_path_and_a_missing_one_names_the_nearest(tmp_path):
