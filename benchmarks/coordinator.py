@@ -22,7 +22,7 @@ from loop import ROOT, machine
 
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.health import Heartbeat
-from qurl_ray.actors.rollout_worker import Loaded
+from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
 from qurl_ray.loop.coordinator.coordinator import Coordinator
@@ -57,9 +57,9 @@ class Engine(Modelled):
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(boot=str(self._index), pid=self._index, node="", version=self._version, log="")
 
-    def _load(self, manifest: Any, *_: Any) -> Loaded:
+    def _load(self, manifest: Any, *_: Any) -> LoadReport:
         self._version = manifest.version
-        return Loaded(kernels=["modelled"], probe=[])
+        return LoadReport(kernels=["modelled"], probe=[])
 
     def _weight_max_code(self, _: str) -> int:
         return 127

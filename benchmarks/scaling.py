@@ -24,7 +24,7 @@ from simulation import Scenario, Simulation, call_cost
 from qurl_ray.config import load_config
 from qurl_ray.loop.driver.prepare import prepare, prepare_task
 from qurl_ray.planning.machines import GPUS, NODE
-from qurl_ray.planning.roofline import Engine
+from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import find_shape
 from qurl_ray.planning.workload import Workload
 
@@ -74,7 +74,7 @@ def simulated(sizes: tuple[int, ...], steps: int, each: int, mean: int) -> list[
                 ],
             )
             prepared = prepare(config, prepare_task(config), lambda *_: None)
-            engine = Engine(shape=find_shape("Qwen2.5-7B"), gpu=GPUS["h100"], precision="int8")
+            engine = EngineRoofline(shape=find_shape("Qwen2.5-7B"), gpu=GPUS["h100"], precision="int8")
             for (network, speed), delta in ((one, form) for one in NETWORKS.items() for form in (False, True)):
                 scenario = Scenario(
                     gpus=gpus, rollout_share=0.75, config=config, work=work, roofline=engine, network=speed,

@@ -27,7 +27,7 @@ import qurl_ray.actors.fleet
 import qurl_ray.actors.spans
 import qurl_ray.loop.coordinator.collect
 from qurl_ray.actors.cluster import own_assignment
-from qurl_ray.actors.rollout_worker import Loaded
+from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import StepResult
@@ -36,7 +36,7 @@ from qurl_ray.loop.driver.prepare import Prepared
 from qurl_ray.loop.messages import Offer
 from qurl_ray.planning.machines import CONSTANTS
 from qurl_ray.planning.phases import learn_s, sync_bytes
-from qurl_ray.planning.roofline import Engine as Roofline
+from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.workload import Workload
 from qurl_ray.types import Completion, Request, TensorRecord
 
@@ -86,7 +86,7 @@ class Cluster:
     """
 
     clock: Clock
-    roofline: Roofline
+    roofline: EngineRoofline
     call_s: float
     load_s: float
     mean: int
@@ -120,7 +120,7 @@ class ModelledEngine(Engine):
         loop.call_later(self._seconds, lambda: future.done() or future.set_result(answer))
         return future
 
-    def _load(self, *args: Any) -> Loaded:
+    def _load(self, *args: Any) -> LoadReport:
         self._seconds = self._cluster.load_s
         return super()._load(*args)
 
@@ -142,7 +142,7 @@ class Scenario:
     rollout_share: float
     config: RunConfig
     work: Workload
-    roofline: Roofline
+    roofline: EngineRoofline
     network: float
     """Bandwidth of each node to others, in B/s."""
     delta: bool

@@ -29,7 +29,7 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
-from qurl_ray.learner.probe import Codes
+from qurl_ray.learner.probe import EnginePrecision
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.quantize import quantize
@@ -37,8 +37,8 @@ from qurl_ray.quant.select import quantized_linears, quantized_parameters
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.publish import Publisher, assemble, count_codes
-from qurl_ray.sync.receive import unpack
+from qurl_ray.sync.publish import Publisher, assemble_manifest, count_codes
+from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import Completion, Manifest, Request, Trajectory
 
 LR, SLOTS, PROMPT, ANSWER = 1e-6, 512, 40, 16
@@ -66,12 +66,12 @@ class Sync:
         options = {"version": self.version, "base_version": base, "unquantized": "bfloat16"}
         buckets = list(self.publisher.prepare(self.learner.named_parameters(), self.fmt, **options))
         marks.append(time.perf_counter())
-        manifest = assemble(self.version, self.fmt, [bucket.records for bucket in buckets])
-        self.engine.load(manifest, unpack((b.payloads for b in buckets), manifest, self.engine.resident))
+        manifest = assemble_manifest(self.version, self.fmt, [bucket.records for bucket in buckets])
+        self.engine.load(manifest, decode_buckets((b.payloads for b in buckets), manifest, self.engine.resident))
         marks.append(time.perf_counter())
         drawn = self.engine.generate(self.probe, version=self.version)
-        codes = Codes(fmt=self.fmt, quantized=self.publisher.quantized, unquantized="bfloat16")
-        scored = self.learner.logprobs(drawn, self.probe[0].prompt_ids, codes)
+        precision = EnginePrecision(fmt=self.fmt, quantized=self.publisher.quantized, unquantized="bfloat16")
+        scored = self.learner.logprobs(drawn, self.probe[0].prompt_ids, precision)
         marks.append(time.perf_counter())
         gap = max(float(np.abs(c.logprobs - own).max()) for c, own in zip(drawn, scored, strict=True))
         assert gap < 0.2, f"the probe is off by {gap}"

@@ -12,7 +12,7 @@ from qurl_ray.config.load import runs_folder
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_p_value
 from qurl_ray.report.compare import Difference, Run, compare, newest, read_runs
-from qurl_ray.report.compare_page import console_table, render
+from qurl_ray.report.compare_page import console_table, render_comparison
 from qurl_ray.report.page import write_page
 
 NEWEST = 4
@@ -38,7 +38,7 @@ def main(
         found = chosen(names or [], experiment, uri or f"sqlite:///{place / 'mlflow.db'}", place)
         comparison = compare(found, difference)
         path = (out or place / "compare.html").expanduser().resolve()
-        write_page(path, render(comparison, experiment or "Comparison of runs"))
+        write_page(path, render_comparison(comparison, experiment or "Comparison of runs"))
     except QurlError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qurl_ray.config import load_config
-from qurl_ray.config.rollout import Format
+from qurl_ray.config.rollout import FormatName
 from qurl_ray.errors import QurlError
 from qurl_ray.evaluation.evaluate import evaluate
 from qurl_ray.evaluation.statistics import Estimate
@@ -28,7 +28,7 @@ def main(
         Path | None, typer.Option(help="Take the task from this file instead of RUN/config.yaml.")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help=f"{', '.join(get_args(Format))}.", show_default="the checkpoint's own")
+        str | None, typer.Option(help=f"{', '.join(get_args(FormatName))}.", show_default="the checkpoint's own")
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy answers only.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the k samples.")] = 1.0,

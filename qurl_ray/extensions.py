@@ -18,7 +18,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Generic, TypeVar
@@ -118,7 +118,7 @@ class Table(Generic[E]):
         known = [*self.entries, *installed]
         built_in = f"neither built in ({', '.join(known)}) nor" if known else "not"
         raise self.error(
-            f"{self.kind} {name!r} is {built_in} of the form package.module:function{_nearest(name, known)}"
+            f"{self.kind} {name!r} is {built_in} of the form package.module:function{did_you_mean(name, known)}"
         )
 
     def _import(self, module: str, name: str) -> Any:
@@ -131,13 +131,15 @@ class Table(Generic[E]):
     def _attribute(self, module: Any, attribute: str, name: str) -> Callable[..., Any]:
         if not hasattr(module, attribute):
             there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
-            raise self.error(f"{self.kind} {name!r}: {module.__name__} has no {attribute}{_nearest(attribute, there)}")
+            raise self.error(
+                f"{self.kind} {name!r}: {module.__name__} has no {attribute}{did_you_mean(attribute, there)}"
+            )
         function = getattr(module, attribute)
         if not callable(function):
             there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
             raise self.error(
                 f"{self.kind} {name!r}: {attribute} is {type(function).__name__}, not a function"
-                f"{_nearest(attribute, there)}"
+                f"{did_you_mean(attribute, there)}"
             )
         return function
 
@@ -191,6 +193,11 @@ def find_modules_here() -> None:
         sys.path.append(here)
 
 
-def _nearest(name: str, candidates: Sequence[str]) -> str:
-    found = difflib.get_close_matches(name, candidates, n=1)
+def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the end of an error message that names the candidate most similar to `name`; "" if none is similar.
+
+    Args:
+        cutoff: least similarity, 0 to 1, as in difflib.
+    """
+    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""

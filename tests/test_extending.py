@@ -12,7 +12,7 @@ import pytest
 
 import qurl_ray.tables
 from qurl_ray.config import load_config
-from qurl_ray.config.rollout import Format
+from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError, DataError, QurlError
@@ -244,4 +244,4 @@ def test_a_function_of_the_package_is_in_its_table():
         found = [f for name, f in vars(module).items() if inspect.isfunction(f) and not name.startswith("_")]
         alike = {f for f in found if tuple(inspect.signature(f).parameters) == table.arguments}
         assert alike == {table.load(name) for name in table.entries}
-    assert set(get_args(Format)) == {"none", *FORMATS}
+    assert set(get_args(FormatName)) == {"none", *FORMATS}

@@ -1,4 +1,5 @@
-"""Plain English, as far as a script can see it: how docstrings begin, and words that only this project would use."""
+"""Plain English, as far as a script can see it: how docstrings begin, words that only this project would use, and names
+with several meanings."""
 
 import ast
 import io
@@ -78,6 +79,40 @@ def test_pages_use_standard_words():
     assert not found, "\n".join(found)
 
 
+SHARED = {
+    "main": "the function that runs a module of its own as a command",
+}
+"""Public names that several modules define, with the reason."""
+
+
+def public_names(path: Path) -> Iterator[str]:
+    """Classes, functions, type aliases and type variables at the top level of a module, without private names."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [node.name]
+        elif isinstance(node, ast.Assign):  # constants are not in CamelCase
+            targets = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            names = [name for name in targets if name[0].isupper() and not name.isupper()]
+        else:
+            continue
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def several_meanings(root: Path) -> dict[str, list[str]]:
+    """Modules of each public name that more than one module below `root` defines."""
+    modules: dict[str, list[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        for name in set(public_names(path)):  # a module may define a name twice, under two conditions
+            modules.setdefault(name, []).append(str(path.relative_to(root)))
+    return {name: found for name, found in modules.items() if len(found) > 1}
+
+
+def test_a_public_name_has_one_meaning():
+    found = several_meanings(ROOT / "qurl_ray")
+    assert {name: where for name, where in found.items() if name not in SHARED} == {}
+    assert not [name for name in SHARED if name not in found], "not shared any more"
+
+
 def test_the_check_finds_what_it_is_for(tmp_path):
     file = tmp_path / "bad.py"
     file.write_text(
@@ -86,3 +121,6 @@ def test_the_check_finds_what_it_is_for(tmp_path):
     assert [line for line, text in docstrings(file) if DANGLING.match(text)] == [2, 5]
     assert private(next(text for _, text in comments(file))) == ["'anew': again, restarts", "'crew': worker group"]
     assert private("It goes on with the next.") == ["'goes on with': continues, resumes"]
+    (tmp_path / "a.py").write_text("class Row: ...\ndef main(): ...\nLIMIT = 1\n_Row = Kind = int\ndef _row(): ...\n")
+    (tmp_path / "b.py").write_text("Row = int\nasync def main(): ...\nLIMIT = 2\nclass Kind: ...\ndef _row(): ...\n")
+    assert several_meanings(tmp_path) == {name: ["a.py", "b.py"] for name in ("Row", "main", "Kind")}

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorError, RayTaskError
 
 from qurl_ray.actors.health import Health, Heartbeat, Member
-from qurl_ray.actors.rollout_worker import Loaded, control
+from qurl_ray.actors.rollout_worker import LoadReport, control
 from qurl_ray.actors.spans import Spans, worker_lane
 from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
@@ -31,7 +31,8 @@ _SLOTFULS = 4  # requests of a chunk, per slot of an engine: enough to keep slot
 _DIED_FOR_GOOD = (ActorDiedError, ActorUnschedulableError)  # it cannot be created at all, or not where it should be
 _DIED = (RayActorError, ActorUnschedulableError)
 
-Tell = Callable[[Literal["info", "warning"], str], None]
+LogCallback = Callable[[Literal["info", "warning"], str], None]
+"""Callback that takes the kind and the text of a message."""
 
 
 class Fleet:
@@ -39,12 +40,11 @@ class Fleet:
 
     Args:
         actors: handles of RolloutWorker. The driver creates and ends them.
-        tell: called with each message that the user must see: its kind (a warning or information) and its
-            text.
+        log: called with each message that the user must see.
     """
 
-    def __init__(self, actors: Sequence[ActorHandle], config: RolloutConfig, tell: Tell) -> None:
-        self._config, self._tell = config, tell
+    def __init__(self, actors: Sequence[ActorHandle], config: RolloutConfig, log: LogCallback) -> None:
+        self._config, self._log = config, log
         self.members: list[Member] = []
         self.version = -1
         """Version of the weights that healthy workers hold; -1 before the first."""
@@ -173,7 +173,7 @@ class Fleet:
         tickets: Sequence[Any] | None,
         probe: Sequence[Request],
         timeout_s: float,
-    ) -> dict[int, Loaded | QurlError]:
+    ) -> dict[int, LoadReport | QurlError]:
         """Have these workers load and verify the weights and draw the probe. Without tickets, they have got the weights
         through a direct transport.
 
@@ -200,7 +200,7 @@ class Fleet:
         if (lost := self._lost_at.pop(member.index, None)) is not None:
             self.recovery_seconds.append(time.monotonic() - lost)
             seconds = self.recovery_seconds[-1]
-            self._tell("info", f"{member.where()} is back after {seconds:.1f} s, with verified weights {version}")
+            self._log("info", f"{member.where()} is back after {seconds:.1f} s, with verified weights {version}")
         self._notify()
         self._offer()
 
@@ -384,7 +384,7 @@ class Fleet:
         before, member.heartbeat = member.heartbeat, heartbeat
         if member.health is Health.SUSPECT:
             fit = heartbeat.version == self.version
-            self._tell("info", f"{member.where()} answers again")
+            self._log("info", f"{member.where()} answers again")
             member.turn(Health.HEALTHY if fit else Health.STALE)
             self._offer()
         elif member.health in (Health.DEAD, Health.RESTARTING):
@@ -393,7 +393,7 @@ class Fleet:
             member.doing = "idle"
             self.spans.past(worker_lane(member.index), "dead" if before else "start", silent)
             if before:
-                self._tell("info", f"{member.where()} has restarted and needs weights")
+                self._log("info", f"{member.where()} has restarted and needs weights")
         self._notify()
 
     def _silent(self, member: Member) -> None:
@@ -401,7 +401,7 @@ class Fleet:
         seconds = time.monotonic() - member.heard
         if member.alive:
             member.turn(Health.SUSPECT)
-            self._tell("warning", f"{member.where()} has not answered for {seconds:.0f} s")
+            self._log("warning", f"{member.where()} has not answered for {seconds:.0f} s")
         elif member.health is Health.SUSPECT and seconds > self._config.silent_s:
             ray.kill(member.actor, no_restart=False)
             self._lost(member, f"it did not answer for {seconds:.0f} s and is ended", None)
@@ -412,7 +412,7 @@ class Fleet:
         if member.health in (Health.DEAD, Health.RESTARTING, Health.OUT):
             return
         cause = f" ({type(error).__name__})" if error else ""
-        self._tell("warning", f"{member.where()} died{cause}: {consequence}")
+        self._log("warning", f"{member.where()} died{cause}: {consequence}")
         self.counts.deaths += 1
         self._lost_at.setdefault(member.index, time.monotonic())
         member.turn(Health.DEAD)
@@ -469,7 +469,7 @@ class Fleet:
         if not task.cancelled() and (error := task.exception()):
             for work in self._works:
                 work.error = error if isinstance(error, QurlError) else EngineError(f"the fleet failed: {error!r}")
-            self._tell("warning", f"the fleet failed: {error!r}")
+            self._log("warning", f"the fleet failed: {error!r}")
             self._notify()
 
 

@@ -17,7 +17,7 @@ from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import SyncError
 from qurl_ray.rollout.engine import DirectEngine
 from qurl_ray.rollout.make import make_engine, rollout_options
-from qurl_ray.sync.receive import unpack
+from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.sync.transport import transport_named
 from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
@@ -37,7 +37,7 @@ def own_log() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadReport:
     """Report of a worker on a version that it has loaded and verified."""
 
     kernels: list[str]
@@ -95,7 +95,7 @@ class RolloutWorker:
         """Take one step of a direct transport."""
         cast(DirectEngine, self._engine).transfer(method, arguments)
 
-    def load(self, manifest: Manifest, tickets: Sequence[Any] | None, probe: Sequence[Request]) -> Loaded:
+    def load(self, manifest: Manifest, tickets: Sequence[Any] | None, probe: Sequence[Request]) -> LoadReport:
         """Load and verify a version, or verify one that a direct transport has sent, then draw the probe from it.
 
         Raises:
@@ -110,14 +110,14 @@ class RolloutWorker:
             cast(DirectEngine, self._engine).accept(manifest)
         else:
             self._load(manifest, tickets)
-        return Loaded(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
+        return LoadReport(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
 
     def _load(self, manifest: Manifest, tickets: Sequence[Any]) -> None:
         base = manifest.base_version
         if base is not None and self._engine.version != base:
             raise SyncError(f"version {manifest.version} is a delta to {base}, the engine holds {self._engine.version}")
         arrived = map(self._receive, tickets)  # one at a time
-        self._engine.load(manifest, unpack(arrived, manifest, self._engine.resident))
+        self._engine.load(manifest, decode_buckets(arrived, manifest, self._engine.resident))
 
     def generate(self, requests: Sequence[Request], version: int, deadline_s: float) -> list[Completion]:
         self._engine.wake()

@@ -36,9 +36,15 @@ class CorrectionBase(Section):
     @model_validator(mode="after")
     def _rejection_fits(self) -> "CorrectionBase":
         if self.reject_low is not None and self.reject != "geometric":
-            raise ValueError(f"reject_low is of reject=geometric, not of reject={self.reject}")
+            raise ValueError(
+                f"reject_low has no effect with reject={self.reject}, which has no lower bound; remove it or choose "
+                "geometric"
+            )
         if self.reject_high is not None and self.reject == "none":
-            raise ValueError("reject_high needs reject=geometric, k2 or k3")
+            raise ValueError(
+                "reject_high has no effect with reject=none, which drops no answer; remove it or choose geometric, k2 "
+                "or k3"
+            )
         low, high = self.reject_range()
         if low >= high:
             raise ValueError(f"reject_low={low} must be below reject_high={high}")
@@ -65,7 +71,10 @@ class _Unweighted(CorrectionBase):
     @model_validator(mode="after")
     def _nothing_to_weaken(self) -> "_Unweighted":
         if self.ess_floor is not None:
-            raise ValueError("ess_floor has no effect with naive and ignore, which use no weights: remove it")
+            raise ValueError(
+                "ess_floor has no effect with the corrections naive and ignore, which use no weights; remove it or "
+                "choose tis or acr"
+            )
         return self
 
 

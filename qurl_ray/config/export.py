@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from qurl_ray.config.rollout import Format
+from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.section import Section
 
 
@@ -14,7 +14,7 @@ class ExportConfig(Section):
     exports none; `int8` and `fp8` export that format; `auto` exports the rollouts' format if it is int8 or fp8 (int4
     and fp8_block cannot be exported)."""
 
-    def format(self, rollouts: Format) -> Literal["none", "int8", "fp8"]:
+    def format(self, rollouts: FormatName) -> Literal["none", "int8", "fp8"]:
         """Return the format of the exported checkpoint for rollouts in that format; "none" is no export."""
         if self.quantized != "auto":
             return self.quantized

@@ -55,11 +55,11 @@ COMMAND: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class HelpEntry:
     """Settings that a section has with every type, or with one of its types, without those of sections inside it.
 
     Example:
-        Block(label="model.type=gguf", text="A causal ...", rows=[("model.path", "required", "Path of ...")])
+        HelpEntry(label="model.type=gguf", text="A causal ...", rows=[("model.path", "required", "Path of ...")])
     """
 
     label: str
@@ -94,19 +94,19 @@ def help_page(ctx: typer.Context, model: type[BaseModel], named: Sequence[str], 
     return "\n\n".join([*head, ctx.get_help(), *_overview(blocks, width)])
 
 
-def find_blocks(model: type[BaseModel]) -> list[Block]:
+def find_blocks(model: type[BaseModel]) -> list[HelpEntry]:
     """Return all settings, in the order of the models; the first block is of those outside of all sections."""
-    blocks = [Block(label="", text="")]
+    blocks = [HelpEntry(label="", text="")]
     for key, default, text in describe(model):
         if default:
             section = key.rpartition(".")[0]
             next(block for block in reversed(blocks) if block.section == section).rows.append((key, default, text))
         else:
-            blocks.append(Block(label=key, text=text))
+            blocks.append(HelpEntry(label=key, text=text))
     return blocks
 
 
-def _overview(blocks: list[Block], width: int) -> Iterator[str]:
+def _overview(blocks: list[HelpEntry], width: int) -> Iterator[str]:
     """Yield the lists of settings outside of all sections and of sections, and how to see more of them."""
     outside, *others = blocks
     sections = {block.label: block.text for block in others if block.label == block.section}
@@ -130,7 +130,7 @@ def _table(rows: dict[str, str], width: int) -> str:
     )
 
 
-def _named(blocks: list[Block], name: str, width: int) -> Iterator[str]:
+def _named(blocks: list[HelpEntry], name: str, width: int) -> Iterator[str]:
     """Yield the paragraphs of a section, of one type of a section, of a setting, or of all settings."""
     of_type = ".type=" in name
     key = name if of_type else name.partition("=")[0].removesuffix(".type")
@@ -148,7 +148,7 @@ def _named(blocks: list[Block], name: str, width: int) -> Iterator[str]:
             yield f"Settings of every type: --help {block.section}"
 
 
-def _one_setting(blocks: list[Block], key: str, width: int) -> Iterator[str]:
+def _one_setting(blocks: list[HelpEntry], key: str, width: int) -> Iterator[str]:
     """Yield the paragraphs of a setting: several if it differs between the types of its section."""
     types: dict[Row, list[str]] = {}
     for block in blocks:
@@ -174,7 +174,7 @@ def _fill(text: str, width: int, *, first: str = "", then: str = "") -> str:
     )
 
 
-def _nearest(blocks: list[Block], name: str) -> str:
+def _nearest(blocks: list[HelpEntry], name: str) -> str:
     """Return a question with the names that resemble `name`, or whose last part does."""
     keys = {key for block in blocks for key in (block.label, block.section, *(row[0] for row in block.rows)) if key}
     named: dict[str, list[str]] = {}

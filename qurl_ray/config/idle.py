@@ -9,63 +9,122 @@ from qurl_ray.tables import OBJECTIVES
 
 
 def idle_settings(config: RunConfig) -> list[str]:
-    """Return one sentence for each setting that has no effect."""
+    """Return one sentence for each setting that has no effect: what was given, why it has none, and what to do."""
     return [*_corrections(config), *_objectives(config), *_learner(config), *_sampling(config)]
 
 
 def _corrections(config: RunConfig) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.correction
-    # With full-precision rollouts, only the sentence about these is reported.
+    given = f"algorithm.correction.type={correction.type}"
+    # Rollouts that run ahead of the learner need a correction, whatever their precision is. With full-precision
+    # rollouts, only the sentence about these is reported.
+    fresh = config.rollout.max_staleness == 0
     full = config.rollout.quantization == "none" and config.rollout.kv_cache == "full"
-    if full and correction.type != "ignore":
-        yield f"{correction.type} has almost nothing to correct with full-precision rollouts"
-    elif config.precision_flow != "rollout_only" and not (correction.type == "ignore" or correction.metrics_only):
-        yield f"{correction.type} has almost nothing to correct: learner and engines compute through the same codes"
+    same_codes = config.precision_flow != "rollout_only" and not correction.metrics_only
+    if fresh and full and correction.type != "ignore":
+        yield (
+            f"{given} has almost no effect with full-precision rollouts, whose log-probs differ from the learner's by "
+            "rounding only; set algorithm.correction=ignore"
+        )
+    elif fresh and same_codes and correction.type != "ignore":
+        yield (
+            f"{given} has almost no effect with precision_flow={config.precision_flow}, in which learner and engines "
+            "compute through the same codes; set algorithm.correction=ignore"
+        )
     elif correction.type == "acr" and algorithm.updates_per_rollout == 1:
-        yield "ACR with one update per rollout equals TIS: the ratio to the proximal policy is 1"
+        yield (
+            f"{given} has the same effect as tis with algorithm.updates_per_rollout=1, because all ratios to the "
+            "proximal policy are 1; choose tis or more updates"
+        )
     if correction.metrics_only:
-        yield f"{correction.type} is measured and not applied: correction.metrics_only trains as ignore does"
+        yield (
+            f"{given} has no effect on training with algorithm.correction.metrics_only=true, which only measures it; "
+            "set metrics_only to false to apply it"
+        )
     if algorithm.calibrate_every and algorithm.updates_per_rollout == 1:
-        yield "calibrate_every with one update per rollout widens the clip fourfold: nothing is cut of a ratio of 1"
+        yield (
+            f"algorithm.calibrate_every={algorithm.calibrate_every} only makes the clip bounds four times as wide with "
+            "algorithm.updates_per_rollout=1, because all exact ratios are 1; set it to 0 or choose more updates"
+        )
 
 
 def _objectives(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     published = type(algorithm)(objective=algorithm.objective, correction="ignore")  # with the objective's own bounds
+    given = f"algorithm.objective={algorithm.objective}"
     for bound in ("clip_low", "clip_high"):
         mine, own = getattr(algorithm, bound), getattr(published, bound)
         if algorithm.objective in ("gspo", "tbpo") and mine > 0.05:
-            yield f"{algorithm.objective} clips a mean over the answer, which {bound}={mine} never cuts: {own} is usual"
+            yield (
+                f"algorithm.{bound}={mine} has no effect with {given}, because the mean ratio of a whole answer never "
+                f"moves so far; remove it: the default is {own}"
+            )
         if algorithm.objective == "cispo" and bound == "clip_high" and mine < 1:
-            yield f"cispo bounds weights and not movement: {bound}={mine} makes all of them small, {own} is usual"
+            yield (
+                f"algorithm.{bound}={mine} makes all weights small with {given}, whose bounds limit the weights of the "
+                f"tokens and not the movement of the policy; remove it: the default is {own}"
+            )
     if algorithm.objective == "tbpo" and (algorithm.dual_clip or 0) > 1.05:
-        yield f"tbpo bounds a mean over the answer, which dual_clip={algorithm.dual_clip} never does: 1.0007 is usual"
+        yield (
+            f"algorithm.dual_clip={algorithm.dual_clip} has no effect with {given}, because the mean ratio of a whole "
+            f"answer never moves so far; remove it: the default is {published.dual_clip}"
+        )
     naive = algorithm.correction.type == "naive" and not algorithm.correction.metrics_only
     if algorithm.updates_per_rollout == 1 and not naive and algorithm.objective in OBJECTIVES.entries:
+        because = "with algorithm.updates_per_rollout=1, because all ratios are 1"
         if algorithm.objective != "ppo":
-            yield f"{algorithm.objective} with one update per rollout clips nothing: all ratios are 1"
+            yield f"{given} clips nothing {because}; choose ppo or more updates"
         elif algorithm.dual_clip is not None:
-            yield "dual_clip with one update per rollout does nothing: all ratios are 1"
-    if not algorithm.kl_coef and (algorithm.kl_in, algorithm.kl_estimator) != ("loss", "k3"):
-        yield "kl_in and kl_estimator say nothing without kl_coef"
+            yield f"algorithm.dual_clip={algorithm.dual_clip} has no effect {because}; remove it or choose more updates"
+    unused = {name: getattr(algorithm, name) for name in ("kl_in", "kl_estimator")}
+    unused = {name: value for name, value in unused.items() if value != getattr(published, name)}
+    if unused and not algorithm.kl_coef:
+        settings = " and ".join(f"algorithm.{name}={value}" for name, value in unused.items())
+        yield (
+            f"{settings} {'has' if len(unused) == 1 else 'have'} no effect with algorithm.kl_coef=0, which means no KL "
+            f"penalty; remove {'it' if len(unused) == 1 else 'them'} or set kl_coef"
+        )
     if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield "kl_estimator=k1 as a loss has a gradient with mean zero: it holds nothing back; k2 and k3 do"
+        yield (
+            "algorithm.kl_estimator=k1 has no effect on average with algorithm.kl_in=loss, because its gradient has "
+            "mean zero; choose k2 or k3"
+        )
     if algorithm.type == "ppo" and algorithm.critic == "shared" and algorithm.critic_lr != PPO().critic_lr:
-        yield "critic_lr is of a separate value model; a shared one learns with learner.lr"
+        yield (
+            f"algorithm.critic_lr={algorithm.critic_lr} has no effect with algorithm.critic=shared, a value model that "
+            "learns with learner.lr; remove it or choose separate"
+        )
     if algorithm.type == "ppo" and algorithm.critic == "separate" and algorithm.critic_coef != PPO().critic_coef:
-        yield "critic_coef is of a shared value model; a separate one has its own critic_lr"
+        yield (
+            f"algorithm.critic_coef={algorithm.critic_coef} has no effect with algorithm.critic=separate, a value "
+            "model that learns with algorithm.critic_lr; remove it or choose shared"
+        )
 
 
 def _learner(config: RunConfig) -> Iterator[str]:
     learner = config.learner
+    offload = "learner.offload_while_waiting=true"
     if learner.offload_while_waiting and learner.device == "cpu" and config.placement == "disaggregated":
-        yield "learner.offload_while_waiting frees a GPU's memory; on the CPU it only costs time"
+        yield f"{offload} only costs time with learner.device=cpu, because there is no GPU memory to free; remove it"
     if learner.backend == "torch" and learner.zero_stage != 2:
-        yield "learner.zero_stage is DeepSpeed's; learner.backend=torch shards nothing"
+        yield (
+            f"learner.zero_stage={learner.zero_stage} has no effect with learner.backend=torch, which shards nothing; "
+            "remove it or choose deepspeed"
+        )
     if learner.backend == "deepspeed" and learner.zero_stage == 0 and learner.offload_while_waiting:
-        yield "learner.offload_while_waiting does nothing with learner.zero_stage=0"
+        yield (
+            f"{offload} has no effect with learner.zero_stage=0, because DeepSpeed can move no state at this stage; "
+            "choose stage 1, 2 or 3"
+        )
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
-    if config.rollout.top_p < 1 or config.rollout.top_k:
-        yield "top_p/top_k truncate the engine's distribution but not the learner's: importance weights carry the gap"
+    rollout = config.rollout
+    given = [f"rollout.top_p={rollout.top_p}"] if rollout.top_p < 1 else []
+    given += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k else []
+    if given:
+        yield (
+            f"{' and '.join(given)} {'truncates' if len(given) == 1 else 'truncate'} the engine's distribution but not "
+            "the learner's, so importance weights contain the difference; set rollout.top_p=1 and rollout.top_k=0 to "
+            "avoid it"
+        )

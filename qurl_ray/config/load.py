@@ -13,6 +13,7 @@ from qurl_ray.config.algorithm import CLIP_BOUNDS, PRESETS
 from qurl_ray.config.run import RunConfig
 from qurl_ray.config.section import DEFAULT_TYPES
 from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import did_you_mean
 
 _INSTEAD = {
     "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
@@ -167,8 +168,7 @@ def _fault(item: Any) -> str:
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:
             return f"{key} is a setting of another type; see --help {key}"
-        nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-        return f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        return f"unknown key {key!r}{did_you_mean(key, keys, cutoff=0.5)}"
     given = "" if isinstance(item["input"], dict | BaseModel) else f" (got {item['input']!r})"
     return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given}"
 

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from qurl_ray.config.section import Section
 from qurl_ray.tables import ENGINES, EngineEntry
 
-Format = Literal["none", "int8", "fp8", "fp8_block", "int4"]
+FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4"]
 """Number formats of quantized linears; the help is at RolloutConfig.quantization."""
 
 
@@ -17,14 +17,14 @@ class VllmConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes (one GPU each with device=cuda) that share the weights of one engine."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values in each process of an engine, in GB (2^30 bytes). null takes what `slots` full
+    """Memory for keys and values in each process of an engine, in GiB (2^30 bytes). null takes what `slots` full
     contexts need on a CPU, and what is free on a GPU; `placement=colocated` does not allow null."""
 
 
 class RolloutConfig(Section):
     """Rollout workers: the engines that generate answers."""
 
-    quantization: Format = "int8"
+    quantization: FormatName = "int8"
     """Number format of the linears during rollouts, except those that `quantization.keep` names: `none` is full
     precision; `int8` is 8-bit integers, with one scale per output channel of the weights and per token of the
     activations; `fp8` is 8-bit floats (E4M3) with the same scales; `fp8_block` is E4M3 with one scale per block of 128

@@ -1,6 +1,5 @@
 """Settings of serving a policy, from YAML plus key=value overrides, and the command line that takes them."""
 
-import difflib
 import ipaddress
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
 from qurl_ray.config.load import read_settings
-from qurl_ray.config.rollout import Format
+from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.section import Section
 from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.extensions import did_you_mean
 from qurl_ray.tables import ENGINES
 
 
@@ -35,7 +35,7 @@ class ServingConfig(Section):
     engine: str = "torch"
     """Engine that generates, of those that can be served: `torch` is this package's own, whose answer on a CPU depends
     only on the request; `vllm` is vLLM 0.32."""
-    quantization: Literal["auto"] | Format = "auto"
+    quantization: Literal["auto"] | FormatName = "auto"
     """Number format of the linears: `auto` takes a run's exported codes (policy-int8) if there are any, else what the
     folder holds; `none` is full precision; `int8`, `fp8`, `fp8_block` and `int4` are the formats of
     `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
@@ -51,7 +51,7 @@ class ServingConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes (one GPU each with device=cuda) that share the weights of one vLLM engine."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values in each process of a vLLM engine, in GB (2^30 bytes). null takes what `slots` full
+    """Memory for keys and values in each process of a vLLM engine, in GiB (2^30 bytes). null takes what `slots` full
     contexts need on a CPU, and what is free on a GPU."""
     slots: int = Field(32, ge=1)
     """Answers that a replica generates at a time."""
@@ -120,8 +120,8 @@ class ServingConfig(Section):
             raise ValueError(f"max_replicas ({self.max_replicas}) is below replicas ({self.replicas})")
         if self.max_choices > self.slots + self.queue:
             raise ValueError(
-                f"max_choices ({self.max_choices}) exceeds slots + queue ({self.slots + self.queue}): a request with "
-                "so many could never be taken"
+                f"max_choices ({self.max_choices}) exceeds slots + queue ({self.slots + self.queue}): a request for "
+                "that many answers could never be accepted"
             )
         if "{prompt}" not in self.template:
             raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
@@ -135,11 +135,11 @@ class ServingConfig(Section):
         return self.max_replicas or self.replicas
 
     def check_host(self, *, key: bool) -> None:
-        """Raise ConfigError if strangers could ask without a key."""
+        """Raise ConfigError if other machines could send requests without a key."""
         if not (key or self.open or is_loopback(self.host)):
             raise ConfigError(
-                f"host={self.host} lets other machines ask: set a key in ${self.api_key_env}, or open=true to answer "
-                "everybody"
+                f"host={self.host} lets other machines send requests: set an API key in ${self.api_key_env}, or "
+                "open=true to answer without a key"
             )
 
 
@@ -171,8 +171,7 @@ def validated(settings: dict[str, Any], source: str) -> ServingConfig:
 def _fault(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(key, ServingConfig.model_fields, n=1, cutoff=0.5)
-        return f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        return f"unknown key {key!r}{did_you_mean(key, ServingConfig.model_fields, cutoff=0.5)}"
     given = f" (got {item['input']!r})" if key else ""
     return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given}"
 

@@ -22,7 +22,7 @@ class TaskBase(Section):
     counts as 0."""
     reward_memory_gb: float = Field(4.0, gt=0)
     """Largest amount of memory, memfds, /dev/shm and temporary files that the process that judges, and all processes
-    that it starts, may hold together, in GB (2^30 bytes). Beyond it an allocation fails or the process is killed, and
+    that it starts, may hold together, in GiB (2^30 bytes). Beyond it an allocation fails or the process is killed, and
     the reward has failed, as at the deadline. docs/failure.md says what is guaranteed where."""
     verifiers: int = Field(1, ge=1)
     """Number of verifiers, which judge answers at the same time."""

@@ -1,7 +1,6 @@
 """Problems from reasoning-gym, judged later by the data set's own scorer."""
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from qurl_ray.config.task import ReasoningGymTask
 from qurl_ray.data.split import Split, disjoint
 from qurl_ray.errors import DataError
+from qurl_ray.extensions import did_you_mean
 from qurl_ray.rewards.entries import pack
 from qurl_ray.types import Problem
 
@@ -63,7 +63,7 @@ def _check_names(task: ReasoningGymTask) -> None:
     from reasoning_gym.factory import DATASETS
 
     if task.dataset not in DATASETS:
-        raise DataError(f"reasoning-gym has no data set {task.dataset!r}{_nearest(task.dataset, DATASETS)}")
+        raise DataError(f"reasoning-gym has no data set {task.dataset!r}{did_you_mean(task.dataset, DATASETS)}")
     _, config = DATASETS[task.dataset]
     known = {field.name for field in dataclasses.fields(config)} - {"seed", "size"}
     for name in task.params:
@@ -71,11 +71,6 @@ def _check_names(task: ReasoningGymTask) -> None:
             raise DataError(f"task.params.{name}: use task.seed, task.train_size and task.held_out_size instead")
         if name not in known:
             raise DataError(
-                f"reasoning-gym {task.dataset} has no parameter {name!r}{_nearest(name, known)} "
+                f"reasoning-gym {task.dataset} has no parameter {name!r}{did_you_mean(name, known)} "
                 f"(it has {', '.join(sorted(known))})"
             )
-
-
-def _nearest(name: str, candidates: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(candidates), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""

@@ -24,7 +24,7 @@ from qurl_ray.evaluation.statistics import (
     pass_at_k,
     reward_with_interval,
 )
-from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
+from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
@@ -85,7 +85,7 @@ def evaluate(
     started = time.perf_counter()
     if not (policy / "config.json").is_file():
         raise ConfigError(f"{policy} holds no policy: config.json is missing")
-    stored = read_quantized(policy) if is_quantized(policy) else None
+    stored = read_quantized(policy) if is_quantized_checkpoint(policy) else None
     held = stored.fmt.name if stored else "none"
     quantization = quantization or held
     if stored and quantization != held:

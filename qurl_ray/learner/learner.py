@@ -22,7 +22,7 @@ from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.flow import FlowSwitch, UnifiedFlow
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
-from qurl_ray.learner.probe import Codes, through_codes
+from qurl_ray.learner.probe import EnginePrecision, through_codes
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
@@ -201,7 +201,9 @@ class PolicyLearner:
         return self._calibrate_every > 0 and self._steps % self._calibrate_every == 0
 
     @torch.no_grad()
-    def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: Codes) -> list[np.ndarray]:
+    def logprobs(
+        self, completions: Sequence[Completion], prompt_ids: np.ndarray, precision: EnginePrecision
+    ) -> list[np.ndarray]:
         samples = [
             Trajectory(
                 uid=c.uid,
@@ -216,7 +218,7 @@ class PolicyLearner:
         ]
         one = self._make_pass(samples)
         out_of_flow = self._flow.full_precision() if self._flow else nullcontext()  # only these codes apply
-        with out_of_flow, through_codes(self._policy.module.policy, codes, self._pass_over):
+        with out_of_flow, through_codes(self._policy.module.policy, precision, self._pass_over):
             found_BT = Scores(*self._policy(one.batch)).logprobs_BT
         return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
 

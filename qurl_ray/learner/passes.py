@@ -8,7 +8,7 @@ from torch import distributed
 
 from qurl_ray.learner.backend import add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
-from qurl_ray.rl.advantages import Comparison, advantages, grpo, padded
+from qurl_ray.rl.advantages import AdvantageEstimator, advantages, grpo, padded
 from qurl_ray.rl.calibration import calibrated, clip_histogram
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.objective import per_token
@@ -41,8 +41,8 @@ class Penalty:
 
     coef: float
     estimator: Estimator
-    compare: Comparison = grpo
-    """Comparison of the samples of a group, used if there is no value model."""
+    compare: AdvantageEstimator = grpo
+    """Estimator of the advantages of a group's samples, used if there is no value model."""
 
     def of(self, one: Pass) -> torch.Tensor:
         """Return the penalty of each token, [B, T]."""

@@ -23,7 +23,7 @@ from qurl_ray.quant.quantize import quantize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Codes:
+class EnginePrecision:
     """Form in which a weight version was sent, and in which the engines hold keys and values."""
 
     fmt: Format | None
@@ -36,15 +36,17 @@ class Codes:
 
 
 @contextmanager
-def through_codes(model: PreTrainedModel, codes: Codes, pass_over: Callable[[Sequence[int]], object]) -> Iterator[None]:
-    """Context in which `model` computes like an engine with these codes. No gradients; no parameter is changed.
+def through_codes(
+    model: PreTrainedModel, precision: EnginePrecision, pass_over: Callable[[Sequence[int]], object]
+) -> Iterator[None]:
+    """Context in which `model` computes like an engine of this precision. No gradients; no parameter is changed.
 
     Args:
         pass_over: callback by which the model's owner runs it on one sequence of token ids. It is used to measure the
             scales of an fp8 cache.
     """
-    with _through_weights(model, codes):
-        if codes.kv_cache == "full":
+    with _through_weights(model, precision):
+        if precision.kv_cache == "full":
             yield
             return
         ids = calibration_ids(model.config)
@@ -70,14 +72,14 @@ def _attending(model: nn.Module, as_stored: Callable[[int], Callable]) -> Iterat
 
 
 @contextmanager
-def _through_weights(model: nn.Module, codes: Codes) -> Iterator[None]:
+def _through_weights(model: nn.Module, precision: EnginePrecision) -> Iterator[None]:
     changed = []
     for name, module in model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        if codes.fmt and f"{name}.weight" in codes.quantized:
-            forward = _quantized(codes.fmt, getattr(torch, codes.unquantized))
-        elif codes.unquantized == "bfloat16":
+        if precision.fmt and f"{name}.weight" in precision.quantized:
+            forward = _quantized(precision.fmt, getattr(torch, precision.unquantized))
+        elif precision.unquantized == "bfloat16":
             forward = _rounded(module.forward)
         else:
             continue

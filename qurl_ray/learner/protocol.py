@@ -10,7 +10,7 @@ import torch
 
 from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
-from qurl_ray.learner.probe import Codes
+from qurl_ray.learner.probe import EnginePrecision
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion
 
@@ -50,7 +50,9 @@ class Learner(Protocol):
     def adopt(self, settings: ObjectiveSettings) -> None:
         """Use these settings of the objective from now on."""
 
-    def logprobs(self, completions: Sequence[Completion], prompt_ids: np.ndarray, codes: Codes) -> list[np.ndarray]:
+    def logprobs(
+        self, completions: Sequence[Completion], prompt_ids: np.ndarray, precision: EnginePrecision
+    ) -> list[np.ndarray]:
         """Return log-probs of each answer to one prompt, with the codes that engines hold, float32 [answer length]."""
 
     def save(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Kernel = Literal["mkl", "onednn"]
+MatmulLibrary = Literal["mkl", "onednn"]
 """Library that computes a float32 product of a CPU: torch's default, or oneDNN."""
 
 ROWS = (*range(1, 10), 12, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 129, 192, 256)
@@ -32,7 +32,7 @@ class Rule:
         Rule(kernel="onednn", rows=2)
     """
 
-    kernel: Kernel
+    kernel: MatmulLibrary
     rows: int = 1
     """Least number of rows of a call; rows of zeros are added to shorter calls."""
     multiple: int = 1

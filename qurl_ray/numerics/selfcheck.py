@@ -21,7 +21,7 @@ from torch.nn.functional import linear, pad
 from qurl_ray.cache import cache_root
 from qurl_ray.environment import TORCH_WAS_FIRST
 from qurl_ray.numerics.processor import cpuinfo
-from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, Kernel, Rule, find_rows
+from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, MatmulLibrary, Rule, find_rows
 
 _RECIPE = 2  # raise when a change below, or in numerics.rules, alters the result
 _WIDE = 192  # with at least so many outputs, MKL's kernels were seen to share one order of sums (docs/LOG.md)
@@ -54,9 +54,9 @@ def _times_packed(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor
     return lambda x: onednn_product(x, packed)
 
 
-def kernels() -> dict[Kernel, tuple[Bind, ...]]:
+def kernels() -> dict[MatmulLibrary, tuple[Bind, ...]]:
     """Return the libraries for float32 products here, each with the forms of a weight that must give the same bits."""
-    found: dict[Kernel, tuple[Bind, ...]] = {"mkl": (_times(linear),)}
+    found: dict[MatmulLibrary, tuple[Bind, ...]] = {"mkl": (_times(linear),)}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         found["onednn"] = (_times(onednn_product), _times_packed)
     return found
@@ -89,14 +89,14 @@ def attention_rule(head_dim: int) -> Rule | None:
 
 
 def find_linear_rule(
-    inner: int, outputs: int, multiply: Mapping[Kernel, Sequence[Bind]], threads: Iterable[int]
+    inner: int, outputs: int, multiply: Mapping[MatmulLibrary, Sequence[Bind]], threads: Iterable[int]
 ) -> Rule | None:
     """Measure and return the rule that requires the fewest rows; MKL's if oneDNN's requires as many."""
     threads = tuple(threads)
     width = outputs if outputs <= _MOST_OUTPUTS else _MOST_OUTPUTS + outputs % 64
     x, weight = _random(WHOLE, inner), _random(width, inner)
     best: Rule | None = None
-    tried: tuple[tuple[Kernel, int], ...] = (("onednn", 0), ("mkl", 0), ("mkl", _WIDE))
+    tried: tuple[tuple[MatmulLibrary, int], ...] = (("onednn", 0), ("mkl", 0), ("mkl", _WIDE))
     for kernel, least in tried:
         if kernel not in multiply or (least and (width >= least or (best and best.rows <= _FEW_ROWS))):
             continue

@@ -1,7 +1,7 @@
 """Conclusions from a plan: a verdict in words, recommended settings, and notes."""
 
 from qurl_ray.planning.machines import EIGHT_BIT
-from qurl_ray.planning.plan import PAYS, Estimate, Plan
+from qurl_ray.planning.plan import PAYS, Plan, StepEstimate
 
 
 def verdict(plan: Plan) -> str:
@@ -23,7 +23,7 @@ def verdict(plan: Plan) -> str:
     return f"Quantization does not pay here: {gain}. {found}; {_reason(plan, base)}."
 
 
-def _reason(plan: Plan, base: Estimate, part: str | None = None) -> str:
+def _reason(plan: Plan, base: StepEstimate, part: str | None = None) -> str:
     """Return a clause on the share of a full bf16 decode step that `part`, by default the largest part, takes."""
     parts = base.engine.parts(base.batch, plan.work.prompt + plan.work.age)
     part = part or max(parts, key=lambda name: parts[name])

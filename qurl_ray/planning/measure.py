@@ -23,7 +23,7 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import PolicyLearner, make_learner
-from qurl_ray.learner.probe import Codes
+from qurl_ray.learner.probe import EnginePrecision
 from qurl_ray.planning.phases import rollout_s
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
@@ -32,8 +32,8 @@ from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.publish import Publisher, Unquantized, assemble
-from qurl_ray.sync.receive import unpack
+from qurl_ray.sync.publish import Publisher, Unquantized, assemble_manifest
+from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams, Trajectory
 
 FORMATS = ("none", "int8")
@@ -307,8 +307,10 @@ class _Link:
             started = time.perf_counter()
             self._send()
             completions = self.engine.generate(self._probe, version=self._version)
-            codes = Codes(fmt=self._fmt, quantized=self._publisher.quantized, unquantized=self._unquantized)
-            self._learner.logprobs(completions, self._probe[0].prompt_ids, codes)
+            precision = EnginePrecision(
+                fmt=self._fmt, quantized=self._publisher.quantized, unquantized=self._unquantized
+            )
+            self._learner.logprobs(completions, self._probe[0].prompt_ids, precision)
             found.append(time.perf_counter() - started)
         return statistics.median(found)
 
@@ -324,8 +326,10 @@ class _Link:
                 unquantized=self._unquantized,
             )
         )
-        manifest = assemble(self._version, self._fmt, [bucket.records for bucket in buckets])
-        self.engine.load(manifest, unpack((bucket.payloads for bucket in buckets), manifest, self.engine.resident))
+        manifest = assemble_manifest(self._version, self._fmt, [bucket.records for bucket in buckets])
+        self.engine.load(
+            manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, self.engine.resident)
+        )
 
 
 def _requests_of_probe(work: Workload) -> list[Request]:

@@ -6,7 +6,7 @@ ZeRO shards as in https://arxiv.org/abs/1910.02054. Parameters, gradients and bo
 from typing import Literal
 
 from qurl_ray.planning.machines import CONSTANTS, Constants, Gpu
-from qurl_ray.planning.roofline import BLOCK_BYTES, Engine
+from qurl_ray.planning.roofline import BLOCK_BYTES, EngineRoofline
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
@@ -19,14 +19,14 @@ _LOGITS = 0.6e9
 """Bytes of logits, their gradient and log-softmax of one chunk (policy.logprobs.HEAD_BYTES), and allocator overhead."""
 
 
-def kv_room(engine: Engine) -> float:
+def kv_room(engine: EngineRoofline) -> float:
     """Bytes available for keys and values in all GPUs of an engine; negative if its weights alone do not fit."""
     c, gpu = engine.constants, engine.gpu
     weights = engine.shape.weight_bytes(BLOCK_BYTES[engine.precision])
     return engine.tensor_parallel * (gpu.memory * c.memory - c.workspace) - weights
 
 
-def kv_slots(engine: Engine, work: Workload) -> int:
+def kv_slots(engine: EngineRoofline, work: Workload) -> int:
     """Number of sequences that an engine can hold at a time, at most `work.slots`.
 
     Each counts with the mean number of tokens at the moment of the largest total (see `held`). 0 if not even one

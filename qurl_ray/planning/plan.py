@@ -10,7 +10,7 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.planning.machines import EIGHT_BIT, NODE, PRECISIONS, Gpu, Precision
 from qurl_ray.planning.memory import Stage, kv_room, kv_slots, learner_bytes, zero_stage
 from qurl_ray.planning.phases import learn_s, rollout_s, sync_s, turn_s
-from qurl_ray.planning.roofline import Engine, widths
+from qurl_ray.planning.roofline import EngineRoofline, widths
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
@@ -36,10 +36,10 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class StepEstimate:
     """Estimated durations of a step in one format and layout, in seconds."""
 
-    engine: Engine
+    engine: EngineRoofline
     layout: Layout
     slots: int
     """Sequences that each engine can hold at a time."""
@@ -78,7 +78,7 @@ class Plan:
     gpu: Gpu
     gpus: int
     work: Workload
-    best: dict[Precision, Estimate | None]
+    best: dict[Precision, StepEstimate | None]
     """Estimate of the fastest layout in each format; None if no layout fits."""
 
     @cached_property
@@ -120,7 +120,7 @@ class Plan:
         return amdahl(base.share, max(self.rollout_gain(name) or 1.0 for name in ("int8", "fp8")))
 
 
-def all_rounds_s(engine: Engine, work: Workload, engines: int) -> float:
+def all_rounds_s(engine: EngineRoofline, work: Workload, engines: int) -> float:
     """Seconds of a step's rollouts. The answers of each round are divided among the engines."""
     room = kv_room(engine)
     return sum(rollout_s(engine, work, ceil(drawn / engines), work.slots, room) for drawn in work.rounds)
@@ -161,7 +161,7 @@ def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | No
 
 def search(
     shape: Shape, gpu: Gpu, gpus: int, work: Workload, precision: Precision, tried: Sequence[int]
-) -> Estimate | None:
+) -> StepEstimate | None:
     """Return the layout with the shortest step on at most `gpus` GPUs, of all splits; None if none fits.
 
     Args:
@@ -176,10 +176,10 @@ def search(
             return None
         return stage, learn_s(shape, gpu, work, ranks=ranks, stage=stage, fp8=fp8)
 
-    found: Estimate | None = None
+    found: StepEstimate | None = None
     rounds = work.rounds
     for width in tried:
-        engine = Engine(shape=shape, gpu=gpu, precision=precision, tensor_parallel=width)
+        engine = EngineRoofline(shape=shape, gpu=gpu, precision=precision, tensor_parallel=width)
         slots = kv_slots(engine, work)
         room = kv_room(engine)
         rollout = cache(lambda samples, e=engine, r=room: rollout_s(e, work, samples, work.slots, r))
@@ -193,7 +193,7 @@ def search(
                     break  # all further splits have fewer engines
                 continue
             layout = Layout(placement=placement, engines=engines, tensor_parallel=width, ranks=ranks, stage=learned[0])
-            estimate = Estimate(
+            estimate = StepEstimate(
                 engine=engine,
                 layout=layout,
                 slots=slots,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from qurl_ray.planning.machines import GPUS, Precision
 from qurl_ray.planning.memory import kv_room
 from qurl_ray.planning.phases import learn_s, rollout_s
-from qurl_ray.planning.roofline import Engine
+from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import SHAPES
 from qurl_ray.planning.workload import Workload
 
@@ -50,8 +50,10 @@ class Point:
         return self.predict() / self.middle - 1
 
 
-def engine(model: str, gpu: str, precision: Precision, width: int = 1, kv_bytes: float = 2) -> Engine:
-    return Engine(shape=SHAPES[model], gpu=GPUS[gpu], precision=precision, tensor_parallel=width, kv_bytes=kv_bytes)
+def engine(model: str, gpu: str, precision: Precision, width: int = 1, kv_bytes: float = 2) -> EngineRoofline:
+    return EngineRoofline(
+        shape=SHAPES[model], gpu=GPUS[gpu], precision=precision, tensor_parallel=width, kv_bytes=kv_bytes
+    )
 
 
 SHARE, ANSWERS = 0.25, 128

@@ -16,7 +16,7 @@ BLOCK_BYTES: dict[Precision, int] = {"bf16": 2, "int8": 1, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineRoofline:
     """Model of an engine that generates with weights in one format, on `tensor_parallel` GPUs of a node."""
 
     shape: Shape

@@ -11,7 +11,7 @@ from qurl_ray.planning.advice import notes, recommended, verdict
 from qurl_ray.planning.machines import PRECISIONS, Precision
 from qurl_ray.planning.memory import kv_slots, learner_bytes
 from qurl_ray.planning.phases import sync_bytes, sync_s
-from qurl_ray.planning.plan import PAYS, Estimate, Plan
+from qurl_ray.planning.plan import PAYS, Plan, StepEstimate
 from qurl_ray.planning.published import Point, fitted_points, points
 from qurl_ray.planning.roofline import BLOCK_BYTES
 from qurl_ray.planning.shapes import Shape
@@ -42,7 +42,7 @@ def as_values(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _values(plan: Plan, precision: Precision, estimate: Estimate | None) -> dict[str, Any] | None:
+def _values(plan: Plan, precision: Precision, estimate: StepEstimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
     layout, shape = estimate.layout, plan.shape

@@ -73,7 +73,7 @@ def save_quantized(
         tokenizer.save_pretrained(aside)
 
 
-def is_quantized(folder: Path) -> bool:
+def is_quantized_checkpoint(folder: Path) -> bool:
     """Return True if the folder's config.json has settings of quantization, of any kind."""
     return "quantization_config" in json.loads((folder / "config.json").read_text())
 

@@ -40,13 +40,13 @@ def power_of_two_scales(maxima: torch.Tensor) -> torch.Tensor:
     return torch.where((wanted > 0) & wanted.isfinite(), scale, 1.0)
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def quantize_kv(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return float8_e4m3fn codes [B, key heads, T, d] of x; nan stays nan."""
     # A cast alone would turn values that are too large into nan.
     return (x.float() / scale[:, None, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantize_kv(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return code · scale, float32 [B, key heads, T, d], exact unless subnormal."""
     return floats(codes).mul_(scale[:, None, None])
 
@@ -54,7 +54,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def rounded(key: torch.Tensor, value: torch.Tensor, scales: KVScales) -> tuple[torch.Tensor, torch.Tensor]:
     """Return key and value [B, key heads, T, d] as a cache with these scales would return them, in their own types."""
     pairs = ((key, scales.key), (value, scales.value))
-    key, value = (dequantize(quantize(part, scale), scale).to(part.dtype) for part, scale in pairs)
+    key, value = (dequantize_kv(quantize_kv(part, scale), scale).to(part.dtype) for part, scale in pairs)
     return key, value
 
 

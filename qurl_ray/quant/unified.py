@@ -198,18 +198,18 @@ def across_tokens(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
 
 # --- Hopper, not measured on a GPU ----------------------------------------------------------------------------------
 
-Codes = tuple[torch.Tensor, torch.Tensor]
+CodesAndMaxima = tuple[torch.Tensor, torch.Tensor]
 """Codes and maxima, as `across_tokens` returns them."""
 
 
-def _product_on_hopper(dy: Codes, x: Codes, fmt: Format) -> torch.Tensor:
+def _product_on_hopper(dy: CodesAndMaxima, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
     """Return dyᵀ · x, float32 [N, K], as one product of codes with a scale per 1 × 128 on both sides."""
     (dy_NM, dy_scale), (x_KM, x_scale) = _operand(dy, fmt), _operand(x, fmt)
     kind = ScalingType.BlockWise1x128
     return functional.scaled_mm(dy_NM, x_KM.t(), dy_scale, kind, x_scale, kind, output_dtype=torch.float32)
 
 
-def _operand(rows: Codes, fmt: Format) -> Codes:
+def _operand(rows: CodesAndMaxima, fmt: Format) -> CodesAndMaxima:
     """Return codes, padded to whole groups of tokens, and column-major scales, as scaled_mm needs them."""
     codes_RM, amax_RG = rows
     filled = pad(codes_RM, (0, -codes_RM.shape[1] % (fmt.activation_group or 1)))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_ray.report.charts import Chart, Panel, Row, Series
+from qurl_ray.report.charts import Chart, Panel, Series, StepValues
 from qurl_ray.report.run_files import Evaluation, RunRecord
 
 REWARD = Chart(
@@ -43,7 +43,7 @@ _HELD_OUT = (REWARD, SOLVED)
 _LEARNING = (
     Chart(
         "Reward",
-        "Of the samples that the step drew and judged, before any length penalty. Solved: a reward above 0.5.",
+        "Reward of the step's samples, before any length penalty. Solved: a reward above 0.5.",
         (
             Panel(
                 (Series("mean", "reward/mean"), Series("solved share", "reward/solved_share", 2, dashed=True)),
@@ -55,7 +55,7 @@ _LEARNING = (
     SOLVED,
     Chart(
         "Answer length",
-        "Truncated answers ran into rollout.max_new_tokens, and are mostly wrong for that.",
+        "Truncated answers reached rollout.max_new_tokens, and are mostly wrong for that reason.",
         (
             Panel((Series("mean length", "rollout/mean_length"),), "mean length, tokens"),
             Panel((Series("truncated", "rollout/truncated_share", 2),), "truncated, of the samples", percent=True),
@@ -63,17 +63,17 @@ _LEARNING = (
     ),
     Chart(
         "Entropy",
-        "Of the policy at the answers' tokens. Near 0 it has stopped exploring; a surge is a policy that comes apart.",
+        "Entropy of the policy at the answers' tokens. Near 0, it has stopped exploring; a sudden rise is divergence.",
         (Panel((Series("entropy", "policy/entropy"),), "nats per token", zero=True),),
     ),
     Chart(
         "Repeated garbage",
-        "Tokens in stretches that repeat themselves: what quantized rollouts end in when something is wrong.",
+        "Tokens in sequences that repeat: quantized rollouts produce them when something is wrong.",
         (Panel((Series("repeated", "rollout/garbage_share", 2),), "of the tokens", percent=True, zero=True),),
     ),
     Chart(
         "Movement of the policy",
-        "KL(p‖theta): how far a step's updates go. To the reference: how far the whole run went, if a penalty asks.",
+        "KL(p‖theta): movement within a step. To the reference: movement since the run's start, with a KL penalty.",
         (
             Panel((Series("within the step", "policy/kl"),), "nats per token", zero=True, log=True),
             Panel((Series("to the reference", "policy/kl_reference", 2),), "nats per token", zero=True),
@@ -107,7 +107,8 @@ _MISMATCH = (
     ),
     Chart(
         "Clipped tokens",
-        "Their gradient is cut off: the policy has moved far. Unbounded: above the clip with A < 0, where it is not.",
+        "Tokens whose gradient the clip removes, because the policy has moved too far. Unbounded: above the bound with "
+        "A < 0, where nothing is clipped.",
         (
             Panel(
                 (
@@ -149,7 +150,7 @@ _MISMATCH = (
     ),
     Chart(
         "Codes changed by a sync",
-        "At 0 the quantized policy stands still while the learner moves.",
+        "At 0, the quantized policy does not change although the learner does.",
         (Panel((Series("codes changed", "sync/codes_changed"),), "of the weight codes", percent=True, zero=True),),
         absent="No codes: rollouts are in full precision, or no step has been recorded yet.",
     ),
@@ -158,7 +159,7 @@ _MISMATCH = (
 _COST = (
     Chart(
         "Weight sync",
-        "What travelled, and how far the engines' log-probs of the probe are from the learner's through these codes.",
+        "Bytes sent, and the gap between the engines' and the learner's log-probs of the probe with the same codes.",
         (
             Panel(
                 (Series("bytes", "sync/bytes_over_bf16"),),
@@ -190,7 +191,7 @@ _COST = (
     ),
     Chart(
         "Optimizer",
-        "Of the step's last update; the norm is from before clipping.",
+        "Values of the step's last update; the norm is the one before clipping.",
         (
             Panel((Series("gradient norm", "grad_norm"),), "gradient norm", zero=True, log=True),
             Panel((Series("learning rate", "lr", 2),), "learning rate", zero=True),
@@ -201,7 +202,7 @@ _COST = (
 _SURVIVAL = (
     Chart(
         "Guard",
-        "1 warns, 2 tightens the objective, 3 rolls out in full precision, 4 stops. Beyond: figures of the step.",
+        "Level 1 warns, 2 tightens the objective, 3 rolls out in full precision, and 4 stops the run.",
         (
             Panel((Series("level", "guard/level"),), "level after the step", zero=True),
             Panel((Series("figures beyond", "guard/beyond", 2),), "figures beyond their threshold", zero=True),
@@ -210,13 +211,13 @@ _SURVIVAL = (
     ),
     Chart(
         "Fleet",
-        "Rollout workers fit at the end of the step. Deaths and requests that others answered add up from the last "
-        "start of the coordinator on.",
+        "Healthy rollout workers at the end of the step. Deaths, repeated requests and hedged chunks (given to a "
+        "second worker) are counted since the last start of the coordinator.",
         (
             Panel((Series("healthy", "fleet/healthy"), Series("deaths", "fleet/deaths", 2)), "workers", zero=True),
             Panel(
                 (Series("repeated", "fleet/repeated_requests", 3), Series("hedged", "fleet/hedged", 4, dashed=True)),
-                "repeated requests, hedged pieces",
+                "repeated requests, hedged chunks",
                 zero=True,
             ),
         ),
@@ -251,7 +252,7 @@ class Group:
     """Charts under one heading, each with the rows from which it is drawn."""
 
     title: str
-    charts: list[tuple[Chart, Sequence[Row]]]
+    charts: list[tuple[Chart, Sequence[StepValues]]]
 
 
 def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
@@ -272,7 +273,7 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
     ]
 
 
-def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[Row]:
+def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[StepValues]:
     """Return rows by step: the solved shares `full` and `rollout`, the mean rewards `full/reward` and `rollout/reward`,
     and the interval ends of each, `/low` and `/high`.
 
@@ -280,7 +281,7 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
     """
     rows: dict[int, dict[str, float | None]] = {}
     for found in evaluations:
-        key = "rollout" if quantized and is_quantized(found.label) else "full"
+        key = "rollout" if quantized and is_quantized_evaluation(found.label) else "full"
         values = {key: found.accuracy, f"{key}/low": found.low, f"{key}/high": found.high}
         key = f"{key}/reward"
         values |= {key: found.reward, f"{key}/low": found.reward_low, f"{key}/high": found.reward_high}
@@ -288,7 +289,7 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
     return sorted(rows.items())
 
 
-def is_quantized(label: str) -> bool:
+def is_quantized_evaluation(label: str) -> bool:
     """True if evaluations with this label use the policy as rolled out or exported, not in full precision."""
     return label in ("during", "after, quantized")
 

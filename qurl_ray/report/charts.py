@@ -28,7 +28,7 @@ tspan[class] { fill: var(--c); } .grid { stroke: #ebebe6; } .bar { fill: var(--c
 """
 """Style sheet of a chart in its own file: the report's colours of the light theme, without the pointer's elements."""
 
-Row = tuple[int, Mapping[str, float | None]]
+StepValues = tuple[int, Mapping[str, float | None]]
 """Step and its finite values by name; None, like a missing name, is a gap. Rows are in the order of their steps."""
 
 COLUMNS = 250
@@ -112,7 +112,7 @@ class Column:
     cells: Mapping[str, Cell]
 
 
-def draw(chart: Chart, rows: Sequence[Row]) -> Markup | None:
+def draw(chart: Chart, rows: Sequence[StepValues]) -> Markup | None:
     """Draw the chart as an <svg> element. Return None if no row has any of its values."""
     panels = present(chart, rows)
     if not panels:
@@ -125,7 +125,7 @@ def draw(chart: Chart, rows: Sequence[Row]) -> Markup | None:
     return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{content}</svg>')
 
 
-def standalone(chart: Chart, rows: Sequence[Row]) -> str | None:
+def standalone(chart: Chart, rows: Sequence[StepValues]) -> str | None:
     """Draw the chart as the text of an .svg file, with title, legend and its own colours. None if it has no values."""
     panels = present(chart, rows)
     if not panels:
@@ -142,20 +142,20 @@ def standalone(chart: Chart, rows: Sequence[Row]) -> str | None:
     )
 
 
-def present(chart: Chart, rows: Sequence[Row]) -> list[Panel]:
+def present(chart: Chart, rows: Sequence[StepValues]) -> list[Panel]:
     """Return the chart's panels with only those series that have at least one value, without empty panels."""
     seen = {key for _, values in rows for key, value in values.items() if value is not None}
     panels = (replace(panel, series=tuple(s for s in panel.series if s.key in seen)) for panel in chart.panels)
     return [panel for panel in panels if panel.series]
 
 
-def thin(rows: Sequence[Row], series: Iterable[Series], limit: int = COLUMNS) -> list[Column]:
+def thin(rows: Sequence[StepValues], series: Iterable[Series], limit: int = COLUMNS) -> list[Column]:
     """Combine rows into at most `limit` columns. Each keeps the smallest, mean and largest value of every series."""
     wanted, size = list(series), math.ceil(len(rows) / limit)
     return [_column(rows[start : start + size], wanted) for start in range(0, len(rows), size or 1)]
 
 
-def _column(rows: Sequence[Row], wanted: list[Series]) -> Column:
+def _column(rows: Sequence[StepValues], wanted: list[Series]) -> Column:
     cells = {}
     for series in wanted:
         found = [value for _, values in rows if (value := values.get(series.key)) is not None]

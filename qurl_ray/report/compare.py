@@ -10,7 +10,7 @@ from typing import Any
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.axes import short, signed
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
-from qurl_ray.report.text import MISSING, duration, shown
+from qurl_ray.report.text import MISSING, duration, format_setting
 from qurl_ray.report.values import flatten
 
 MOST = 16
@@ -30,7 +30,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings by dotted name, in the form of config.yaml."""
-        return {key: shown(value) for key, value in flatten(self.record.config, ".") if key not in _ASIDE}
+        return {key: format_setting(value) for key, value in flatten(self.record.config, ".") if key not in _ASIDE}
 
     @property
     def task(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _found(name: str, folder: Path) -> Path:
     known = [path.name for path in _run_folders(folder)]
     nearest = difflib.get_close_matches(Path(name).name, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"in {folder} are: {', '.join(sorted(known)) or 'none'}"
-    raise ConfigError(f"no run {name!r}: neither a run's folder nor the name of one in {folder}; {hint}")
+    raise ConfigError(f"no run {name!r}: it is neither the folder of a run nor the name of a run in {folder}; {hint}")
 
 
 def _run_folders(folder: Path) -> list[Path]:
@@ -169,11 +169,11 @@ def _warnings(runs: Sequence[Run]) -> Iterator[str]:
     if keys:
         yield (
             f"These runs do not have the same problems ({', '.join(keys)} differ): their held-out figures and rewards "
-            "are of different things."
+            "cannot be compared."
         )
     for run in runs:
         if run.record.state == "unfinished":
-            yield f"{run.name} is unfinished: it has no summary, and its figures are those until now."
+            yield f"{run.name} is unfinished: it has no summary, and its figures are those of its steps so far."
         elif run.record.state == "interrupted":
             yield f"{run.name} was stopped before its last step."
     for run in runs:
@@ -209,15 +209,15 @@ _REWARD = _Figure(
     scale=1,
     digits=3,
     difference="paired",
-    test="permutation test",
+    test="paired permutation test",
 )
 _SOLVED = _Figure(
     estimate=lambda found: (found.accuracy, found.low, found.high),
     per_problem=lambda found: [float(outcome == "1") for outcome in found.outcomes],
     scale=100,
     digits=1,
-    difference="paired, points",
-    test="exact test",
+    difference="paired, percentage points",
+    test="exact McNemar test",
 )
 
 
@@ -258,8 +258,8 @@ def _against_first(
         paired = pairing(values[0], other) if comparable else None
         shares.append(_difference(paired, figure) if paired else MISSING)
         tests.append(f"{paired.p_value:.2g}" if paired else MISSING)
-    yield Measure(label="  less the first", cells=shares, note=figure.difference)
-    yield Measure(label="  p of that", cells=tests, note=figure.test)
+    yield Measure(label="  difference from the first run", cells=shares, note=figure.difference)
+    yield Measure(label="  p-value of the difference", cells=tests, note=figure.test)
 
 
 def _difference(found: Difference, figure: _Figure) -> str:
@@ -283,11 +283,11 @@ def _mismatches(runs: Sequence[Run]) -> Iterator[Measure]:
     means = {
         "KL(b‖p)": "mismatch/kl",
         "effective sample size": "mismatch/ess",
-        "abs. gap of the log-probs": "mismatch/abs_logprob_gap",
+        "absolute log-prob gap": "mismatch/abs_logprob_gap",
     }
     for label, key in means.items():
         yield Measure(label=label, cells=[_mean(run.values(key)) for run in runs], note="mean of the steps")
-    yield Measure(label="smallest ESS", cells=[_end(min, run.values("mismatch/ess")) for run in runs])
+    yield Measure(label="smallest effective sample size", cells=[_end(min, run.values("mismatch/ess")) for run in runs])
     yield Measure(label="largest rho", cells=[_end(max, run.values("mismatch/max_rho")) for run in runs])
     shares = [[clipped(step) for _, step in run.record.rows] for run in runs]
     known = [[share for share in of_run if share is not None] for of_run in shares]
@@ -295,7 +295,7 @@ def _mismatches(runs: Sequence[Run]) -> Iterator[Measure]:
         label="clipped tokens", cells=[_mean(of_run, percent=True) for of_run in known], note="mean of the steps"
     )
     truncated = [run.values("mismatch/truncated") for run in runs]
-    yield Measure(label="rho above the cap", cells=[_mean(of_run, percent=True) for of_run in truncated])
+    yield Measure(label="tokens with rho above the cap", cells=[_mean(of_run, percent=True) for of_run in truncated])
 
 
 def clipped(step: Mapping[str, float | None]) -> float | None:

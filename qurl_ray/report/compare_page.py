@@ -11,7 +11,7 @@ from rich.text import Text
 
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short
-from qurl_ray.report.charts import Chart, Panel, Row, Series, draw
+from qurl_ray.report.charts import Chart, Panel, Series, StepValues, draw
 from qurl_ray.report.compare import PHASES, Comparison, Run, clipped
 from qurl_ray.report.page import render_page
 from qurl_ray.report.text import one_line
@@ -40,7 +40,7 @@ _REWARD = Chart(
 )
 _CLIPPED = Chart(
     "Clipped tokens",
-    "Their gradient is cut off: the policy has moved far.",
+    "Tokens whose gradient the clip removes, because the policy has moved too far.",
     (Panel((), "of all tokens", percent=True, zero=True),),
 )
 _SECONDS = Chart("Time", "Wall time of a step.", (Panel((), "s per step", zero=True),))
@@ -48,7 +48,7 @@ _CELL_CHARACTERS = 200
 """Largest number of characters in a cell of the console table."""
 
 
-def render(comparison: Comparison, title: str) -> str:
+def render_comparison(comparison: Comparison, title: str) -> str:
     """Return the page's text: tables, charts with a line for every run, and the settings that differ."""
     runs = comparison.runs
     cards = [
@@ -91,7 +91,7 @@ def _text(value: Any) -> Text:
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
-def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Row]]]:
+def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[StepValues]]]:
     found = [dict(catalog.evaluation_rows(run.record.evaluations, quantized=run.quantized)) for run in runs]
     full = [[(step, values) for step, values in of_run.items() if "full" in values] for of_run in found]
     rolled = [_as_rolled_out(run, of_run) for run, of_run in zip(runs, found, strict=True)]
@@ -110,7 +110,7 @@ def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[Row]]]:
     yield _overlay(_SECONDS, Series("", "time/step"), runs, steps)
 
 
-def _as_rolled_out(run: Run, rows: dict[int, Any]) -> list[Row]:
+def _as_rolled_out(run: Run, rows: dict[int, Any]) -> list[StepValues]:
     """Rows of evaluations of the policy as rolled out. With full-precision rollouts these are all evaluations."""
     if run.quantized:
         return [(step, values) for step, values in rows.items() if "rollout" in values]
@@ -123,8 +123,8 @@ def _of_the_report(key: str) -> tuple[Chart, Panel, Series]:
 
 
 def _overlay(
-    chart: Chart, series: Series, runs: Sequence[Run], rows: Sequence[Sequence[Row]]
-) -> tuple[Chart, list[Row]]:
+    chart: Chart, series: Series, runs: Sequence[Run], rows: Sequence[Sequence[StepValues]]
+) -> tuple[Chart, list[StepValues]]:
     """Return the chart's first panel with one line per run, and the merged rows of all runs with distinct keys."""
     keys = [key for key in (series.key, series.low, series.high) if key]
     merged: dict[int, dict[str, float | None]] = {}

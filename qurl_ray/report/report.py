@@ -11,10 +11,10 @@ from markupsafe import Markup
 
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short, signed
-from qurl_ray.report.charts import Chart, Row, Series, draw, present
+from qurl_ray.report.charts import Chart, Series, StepValues, draw, present
 from qurl_ray.report.page import render_page, write_page
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run, read_samples
-from qurl_ray.report.text import MISSING, duration, redacted, shown
+from qurl_ray.report.text import MISSING, duration, format_setting, redacted
 from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
 from qurl_ray.report.values import flatten
 from qurl_ray.types import Outcome
@@ -78,11 +78,11 @@ def write_report(run_dir: Path, *, outcome: Outcome | None = None) -> Path:
         OSError: the folder is missing or not writable.
     """
     path = run_dir / NAME
-    write_page(path, render(run_dir, outcome=outcome))
+    write_page(path, render_report(run_dir, outcome=outcome))
     return path
 
 
-def render(run_dir: Path, *, outcome: Outcome | None = None) -> str:
+def render_report(run_dir: Path, *, outcome: Outcome | None = None) -> str:
     """Return the page's text; see `write_report`."""
     styles = ("page.css.j2", "report.css.j2")
     return render_page("report.html.j2", styles=styles, **_content(run_dir, outcome))
@@ -241,7 +241,7 @@ def _total(record: RunRecord, key: str) -> float:
 # --- body and foot ----------------------------------------------------------------------------------------------------
 
 
-def _card(chart: Chart, rows: Sequence[Row]) -> _Card:
+def _card(chart: Chart, rows: Sequence[StepValues]) -> _Card:
     legend = [series for panel in present(chart, rows) for series in panel.series]
     return _Card(
         title=chart.title,
@@ -258,10 +258,10 @@ def _colorings(samples: list[tuple[int, list[SampleView]]]) -> set[str]:
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Yield (section, its settings by dotted name); settings without a section come first."""
-    yield "run", [(str(key), shown(value)) for key, value in config.items() if not isinstance(value, Mapping)]
+    yield "run", [(str(key), format_setting(value)) for key, value in config.items() if not isinstance(value, Mapping)]
     for section, values in config.items():
         if isinstance(values, Mapping):
-            yield str(section), [(key, shown(value)) for key, value in flatten(values, ".")]
+            yield str(section), [(key, format_setting(value)) for key, value in flatten(values, ".")]
 
 
 def _places(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[_Place]:

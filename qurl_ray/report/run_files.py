@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from qurl_ray.report.charts import Row
+from qurl_ray.report.charts import StepValues
 from qurl_ray.report.values import number
 
 _MAX_STEP = 10**12
@@ -53,7 +53,7 @@ class RunRecord:
     config: dict[str, Any]
     summary: dict[str, Any] | None
     """Content of summary.json; None until the run has ended by itself or by Ctrl-C."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StepValues] = field(default_factory=list)
     """Finite numbers of every step; if a step was recorded twice, the later values."""
     evaluations: list[Evaluation] = field(default_factory=list)
     warnings: dict[str, list[int]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def read_run(run_dir: Path) -> RunRecord:
     """Read config.yaml, metrics.jsonl and summary.json. Missing or incomplete files count as empty."""
     summary = _json_object(_bytes(run_dir / "summary.json"))
     record = RunRecord(config=_config(run_dir / "config.yaml"), summary=summary)
-    steps: dict[int, Row] = {}
+    steps: dict[int, StepValues] = {}
     for _, event in lines(run_dir / "metrics.jsonl"):
         if event is None:
             record.unreadable += 1

@@ -34,7 +34,7 @@ def pairs(values: Mapping[str, Any], prefix: str = "") -> str:
     return "  ".join(f"{one_line(key)} {value:.4g}" for key, value in found if value is not None)
 
 
-def shown(value: Any) -> Any:
+def format_setting(value: Any) -> Any:
     """Format a setting as in config.yaml, without credentials."""
     if value is None:
         return MISSING

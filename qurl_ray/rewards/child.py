@@ -32,7 +32,7 @@ _BUSY = 0.1  # share of a core
 _LOOK_AGAIN_S = 1.0  # interval until threads that slept are checked again
 
 
-def serve(channel: socket.socket, spec: str) -> int:
+def run_judge(channel: socket.socket, spec: str) -> int:
     """Resolve the reward and judge with it until the parent closes the socket. Return the exit code."""
     try:
         score = REWARDS.load(spec)

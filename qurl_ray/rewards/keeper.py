@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from qurl_ray.rewards import cgroup
-from qurl_ray.rewards.child import serve
+from qurl_ray.rewards.child import run_judge
 from qurl_ray.rewards.held import SHM, Holdings, descendants
 from qurl_ray.rewards.inotify import NewFiles
 
@@ -114,7 +114,7 @@ def _judge(channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sandbox.enter()
-    return serve(channel, spec)
+    return run_judge(channel, spec)
 
 
 def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -> int:

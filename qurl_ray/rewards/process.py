@@ -68,8 +68,8 @@ class VerifierProcess:
         Args:
             spec: name of a reward (qurl_ray.tables); it is imported in the child, never in this process.
             timeout_s: seconds for one answer, counted from the previous verdict.
-            memory_gb: limit for the child and all that it starts together, for memory and temporary files;
-                see docs/failure.md for the systems on which it is enforced.
+            memory_gb: limit for the child and all that it starts together, for memory and temporary files, in
+                GiB; see docs/failure.md for the systems on which it is enforced.
         """
         self._spec = spec
         self._timeout_s = timeout_s
@@ -275,7 +275,7 @@ class _Child:
         except subprocess.TimeoutExpired:
             return _DeathError("broke the connection")
         if code == TOO_MUCH:
-            return _DeathError(f"and what it started held more than {self._memory_gb:g} GB, or too many processes")
+            return _DeathError(f"and what it started held more than {self._memory_gb:g} GiB, or too many processes")
         if code == STOPPED:
             return _DeathError("was killed, since the process that keeps it had been stopped by a signal")
         if code == THREADS_LEFT and self._has_judged:  # else a reward with this code is retried for ever

@@ -13,7 +13,7 @@ from qurl_ray.extensions import call, reference_of
 
 EPS = 1e-6
 
-Comparison = Callable[[np.ndarray, np.ndarray], np.ndarray]
+AdvantageEstimator = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Function of (rewards_PG, lengths_PG) that returns advantages [P, G]."""
 
 
@@ -47,7 +47,7 @@ def reinforce_baseline(rewards_PG: np.ndarray, lengths_PG: np.ndarray) -> np.nda
     return (centered_PG - mean) / np.sqrt(variance + 1e-8)
 
 
-def advantages(rewards_PG: np.ndarray, compare: Comparison, lengths_PG: np.ndarray | None = None) -> np.ndarray:
+def advantages(rewards_PG: np.ndarray, compare: AdvantageEstimator, lengths_PG: np.ndarray | None = None) -> np.ndarray:
     """Return the advantage of each sample over the others of its prompt, float64 [P, G]; 0 for missing samples.
 
     With the functions above, a group whose rewards are all equal gets exactly 0 (but see reinforce_baseline). So does a

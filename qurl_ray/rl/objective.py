@@ -31,7 +31,7 @@ import torch
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.diagnostics import mismatch_sums, update_sums
 from qurl_ray.rl.ratios import Estimator, Sums, at_least_float32, kl_estimate, log_ratio, sequence_mean
-from qurl_ray.rl.surrogate import Bounds, Form, Surrogate, evaluate, ppo
+from qurl_ray.rl.surrogate import Bounds, Form, Surrogate, ppo, surrogate_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def objective(
     def clipped(widening_BT: torch.Tensor) -> tuple[Surrogate, Bounds]:
         upper_BT = (1 + settings.clip_high) * widening_BT
         bounds = Bounds(lower=1 - settings.clip_low, upper_BT=upper_BT, dual=settings.dual_clip)
-        return evaluate(settings.form, log_ratio_BT, adv_BT, mask_BT, bounds), bounds
+        return surrogate_of(settings.form, log_ratio_BT, adv_BT, mask_BT, bounds), bounds
 
     term, bounds = clipped(corrected.widening_BT)
     if applies:

@@ -1,7 +1,7 @@
 """Clipped forms of the policy gradient, per token: the functions that `algorithm.objective` names.
 
 A form takes log(theta/p), or log(theta/b) with naive importance sampling, the advantages, the mask and the bounds. It
-returns the surrogate to be maximised, either as a Surrogate or only as its value [B, T]: see `evaluate`.
+returns the surrogate to be maximised, either as a Surrogate or only as its value [B, T]: see `surrogate_of`.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def cispo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tenso
     )
 
 
-def evaluate(
+def surrogate_of(
     form: Form, log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor, bounds: Bounds
 ) -> Surrogate:
     """Return the form's Surrogate. If the form returns only its value, the ratio is R = exp(log ratio), the slope is

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qurl_ray.policy.attention import hidden_keys, round_up
-from qurl_ray.policy.kv import KVScales, dequantize, quantize
+from qurl_ray.policy.kv import KVScales, dequantize_kv, quantize_kv
 
 
 class SlotCache:
@@ -97,8 +97,8 @@ class Fp8SlotCache(SlotCache):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scales = self._scales[layer_idx]
-        codes = quantize(key, scales.key), quantize(value, scales.value)
+        codes = quantize_kv(key, scales.key), quantize_kv(value, scales.value)
         keys, values = super().update(codes[0].view(torch.uint8), codes[1].view(torch.uint8), layer_idx)
         float8 = codes[0].dtype
-        found = dequantize(keys.view(float8), scales.key), dequantize(values.view(float8), scales.value)
+        found = dequantize_kv(keys.view(float8), scales.key), dequantize_kv(values.view(float8), scales.value)
         return found[0].to(key.dtype), found[1].to(key.dtype)

@@ -23,8 +23,8 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.requests import check_requests
-from qurl_ray.rollout.vllm_server import Tell, VllmServer
-from qurl_ray.rollout.vllm_shards import Piece, assemble
+from qurl_ray.rollout.vllm_server import OnOutput, VllmServer
+from qurl_ray.rollout.vllm_shards import TensorShard, join_shards
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -229,13 +229,15 @@ class VllmEngine:
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
         """Return a tensor as the workers hold it, read back from the kernels' own memory, in the form of Buffers."""
         found = []
-        for pieces in self._server.workers("resident", name):
-            for start, stop, columns, wire in pieces:
+        for shards in self._server.workers("resident", name):
+            for start, stop, columns, wire in shards:
                 arrays = tuple(np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in wire)
-                piece = Piece(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
-                found.append((piece, arrays))
+                shard = TensorShard(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
+                found.append((shard, arrays))
         quantized = len(found[0][1]) == 2
-        return assemble(name, self._shapes[name], get_format(self._records[name].format) if quantized else None, found)
+        return join_shards(
+            name, self._shapes[name], get_format(self._records[name].format) if quantized else None, found
+        )
 
     def kernels(self) -> list[str]:
         """Return the kernels of the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
@@ -262,7 +264,9 @@ class VllmEngine:
         self._check_awake()
         return self._server.generate(requests, version, deadline_s) if requests else []
 
-    def stream(self, request: Request, *, logprobs: int | None, tell: Tell, fail: Callable[[Exception], None]) -> None:
+    def stream(
+        self, request: Request, *, logprobs: int | None, on_output: OnOutput, on_error: Callable[[Exception], None]
+    ) -> None:
         """Start to answer a request; see VllmServer.stream.
 
         Raises:
@@ -270,7 +274,7 @@ class VllmEngine:
         """
         check_requests([request], held=self.version, version=self.version or 0, context=self._context)
         self._check_awake()
-        self._server.stream(request, logprobs=logprobs, tell=tell, fail=fail)
+        self._server.stream(request, logprobs=logprobs, on_output=on_output, on_error=on_error)
 
     def cancel(self, uids: Collection[str]) -> None:
         """End these requests, which return the tokens drawn so far; see rollout.engine.Engine."""

@@ -44,7 +44,7 @@ from qurl_ray.numerics import products
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, quantize, row_maximum
-from qurl_ray.rollout.vllm_shards import Piece, cut, fuse
+from qurl_ray.rollout.vllm_shards import TensorShard, cut, fuse
 
 NAME = "qurl"
 _WIDER = 16  # columns that carry the input's largest value: enough to keep a width that kernels take
@@ -156,7 +156,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             torch.distributed.all_gather(shares, part.contiguous(), get_tp_group().device_group)
             whole = quantize(torch.cat(shares, dim=1), fmt)
             columns = (layer.tp_rank * width, (layer.tp_rank + 1) * width)
-            return cut(whole, Piece(start=0, stop=len(part), at=0, columns=columns))
+            return cut(whole, TensorShard(start=0, stop=len(part), at=0, columns=columns))
         if isinstance(layer, ColumnParallelLinear) and len(part) % fmt.rows:
             raise QuantizationError(
                 f"{layer.prefix}: {len(part)} rows on each of {layer.tp_size} ranks cut through {fmt.name}'s blocks of "

@@ -23,11 +23,11 @@ from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
-from qurl_ray.rollout.vllm_shards import Piece, Section, cut, pieces, read
+from qurl_ray.rollout.vllm_shards import Partition, TensorShard, cut, local_shards, read
 
-Part = tuple[str, tuple[int, ...], bytes]
+EncodedArray = tuple[str, tuple[int, ...], bytes]
 """An array in a message: (numpy dtype, shape, bytes)."""
-Wire = list[Part]
+Wire = list[EncodedArray]
 
 
 class WorkerExtension:
@@ -70,7 +70,7 @@ class Place:
     """vLLM's name of the parameter."""
     module: Any
     leaf: str
-    pieces: tuple[Piece, ...]
+    shards: tuple[TensorShard, ...]
     rows: int
     """Number of rows of the parameter on this rank, of all its tensors together, without padding."""
 
@@ -110,8 +110,8 @@ class ResidentPolicy:
         else:
             codes, scale = arrays
             value = QTensor.from_numpy(codes, scale, get_format(format_name, weight_max_code))
-        own = [(piece.at, cut(value, piece)) for piece in place.pieces]
-        done = self._placed[place.parameter] = self._placed.get(place.parameter, 0) + sum(p.rows for p in place.pieces)
+        own = [(shard.at, cut(value, shard)) for shard in place.shards]
+        done = self._placed[place.parameter] = self._placed.get(place.parameter, 0) + sum(p.rows for p in place.shards)
         with self._weights_memory():
             if place.method is None:
                 target = getattr(place.module, place.leaf).data
@@ -126,7 +126,9 @@ class ResidentPolicy:
                 del self._waiting[place.parameter]
 
     @torch.no_grad()
-    def expect(self, scales: Sequence[tuple[str, tuple[int, ...], Part]], fmt: tuple[str, int], patches: bool) -> None:
+    def expect(
+        self, scales: Sequence[tuple[str, tuple[int, ...], EncodedArray]], fmt: tuple[str, int], patches: bool
+    ) -> None:
         """Prepare for vLLM's own transfer.
 
         Args:
@@ -142,7 +144,7 @@ class ResidentPolicy:
                 raise SyncError(f"{name} is to come as {form.name} codes, but vLLM holds it in full precision")
             codes = torch.empty(shape, dtype=form.dtype, device="meta")
             whole = QTensor(codes=codes, scale=torch.from_numpy(_decoded(wire)), fmt=form)
-            place.method.expected += [(piece.at, cut(whole, piece)) for piece in place.pieces]
+            place.method.expected += [(shard.at, cut(whole, shard)) for shard in place.shards]
         if patches:
             for module, method in self._linears():
                 if method.expected:
@@ -169,18 +171,18 @@ class ResidentPolicy:
         found, self._last_held = [], (None, [])
         for name in names:
             place = self._find(name)
-            (piece,) = place.pieces
-            found.append(fingerprint(*self._read(place, piece)))
+            (shard,) = place.shards
+            found.append(fingerprint(*self._read(place, shard)))
         return found
 
     def resident(self, name: str) -> list[tuple[int, int, tuple[int, int] | None, Wire]]:
         """Return this rank's shards of a tensor: rows, columns, and codes as bytes with scales, or float32 values."""
         place = self._find(name)
         found, self._last_held = [], (None, [])
-        for piece in place.pieces:
-            tensors = self._read(place, piece)
+        for shard in place.shards:
+            tensors = self._read(place, shard)
             arrays = [(t.view(torch.uint8) if t.itemsize == 1 else t).cpu().numpy() for t in tensors]
-            found.append((piece.start, piece.stop, piece.columns, [encoded(array) for array in arrays]))
+            found.append((shard.start, shard.stop, shard.columns, [encoded(array) for array in arrays]))
         return found
 
     def kernels(self) -> list[str]:
@@ -193,12 +195,12 @@ class ResidentPolicy:
             if isinstance(method := getattr(module, "quant_method", None), QurlLinearMethod):
                 yield module, method
 
-    def _read(self, place: Place, piece: Piece) -> tuple[torch.Tensor, ...]:
+    def _read(self, place: Place, shard: TensorShard) -> tuple[torch.Tensor, ...]:
         if place.method and place.method.held:
             if self._last_held[0] is not place.method.held:  # q, k and v are read from one unpacked weight
                 self._last_held = (place.method.held, place.method.resident())
-            return read(self._last_held[1], piece)
-        return (getattr(place.module, place.leaf).data[piece.at : piece.at + piece.rows].float(),)
+            return read(self._last_held[1], shard)
+        return (getattr(place.module, place.leaf).data[shard.at : shard.at + shard.rows].float(),)
 
     def _find(self, name: str) -> Place:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
@@ -213,9 +215,9 @@ class ResidentPolicy:
             value = module.get_parameter(leaf)
         except AttributeError:
             raise SyncError(f"vLLM's {kind} has no place for {name}: {parameter} does not exist") from None
-        shard: Any = getattr(marker, "shard_id", None)
-        index = {"q": 0, "k": 1, "v": 2}.get(shard, shard)
-        sections = _sections(module, value)
+        shard_id: Any = getattr(marker, "shard_id", None)
+        index = {"q": 0, "k": 1, "v": 2}.get(shard_id, shard_id)
+        partitions = _partitions(module, value)
         columns = None
         if isinstance(module, RowParallelLinear) and leaf == "weight" and module.tp_size > 1:
             width = module.input_size_per_partition
@@ -224,7 +226,7 @@ class ResidentPolicy:
             parameter=parameter,
             module=module,
             leaf=leaf,
-            pieces=tuple(pieces(sections, index, columns)),
+            shards=tuple(local_shards(partitions, index, columns)),
             rows=_rows(module, value),
         )
 
@@ -232,29 +234,29 @@ class ResidentPolicy:
         return self.memory.use_memory_pool(tag="weights") if self.memory else nullcontext()
 
 
-def encoded(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
+def encoded(array: np.ndarray) -> EncodedArray:
     """Encode an array so that vLLM's messages can carry it."""
     return array.dtype.str, array.shape, array.tobytes()
 
 
-def _decoded(part: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
+def _decoded(part: EncodedArray) -> np.ndarray:
     dtype, shape, data = part
     return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray, because torch needs writable memory
 
 
-def _sections(module: nn.Module, parameter: torch.Tensor) -> list[Section]:
-    """Return the sections of which the rows of a module's parameter consist on this rank."""
+def _partitions(module: nn.Module, parameter: torch.Tensor) -> list[Partition]:
+    """Return the partitions of which the rows of a module's parameter consist on this rank."""
     rows = _rows(module, parameter)
     if isinstance(module, VocabParallelEmbedding):
         first = module.shard_indices.org_vocab_start_index
-        return [Section(rows=rows, first=first, total=module.org_vocab_size)]
+        return [Partition(rows=rows, first=first, total=module.org_vocab_size)]
     if not isinstance(module, ColumnParallelLinear):
-        return [Section.share(rows)]
+        return [Partition.share(rows)]
     sizes, rank, ranks = module.output_partition_sizes, module.tp_rank, module.tp_size
     if isinstance(module, QKVParallelLinear):
         copies = (1, module.num_kv_head_replicas, module.num_kv_head_replicas)
-        return [Section.share(n, rank // c, ranks // c) for n, c in zip(sizes, copies, strict=True)]
-    return [Section.share(n, rank, ranks) for n in sizes]
+        return [Partition.share(n, rank // c, ranks // c) for n, c in zip(sizes, copies, strict=True)]
+    return [Partition.share(n, rank, ranks) for n in sizes]
 
 
 def _rows(module: Any, parameter: torch.Tensor) -> int:

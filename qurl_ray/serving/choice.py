@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TokenLogprob:
     """A token with its log-prob."""
 
     draw: Draw
@@ -25,11 +25,11 @@ class Entry:
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class AnswerPart:
     """New part of an answer."""
 
     text: str = ""
-    entries: list[Entry] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
 
 
@@ -47,14 +47,14 @@ class Choice:
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(stops)
         self._stop_ids, self._logprobs = frozenset(stop_ids), logprobs
         self._known = self._told = 0  # characters drawn, and characters returned
-        self._entries: list[Entry] = []
+        self._pending: list[TokenLogprob] = []
         self.tokens = 0
         """Number of tokens drawn until the end, including stop tokens."""
         self.finish: FinishReason | None = None
 
-    def feed(self, draws: Sequence[Draw], finish: Finish | None) -> Part:
+    def feed(self, draws: Sequence[Draw], finish: Finish | None) -> AnswerPart:
         """Return the new part of the answer from these draws. Draws after the end are ignored."""
-        part = Part()
+        part = AnswerPart()
         last = len(draws) - 1 if finish == "stop" else None
         for index, draw in enumerate(draws):
             if self.finish:
@@ -67,9 +67,9 @@ class Choice:
             self._end(part, "stop" if finish == "stop" else "length")
         return part
 
-    def _read(self, draw: Draw, part: Part) -> None:
+    def _read(self, draw: Draw, part: AnswerPart) -> None:
         if self._logprobs:
-            self._entries.append(Entry(draw=draw, at=self._known))
+            self._pending.append(TokenLogprob(draw=draw, at=self._known))
         text = self._detokenizer.feed(draw.token)
         self._known += len(text)
         told, stopped = self._stops.feed(text)
@@ -77,32 +77,32 @@ class Choice:
         if stopped:
             self.finish = part.finish = "stop"
 
-    def _tell(self, part: Part, text: str) -> None:
+    def _tell(self, part: AnswerPart, text: str) -> None:
         part.text += text
         self._told += len(text)
         # A log-prob is returned with the first character of its token.
-        count = next((i for i, entry in enumerate(self._entries) if entry.at >= self._told), len(self._entries))
-        part.entries += self._entries[:count]
-        del self._entries[:count]
+        count = next((i for i, entry in enumerate(self._pending) if entry.at >= self._told), len(self._pending))
+        part.logprobs += self._pending[:count]
+        del self._pending[:count]
 
-    def _end(self, part: Part, finish: FinishReason) -> None:
+    def _end(self, part: AnswerPart, finish: FinishReason) -> None:
         text, stopped = self._stops.feed(self._detokenizer.flush())
         self._tell(part, text if stopped else text + self._stops.flush())
         if not stopped:
-            part.entries += self._entries  # tokens without text
+            part.logprobs += self._pending  # tokens without text
         self.finish = part.finish = "stop" if stopped else finish
 
 
 # --- log-probs, in OpenAI's format ---------------------------------------------------------------------------------
 
 
-def chat_logprobs(entries: Sequence[Entry], token_bytes: TokenBytes) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[TokenLogprob], token_bytes: TokenBytes) -> dict[str, Any]:
     """Return the field `logprobs` of a choice in a chat completion."""
     return {
         "content": [
             _chat_token(entry.draw.token, entry.draw.logprob, token_bytes)
             | {"top_logprobs": [_chat_token(token, logprob, token_bytes) for token, logprob in entry.draw.top]}
-            for entry in entries
+            for entry in logprobs
         ],
         "refusal": None,
     }
@@ -113,19 +113,19 @@ def _chat_token(token: int, logprob: float | None, token_bytes: TokenBytes) -> d
     return {"token": texts([piece])[0], "logprob": _written(logprob), "bytes": list(piece)}
 
 
-def completion_logprobs(entries: Sequence[Entry], token_bytes: TokenBytes) -> dict[str, Any]:
+def completion_logprobs(logprobs: Sequence[TokenLogprob], token_bytes: TokenBytes) -> dict[str, Any]:
     """Return the field `logprobs` of a choice in a completion. As at OpenAI, the likeliest include the drawn token."""
-    tokens = texts(token_bytes(entry.draw.token) for entry in entries)
+    tokens = texts(token_bytes(entry.draw.token) for entry in logprobs)
     tops = [
         {texts([token_bytes(token)])[0]: _written(logprob) for token, logprob in entry.draw.top}
         | {text: _written(entry.draw.logprob)}
-        for entry, text in zip(entries, tokens, strict=True)
+        for entry, text in zip(logprobs, tokens, strict=True)
     ]
     return {
         "tokens": tokens,
-        "token_logprobs": [_written(entry.draw.logprob) for entry in entries],
+        "token_logprobs": [_written(entry.draw.logprob) for entry in logprobs],
         "top_logprobs": tops,
-        "text_offset": [entry.at for entry in entries],
+        "text_offset": [entry.at for entry in logprobs],
     }
 
 

@@ -32,7 +32,7 @@ def listening(port: int, swap: Swap) -> Iterator[None]:
     path = _path(port)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if path.parent.stat().st_uid != os.getuid() or path.parent.stat().st_mode & 0o077:
-        raise ConfigError(f"{path.parent} can be read by others: remove it")
+        raise ConfigError(f"{path.parent} can be read by other users: remove it")
     path.unlink(missing_ok=True)  # left by a job that was killed; the port is ours
     with socketserver.UnixStreamServer(str(path), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -57,7 +57,9 @@ def ask_to_swap(port: int, policy: str, *, timeout_s: float) -> str:
             connection.sendall(json.dumps({"policy": policy}).encode() + b"\n")
             reply = json.loads(connection.makefile().readline())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"no job of yours on this machine serves on port {port}, or it ended: {error}") from None
+            raise ConfigError(
+                f"no serving job of this user listens on port {port} of this machine, or it ended: {error}"
+            ) from None
     if not reply["ok"]:
         raise ConfigError(reply["message"])
     return reply["message"]

@@ -129,7 +129,7 @@ class App:
         pinned = pin(self.config.model_copy(update={"policy": policy}))
         began = time.monotonic()
         self.swap(pinned)
-        return f"{self.name} is now answered with {pinned.source} ({time.monotonic() - began:.1f} s)"
+        return f"{self.name} now uses the policy {pinned.source} ({time.monotonic() - began:.1f} s)"
 
     def swap(self, pinned: Pinned) -> None:
         """Swap all replicas to another policy. Requests continue to be answered, each with one policy.
@@ -151,7 +151,9 @@ class App:
         deadline = time.monotonic() + self.config.start_timeout_s
         while unsettled := [one for one in self.statuses() if one["pinned"] != asdict(pinned)]:
             if refused := next((one["refused"] for one in unsettled if one["refused"]), None):
-                raise ConfigError(f"{pinned.source} was refused, {self.pinned.source} still answers: {refused}")
+                raise ConfigError(
+                    f"{pinned.source} could not be loaded, so {self.pinned.source} still answers: {refused}"
+                )
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"waited {self.config.start_timeout_s:g} s for {len(unsettled)} replicas to load {pinned.source}"
@@ -171,7 +173,7 @@ class App:
                 before, newest = newest, pin(self.config)
                 if newest != before:  # a refused policy is not tried again
                     self.swap(newest)
-                    yield f"{self.name} is now answered with {newest.source}"
+                    yield f"{self.name} now uses the policy {newest.source}"
             except QurlError as error:
                 yield str(error)
 

@@ -116,7 +116,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
     except ClientDisconnect:
-        raise ApiError(400, "the body ended before its length") from None
+        raise ApiError(400, "the body is shorter than its content-length") from None
     return bytes(body)
 
 
@@ -169,7 +169,9 @@ class _Guard:
             client = (scope.get("client") or ("", 0))[0]
             if self._service.config.open or is_loopback(client):
                 return None
-            return ApiError(401, "this server has no key, so it answers its own machine only", code="no_api_key")
+            return ApiError(
+                401, "this server has no API key, so it answers only clients on its own machine", code="no_api_key"
+            )
         sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = sent.partition(b" ")
         found = hashlib.sha256(key.strip()).hexdigest()

@@ -19,7 +19,7 @@ def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
         return 0
     if swap:
         if config.policy is None:
-            raise ConfigError("--swap needs policy=…, the one to swap to")
+            raise ConfigError("--swap needs policy=…, the policy to swap to")
         here = Path(config.policy)  # the serving job may run in another folder
         policy = str(here.resolve()) if here.exists() else config.policy
         typer.echo(ask_to_swap(config.port, policy, timeout_s=config.start_timeout_s))

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.export import QuantizedPolicy, is_quantized, read_quantized
+from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.rollout.engine import EngineOptions, StreamingEngine
 from qurl_ray.rollout.make import make_engine
@@ -23,7 +23,7 @@ _LONGEST = 2048  # tokens of prompt and answer together, unless max_length is se
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedPolicy:
     """A policy that is loaded in an engine."""
 
     engine: StreamingEngine
@@ -35,13 +35,13 @@ class Loaded:
     """Fingerprint of all weights as the engine holds them: 16 hexadecimal digits."""
 
 
-def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
+def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> LoadedPolicy:
     """Load the policy of a folder into an engine, which verifies the weights that it holds.
 
     Raises:
         QurlError: the policy cannot be loaded, or has codes of a format other than the requested one.
     """
-    spec = PolicySpec(source=str(folder), quantized=is_quantized(folder))
+    spec = PolicySpec(source=str(folder), quantized=is_quantized_checkpoint(folder))
     length = config.max_length or min(_LONGEST, context_length(spec))
     spec = PolicySpec(source=spec.source, max_length=length, quantized=spec.quantized)
     tokenizer = load_tokenizer(spec)
@@ -56,7 +56,7 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> Loaded:
         keep = QuantizationConfig().kept(model.config.num_hidden_layers)
         manifest = quantize_into(engine, model, fmt, keep, unquantized=config.dtype)
     engine.reserve(config.slots, length)  # here, in the loading thread, not on the event loop: see Service._load
-    return Loaded(
+    return LoadedPolicy(
         engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids(spec, tokenizer),

@@ -23,17 +23,23 @@ class Meters:
             return metrics.Counter(f"{_PREFIX}_{name}", what, tag_keys=tags)
 
         def seconds(name: str, what: str) -> metrics.Histogram:
-            return metrics.Histogram(f"{_PREFIX}_{name}_seconds", what, boundaries=_SECONDS, tag_keys=("version",))
+            return metrics.Histogram(
+                f"{_PREFIX}_{name}_seconds", f"{what}, in seconds.", boundaries=_SECONDS, tag_keys=("version",)
+            )
 
-        self.requests = counter("requests", "Requests, by their status.", "path", "status")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "version")
-        self.tokens = counter("tokens", "Tokens drawn.", "version")
-        self.first_token = seconds("first_token", "From a request's arrival at its engine to its first token.")
-        self.next_token = seconds("next_token", "From one token of an answer to its next, as its client is told.")
-        self.duration = seconds("duration", "From a request's arrival at its engine to its last token.")
-        self.running = metrics.Gauge(f"{_PREFIX}_running", "Answers that are generated.", tag_keys=("version",))
-        self.waiting = metrics.Gauge(f"{_PREFIX}_waiting", "Answers that wait for a slot.", tag_keys=("version",))
-        self.swaps = counter("swaps", "Swaps to another policy, by their outcome.", "outcome")
+        self.requests = counter("requests", "Number of requests, by path and HTTP status.", "path", "status")
+        self.prompt_tokens = counter("prompt_tokens", "Number of prompt tokens of finished requests.", "version")
+        self.tokens = counter("tokens", "Number of tokens generated for finished requests.", "version")
+        self.first_token = seconds("first_token", "Time from the arrival of a request at its engine to its first token")
+        self.next_token = seconds("next_token", "Time between two tokens of an answer, as its client receives them")
+        self.duration = seconds("duration", "Time from the arrival of a request at its engine to its last token")
+        self.running = metrics.Gauge(
+            f"{_PREFIX}_running", "Number of answers that are being generated.", tag_keys=("version",)
+        )
+        self.waiting = metrics.Gauge(
+            f"{_PREFIX}_waiting", "Number of answers that wait for a slot.", tag_keys=("version",)
+        )
+        self.swaps = counter("swaps", "Number of swaps to another policy, by outcome: done or refused.", "outcome")
 
     def answer(self, version: str) -> "AnswerMeter":
         return AnswerMeter(self, version)

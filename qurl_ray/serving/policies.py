@@ -95,7 +95,7 @@ def _of_run(run: Path, quantization: str) -> Path:
     if (run / f"policy-{quantization}" / "config.json").is_file():
         return run / f"policy-{quantization}"
     if not (run / "policy" / "config.json").is_file():
-        raise ConfigError(f"{run} is neither the folder of a model nor of a run that has saved its policy")
+        raise ConfigError(f"{run} is neither the folder of a model nor that of a run with a saved policy")
     return run / "policy"
 
 

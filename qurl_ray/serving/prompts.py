@@ -7,12 +7,14 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from qurl_ray.serving.protocol import ApiError, shown
+from qurl_ray.serving.protocol import ApiError, shortened
 
 Messages = Sequence[dict[str, str]]
 
 
-def encode(prompt: str | Sequence[int] | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str) -> np.ndarray:
+def tokenize_prompt(
+    prompt: str | Sequence[int] | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str
+) -> np.ndarray:
     """Return the token ids of a prompt, int32 [length].
 
     Args:
@@ -42,4 +44,6 @@ def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except jinja2.TemplateError as error:  # the text is from the policy's template, and only about messages
-        raise ApiError(400, f"the chat template refuses: {shown(str(error))}", param="messages") from None
+        raise ApiError(
+            400, f"the chat template refuses the messages: {shortened(str(error))}", param="messages"
+        ) from None

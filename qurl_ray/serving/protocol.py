@@ -127,9 +127,9 @@ class _Request(_Model):
     def _stops(cls, stop: str | list[str]) -> list[str]:
         stops = [stop] if isinstance(stop, str) else stop
         if len(stops) > 4:
-            raise ValueError("at most 4 stop sequences")
+            raise ValueError("at most 4 stop sequences are allowed")
         if any(not 1 <= len(one) <= 1000 for one in stops):
-            raise ValueError("a stop sequence has 1 to 1000 characters")
+            raise ValueError("a stop sequence must have 1 to 1000 characters")
         return stops
 
     @model_validator(mode="after")
@@ -248,7 +248,7 @@ def _invalid(error: ValidationError) -> ApiError:
     path = [part for part in item["loc"] if isinstance(part, int) or part in _NAMES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or None
     if item["type"] == "extra_forbidden":
-        unknown = shown(str(item["loc"][-1]))
+        unknown = shortened(str(item["loc"][-1]))
         return ApiError(400, f"unknown parameter: {unknown}", param=unknown, code="unknown_parameter")
     message = item["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_CODES.get(item["type"]))
@@ -259,6 +259,6 @@ _NAMES = {name for model in _MODELS for name in model.model_fields}
 _CODES = {"missing": "missing_required_parameter"}
 
 
-def shown(text: str) -> str:
+def shortened(text: str) -> str:
     """Return text of a client, shortened to `_MOST_SHOWN` characters, for use in an error."""
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from qurl_ray.serving.choice import Entry, Part, chat_logprobs, completion_logprobs
+from qurl_ray.serving.choice import AnswerPart, TokenLogprob, chat_logprobs, completion_logprobs
 from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest
 from qurl_ray.serving.served import Answer
 
@@ -40,7 +40,7 @@ class Reply:
             roles = [self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._answer.count)]
             yield b"".join(map(self._event, roles))
         async for news in self._answer.parts():
-            told = [(index, part) for index, part in news if part.text or part.entries or part.finish]
+            told = [(index, part) for index, part in news if part.text or part.logprobs or part.finish]
             if told:
                 yield b"".join(self._event(self._chunk(index, part)) for index, part in told)
         if self._request.include_usage:
@@ -55,33 +55,33 @@ class Reply:
             record["usage"] = None if choice else self._answer.usage.as_dict()
         return event(record)
 
-    def _chunk(self, index: int, part: Part) -> dict[str, Any]:
+    def _chunk(self, index: int, part: AnswerPart) -> dict[str, Any]:
         if not self._chat:
             return self._choice(index, part)
-        delta = {"content": part.text} if part.text or part.entries else {}
+        delta = {"content": part.text} if part.text or part.logprobs else {}
         return self._delta(index, delta, part)
 
-    def _delta(self, index: int, delta: dict[str, Any], part: Part | None = None) -> dict[str, Any]:
+    def _delta(self, index: int, delta: dict[str, Any], part: AnswerPart | None = None) -> dict[str, Any]:
         return {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs(part.entries) if part and part.entries else None,
+            "logprobs": self._logprobs(part.logprobs) if part and part.logprobs else None,
             "finish_reason": part.finish if part else None,
         }
 
-    def _choice(self, index: int, part: Part) -> dict[str, Any]:
+    def _choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         if self._chat:
             content: dict[str, Any] = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         else:
             content = {"text": part.text}
-        logprobs = self._logprobs(part.entries)
+        logprobs = self._logprobs(part.logprobs)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish}
 
-    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._request.top is None:
             return None
         write = chat_logprobs if self._chat else completion_logprobs
-        return write(entries, self._answer.served.token_bytes)
+        return write(logprobs, self._answer.served.token_bytes)
 
 
 def event(record: dict[str, Any]) -> bytes:

@@ -13,11 +13,11 @@ import numpy as np
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.extensions import imported
 from qurl_ray.rollout.requests import derive_seed
-from qurl_ray.serving.choice import Choice, Part
+from qurl_ray.serving.choice import AnswerPart, Choice
 from qurl_ray.serving.front import Front, Mailbox
-from qurl_ray.serving.load import Loaded
+from qurl_ray.serving.load import LoadedPolicy
 from qurl_ray.serving.meters import Meters
-from qurl_ray.serving.prompts import encode
+from qurl_ray.serving.prompts import tokenize_prompt
 from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage
 from qurl_ray.serving.stream import Ask, Stream
 from qurl_ray.serving.text import TokenBytes
@@ -50,7 +50,7 @@ class Served:
         name: name of the model for clients, whatever its version is.
     """
 
-    def __init__(self, loaded: Loaded, config: ServingConfig, *, name: str, meters: Meters) -> None:
+    def __init__(self, loaded: LoadedPolicy, config: ServingConfig, *, name: str, meters: Meters) -> None:
         self._config, self._loaded, self.meters = config, loaded, meters
         self.name, self.fingerprint = name, loaded.fingerprint
         self.model = f"{name}@{loaded.fingerprint[:_VERSION_DIGITS]}"
@@ -64,7 +64,7 @@ class Served:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self.front.stream = self._stream(loaded)
 
-    def _stream(self, loaded: Loaded) -> Stream:
+    def _stream(self, loaded: LoadedPolicy) -> Stream:
         stream = ENGINES[self._config.engine].stream
         assert stream, "checked with the settings"
         return imported(stream)(
@@ -84,7 +84,7 @@ class Served:
     def check_model(self, asked: str) -> None:
         """Raise ApiError 404 unless `asked` names this model, or this version of it."""
         if asked not in (self.name, self.model):
-            raise ApiError(404, "no such model: GET /v1/models lists them", param="model", code="model_not_found")
+            raise ApiError(404, "no such model: GET /v1/models lists the models", param="model", code="model_not_found")
 
     async def encode(self, request: ChatRequest | CompletionRequest, *, size: int) -> Encoded:
         """Encode the prompts of a request as tokens.
@@ -101,15 +101,21 @@ class Served:
             raise ApiError(400, "there is no prompt", param="prompt")
         if len(prompts) * request.n > self._config.max_choices:
             raise ApiError(
-                400, f"at most {self._config.max_choices} answers to a request: n times its prompts", param="n"
+                400,
+                f"a request can have at most {self._config.max_choices} answers, which are n times its prompts",
+                param="n",
             )
         if (request.limit or 0) > self._config.max_tokens:
-            raise ApiError(400, f"max_tokens is at most {self._config.max_tokens} here", param="max_tokens")
+            raise ApiError(
+                400, f"max_tokens can be at most {self._config.max_tokens} on this server", param="max_tokens"
+            )
         if request.top_k and request.top_k > len(self._loaded.tokenizer):
             raise ApiError(400, "top_k exceeds the vocabulary", param="top_k")
 
         def all_encoded() -> list[np.ndarray]:
-            return [encode(prompt, self._loaded.tokenizer, template=self._config.template) for prompt in prompts]
+            return [
+                tokenize_prompt(prompt, self._loaded.tokenizer, template=self._config.template) for prompt in prompts
+            ]
 
         if size <= _BRIEF:
             ids = all_encoded()
@@ -125,8 +131,9 @@ class Served:
         if prompt > most or wanted > left or left < 1:
             raise ApiError(
                 400,
-                f"the context is {self.length} tokens, at most {min(most, self.length - 1)} of them the prompt's: this "
-                f"one has {prompt}, and {max(wanted, 1)} were asked for",
+                f"the context has {self.length} tokens, of which a prompt can have at most "
+                f"{min(most, self.length - 1)}: this prompt has {prompt}, and {max(wanted, 1)} were requested for the "
+                "answer",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
@@ -192,7 +199,7 @@ class Answer:
             prompt_tokens=self._prompt_tokens, completion_tokens=sum(choice.tokens for choice in self._choices)
         )
 
-    async def parts(self) -> AsyncIterator[list[tuple[int, Part]]]:
+    async def parts(self) -> AsyncIterator[list[tuple[int, AnswerPart]]]:
         """Yield (index, new part) of choices as they arrive. The engine releases the choices if the caller stops early.
 
         Raises:
@@ -201,7 +208,7 @@ class Answer:
         meter = self.served.meters.answer(self.served.model)
         with self._mailbox as mailbox:
             while not all(choice.finish for choice in self._choices):
-                found: dict[int, Part] = {}
+                found: dict[int, AnswerPart] = {}
                 drawn = 0
                 for index, news in await mailbox.take():
                     choice = self._choices[index]
@@ -216,14 +223,14 @@ class Answer:
                 yield list(found.items())
         meter.ended(self.usage)
 
-    async def whole(self) -> list[Part]:
+    async def whole(self) -> list[AnswerPart]:
         """Wait until all choices end, and return them."""
-        parts = [Part() for _ in self._choices]
+        parts = [AnswerPart() for _ in self._choices]
         async for news in self.parts():
             for index, part in news:
                 parts[index] = _joined(parts[index], part)
         return parts
 
 
-def _joined(first: Part, then: Part) -> Part:
-    return Part(text=first.text + then.text, entries=first.entries + then.entries, finish=then.finish)
+def _joined(first: AnswerPart, then: AnswerPart) -> AnswerPart:
+    return AnswerPart(text=first.text + then.text, logprobs=first.logprobs + then.logprobs, finish=then.finish)

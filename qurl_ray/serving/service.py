@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError
-from qurl_ray.serving.load import Loaded, load_policy
+from qurl_ray.serving.load import LoadedPolicy, load_policy
 from qurl_ray.serving.meters import Meters
 from qurl_ray.serving.policies import Pinned, folder_of, tracking_uri
 from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, unavailable
@@ -104,7 +104,7 @@ class Service:
             except Exception as error:  # of files, libraries, memory: none may end the policy that answers
                 self._refused = f"{type(error).__name__}: {error}"
                 self.meters.swaps.inc(tags={"outcome": "refused"})
-                logger.error("the policy %s was refused: %s", pinned.source, error)
+                logger.error("cannot load the policy %s: %s", pinned.source, error)
                 if self._current is None:
                     raise
             else:
@@ -136,7 +136,7 @@ class Service:
             self._ready.set()
 
     async def _load(self, pinned: Pinned) -> Served:
-        def load() -> Loaded:
+        def load() -> LoadedPolicy:
             folder = folder_of(pinned, tracking_uri(self.config))
             return load_policy(folder, self.config, threads=self._threads)
 
@@ -161,7 +161,7 @@ class Service:
     # --- health ----------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, object]:
-        """Return the policy that answers, its load, and why the last swap was refused (None if it was not)."""
+        """Return the policy that answers, its load, and the error of the last swap (None if it succeeded)."""
         served = self._current
         return {
             "model": served.model if served else None,
@@ -180,7 +180,7 @@ class Service:
         if served.front.error is not None:
             raise EngineError(f"the engine has died: {served.front.error}")
         if (silent := served.front.silent_s()) > self.config.silent_s:
-            raise EngineError(f"the engine has told of no token for {silent:.0f} s")
+            raise EngineError(f"the engine has work, but has sent no token for {silent:.0f} s")
         tags = {"version": served.model}
         self.meters.running.set(served.front.running, tags)
         self.meters.waiting.set(served.front.waiting, tags)

@@ -35,7 +35,9 @@ class VllmStream:
 
     def submit(self, asks: Sequence[Ask]) -> None:
         for ask in asks:
-            self._engine.stream(ask.request, logprobs=ask.top, tell=partial(self._tell, ask), fail=self._broken)
+            self._engine.stream(
+                ask.request, logprobs=ask.top, on_output=partial(self._receive, ask), on_error=self._broken
+            )
 
     def cancel(self, uids: Iterable[str]) -> None:
         self._engine.cancel(set(uids))
@@ -45,7 +47,7 @@ class VllmStream:
 
     # --- on vLLM's thread ------------------------------------------------------------------------------------------
 
-    def _tell(self, ask: Ask, output: Any) -> None:
+    def _receive(self, ask: Ask, output: Any) -> None:
         self._news.append(News(uid=ask.request.uid, draws=draws(output, ask.top), finish=_finish(output)))
         if len(self._news) == 1:  # else the event loop has not taken the earlier news yet
             self._loop.call_soon_threadsafe(self._pass_on)

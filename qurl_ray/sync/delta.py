@@ -64,7 +64,7 @@ class Payload:
         return sum(part.nbytes for part in self.parts)
 
 
-def encode(base: np.ndarray, new: np.ndarray) -> Delta | None:
+def encode_delta(base: np.ndarray, new: np.ndarray) -> Delta | None:
     """Return the delta from `base` to `new`: unsigned, contiguous, of any shape. Return None where `new` itself is no
     larger or would arrive sooner (more than a quarter of a large array changed), and also if shapes or types differ or
     `new` has 2^32 elements or more."""
@@ -84,8 +84,8 @@ def encode(base: np.ndarray, new: np.ndarray) -> Delta | None:
     return delta if delta.nbytes < new.nbytes else None
 
 
-def decode(base: np.ndarray, delta: Delta) -> np.ndarray:
-    """Return the array that `encode` got as `new`: a new array of the base's shape and type.
+def decode_delta(base: np.ndarray, delta: Delta) -> np.ndarray:
+    """Return the array that `encode_delta` got as `new`: a new array of the base's shape and type.
 
     Raises:
         SyncError: the delta is damaged or does not fit the base. (A wrong base of the same size is not detected here.)

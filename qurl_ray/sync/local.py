@@ -10,8 +10,8 @@ from qurl_ray.policy.export import QuantizedPolicy
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.sync.publish import Publisher, Unquantized, assemble
-from qurl_ray.sync.receive import Arrays, unpack
+from qurl_ray.sync.publish import Publisher, Unquantized, assemble_manifest
+from qurl_ray.sync.receive import Arrays, decode_buckets
 from qurl_ray.types import Manifest
 
 
@@ -46,8 +46,8 @@ def load_into(
     them."""
     publisher = Publisher(quantized, tied=tied or {})
     buckets = list(publisher.prepare(parameters, fmt, version=version, unquantized=unquantized))
-    manifest = assemble(version, fmt, [bucket.records for bucket in buckets])
-    engine.load(manifest, unpack((bucket.payloads for bucket in buckets), manifest, engine.resident))
+    manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets])
+    engine.load(manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))
     return manifest
 
 

@@ -18,7 +18,7 @@ from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize
-from qurl_ray.sync.delta import Encoding, Payload, encode
+from qurl_ray.sync.delta import Encoding, Payload, encode_delta
 from qurl_ray.types import Manifest, TensorRecord
 
 Unquantized = Literal["float32", "bfloat16"]
@@ -137,7 +137,7 @@ class Publisher:
                 yield from ((other, parameter, True) for other, source in self.tied.items() if source == name)
 
 
-def assemble(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecord, ...]]) -> Manifest:
+def assemble_manifest(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecord, ...]]) -> Manifest:
     """Manifest of a version, from the records of all ranks and buckets.
 
     Raises:
@@ -200,7 +200,7 @@ def _compared(
     version and the delta is smaller."""
     if before is None or before.encoding != whole.encoding or before.arrays[0].shape != whole.arrays[0].shape:
         return record, whole
-    deltas = tuple(map(encode, before.arrays, whole.arrays)) if base is not None else (None,)
+    deltas = tuple(map(encode_delta, before.arrays, whole.arrays)) if base is not None else (None,)
     changed = deltas[0].count if deltas[0] else int(np.count_nonzero(before.arrays[0] != whole.arrays[0]))
     record = replace(record, changed=changed)
     if not any(deltas):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from qurl_ray.errors import SyncError
-from qurl_ray.sync.delta import Delta, Payload, decode
+from qurl_ray.sync.delta import Delta, Payload, decode_delta
 from qurl_ray.types import Manifest, TensorRecord
 
 Arrays = tuple[np.ndarray, ...]
@@ -19,7 +19,7 @@ _WIDTHS = {"codes": (1, 4), "float32": (4,), "bfloat16": (2,)}
 """Bytes per element on the wire, for each array of an encoding."""
 
 
-def unpack(
+def decode_buckets(
     buckets: Iterable[Sequence[Payload]], manifest: Manifest, resident: Callable[[str], Arrays]
 ) -> Iterator[Mapping[str, Arrays]]:
     """Yield the arrays of each bucket, decoded on demand. The engine detects missing tensors, and its fingerprints
@@ -70,7 +70,7 @@ def _arrays(
 
 
 def _added(base: np.ndarray, part: np.ndarray | Delta, width: int) -> np.ndarray:
-    return decode(_narrowed(base, width), part) if isinstance(part, Delta) else part
+    return decode_delta(_narrowed(base, width), part) if isinstance(part, Delta) else part
 
 
 def _narrowed(array: np.ndarray, width: int) -> np.ndarray:

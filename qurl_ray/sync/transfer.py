@@ -25,7 +25,7 @@ from vllm.utils.network_utils import get_ip, get_open_port
 
 from qurl_ray.errors import DeadlineExceeded, QurlError, SyncError
 from qurl_ray.quant.formats import Format
-from qurl_ray.sync.delta import Delta, Payload, decode
+from qurl_ray.sync.delta import Delta, Payload, decode_delta
 from qurl_ray.sync.publish import Bucket, Publisher, Unquantized
 from qurl_ray.sync.transport import Link, Probes
 from qurl_ray.types import TensorRecord
@@ -218,7 +218,9 @@ def _patch(payload: Payload, whole: Payload, fmt: Format | None) -> SparseWeight
     """New values of a tensor where it changed, or all values if it was not prepared as a delta."""
     part, bits = payload.parts[0], whole.arrays[0].reshape(-1)
     if isinstance(part, Delta):
-        at = np.flatnonzero(decode(np.zeros_like(bits), part))  # added to zeros, it gives the change of each element
+        at = np.flatnonzero(
+            decode_delta(np.zeros_like(bits), part)
+        )  # added to zeros, it gives the change of each element
     else:
         at = np.arange(bits.size)
     kinds: dict[str, Any] = {"codes": fmt.dtype if fmt else None, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -26,7 +26,7 @@ _REFRESH_PER_S = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class MetricColumn:
     """Number shown for each step: the sum of those values of `keys` that the step has."""
 
     title: str
@@ -45,14 +45,14 @@ class Column:
 
 
 COLUMNS = (
-    Column("reward", ("reward/mean",), ".3f"),
-    Column("held-out reward", ("eval/reward",), ".3f", optional=True),
-    Column("solved", ("eval/accuracy",), ".1%", optional=True),
-    Column("KL(b‖p)", ("mismatch/kl",), ".2e"),
-    Column("clipped", ("clip/upper", "clip/lower"), ".2%"),
-    Column("ESS", ("mismatch/ess",), ".3f"),
-    Column("tokens/s", ("rollout/tokens_per_second",), ",.0f"),
-    Column("s/step", ("time/step",), ".2f"),
+    MetricColumn("reward", ("reward/mean",), ".3f"),
+    MetricColumn("held-out reward", ("eval/reward",), ".3f", optional=True),
+    MetricColumn("solved", ("eval/accuracy",), ".1%", optional=True),
+    MetricColumn("KL(b‖p)", ("mismatch/kl",), ".2e"),
+    MetricColumn("clipped", ("clip/upper", "clip/lower"), ".2%"),
+    MetricColumn("ESS", ("mismatch/ess",), ".3f"),
+    MetricColumn("tokens/s", ("rollout/tokens_per_second",), ",.0f"),
+    MetricColumn("s/step", ("time/step",), ".2f"),
 )
 
 

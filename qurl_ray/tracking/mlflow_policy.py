@@ -48,7 +48,7 @@ SIGNATURE = ModelSignature(
 """Signature of the model: prompts as input, answers as output, and optional parameters with defaults."""
 
 
-def register(client: MlflowClient, run_id: str, run_dir: Path, name: str) -> None:
+def register_policy(client: MlflowClient, run_id: str, run_dir: Path, name: str) -> None:
     """Register a version of the model `name`, from the run's artifact policy/, or from the folder if it is large.
 
     A run has only one version: if the run is resumed, its artifact is replaced, and with it the content of the version.

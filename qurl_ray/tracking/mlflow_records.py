@@ -17,7 +17,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, Status, StatusCode
 
-from qurl_ray.report.catalog import is_quantized
+from qurl_ray.report.catalog import is_quantized_evaluation
 from qurl_ray.report.run_files import finite
 from qurl_ray.report.text import storable
 from qurl_ray.report.values import flatten, number, plain
@@ -36,7 +36,7 @@ def event_metrics(event: Event, at: float) -> list[Metric]:
     """Return the numbers of an event as metrics; `at` is unix time in seconds. Evaluations of the policy as rolled out
     are named `eval_rollout/…` instead of `eval/…`, since one step may have both."""
     values = event.values
-    if event.kind == "evaluation" and is_quantized(event.message):
+    if event.kind == "evaluation" and is_quantized_evaluation(event.message):
         values = {re.sub("^eval/", "eval_rollout/", key): value for key, value in values.items()}
     return to_metrics(values, step=event.step, at=at, prefix="summary/" if event.kind == "summary" else "")
 

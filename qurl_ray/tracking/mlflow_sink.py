@@ -278,7 +278,7 @@ class MlflowSink:
             return
         run, plan = self._run(), self._plan
         try:
-            mlflow_policy.register(run.client, run.run_id, self._run_dir, f"{plan.experiment}-{plan.name}")
+            mlflow_policy.register_policy(run.client, run.run_id, self._run_dir, f"{plan.experiment}-{plan.name}")
         except Exception as error:
             if is_transient(error):
                 raise

@@ -13,7 +13,7 @@ from qurl_ray.report.values import number
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SummaryLine:
     """One line of the summary; omitted if the run has no such value."""
 
     label: str
@@ -46,33 +46,33 @@ def _phases(value: Any) -> str:
 
 _WHEN = ("before", "after", "after_quantized")
 ROWS = (
-    Row("held-out reward before", "reward_before", _as(".3f")),
-    Row("held-out reward after", "reward_after", _as(".3f")),
-    Row("held-out reward after, quantized", "reward_after_quantized", _as(".3f")),
-    Row("paired test of the reward, p", "reward_p_value", _as(".2g")),
-    Row("solved (reward > 0.5) before", "accuracy_before", _as(".1%")),
-    Row("solved after", "accuracy_after", _as(".1%")),
-    Row("solved after, quantized", "accuracy_after_quantized", _as(".1%")),
-    Row("paired test of solved, p", "accuracy_p_value", _as(".2g")),
-    Row("held-out problems", "eval_problems", _as(",")),
-    Row("steps", "steps", _as(",")),
-    Row("target reached at step", "target_reached_at_step", _as(",")),
-    Row("training time", "train_seconds", _seconds),
-    Row("samples per second", "samples_per_second", _as(",.1f")),
-    Row("rollout tokens per second", "rollout_tokens_per_second", _as(",.0f")),
-    Row("rollout speed-up over full precision", "rollout_speedup", _as(".2f", "×")),
-    Row("time by phase", "phase_seconds", _phases),
-    Row("precision flow", "precision_flow", one_line),
-    Row("rollout quantization", "quantization", one_line),
-    Row("correction", "correction", one_line),
-    Row("UAQ scale", "uaq_scale", _as("g")),
-    Row("tokens where ACR was active", "acr_active_tokens", _as(",")),
-    Row("run folder", "run_dir", one_line),
-    Row("policy", "policy", one_line),
-    Row("checkpoint", "checkpoint", one_line),
-    Row("report", "report", one_line),
-    Row("MLflow run", "mlflow_run_id", one_line),
-    Row("MLflow", "mlflow_uri", lambda uri: f"mlflow ui --backend-store-uri {one_line(uri)}"),
+    SummaryLine("held-out reward before", "reward_before", _as(".3f")),
+    SummaryLine("held-out reward after", "reward_after", _as(".3f")),
+    SummaryLine("held-out reward after, quantized", "reward_after_quantized", _as(".3f")),
+    SummaryLine("paired test of the reward, p", "reward_p_value", _as(".2g")),
+    SummaryLine("solved (reward > 0.5) before", "accuracy_before", _as(".1%")),
+    SummaryLine("solved after", "accuracy_after", _as(".1%")),
+    SummaryLine("solved after, quantized", "accuracy_after_quantized", _as(".1%")),
+    SummaryLine("paired test of solved, p", "accuracy_p_value", _as(".2g")),
+    SummaryLine("held-out problems", "eval_problems", _as(",")),
+    SummaryLine("steps", "steps", _as(",")),
+    SummaryLine("target reached at step", "target_reached_at_step", _as(",")),
+    SummaryLine("training time", "train_seconds", _seconds),
+    SummaryLine("samples per second", "samples_per_second", _as(",.1f")),
+    SummaryLine("rollout tokens per second", "rollout_tokens_per_second", _as(",.0f")),
+    SummaryLine("rollout speed-up over full precision", "rollout_speedup", _as(".2f", "×")),
+    SummaryLine("time by phase", "phase_seconds", _phases),
+    SummaryLine("precision flow", "precision_flow", one_line),
+    SummaryLine("rollout quantization", "quantization", one_line),
+    SummaryLine("correction", "correction", one_line),
+    SummaryLine("UAQ scale", "uaq_scale", _as("g")),
+    SummaryLine("tokens where ACR was active", "acr_active_tokens", _as(",")),
+    SummaryLine("run folder", "run_dir", one_line),
+    SummaryLine("policy", "policy", one_line),
+    SummaryLine("checkpoint", "checkpoint", one_line),
+    SummaryLine("report", "report", one_line),
+    SummaryLine("MLflow run", "mlflow_run_id", one_line),
+    SummaryLine("MLflow", "mlflow_uri", lambda uri: f"mlflow ui --backend-store-uri {one_line(uri)}"),
 )
 
 

@@ -362,33 +362,53 @@ def test_the_defaults_have_an_effect():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ("algorithm: {updates_per_rollout: 1}", "ACR with one update per rollout equals TIS"),
-        ("algorithm: {correction: monitor}", "acr is measured and not applied"),
+        (
+            "algorithm: {updates_per_rollout: 1}",
+            "algorithm.correction.type=acr has the same effect as tis with algorithm.updates_per_rollout=1",
+        ),
+        ("algorithm: {correction: monitor}", "has no effect on training with algorithm.correction.metrics_only=true"),
         (
             "algorithm: {correction: naive, calibrate_every: 5, updates_per_rollout: 1}",
-            "calibrate_every with one update per rollout widens the clip fourfold",
+            "algorithm.calibrate_every=5 only makes the clip bounds four times as wide",
         ),
-        ("algorithm: {correction: flashrl, objective: gspo, clip_low: 0.2}", "gspo clips a mean over the answer"),
-        ("algorithm: {correction: flashrl, objective: gspo, clip_high: 0.28}", "which clip_high=0.28 never cuts"),
-        ("algorithm: {correction: flashrl, objective: tbpo, dual_clip: 3}", "which dual_clip=3.0 never does"),
-        ("algorithm: {correction: flashrl, objective: cispo, clip_high: 0.2}", "makes all of them small, 4.0 is usual"),
+        (
+            "algorithm: {correction: flashrl, objective: gspo, clip_low: 0.2}",
+            "algorithm.clip_low=0.2 has no effect with algorithm.objective=gspo",
+        ),
+        ("algorithm: {correction: flashrl, objective: gspo, clip_high: 0.28}", "remove it: the default is 0.0004"),
+        ("algorithm: {correction: flashrl, objective: tbpo, dual_clip: 3}", "algorithm.dual_clip=3.0 has no effect"),
+        ("algorithm: {correction: flashrl, objective: cispo, clip_high: 0.2}", "remove it: the default is 4.0"),
         (
             "algorithm: {correction: flashrl, objective: gspo, updates_per_rollout: 1}",
-            "gspo with one update per rollout clips nothing",
+            "algorithm.objective=gspo clips nothing with algorithm.updates_per_rollout=1",
         ),
         (
             "algorithm: {correction: flashrl, dual_clip: 3, updates_per_rollout: 1}",
-            "dual_clip with one update per rollout does nothing",
+            "algorithm.dual_clip=3.0 has no effect with algorithm.updates_per_rollout=1",
         ),
-        ("algorithm: {kl_in: reward}", "kl_in and kl_estimator say nothing without kl_coef"),
-        ("algorithm: {kl_coef: 0.1, kl_estimator: k1}", "a gradient with mean zero"),
-        ("algorithm: {type: ppo, critic: shared, critic_lr: 1.0e-3}", "critic_lr is of a separate value model"),
-        ("algorithm: {type: ppo, critic_coef: 0.5}", "critic_coef is of a shared value model"),
-        ("learner: {offload_while_waiting: true}", "on the CPU it only costs time"),
-        ("learner: {zero_stage: 3}", "learner.backend=torch shards nothing"),
-        ("rollout: {quantization: none}", "acr has almost nothing to correct with full-precision rollouts"),
-        ("rollout: {top_p: 0.9}", "truncate the engine's distribution but not the learner's"),
-        ("rollout: {top_k: 5}", "truncate the engine's distribution but not the learner's"),
+        ("algorithm: {kl_in: reward}", "algorithm.kl_in=reward has no effect with algorithm.kl_coef=0"),
+        (
+            "algorithm: {kl_in: reward, kl_estimator: k2}",
+            "algorithm.kl_in=reward and algorithm.kl_estimator=k2 have no effect with algorithm.kl_coef=0",
+        ),
+        ("algorithm: {kl_coef: 0.1, kl_estimator: k1}", "its gradient has mean zero; choose k2 or k3"),
+        (
+            "algorithm: {type: ppo, critic: shared, critic_lr: 1.0e-3}",
+            "algorithm.critic_lr=0.001 has no effect with algorithm.critic=shared",
+        ),
+        (
+            "algorithm: {type: ppo, critic_coef: 0.5}",
+            "algorithm.critic_coef=0.5 has no effect with algorithm.critic=separate",
+        ),
+        ("learner: {offload_while_waiting: true}", "only costs time with learner.device=cpu"),
+        ("learner: {zero_stage: 3}", "learner.zero_stage=3 has no effect with learner.backend=torch"),
+        (
+            "rollout: {quantization: none}",
+            "algorithm.correction.type=acr has almost no effect with full-precision rollouts",
+        ),
+        ("rollout: {top_p: 0.9}", "rollout.top_p=0.9 truncates the engine's distribution but not the learner's"),
+        ("rollout: {top_k: 5}", "rollout.top_k=5 truncates the engine's distribution but not the learner's"),
+        ("rollout: {top_p: 0.9, top_k: 5}", "rollout.top_p=0.9 and rollout.top_k=5 truncate the engine's distribution"),
     ],
 )
 def test_an_idle_setting_is_announced_in_a_sentence(load, settings, sentence):
@@ -401,6 +421,8 @@ def test_an_idle_setting_is_announced_in_a_sentence(load, settings, sentence):
     [
         "algorithm: {updates_per_rollout: 1, correction: {type: tis}}",
         "rollout: {quantization: none}\nalgorithm: {correction: {type: ignore}}",
+        "rollout: {quantization: none, max_staleness: 1}",
+        "rollout: {quantization: fp8_block, max_staleness: 1}\nprecision_flow: unified",
     ],
 )
 def test_the_same_setting_elsewhere_is_no_news(load, settings):
@@ -443,10 +465,10 @@ def test_one_setting_of_a_named_correction_can_be_changed(load):
         ),
         (
             "{correction: {type: ignore, ess_floor: 0.5}}",
-            "ess_floor has no effect with naive and ignore, which use no weights",
+            "ess_floor has no effect with the corrections naive and ignore, which use no weights",
         ),
-        ("{correction: {type: tis, reject_low: 0.5}}", "reject_low is of reject=geometric"),
-        ("{correction: {type: tis, reject_high: 0.5}}", "reject_high needs reject="),
+        ("{correction: {type: tis, reject_low: 0.5}}", "reject_low has no effect with reject=none"),
+        ("{correction: {type: tis, reject_high: 0.5}}", "reject_high has no effect with reject=none"),
         ("{correction: {type: tis, reject: geometric, reject_low: 2}}", "must be below reject_high=1.001"),
         ("{normalize_by_std: false}", "normalize_by_std is now algorithm.advantage"),
     ],

@@ -53,7 +53,10 @@ def test_dry_run_prints_and_saves_the_resolved_settings(tmp_path):
         "learner.zero_stage=3",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "note: learner.zero_stage is DeepSpeed's; learner.backend=torch shards nothing\n"
+    assert done.stderr == (
+        "note: learner.zero_stage=3 has no effect with learner.backend=torch, which shards nothing; remove it or "
+        "choose deepspeed\n"
+    )
     settings = yaml.safe_load(done.stdout)
     assert settings["seed"] == 7
     assert settings["algorithm"]["clip_high"] == 0.28  # a default, not in the file

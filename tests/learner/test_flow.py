@@ -10,7 +10,7 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.learner.probe import Codes
+from qurl_ray.learner.probe import EnginePrecision
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
@@ -126,8 +126,8 @@ def test_a_probe_in_full_precision_leaves_the_flow(tiny_spec, tokenizer, model):
     for fmt in (None, flow.fmt):
         load_into(engine, learner.named_parameters(), fmt, quantized=flow.quantized)
         drawn = engine.generate(probe, version=1)
-        codes = Codes(fmt=fmt, quantized=flow.quantized, unquantized="float32")
-        for own, completion in zip(learner.logprobs(drawn, probe[0].prompt_ids, codes), drawn, strict=True):
+        precision = EnginePrecision(fmt=fmt, quantized=flow.quantized, unquantized="float32")
+        for own, completion in zip(learner.logprobs(drawn, probe[0].prompt_ids, precision), drawn, strict=True):
             assert np.array_equal(own, completion.logprobs)
 
 

@@ -12,7 +12,7 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.planning.machines import CONSTANTS, GPUS, PRECISIONS, Constants, find_gpu
 from qurl_ray.planning.memory import activation_bytes, held, kv_room, kv_slots, learner_bytes, zero_stage
 from qurl_ray.planning.phases import learn_s, pass_flops, rollout_s, sync_bytes, sync_s, turn_s
-from qurl_ray.planning.roofline import Engine, widths
+from qurl_ray.planning.roofline import EngineRoofline, widths
 from qurl_ray.planning.shapes import SHAPES
 from qurl_ray.planning.workload import Workload
 
@@ -25,7 +25,7 @@ HEAD = 152064 * 3584
 
 
 def engine(precision="bf16", **changed):
-    return Engine(**({"shape": SEVEN, "gpu": H100, "precision": precision, "constants": PERFECT} | changed))
+    return EngineRoofline(**({"shape": SEVEN, "gpu": H100, "precision": precision, "constants": PERFECT} | changed))
 
 
 # --- a decode step -------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_a_thousand_sequences_multiply():
 
 def test_overhead_is_counted_per_layer_and_sequence():
     c = Constants()
-    without = Engine(
+    without = EngineRoofline(
         shape=SEVEN, gpu=H100, precision="int8", constants=Constants(layer_s=0, quantize_s=0, sequence_s=0)
     )
     added = engine("int8", constants=c).decode_s(10, 500) - without.decode_s(10, 500)
@@ -214,7 +214,7 @@ def test_classes_of_answers_take_as_long_as_single_ones(share, samples, slots, r
 @settings(max_examples=40, deadline=None)
 @given(lengths, st.integers(1, 2000), st.sampled_from(PRECISIONS), st.sampled_from(["h100", "a100", "l40s"]))
 def test_fewer_answers_never_take_longer(work, samples, precision, gpu):
-    one = Engine(shape=SHAPES["Qwen2.5-0.5B"], gpu=GPUS[gpu], precision=precision)
+    one = EngineRoofline(shape=SHAPES["Qwen2.5-0.5B"], gpu=GPUS[gpu], precision=precision)
     few, many = (rollout_s(one, work, count, 256, kv_room(one)) for count in (samples, samples + 1 + samples // 3))
     assert few <= many * 1.001
 
@@ -269,7 +269,9 @@ def test_checkpointing_keeps_blocks_inputs():
 @given(st.sampled_from(sorted(SHAPES)), st.sampled_from(sorted(GPUS)), st.sampled_from([1, 2, 4]))
 def test_codes_never_take_more_memory(name, gpu, width):
     of = {
-        precision: kv_room(Engine(shape=SHAPES[name], gpu=GPUS[gpu], precision=precision, tensor_parallel=width))
+        precision: kv_room(
+            EngineRoofline(shape=SHAPES[name], gpu=GPUS[gpu], precision=precision, tensor_parallel=width)
+        )
         for precision in PRECISIONS
     }
     assert of["bf16"] < of["int8"] == of["fp8"]

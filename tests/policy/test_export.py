@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from qurl_ray.errors import ConfigError, QuantizationError
 from qurl_ray.policy.attention import NAME
-from qurl_ray.policy.export import is_quantized, read_quantized, save_quantized
+from qurl_ray.policy.export import is_quantized_checkpoint, read_quantized, save_quantized
 from qurl_ray.policy.load import empty_model, load_model
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
@@ -81,7 +81,7 @@ def test_what_is_read_is_what_was_written(model, tokenizer, tmp_path, fmt):
     for _ in range(2):  # the second time it replaces the first
         save_quantized(model, tokenizer, tmp_path / "policy", fmt, KEEP)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
-    assert is_quantized(tmp_path / "policy")
+    assert is_quantized_checkpoint(tmp_path / "policy")
     assert AutoTokenizer.from_pretrained(tmp_path / "policy")("1+2=").input_ids == tokenizer("1+2=").input_ids
     found = read_quantized(tmp_path / "policy")
     assert found.fmt == fmt
@@ -124,7 +124,7 @@ def test_a_checkpoint_quantized_in_another_way_is_not_read(model, tokenizer, tmp
 def test_a_quantized_checkpoint_is_no_start_for_training(model, tokenizer, tmp_path):
     save_quantized(model, tokenizer, tmp_path / "codes", FORMATS["int8"], KEEP)
     save_policy(model, tokenizer, tmp_path / "plain")
-    assert not is_quantized(tmp_path / "plain")
+    assert not is_quantized_checkpoint(tmp_path / "plain")
     for use in (load_model, empty_model):
         with pytest.raises(ConfigError, match="quantized already, which cannot be trained"):
             use(PolicySpec(source=str(tmp_path / "codes")))

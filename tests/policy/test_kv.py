@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids, dequantize, power_of_two_scales, quantize
+from qurl_ray.policy.kv import (
+    KVScales,
+    MaximaRecorder,
+    calibration_ids,
+    dequantize_kv,
+    power_of_two_scales,
+    quantize_kv,
+)
 from qurl_ray.policy.kv import rounded as rounded_pair
 
 # Sign, four bits of exponent with bias 7, three of mantissa; exponent 0 is subnormal, all ones is nan
@@ -46,22 +53,22 @@ def test_the_format_is_as_written_down():
 @given(values=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=30), exponent=st.integers(-20, 20))
 def test_values_become_the_nearest_of_the_grid(values, exponent):
     scale = torch.tensor([2.0**exponent])
-    found = dequantize(quantize(shaped(values), scale), scale)
+    found = dequantize_kv(quantize_kv(shaped(values), scale), scale)
     expected = [nearest(value / 2.0**exponent) * 2.0**exponent for value in values]
     assert found.flatten().tolist() == expected
 
 
 def test_each_head_has_its_own_scale():
     scale = torch.tensor([1.0, 64.0])
-    codes = quantize(shaped([3.3, 1000.0, 3.3, 1000.0], heads=2), scale)
+    codes = quantize_kv(shaped([3.3, 1000.0, 3.3, 1000.0], heads=2), scale)
     assert codes.dtype == torch.float8_e4m3fn
-    assert dequantize(codes, scale).flatten().tolist() == [3.25, 448.0, 3.25, 1024.0]
+    assert dequantize_kv(codes, scale).flatten().tolist() == [3.25, 448.0, 3.25, 1024.0]
 
 
 @pytest.mark.parametrize("value", [449.0, 500.0, 1e30, math.inf])
 def test_what_is_too_large_saturates_and_nan_stays(value):
     one = torch.ones(1)
-    found = dequantize(quantize(shaped([value, -value, math.nan]), one), one).flatten().tolist()
+    found = dequantize_kv(quantize_kv(shaped([value, -value, math.nan]), one), one).flatten().tolist()
     assert found[:2] == [448.0, -448.0]
     assert math.isnan(found[2])
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.compare import MOST, Difference, compare, newest, read_runs
-from qurl_ray.report.compare_page import console_table, render
+from qurl_ray.report.compare_page import console_table, render_comparison
 
 CONFIG = {
     "name": "x",
@@ -76,11 +76,14 @@ def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_pat
     assert [(measure.label, measure.cells) for measure in accuracy] == [
         ("before", ["25.0 [10.0, 90.0]"] * 2),
         ("after, full precision", ["75.0 [10.0, 90.0]", "100.0 [10.0, 90.0]"]),
-        ("  less the first", ["–", "+25.0 [+12.5, +37.5]"]),
-        ("  p of that", ["–", "0.062"]),
+        ("  difference from the first run", ["–", "+25.0 [+12.5, +37.5]"]),
+        ("  p-value of the difference", ["–", "0.062"]),
         ("after, as rolled out", ["50.0 [10.0, 90.0]", "100.0 [10.0, 90.0]"]),
-        ("  less the first", ["–", "+50.0 [+37.5, +62.5]"]),  # in full precision, the policy itself is rolled out
-        ("  p of that", ["–", "0.062"]),
+        (
+            "  difference from the first run",
+            ["–", "+50.0 [+37.5, +62.5]"],
+        ),  # in full precision, the policy itself is rolled out
+        ("  p-value of the difference", ["–", "0.062"]),
     ]
     speed = cells(found, "Speed")
     assert (speed["training time"], speed["samples per second"]) == (["0:06"] * 2, ["50"] * 2)
@@ -89,8 +92,8 @@ def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_pat
     assert "  reward" not in speed  # no run recorded it
     mismatch = cells(found, "Mismatch and clipping")
     assert mismatch["KL(b‖p)"] == ["0.02"] * 2
-    assert (mismatch["smallest ESS"], mismatch["largest rho"]) == (["0.9"] * 2, ["4"] * 2)
-    assert (mismatch["clipped tokens"], mismatch["rho above the cap"]) == (["12 %"] * 2, ["50 %"] * 2)
+    assert (mismatch["smallest effective sample size"], mismatch["largest rho"]) == (["0.9"] * 2, ["4"] * 2)
+    assert (mismatch["clipped tokens"], mismatch["tokens with rho above the cap"]) == (["12 %"] * 2, ["50 %"] * 2)
     assert [(row.label, row.cells) for row in found.settings] == [("rollout.quantization", ["int8", "none"])]
     assert found.warnings == []
 
@@ -112,12 +115,12 @@ def test_graded_rewards_are_compared_by_their_means_beside_the_problems_solved(t
     assert [(measure.label, measure.cells) for measure in found.tables["Held-out reward"]] == [
         ("before", ["0.000 [−0.250, 0.250]"] * 2),
         ("after, full precision", ["0.438 [0.188, 0.688]", "0.750 [0.500, 1.000]"]),
-        ("  less the first", ["–", "+0.312 [+0.188, +0.438]"]),
-        ("  p of that", ["–", "0.062"]),
+        ("  difference from the first run", ["–", "+0.312 [+0.188, +0.438]"]),
+        ("  p-value of the difference", ["–", "0.062"]),
     ]
     solved = cells(found, "Held-out problems solved, %")
     assert solved["after, full precision"] == ["50.0 [10.0, 90.0]"] * 2
-    source = render(found, "x")
+    source = render_comparison(found, "x")
     assert "<h3>Held-out reward, full precision</h3>" in source
 
 
@@ -126,11 +129,11 @@ def test_runs_of_earlier_versions_are_compared_by_problems_solved_alone(tmp_path
     a_run(tmp_path / "older", whole(after="1111"), summary={})
     a_run(tmp_path / "new", [step(1), evaluation(3, "after", "0011", **graded(0.25, 0.25, 1, 1))], summary={})
     assert "Held-out reward" not in compared(tmp_path, "old", "older").tables
-    assert "Held-out reward" not in render(compared(tmp_path, "old", "older"), "x")
+    assert "Held-out reward" not in render_comparison(compared(tmp_path, "old", "older"), "x")
     found = compared(tmp_path, "old", "new")
     assert cells(found, "Held-out reward") == {"after, full precision": ["–", "0.625 [0.375, 0.875]"]}
     solved = {measure.label: measure.cells[1] for measure in found.tables["Held-out problems solved, %"][:3]}
-    assert solved["  less the first"] == "−25.0 [−37.5, −12.5]"
+    assert solved["  difference from the first run"] == "−25.0 [−37.5, −12.5]"
 
 
 def test_the_numbers_are_the_runs_and_not_each_others(tmp_path):
@@ -156,7 +159,7 @@ def test_runs_of_other_problems_and_unfinished_ones_are_included_and_marked(tmp_
     assert cells(found, "Run")["state"] == ["finished", "finished", "unfinished", "interrupted"]
     accuracy = cells(found, "Held-out problems solved, %")
     assert accuracy["after, as rolled out"][2:] == ["50.0 [10.0, 90.0] at step 1", "–"]
-    assert accuracy["  less the first"][1] == "–"  # of other problems
+    assert accuracy["  difference from the first run"][1] == "–"  # of other problems
 
 
 def test_problems_that_were_not_recorded_one_by_one_are_not_paired(tmp_path):
@@ -165,7 +168,9 @@ def test_problems_that_were_not_recorded_one_by_one_are_not_paired(tmp_path):
     events[-1]["values"].pop("outcomes")
     a_run(tmp_path / "b", events, summary={})
     found = compared(tmp_path, "a", "b").tables["Held-out problems solved, %"]
-    assert [measure.cells[1] for measure in found if measure.label == "  less the first"] == ["+0.0 [−12.5, +12.5]"]
+    assert [measure.cells[1] for measure in found if measure.label == "  difference from the first run"] == [
+        "+0.0 [−12.5, +12.5]"
+    ]
 
 
 def test_a_run_is_found_by_name_or_path_and_a_missing_one_names_the_nearest(tmp_path):
@@ -231,7 +236,7 @@ def test_the_page_draws_every_run_in_a_colour_of_its_own_and_needs_nothing_else(
     names = [f"run-{i}" for i in range(10)]
     for name in names:
         a_run(tmp_path / name, whole(), summary={})
-    page = Page(source := render(compared(tmp_path, *names), "Ten"))
+    page = Page(source := render_comparison(compared(tmp_path, *names), "Ten"))
     lines = re.findall(r'class="(line(?: dashed)? c\d)"', source.split("Reward</h3>")[1].split("</svg>")[0])
     assert lines == [f"line c{i}" for i in range(1, 9)] + ["line dashed c1", "line dashed c2"]
     assert "did not record" not in page.text
@@ -249,7 +254,7 @@ def test_lines_lead_from_evaluation_to_evaluation_over_the_steps_of_others(tmp_p
     a_run(tmp_path / "a", whole(), summary={})
     events = [evaluation(0, "before", "1000"), step(1), evaluation(2, "during", "1100"), evaluation(5, "after", "1110")]
     a_run(tmp_path / "b", events, summary={}, rollout={"quantization": "none"})
-    source = render(compared(tmp_path, "a", "b"), "x")
+    source = render_comparison(compared(tmp_path, "a", "b"), "x")
     drawing = source.split("full precision</h3>")[1].split("</svg>")[0]
     lines = re.findall(r'class="line c\d" d="([^"]*)"', drawing)
     assert [(line.count("M"), line.count("L")) for line in lines] == [(1, 1), (1, 2)]
@@ -265,7 +270,7 @@ def test_no_text_of_a_run_becomes_markup_or_moves_the_cursor(tmp_path):
     pages = {}
     for folder, text in (("hostile", hostile), ("harmless", harmless)):
         found = compared(tmp_path / folder, "a", "b")
-        pages[folder] = Page(render(found, text))
+        pages[folder] = Page(render_comparison(found, text))
         screen = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         screen.print(console_table(found))
         shown = screen.export_text()
@@ -278,7 +283,7 @@ def test_no_text_of_a_run_becomes_markup_or_moves_the_cursor(tmp_path):
 def test_passwords_in_settings_are_not_shown(tmp_path):
     for name, secret in (("a", "one"), ("b", "two")):
         a_run(tmp_path / name, whole(), tracking={"mlflow_uri": f"http://me:{secret}@host-{name}:5000"})
-    source = render(compared(tmp_path, "a", "b"), "x")
+    source = render_comparison(compared(tmp_path, "a", "b"), "x")
     assert "http://…@host-a:5000" in source
     assert "me:one" not in source
 

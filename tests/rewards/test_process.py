@@ -169,7 +169,7 @@ def test_memory_is_bounded_without_being_asked_for():
 def test_processes_share_one_bound_on_memory():
     verdicts = judge("eats_memory", ["eat together", "2"], timeout_s=10, memory_gb=0.5)
     assert statuses(verdicts) == [(0.0, "error"), GOOD]
-    assert "held more than 0.5 GB" in verdicts[0].detail
+    assert "held more than 0.5 GiB" in verdicts[0].detail
 
 
 def test_what_processes_share_counts_once():
@@ -177,7 +177,7 @@ def test_what_processes_share_counts_once():
 
 
 @pytest.mark.parametrize(
-    ("answer", "detail"), [("one file", "File too large"), ("many files", "held more than 0.125 GB")]
+    ("answer", "detail"), [("one file", "File too large"), ("many files", "held more than 0.125 GiB")]
 )
 def test_temporary_files_are_bounded_and_taken_away(answer, detail, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -191,7 +191,7 @@ def test_temporary_files_are_bounded_and_taken_away(answer, detail, tmp_path, mo
 def test_files_in_memory_are_bounded_and_given_back(answer, mark):
     verdicts = judge("fills_files_in_memory", ["2", answer, "2"], timeout_s=10, memory_gb=0.125)
     assert statuses(verdicts) == [GOOD, (0.0, "error"), GOOD]
-    assert "held more than 0.125 GB" in verdicts[1].detail
+    assert "held more than 0.125 GiB" in verdicts[1].detail
     assert not list(Path("/dev/shm").glob(f"{mark}*"))
 
 

@@ -11,7 +11,7 @@ from qurl_ray.config import load_config
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.learner.probe import Codes
+from qurl_ray.learner.probe import EnginePrecision
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.attention import invariant_attention
 from qurl_ray.policy.kv import calibration_ids
@@ -242,10 +242,10 @@ def learner_of(model, **config):
     return make_learner(model, LearnerConfig(**config), settings, temperature=1.0, total_updates=1)
 
 
-def codes_of(model, format_name: str, kv_cache="fp8") -> Codes:
+def codes_of(model, format_name: str, kv_cache="fp8") -> EnginePrecision:
     fmt = None if format_name == "none" else get_format(format_name)
     names = {f"{name}.weight" for name in quantized_linears(model, KEEP)} if fmt else set()
-    return Codes(fmt=fmt, quantized=names, unquantized="float32", kv_cache=kv_cache)
+    return EnginePrecision(fmt=fmt, quantized=names, unquantized="float32", kv_cache=kv_cache)
 
 
 def of_one_prompt(tokenizer):

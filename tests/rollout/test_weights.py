@@ -16,8 +16,8 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.rollout.weights import RowsOf
 from qurl_ray.sync.local import load_into
-from qurl_ray.sync.publish import Publisher, assemble
-from qurl_ray.sync.receive import unpack
+from qurl_ray.sync.publish import Publisher, assemble_manifest
+from qurl_ray.sync.receive import decode_buckets
 from tests.rollout.test_decoder import Policy, learned, policy_of, random_requests
 
 BIASED = (LlamaConfig, {"attention_bias": True, "mlp_bias": True})
@@ -137,8 +137,8 @@ def test_neither_the_order_of_tensors_nor_the_buckets_matter(tmp_path, order):
             np.random.default_rng(version).shuffle(parameters)
         publisher = Publisher(names_of(policy, KEEPS["the head"]), bucket_bytes=1)
         buckets = list(publisher.prepare(parameters, fmt, version=version))
-        manifest = assemble(version, fmt, [bucket.records for bucket in buckets])
-        engine.load(manifest, unpack((bucket.payloads for bucket in buckets), manifest, engine.resident))
+        manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets])
+        engine.load(manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))
         assert len(buckets) == len(parameters)
         assert_held(engine, policy, "int8", KEEPS["the head"])
         assert_generates(engine, policy, "int8", KEEPS["the head"], version)
@@ -153,9 +153,9 @@ def test_deltas_are_added_to_the_rows_of_fused_linears(biased, format_name):
         base = version - 1 or None
         parameters = list(biased.model.named_parameters())
         buckets = list(publisher.prepare(parameters, fmt, version=version, base_version=base))
-        manifest = assemble(version, fmt, [bucket.records for bucket in buckets])
+        manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets])
         assert manifest.base_version == base
-        engine.load(manifest, unpack((bucket.payloads for bucket in buckets), manifest, engine.resident))
+        engine.load(manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))
         assert_held(engine, biased, format_name, KEEPS["the head"])
         for _, parameter in parameters:
             parameter.view(-1)[version::37] *= 1.02
@@ -213,8 +213,8 @@ def test_after_a_load_that_failed_half_way_a_good_one_works(biased, format_name)
         moved(biased, broken)
         publisher = Publisher(names_of(biased, keep), bucket_bytes=1)
         buckets = list(publisher.prepare(list(biased.model.named_parameters()), fmt, version=2))
-        manifest = assemble(2, fmt, [bucket.records for bucket in buckets])
-        arriving = list(unpack((bucket.payloads for bucket in buckets), manifest, engine.resident))
+        manifest = assemble_manifest(2, fmt, [bucket.records for bucket in buckets])
+        arriving = list(decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))
 
         def torn(arriving=arriving, broken=broken):
             yield from arriving[:broken]

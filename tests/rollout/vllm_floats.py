@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qurl_ray.quant.formats import get_format
-from qurl_ray.rollout.vllm_shards import Piece, assemble
+from qurl_ray.rollout.vllm_shards import TensorShard, join_shards
 
 
 def digest(parts: Sequence[np.ndarray]) -> str:
@@ -24,11 +24,11 @@ def digest(parts: Sequence[np.ndarray]) -> str:
 def whole(llm: Any, name: str, shape: tuple[int, ...], format_name: str) -> tuple[np.ndarray, ...]:
     """A tensor as the ranks hold it together."""
     found = []
-    for _, pieces in llm.collective_rpc("qurl", args=("resident", name)):
-        for start, stop, columns, wire in pieces:
+    for _, shards in llm.collective_rpc("qurl", args=("resident", name)):
+        for start, stop, columns, wire in shards:
             arrays = tuple(np.frombuffer(data, dtype).reshape(part) for dtype, part, data in wire)
-            found.append((Piece(start=start, stop=stop, at=0, columns=columns), arrays))
-    return assemble(name, shape, get_format(format_name) if len(found[0][1]) == 2 else None, found)
+            found.append((TensorShard(start=start, stop=stop, at=0, columns=columns), arrays))
+    return join_shards(name, shape, get_format(format_name) if len(found[0][1]) == 2 else None, found)
 
 
 def main(folders: list[str], settings: dict, prompts: list[list[int]], shapes: dict, ranks: int) -> None:

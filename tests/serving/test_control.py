@@ -26,9 +26,9 @@ def test_a_swap_is_asked_for_and_answered():
         assert ask_to_swap(1234, "better", timeout_s=5) == "now better"
         with pytest.raises(ConfigError, match="broken was refused"):
             ask_to_swap(1234, "broken", timeout_s=5)
-        with pytest.raises(ConfigError, match="no job of yours on this machine serves on port 1235"):
+        with pytest.raises(ConfigError, match="no serving job of this user listens on port 1235"):
             ask_to_swap(1235, "better", timeout_s=5)
-    with pytest.raises(ConfigError, match="no job of yours"):
+    with pytest.raises(ConfigError, match="no serving job of this user"):
         ask_to_swap(1234, "better", timeout_s=5)
 
 
@@ -45,7 +45,7 @@ def test_nobody_else_can_open_the_socket(tmp_path):
         (folder,) = tmp_path.iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o755)
-    with pytest.raises(ConfigError, match="can be read by others"), listening(1234, swap):
+    with pytest.raises(ConfigError, match="can be read by other users"), listening(1234, swap):
         pass
     os.rmdir(folder)
 

@@ -10,7 +10,7 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.serving.job import serve
 from qurl_ray.serving.load import fingerprint_of, load_policy
 from qurl_ray.serving.policies import folder_of, pin, tracking_uri
-from qurl_ray.serving.prompts import encode
+from qurl_ray.serving.prompts import tokenize_prompt
 from qurl_ray.serving.protocol import ApiError
 from qurl_ray.types import Manifest, TensorRecord
 from tests.serving.apps import save_run
@@ -121,9 +121,12 @@ def test_a_fingerprint_is_of_every_tensor():
 
 def test_messages_without_a_chat_template_are_what_they_say(tokenizer):
     messages = [{"role": "user", "content": "12+"}, {"role": "user", "content": "34="}]
-    plain = encode(messages[:1], tokenizer, template="{prompt}")
+    plain = tokenize_prompt(messages[:1], tokenizer, template="{prompt}")
     assert tokenizer.decode(plain) == "12+"
-    assert tokenizer.decode(encode(messages, tokenizer, template="0{prompt}1"), skip_special_tokens=True) == "012+34=1"
+    assert (
+        tokenizer.decode(tokenize_prompt(messages, tokenizer, template="0{prompt}1"), skip_special_tokens=True)
+        == "012+34=1"
+    )
 
 
 def test_a_chat_template_may_refuse_messages(tokenizer):
@@ -131,13 +134,15 @@ def test_a_chat_template_may_refuse_messages(tokenizer):
 
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ApiError, match="the chat template refuses: roles must alternate") as caught:
-        encode([{"role": "user", "content": "1"}], strict, template="{prompt}")
+    with pytest.raises(ApiError, match="the chat template refuses the messages: roles must alternate") as caught:
+        tokenize_prompt([{"role": "user", "content": "1"}], strict, template="{prompt}")
     assert caught.value.status == 400
     strict.chat_template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    assert tokenizer.decode(encode([{"role": "user", "content": "1+2"}], strict, template="{prompt}")) == "1+2="
+    assert (
+        tokenizer.decode(tokenize_prompt([{"role": "user", "content": "1+2"}], strict, template="{prompt}")) == "1+2="
+    )
 
 
 # --- settings ------------------------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ def test_a_chat_template_may_refuse_messages(tokenizer):
     [
         (["slotz=3"], "unknown key 'slotz'; did you mean 'slots'?"),
         (["slots=many"], "slots: "),
-        (["max_choices=200"], "could never be taken"),
+        (["max_choices=200"], "could never be accepted"),
         (["replicas=3", "max_replicas=2"], "max_replicas (2) is below replicas (3)"),
         (["template=hello"], "template must contain {prompt}"),
         (["policy"], "not of the form key=value"),
@@ -170,7 +175,7 @@ def test_a_dry_run_prints_the_settings_and_help_explains_them():
 
 def test_strangers_need_a_key_or_an_open_door():
     for host in ("0.0.0.0", "'::'", "192.168.0.4", "example.org"):
-        with pytest.raises(ConfigError, match="set a key in"):
+        with pytest.raises(ConfigError, match="set an API key in"):
             load_serving(None, [f"host={host}"]).check_host(key=False)
         load_serving(None, [f"host={host}"]).check_host(key=True)
         load_serving(None, [f"host={host}", "open=true"]).check_host(key=False)

@@ -160,7 +160,7 @@ def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch)
             monkeypatch.setattr(engine, "step", hangs)
             asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASKED))
             await asyncio.sleep(0.5)
-            with pytest.raises(EngineError, match="told of no token"):
+            with pytest.raises(EngineError, match="has sent no token"):
                 service.check_health()
             wakes.set()
             assert (await asked).status_code == 200
@@ -192,7 +192,7 @@ asyncio.run(main())
 
 def test_pages_of_several_nodes_become_one():
     page = [
-        "# HELP ray_qurl_serving_tokens_total Tokens drawn.",
+        "# HELP ray_qurl_serving_tokens_total Number of tokens generated for finished requests.",
         "# TYPE ray_qurl_serving_tokens_total counter",
         'ray_qurl_serving_tokens_total{replica="a"} 5.0',
         "# TYPE ray_node_cpu gauge",

@@ -118,7 +118,7 @@ def test_a_choice_is_the_same_in_pieces_and_at_once(text, stops):
     choices = [choice_of(ids, stops=stops, finish="stop", at_once=at_once) for at_once in (False, True)]
     found = []
     for choice, parts in choices:
-        entries = [entry for part in parts for entry in part.entries]
+        entries = [entry for part in parts for entry in part.logprobs]
         found.append(("".join(part.text for part in parts), entries, choice.finish, choice.tokens))
     assert found[0] == found[1]
     told, entries, finish, tokens = found[0]
@@ -132,14 +132,14 @@ def test_a_choice_is_the_same_in_pieces_and_at_once(text, stops):
 def test_a_stop_sequence_ends_a_choice_in_the_middle_of_what_was_drawn():
     choice, parts = choice_of(b"46#47#48", stops=["#"], at_once=True)
     assert (parts[0].text, parts[0].finish, choice.tokens) == ("46", "stop", 3)
-    assert [entry.draw.token for entry in parts[0].entries] == list(b"46")
+    assert [entry.draw.token for entry in parts[0].logprobs] == list(b"46")
 
 
 def test_log_probs_go_with_the_text_that_they_begin():
     _, parts = choice_of(b"a#b", stops=["#c"])
     assert [part.text for part in parts] == ["a", "", "#b"]
-    assert [[chr(entry.draw.token) for entry in part.entries] for part in parts] == [["a"], [], ["#", "b"]]
-    written = completion_logprobs([entry for part in parts for entry in part.entries], TokenBytes(BYTES))
+    assert [[chr(entry.draw.token) for entry in part.logprobs] for part in parts] == [["a"], [], ["#", "b"]]
+    written = completion_logprobs([entry for part in parts for entry in part.logprobs], TokenBytes(BYTES))
     assert written["tokens"] == ["a", "#", "b"]
     assert written["text_offset"] == [0, 1, 2]
     assert written["top_logprobs"][0] == {"a": -0.5}
@@ -152,7 +152,7 @@ def test_an_answer_that_was_cut_short_says_length(finish):
 
 def test_the_impossible_can_be_written_as_json():
     draw = Draw(token=65, logprob=-math.inf, top=((66, -math.inf),))
-    entries = Choice(BYTES, stops=(), stop_ids=(), logprobs=True).feed([draw], "length").entries
+    entries = Choice(BYTES, stops=(), stop_ids=(), logprobs=True).feed([draw], "length").logprobs
     for write in (chat_logprobs, completion_logprobs):
         assert "-9999.0" in json.dumps(write(entries, TokenBytes(BYTES)), allow_nan=False)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qurl_ray.errors import SyncError
-from qurl_ray.sync.delta import Delta, decode, encode
+from qurl_ray.sync.delta import Delta, decode_delta, encode_delta
 
 TYPES = (np.uint8, np.uint16, np.uint32)
 
@@ -30,11 +30,11 @@ def pairs(draw):
 @given(pairs())
 def test_decoding_gives_back_what_was_encoded(pair):
     base, new = pair
-    delta = encode(base, new)
+    delta = encode_delta(base, new)
     if delta is None:  # allowed where it would not be smaller
         assert np.count_nonzero(base != new) > 0.01 * new.size or new.nbytes < 400
         return
-    again = decode(base, delta)
+    again = decode_delta(base, delta)
     assert again.dtype == new.dtype
     assert again.shape == new.shape
     assert (again == new).all()
@@ -51,34 +51,39 @@ def test_a_single_change_anywhere_wraps_around(dtype, place, step):
     base = np.full(1000, most if step > 0 else 0, dtype)
     new = base.copy()
     new[place] = (int(base[place]) + step) % (most + 1)
-    delta = encode(base, new)
+    delta = encode_delta(base, new)
     assert delta.count == 1
     assert delta.nbytes < 40
-    assert (decode(base, delta) == new).all()
+    assert (decode_delta(base, delta) == new).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_arrays_of_one_element_and_of_none_are_sent_whole(dtype):
-    assert encode(np.zeros(1, dtype), np.ones(1, dtype)) is None
-    assert encode(np.zeros(0, dtype), np.zeros(0, dtype)) is None
-    assert decode(np.zeros(0, dtype), Delta(size=0, itemsize=np.dtype(dtype).itemsize, count=0, data=EMPTY)).size == 0
+    assert encode_delta(np.zeros(1, dtype), np.ones(1, dtype)) is None
+    assert encode_delta(np.zeros(0, dtype), np.zeros(0, dtype)) is None
+    assert (
+        decode_delta(np.zeros(0, dtype), Delta(size=0, itemsize=np.dtype(dtype).itemsize, count=0, data=EMPTY)).size
+        == 0
+    )
 
 
-EMPTY = encode(np.zeros(100, np.uint8), np.zeros(100, np.uint8)).data
+EMPTY = encode_delta(np.zeros(100, np.uint8), np.zeros(100, np.uint8)).data
 
 
 def test_there_is_no_delta_between_different_shapes_or_types():
     a = np.zeros((10, 100), np.uint8)
-    assert encode(a, a.reshape(100, 10)) is None
-    assert encode(a, a.astype(np.uint16)) is None
-    assert encode(a, np.random.default_rng(0).integers(0, 256, a.shape, dtype=np.uint8)) is None  # would be larger
+    assert encode_delta(a, a.reshape(100, 10)) is None
+    assert encode_delta(a, a.astype(np.uint16)) is None
+    assert (
+        encode_delta(a, np.random.default_rng(0).integers(0, 256, a.shape, dtype=np.uint8)) is None
+    )  # would be larger
 
 
 def test_signed_zeros_and_nan_payloads_of_floats_survive():
     base = np.ones(1000, np.float32).view(np.uint32)
     new = base.copy()
     new[:6] = [0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 0x00000001, 0xFF800000]
-    assert (decode(base, encode(base, new)) == new).all()
+    assert (decode_delta(base, encode_delta(base, new)) == new).all()
 
 
 @pytest.fixture(scope="module")
@@ -87,26 +92,26 @@ def sample() -> tuple[np.ndarray, Delta]:
     base = rng.integers(0, 256, 5000, dtype=np.uint8)
     new = base.copy()
     new[rng.choice(5000, 50, replace=False)] += 1
-    return base, encode(base, new)
+    return base, encode_delta(base, new)
 
 
 def test_a_truncation_anywhere_is_an_error(sample):
     base, delta = sample
     for length in range(len(delta.data)):
         with pytest.raises(SyncError, match="delta"):
-            decode(base, replace(delta, data=delta.data[:length]))
+            decode_delta(base, replace(delta, data=delta.data[:length]))
     with pytest.raises(SyncError, match="truncated"):
-        decode(base, replace(delta, data=delta.data + b"\0"))
+        decode_delta(base, replace(delta, data=delta.data + b"\0"))
 
 
 def test_a_flipped_bit_anywhere_is_an_error_or_changes_nothing(sample):
     base, delta = sample
-    right, unseen = decode(base, delta), 0
+    right, unseen = decode_delta(base, delta), 0
     for bit in range(8 * len(delta.data)):
         data = bytearray(delta.data)
         data[bit // 8] ^= 1 << bit % 8
         try:
-            assert (decode(base, replace(delta, data=bytes(data))) == right).all()
+            assert (decode_delta(base, replace(delta, data=bytes(data))) == right).all()
             unseen += 1
         except SyncError:
             pass
@@ -118,18 +123,18 @@ def test_a_flipped_bit_anywhere_is_an_error_or_changes_nothing(sample):
 )
 def test_numbers_that_disagree_with_base_or_data_are_an_error(sample, wrong):
     with pytest.raises(SyncError, match="delta"):
-        decode(sample[0], replace(sample[1], **wrong))
+        decode_delta(sample[0], replace(sample[1], **wrong))
 
 
 def test_a_delta_of_a_larger_array_cannot_reach_beyond_the_base():
     base = np.zeros(1000, np.uint8)
     new = base.copy()
     new[-1] = 1
-    delta = encode(base, new)
+    delta = encode_delta(base, new)
     with pytest.raises(SyncError, match="1000 elements"):
-        decode(base[:500], delta)
+        decode_delta(base[:500], delta)
     with pytest.raises(SyncError, match="outside"):
-        decode(base[:500], replace(delta, size=500))
+        decode_delta(base[:500], replace(delta, size=500))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01])
@@ -139,7 +144,9 @@ def test_a_changed_code_costs_little_more_than_its_entropy(share):
     rng = np.random.default_rng(0)
     base = rng.integers(0, 256, 2_000_000, dtype=np.uint8)
     at = rng.random(base.size) < share
-    delta = encode(base, base + np.where(at, rng.choice(np.array([1, 255], np.uint8), base.size), 0).astype(np.uint8))
+    delta = encode_delta(
+        base, base + np.where(at, rng.choice(np.array([1, 255], np.uint8), base.size), 0).astype(np.uint8)
+    )
     assert 8 * delta.nbytes / delta.count < entropy + 1.2
 
 
@@ -147,14 +154,14 @@ def test_scales_that_nearly_all_move_a_little_cost_a_third():
     rng = np.random.default_rng(0)
     base = rng.uniform(0.001, 0.003, 30_000).astype(np.float32)
     new = (base * (1 + 1e-5 * rng.standard_normal(base.size))).astype(np.float32)
-    delta = encode(base.view(np.uint32), new.view(np.uint32))
+    delta = encode_delta(base.view(np.uint32), new.view(np.uint32))
     assert delta.count > 0.99 * base.size
     assert delta.nbytes < 0.31 * base.nbytes
 
 
 def test_a_large_array_that_changed_nearly_everywhere_is_sent_whole():
     base = np.zeros(200_000, np.uint8)
-    assert encode(base, base + np.uint8(1)) is None  # though it would be small
+    assert encode_delta(base, base + np.uint8(1)) is None  # though it would be small
     few = base.copy()
     few[:50_000] = 1
-    assert (decode(base, encode(base, few)) == few).all()
+    assert (decode_delta(base, encode_delta(base, few)) == few).all()

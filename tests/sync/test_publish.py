@@ -8,7 +8,7 @@ from qurl_ray.errors import QuantizationError, SyncError
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
-from qurl_ray.sync.publish import Publisher, assemble, count_codes
+from qurl_ray.sync.publish import Publisher, assemble_manifest, count_codes
 
 INT8 = FORMATS["int8"]
 
@@ -38,14 +38,14 @@ def move(model, share: float = 0.01) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_together_send_every_tensor_once(model, ranks):
     parts = [records_of(drawn(Publisher(names_of(model), rank=r, ranks=ranks), model)) for r in range(ranks)]
-    manifest = assemble(4, INT8, parts)
+    manifest = assemble_manifest(4, INT8, parts)
     assert sorted(r.name for r in manifest.tensors) == sorted(name for name, _ in model.named_parameters())
     assert {r.name for r in manifest.tensors if r.format == "int8"} == names_of(model)
     alone = records_of(drawn(Publisher(names_of(model)), model))
     assert {r.name: r.fingerprint for r in manifest.tensors} == {r.name: r.fingerprint for r in alone}
     if ranks > 1:
         with pytest.raises(SyncError, match="sent twice"):
-            assemble(4, INT8, [parts[0], parts[0]])
+            assemble_manifest(4, INT8, [parts[0], parts[0]])
 
 
 @pytest.mark.parametrize("unquantized", ["float32", "bfloat16"])
@@ -186,13 +186,13 @@ def test_deltas_to_different_versions_make_no_manifest(model):
     publisher = Publisher(names_of(model))
     drawn(publisher, model)
     records = records_of(drawn(publisher, model, version=2, base_version=1))
-    assert assemble(2, INT8, [records]).base_version == 1
-    assert assemble(1, INT8, [records_of(drawn(Publisher(names_of(model)), model))]).base_version is None
+    assert assemble_manifest(2, INT8, [records]).base_version == 1
+    assert assemble_manifest(1, INT8, [records_of(drawn(Publisher(names_of(model)), model))]).base_version is None
     publisher = Publisher(names_of(model))
     drawn(publisher, model, version=5)
     others = records_of(drawn(publisher, model, version=2, base_version=5))
     with pytest.raises(SyncError, match="different versions"):
-        assemble(2, INT8, [records[:3], others[3:]])
+        assemble_manifest(2, INT8, [records[:3], others[3:]])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

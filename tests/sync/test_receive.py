@@ -10,8 +10,8 @@ from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.sync.publish import Publisher, assemble
-from qurl_ray.sync.receive import unpack
+from qurl_ray.sync.publish import Publisher, assemble_manifest
+from qurl_ray.sync.receive import decode_buckets
 
 INT8 = FORMATS["int8"]
 SHAPES = {
@@ -35,7 +35,7 @@ class Receiver:
 
     def load(self, manifest, payloads) -> None:
         self.version, held = None, dict(self.held)
-        for buffers in unpack(payloads, manifest, self.held.__getitem__):
+        for buffers in decode_buckets(payloads, manifest, self.held.__getitem__):
             held |= buffers
         if held.keys() != {record.name for record in manifest.tensors}:
             raise SyncError("incomplete")
@@ -63,7 +63,7 @@ def prepare(publishers, parameters, version, base=None, fmt=INT8, unquantized="b
     """(manifest, payloads by bucket) of all ranks."""
     options = {"version": version, "base_version": base, "unquantized": unquantized}
     buckets = [bucket for p in publishers for bucket in p.prepare(parameters.items(), fmt, **options)]
-    return assemble(version, fmt, [b.records for b in buckets]), [b.payloads for b in buckets]
+    return assemble_manifest(version, fmt, [b.records for b in buckets]), [b.payloads for b in buckets]
 
 
 def publishers_for(ranks=1, **options):
@@ -123,7 +123,9 @@ def test_values_that_are_no_numbers_arrive_too(parameters):
 def test_buckets_are_unpacked_when_they_are_asked_for(parameters):
     manifest, payloads = prepare(publishers_for(), parameters, 1)
     taken = []
-    arrived = unpack((taken.append(i) or p for i, p in enumerate(payloads)), manifest, lambda name: pytest.fail(name))
+    arrived = decode_buckets(
+        (taken.append(i) or p for i, p in enumerate(payloads)), manifest, lambda name: pytest.fail(name)
+    )
     assert not taken
     assert next(arrived).keys() == {p.name for p in payloads[0]}
     assert taken == [0]
@@ -138,7 +140,7 @@ def test_resending_repairs_an_engine_whose_base_was_wrong(parameters):
     with pytest.raises(SyncError, match=r"fingerprint of .*q_proj"):
         engine.load(*prepare(publishers, parameters, 2, 1))
     buckets = [bucket for p in publishers for bucket in p.resend()]
-    engine.load(assemble(2, INT8, [b.records for b in buckets]), [b.payloads for b in buckets])
+    engine.load(assemble_manifest(2, INT8, [b.records for b in buckets]), [b.payloads for b in buckets])
     fresh = Receiver()
     fresh.load(*prepare(publishers_for(), parameters, 2))
     assert engine.version == 2

@@ -465,7 +465,7 @@ def test_a_failed_run_registers_nothing_and_a_failed_registration_is_a_notice(tm
     run.close("failed")
     assert run.notices() == []
     assert not client_of(run_dir).search_registered_models()
-    monkeypatch.setattr(sink.mlflow_policy, "register", lambda *_: [][0])
+    monkeypatch.setattr(sink.mlflow_policy, "register_policy", lambda *_: [][0])
     run = open_sink(run_dir)
     run.close("finished")
     (notice,) = run.notices()

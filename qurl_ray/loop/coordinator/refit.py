@@ -22,7 +22,7 @@ from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.quant.formats import get_format
-from qurl_ray.sync.publish import assemble, count_codes
+from qurl_ray.sync.publish import assemble_manifest, count_codes
 from qurl_ray.types import Completion, Manifest, Request
 
 
@@ -171,4 +171,4 @@ def _manifest(parts: Sequence[tuple[Offer, Any]]) -> Manifest:
     """Manifest of a version, from the offers of its ranks."""
     offer = parts[0][0]
     fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
-    return assemble(offer.version, fmt, [part.records for part, _ in parts])
+    return assemble_manifest(offer.version, fmt, [part.records for part, _ in parts])

@@ -54,7 +54,7 @@ def _try_objective(form: Any, algorithm: Algorithm) -> None:
     """Check that its value and gradient are finite, and that it has one: at a ratio of 1, and beyond both bounds."""
     import torch
 
-    from qurl_ray.rl.surrogate import Bounds, evaluate
+    from qurl_ray.rl.surrogate import Bounds, surrogate_of
 
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     upper_BT = torch.full((2, 3), 1 + algorithm.clip_high)
@@ -63,7 +63,7 @@ def _try_objective(form: Any, algorithm: Algorithm) -> None:
     for shift in (0.0, 0.5, -0.5):
         leaf_BT = torch.full((2, 3), shift, requires_grad=True)
         log_ratio_BT = torch.where(mask_BT, leaf_BT, 0.0)
-        value_BT = evaluate(form, log_ratio_BT, adv_BT, mask_BT, bounds).value_BT
+        value_BT = surrogate_of(form, log_ratio_BT, adv_BT, mask_BT, bounds).value_BT
         if not value_BT.requires_grad:
             raise ValueError("its value has no gradient")
         (gradient_BT,) = torch.autograd.grad(value_BT[mask_BT].sum(), leaf_BT)

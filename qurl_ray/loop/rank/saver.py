@@ -16,7 +16,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.errors import CheckpointError, ConfigError, QurlError
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.checkpoint import complete, partial_folder, prune
-from qurl_ray.loop.rank.sender import weight_max_code
+from qurl_ray.loop.rank.sender import fleet_weight_max_code
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
@@ -85,7 +85,7 @@ class Saver:
     def _save_quantized(self, format_name: str) -> None:
         """Write the quantized policy, still folded: its codes are those that the engines hold and that the evaluation
         judges."""
-        fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
+        fmt = get_format(format_name, fleet_weight_max_code(self._config, self._coordinator, format_name))
         assert self._policy, "rank 0 saves"
         folder = self._run_dir / f"policy-{format_name}"
         kept = self._config.quantization.kept(self._policy.config.num_hidden_layers)

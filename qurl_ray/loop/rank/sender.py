@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.flow import UnifiedFlow
-from qurl_ray.learner.probe import Codes
+from qurl_ray.learner.probe import EnginePrecision
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
@@ -44,7 +44,7 @@ class Sender:
         self._coordinator, self._prompt_ids = coordinator, prompt_ids
         self._version = version
         self._attempt = 0
-        self._codes: Codes | None = None
+        self._codes: EnginePrecision | None = None
         """Form in which the current version was sent; None before the first."""
         link, name = self._link(), config.sync.transport
         transport = transport_named(name)(link)
@@ -61,7 +61,7 @@ class Sender:
         started = time.perf_counter()
         fmt = None
         if format_name != "none":
-            fmt = get_format(format_name, weight_max_code(self._config, self._coordinator, format_name))
+            fmt = get_format(format_name, fleet_weight_max_code(self._config, self._coordinator, format_name))
         unquantized = self._config.sync.unquantized
         if unquantized == "auto":
             # In a unified flow the learner keeps tensors without codes in float32, and so must the engines.
@@ -74,7 +74,7 @@ class Sender:
         buckets = self._publisher.prepare(
             self._learner.named_parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
         )
-        self._codes = Codes(
+        self._codes = EnginePrecision(
             fmt=fmt,
             quantized=self._publisher.quantized,
             unquantized=unquantized,
@@ -149,7 +149,7 @@ class Sender:
     def _wait(self, call: ObjectRef, what: str) -> Any:
         return wait(call, self._config.sync.timeout_s, f"the engines to {what}")
 
-    def _gaps(self, probes: list[list[Completion]], codes: Codes) -> list[Gap]:
+    def _gaps(self, probes: list[list[Completion]], codes: EnginePrecision) -> list[Gap]:
         """Return one gap per engine. All ranks compute them, because a sharded learner's forward pass is collective."""
         if self._prompt_ids is None or not probes:
             return []
@@ -168,14 +168,14 @@ def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str
         return None
     name = config.rollout.quantization
     return UnifiedFlow(
-        fmt=get_format(name, weight_max_code(config, coordinator, name)),
+        fmt=get_format(name, fleet_weight_max_code(config, coordinator, name)),
         quantized=quantized,
         backward=config.backward(),
         emulate=config.quantization.kernel == "emulation",
     )
 
 
-def weight_max_code(config: RunConfig, coordinator: ActorHandle, format_name: str) -> int:
+def fleet_weight_max_code(config: RunConfig, coordinator: ActorHandle, format_name: str) -> int:
     """Return the largest weight code that all engines can take and the settings allow. The first call waits until the
     engines are up."""
     call = coordinator.weight_max_code.remote(format_name)
