@@ -15,7 +15,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.spans import EVALUATION, ROLLOUTS
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import answer_text, items_to_judge
@@ -26,6 +25,7 @@ from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.rollout.requests import check_logprobs, make_requests
+from qurl_ray.spans import EVALUATION, ROLLOUTS
 from qurl_ray.tables import ADVANTAGES
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 

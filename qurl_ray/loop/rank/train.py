@@ -24,7 +24,6 @@ from ray.actor import ActorHandle
 from torch import distributed
 
 from qurl_ray.actors.cluster import own_assignment
-from qurl_ray.actors.spans import STEPS, Spans, rank_lane
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CoordinatorDied, QurlError
 from qurl_ray.learner.learner import make_learner
@@ -40,6 +39,7 @@ from qurl_ray.policy.load import load_model, tied_head
 from qurl_ray.quant.experiments import Rounding
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
+from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.sync.publish import Publisher
 
 _FAIL_S = 30.0
