@@ -14,7 +14,7 @@ from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
 from qurl_ray.config.guard import GuardConfig
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.rollout import Format, RolloutConfig
-from qurl_ray.config.section import Section, Share, with_default_types
+from qurl_ray.config.section import Section, Share, with_default_types, without_removed
 from qurl_ray.tables import PROBLEMS, REWARDS, SINKS
 
 # --- model ---------------------------------------------------------------------------------------
@@ -207,11 +207,6 @@ class QuantizationConfig(Section):
     weight_max_code: int | None = Field(None, ge=1)
     """Upper bound on weight codes, below the format's own; int4 with 1 has ternary weights. null leaves the format's.
     For experiments with a mismatch as large as that of large models and long answers."""
-    rounding: Literal["nearest", "stochastic", "error_feedback"] = "nearest"
-    """How weights are rounded to codes: `nearest` takes the nearest code; `stochastic` rounds up or down at random,
-    exact on average; `error_feedback` adds the rounding error of the previous sync to the weight and takes the nearest
-    code. The last two are experiments with worse results (docs/LOG.md): they change a third of all codes at every sync,
-    so they need `sync.delta=false`, and `sync.probe_tokens=0`, as only the sender can make the same codes."""
     backward: Literal["auto", "quantized", "straight_through", "full"] = "auto"
     """How the gradients of linears are computed in a unified precision flow: `quantized` computes both from FP8 codes
     (fp8_block only); `straight_through` from the forward's dequantized operands; `full` from weights and activations in
@@ -451,7 +446,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return with_offload(with_default_types(settings))
+        return with_offload(with_default_types(without_removed(settings)))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":
@@ -482,11 +477,6 @@ class RunConfig(Section):
             raise ValueError("quantization.backward is of unified flows: set precision_flow=unified")
         elif algorithm.calibrate_every and algorithm.correction.type != "naive":
             raise ValueError("algorithm.calibrate_every needs correction=naive, or a unified precision flow")
-        if self.quantization.rounding != "nearest" and (self.sync.delta or self.sync.probe_tokens):
-            raise ValueError(
-                f"quantization.rounding={self.quantization.rounding} is an experiment that changes a third of all "
-                "codes at every sync, at random: set sync.delta=false and sync.probe_tokens=0 with it"
-            )
         if self.rollout.quantization == "none" and self.quantization.uaq_scale != 1.0:
             raise ValueError(
                 "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
@@ -519,8 +509,6 @@ class RunConfig(Section):
                 "quantization.backward=quantized needs the square blocks of rollout.quantization=fp8_block; other "
                 "formats have straight_through and full"
             )
-        if self.quantization.rounding != "nearest":
-            raise ValueError(f"{flow} needs quantization.rounding=nearest: the learner makes the same codes once more")
         if rollout.kv_cache != "full":
             raise ValueError(f"{flow} needs rollout.kv_cache=full: the learner attends to keys in full precision")
         if self.sync.unquantized == "bfloat16" and rollout.dtype == "float32":

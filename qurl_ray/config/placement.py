@@ -72,11 +72,6 @@ def check_transport(config: "RunConfig") -> None:
             f"{transport} is vLLM's, from GPU to GPU: it needs rollout.engine=vllm, rollout.device=cuda and "
             "learner.device=cuda; elsewhere use object_store"
         )
-    if config.quantization.rounding != "nearest":
-        raise ValueError(
-            f"{transport} needs quantization.rounding=nearest: rank 0 quantizes what all ranks have fingerprinted, "
-            "and only rounding to nearest gives the same codes twice"
-        )
     if config.sync.transport == "sparse_nccl" and not config.sync.delta:
         raise ValueError(f"{transport} sends what changed: it needs sync.delta=true; nccl sends all")
     if config.sync.transport == "sparse_nccl" and learner.workers > 1:
