@@ -1,12 +1,12 @@
 """Command line that all training jobs share: --config FILE, key=value overrides, --dry-run, --help."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import typer
 
 from qurl_ray.config.load import describe, load_config
-from qurl_ray.config.models import RunConfig
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import find_modules_here
 
@@ -21,19 +21,14 @@ def settings_help() -> str:
     return "\n\n".join(lines)
 
 
-class Train(Protocol):
-    """Function that runs a job with its settings and returns the exit status."""
-
-    def __call__(self, config: RunConfig, *, dry: bool, fresh: bool) -> int: ...
-
-
-def training_app(algorithm: str | None, train: Train) -> typer.Typer:
+def training_app(algorithm: str | None, train: Callable[..., int]) -> typer.Typer:
     """Return a command that reads the settings, checks that their algorithm is `algorithm`, and calls `train`.
 
     Errors that qurl_ray raises on purpose are printed without a traceback.
 
     Args:
         algorithm: None is for unified precision flows, with any algorithm.
+        train: function of (config, dry=…, fresh=…) that runs the job and returns the exit status.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
