@@ -88,7 +88,13 @@ def train_loop(context: dict[str, Any]) -> None:
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     sender = Sender(config, learner, publisher, coordinator, prompt, start.version)
     saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
-    turns = Turns(config, learner, coordinator)
+    turns = Turns(
+        learner,
+        coordinator,
+        colocated=config.placement == "colocated",
+        offload=config.learner.offload_while_waiting,
+        timeout_s=config.sync.timeout_s,
+    )
     loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive)
 
     if resume:
