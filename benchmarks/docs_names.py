@@ -11,7 +11,7 @@ import sys
 from typing import Annotated
 
 import typer
-from loop import ROOT
+from shared import ROOT
 
 from qurl_ray import errors
 from qurl_ray.config import RunConfig

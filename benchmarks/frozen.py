@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loop import ROOT
 from matplotlib import pyplot as plt
 from matplotlib.ticker import NullFormatter
 from quantizers import Rounding
 from rounding import with_codes
+from shared import ROOT
 from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig, load_config

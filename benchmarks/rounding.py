@@ -22,9 +22,9 @@ from typing import Annotated
 import torch
 import typer
 from engines import SMOLLM2
-from loop import ROOT, machine
 from quantizers import quantize_clipped, quantize_stochastic, quantize_with_feedback
 from rollout import kl, text
+from shared import ROOT, machine
 from torch import nn
 from transformers import PreTrainedModel
 

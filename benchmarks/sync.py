@@ -20,8 +20,8 @@ import engines
 import numpy as np
 import torch
 import typer
-from loop import machine
 from matplotlib import pyplot as plt
+from shared import machine
 from transformers import PreTrainedModel
 
 from qurl_ray.config.models import LearnerConfig, QuantizationConfig, SyncConfig
