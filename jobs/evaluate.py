@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from qurl_ray.config import load_config
+from qurl_ray.config.cli import Overrides
 from qurl_ray.config.rollout import Format
 from qurl_ray.errors import QurlError
 from qurl_ray.evaluation.evaluate import evaluate
@@ -18,9 +19,7 @@ from qurl_ray.extensions import find_modules_here
 
 def main(
     run: Annotated[Path, typer.Argument(help="Run folder: its config.yaml names the task, its policy/ is evaluated.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the run's settings.")
-    ] = None,
+    overrides: Overrides = None,
     policy: Annotated[
         Path | None, typer.Option(help="Evaluate this folder instead of RUN/policy; codes are used as they are.")
     ] = None,

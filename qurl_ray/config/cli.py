@@ -10,6 +10,10 @@ from qurl_ray.config.load import describe, load_config
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import find_modules_here
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
+]
+"""Argument of all commands that read settings from a file."""
 _JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
 
 
@@ -34,9 +38,7 @@ def training_app(algorithm: str | None, train: Callable[..., int]) -> typer.Type
 
     @app.command(epilog="Settings (section.key = default):\n\n" + settings_help())
     def main(
-        overrides: Annotated[
-            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-        ] = None,
+        overrides: Overrides = None,
         config: Annotated[
             Path | None, typer.Option(help="YAML file with the run's settings; defaults if absent.")
         ] = None,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import Field, ValidationError, model_validator
 
+from qurl_ray.config.cli import Overrides
 from qurl_ray.config.load import describe, read_settings
 from qurl_ray.config.rollout import Format
 from qurl_ray.config.section import Section
@@ -177,9 +178,7 @@ def serving_app(serve: Callable[..., int]) -> typer.Typer:
 
     @app.command(epilog="Settings (key = default):\n\n" + "\n\n".join(rows))
     def main(
-        overrides: Annotated[
-            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the file's.")
-        ] = None,
+        overrides: Overrides = None,
         config: Annotated[Path | None, typer.Option(help="YAML file with settings; defaults if absent.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the settings; stop.")] = False,
         swap: Annotated[

@@ -1,6 +1,8 @@
 """timeline.html and timeline.json: the activity of every process of a run over time, from timeline.jsonl.
 
-timeline.json is in Chrome's trace event format, which Perfetto and chrome://tracing can open.
+timeline.json is in Chrome's trace event format, which Perfetto and chrome://tracing can open. timeline.html draws the
+same spans itself, because Perfetto is a web site or a program to install, and a run's folder must be readable without
+either: on a cluster without a network, or years later. Other pages of the run link to a step in it.
 """
 
 import json
