@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from loop import ROOT
+from shared import ROOT
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loop import ROOT
 from resume import parameters
+from shared import ROOT
 
 sys.path.append(str(ROOT))
 from tests.loop.runs import descendants

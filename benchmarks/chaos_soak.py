@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib
 from chaos_faults import own_cluster
 from chaos_jobs import Job, Place
-from loop import ROOT
+from shared import ROOT
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 import ray
 import typer
-from loop import ROOT, machine
+from shared import ROOT, machine
 
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.health import Heartbeat

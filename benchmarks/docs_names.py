@@ -1,4 +1,4 @@
-"""Lists what the documentation named at a commit and names no more: python benchmarks/docs_names.py COMMIT
+"""List what the documentation named at a commit and names no more: python benchmarks/docs_names.py COMMIT
 
 Settings, metrics, error classes, quoted messages, commands and their options, from all pages of then, are looked for
 in all pages of the working tree (both without the lab book and the changelog). Prints the missing ones, by kind, and
@@ -11,7 +11,7 @@ import sys
 from typing import Annotated
 
 import typer
-from loop import ROOT
+from shared import ROOT
 
 from qurl_ray import errors
 from qurl_ray.config import RunConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from loop import machine
+from shared import machine
 from transformers import LlamaConfig, PreTrainedModel
 
 from qurl_ray.config.quantization import QuantizationConfig

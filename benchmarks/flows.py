@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 from cells import RESULTS, Arm, Cell, cell, draw_series, percent
-from loop import ROOT, machine
 from matplotlib import pyplot as plt
+from shared import ROOT, machine
 
 CONFIG = "jobs/configs/jet_rl.yaml"
 _PLAIN = ("precision_flow=rollout_only", "rollout.quantization=none")

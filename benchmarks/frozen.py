@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from loop import ROOT
 from matplotlib import pyplot as plt
 from matplotlib.ticker import NullFormatter
+from quantizers import Rounding
 from rounding import with_codes
+from shared import ROOT
 from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig, load_config
@@ -32,7 +33,6 @@ from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.tiny import cached_tiny_policy
-from qurl_ray.quant.experiments import Rounding
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.select import quantized_linears

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from cells import RESULTS, Arm, Cell, cell, draw_series, percent
-from loop import ROOT, machine
 from matplotlib import pyplot as plt
+from shared import ROOT, machine
 
 CONFIG = "jobs/configs/jet_rl.yaml"
 COMMON = (

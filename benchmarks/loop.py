@@ -6,19 +6,15 @@ JSON.
 """
 
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
+from shared import ROOT, machine
 
-ROOT = Path(__file__).parents[1]
 PRESETS = ("quickstart", "quickstart_full", "bench_step")
 
 
@@ -54,17 +50,6 @@ def row(s: dict[str, Any]) -> str:
         " · ".join(f"{phase} {100 * part:.0f}" for phase, part in share.items()),
     ]
     return "| " + " | ".join(cells) + " |"
-
-
-def machine() -> str:
-    """Return processor, cores, versions and date, for the heading of a table."""
-    flags = torch.backends.cpu.get_cpu_capability()
-    vnni = ", VNNI" if torch.cpu._is_vnni_supported() else ""
-    amx = ", AMX" if torch.cpu._is_amx_tile_supported() else ""
-    return (
-        f"{platform.machine()} with {flags}{vnni}{amx}, {os.cpu_count()} cores; "
-        f"torch {torch.__version__}; {date.today().isoformat()}"
-    )
 
 
 def main(

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from loop import machine
+from shared import machine
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from qurl_ray.policy import attention, logprobs

@@ -33,7 +33,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from loop import machine
 from objectives_report import (
     ANSWERS,
     LONG_KLS,
@@ -48,6 +47,7 @@ from objectives_report import (
     rows,
     table,
 )
+from shared import machine
 
 from qurl_ray.config.algorithm import DAPO, PRESETS
 from qurl_ray.loop.rank.objectives import correction_settings

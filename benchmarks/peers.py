@@ -28,9 +28,9 @@ from typing import Annotated, Any, Literal
 import engines
 import torch
 import typer
-from loop import ROOT, machine
 from matplotlib import pyplot as plt
 from rollout import ANSWER, HF, PROMPT, SLOTS, VLLM, hf_generate, same_lengths, vllm
+from shared import ROOT, machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import RunConfig, load_config

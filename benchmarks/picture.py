@@ -10,9 +10,9 @@ import matplotlib
 matplotlib.use("agg")
 import typer
 from cells import RESULTS, smooth
-from loop import ROOT
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
+from shared import ROOT
 
 OUT = ROOT / "docs" / "results.png"
 COLORS = {

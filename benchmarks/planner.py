@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from loop import machine
 from rich.console import Console
+from shared import machine
 
 from qurl_ray.config.load import load_config
 from qurl_ray.planning.measure import Machine, measure

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from loop import ROOT, machine
+from shared import ROOT, machine
 
 RESULTS = ROOT / "benchmarks" / "results"
 CPUS = {"all": {}, "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}}

@@ -27,8 +27,8 @@ from typing import Annotated
 import frozen
 import typer
 from cells import RESULTS, Arm, Cell, cell, draw_series
-from loop import ROOT, machine
 from matplotlib import pyplot as plt
+from shared import ROOT, machine
 
 FULL = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.correction=ignore")
 FORMATS = {

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import torch
 import typer
-from loop import machine
 from safetensors.torch import load_file
+from shared import machine
 
 ROOT = Path(__file__).parents[1]
 

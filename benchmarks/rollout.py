@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import typer
 from engines import requests, take_turns
-from loop import ROOT, machine
 from matplotlib import pyplot as plt
+from shared import ROOT, machine
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -22,15 +22,15 @@ from typing import Annotated
 import torch
 import typer
 from engines import SMOLLM2
-from loop import ROOT, machine
+from quantizers import quantize_clipped, quantize_stochastic, quantize_with_feedback
 from rollout import kl, text
+from shared import ROOT, machine
 from torch import nn
 from transformers import PreTrainedModel
 
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import load_model, load_tokenizer
-from qurl_ray.quant.experiments import quantize_clipped, quantize_stochastic, quantize_with_feedback
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize, quantize

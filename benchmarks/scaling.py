@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 import ray
 import typer
-from loop import ROOT, machine
 from matplotlib import pyplot as plt
 from peers import ours, step_values
+from shared import ROOT, machine
 from simulation import Scenario, Simulation, call_cost
 
 from qurl_ray.config import load_config

@@ -33,7 +33,7 @@ import matplotlib
 import openai
 import psutil
 import typer
-from loop import ROOT, machine
+from shared import ROOT, machine
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import typer
 from engines import ratio, take_turns
-from loop import ROOT, machine
+from shared import ROOT, machine
 
 from qurl_ray.config import load_config
 from qurl_ray.learner.batching import MiniBatch, plan

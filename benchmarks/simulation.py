@@ -24,8 +24,8 @@ from coordinator import Engine, Judge
 from engines import requests
 
 import qurl_ray.actors.fleet
-import qurl_ray.actors.spans
 import qurl_ray.loop.coordinator.collect
+import qurl_ray.spans
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
@@ -58,7 +58,7 @@ class Clock:
         made = asyncio.SelectorEventLoop(_Skipping(self))
         made.time = self.now
         shim = SimpleNamespace(monotonic=self.now, perf_counter=self.now, time=self.now)
-        for module in (qurl_ray.actors.fleet, qurl_ray.actors.spans, qurl_ray.loop.coordinator.collect):
+        for module in (qurl_ray.actors.fleet, qurl_ray.spans, qurl_ray.loop.coordinator.collect):
             module.time = shim
         return made
 

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 from cells import RESULTS, Arm, Cell, cell, draw_series
-from loop import ROOT, machine
 from matplotlib import pyplot as plt
+from shared import ROOT, machine
 
 from qurl_ray.report.text import duration
 

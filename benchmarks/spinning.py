@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 from cells import RESULTS
-from loop import machine
+from shared import machine
 
 COUNTS = {"default": {}, "1000 (qurl_ray's)": {"GOMP_SPINCOUNT": "1000"}, "0": {"GOMP_SPINCOUNT": "0"}}
 BUSY = (0, 1, 2)

@@ -19,8 +19,8 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from loop import machine
 from memory import WITHOUT_BOUND, _peak_from_now
+from shared import machine
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from qurl_ray.config.learner import LearnerConfig

@@ -20,8 +20,8 @@ import engines
 import numpy as np
 import torch
 import typer
-from loop import machine
 from matplotlib import pyplot as plt
+from shared import machine
 from transformers import PreTrainedModel
 
 from qurl_ray.config.learner import LearnerConfig
@@ -31,15 +31,17 @@ from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.probe import EnginePrecision
 from qurl_ray.policy.load import load_model
-from qurl_ray.quant.formats import FORMATS, Format, get_format
+from qurl_ray.quant.formats import FORMATS, Format
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears, quantized_parameters
+from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
+from qurl_ray.rollout.requests import probe_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.local import chosen_codes
 from qurl_ray.sync.publish import Publisher, assemble_manifest, count_codes
 from qurl_ray.sync.receive import decode_buckets
-from qurl_ray.types import Completion, Manifest, Request, Trajectory
+from qurl_ray.types import Completion, Manifest, Problem, Request, Trajectory
 
 LR, SLOTS, PROMPT, ANSWER = 1e-6, 512, 40, 16
 ASKED, KEPT, UPDATES = 320, 64, 2
@@ -88,13 +90,15 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
     config = LearnerConfig(lr=LR, tokens_per_micro_batch=tokens)
     learner = make_learner(model, config, settings, temperature=1.0, total_updates=100)
     engine = TorchEngine(spec, slots=SLOTS)
-    probe = engines.requests(model.config.vocab_size, [4] * 2, 24)  # as loop.coordinator.collect asks by default
-    probe = [type(r)(uid=r.uid, prompt_ids=probe[0].prompt_ids, seed=r.seed, sampling=r.sampling) for r in probe]
+    fmt, quantized = chosen_codes(engine, model, "int8", KEEP)
+    prompt = np.random.default_rng(0).integers(model.config.vocab_size, size=PROMPT).astype(np.int32)
+    problem = Problem(uid="0", prompt="", answer="")
+    probe = probe_requests(problem, lambda _: prompt, tokens=SyncConfig().probe_tokens, seed=0)
     return Sync(
         learner=learner,
-        publisher=Publisher(quantized_parameters(model, KEEP), bucket_bytes=SyncConfig().bucket_mb << 20),
+        publisher=Publisher(quantized, bucket_bytes=SyncConfig().bucket_mb << 20),
         engine=engine,
-        fmt=get_format("int8", engine.weight_max_code("int8")),
+        fmt=fmt,
         probe=probe,
     )
 

@@ -21,8 +21,8 @@ import engines
 import matplotlib
 import torch
 import typer
-from loop import machine
 from rollout import _sample, text
+from shared import machine
 from step_cost import QURL, model, samples
 from torch import nn
 from transformers import PreTrainedModel

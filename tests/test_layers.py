@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
-    {"types", "errors", "environment", "extensions", "tables", "config", "cache"},
+    {"types", "errors", "environment", "spans", "extensions", "tables", "config", "cache"},
     {"numerics"},
     {"rl", "quant", "rewards", "report"},
     {"policy", "data", "tracking"},
@@ -57,6 +57,7 @@ def test_imports_point_one_way(path):
 SIBLINGS = {
     ("loop", "evaluation"),
     ("loop", "planning"),
+    ("spans", "types"),
     ("extensions", "errors"),
     ("tables", "errors"),
     ("tables", "extensions"),

@@ -1,4 +1,4 @@
-"""Connection to a running Ray cluster, and queries of its resources, its autoscaler and this process's GPUs."""
+"""Connection to a Ray cluster, and queries of its resources, its autoscaler, and this process's GPUs and log file."""
 
 import json
 import os
@@ -107,3 +107,8 @@ def own_assignment() -> GpuAssignment:
     """Return the node and GPUs that Ray has assigned to this process."""
     context = ray.get_runtime_context()
     return GpuAssignment(node=context.get_node_id(), gpus=tuple(sorted(context.get_accelerator_ids().get("GPU", []))))
+
+
+def own_log() -> str:
+    """Return the path of the log file that Ray has assigned to this process."""
+    return os.path.realpath("/proc/self/fd/2")

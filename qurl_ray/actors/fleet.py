@@ -18,10 +18,10 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorErro
 
 from qurl_ray.actors.health import Health, Heartbeat, Member
 from qurl_ray.actors.rollout_worker import LoadReport, control
-from qurl_ray.actors.spans import Spans, worker_lane
 from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights, SyncError
+from qurl_ray.spans import Spans, worker_lane
 from qurl_ray.types import Completion, Manifest, Request
 
 _MARGIN_S = 30.0  # engines check their deadline between two tokens

@@ -11,6 +11,7 @@ import torch
 from ray import ObjectRef
 from ray.actor import ActorMethod
 
+from qurl_ray.actors.cluster import own_log
 from qurl_ray.actors.health import Heartbeat
 from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config.rollout import RolloutConfig
@@ -29,11 +30,6 @@ CONTROL = "control"
 def control(method: ActorMethod) -> ActorMethod:
     """Return the method, to be called in the CONTROL concurrency group."""
     return method.options(concurrency_group=CONTROL)
-
-
-def own_log() -> str:
-    """Path of the log file that Ray has assigned to this process."""
-    return os.path.realpath("/proc/self/fd/2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

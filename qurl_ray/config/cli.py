@@ -1,7 +1,8 @@
 """Command line that all training jobs share: --config FILE, key=value overrides, --dry-run, --help."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import typer
 
@@ -14,20 +15,15 @@ from qurl_ray.extensions import find_modules_here
 _JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
 
 
-class Train(Protocol):
-    """Function that runs a job with its settings and returns the exit status."""
-
-    def __call__(self, config: RunConfig, *, dry: bool, fresh: bool) -> int: ...
-
-
-def training_app(algorithm: str | None, train: Train, about: str | None = None) -> typer.Typer:
+def training_app(algorithm: str | None, train: Callable[..., int], about: str | None = None) -> typer.Typer:
     """Return a command that reads the settings, checks that their algorithm is `algorithm`, and calls `train`.
 
     Errors that qurl_ray raises on purpose are printed without a traceback.
 
     Args:
         algorithm: None is for unified precision flows, with any algorithm.
-        about: Docstring of the job: a sentence, a colon, and an example of use.
+        train: function of (config, dry=…, fresh=…) that runs the job and returns the exit status.
+        about: docstring of the job: a sentence, a colon, and an example of use.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

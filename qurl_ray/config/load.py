@@ -22,6 +22,8 @@ _INSTEAD = {
     "multi_turn": "multi-turn rollouts are not supported: a prompt is answered once",
     "tools": "tools are not supported: a prompt is answered once",
     "images": "images are not supported: prompts are text",
+    "rounding": "quantization.rounding was removed: weights are always rounded to nearest; leave it out. The other "
+    "roundings lost, and are in benchmarks/rounding.py",
     "normalize_by_std": "normalize_by_std is now algorithm.advantage: grpo divides by the deviation, dr_grpo does not",
 }
 """Messages for keys of other frameworks, or of earlier versions, that are not settings here."""
@@ -34,11 +36,19 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing or no mapping, an override is no `key=value`, a key is unknown (the nearest
             one is named), or a value has the wrong type.
     """
-    settings = read_settings(path, overrides)
+    return validated_run(read_settings(path, overrides), str(path) if path else "settings")
+
+
+def validated_run(settings: dict[str, Any], source: str) -> RunConfig:
+    """Return the settings as a RunConfig. `source` says in errors where they come from.
+
+    Raises:
+        ConfigError: see load_config.
+    """
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(_explain(error, str(path) if path else "settings")) from None
+        raise ConfigError(_explain(error, source)) from None
 
 
 def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:

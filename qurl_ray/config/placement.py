@@ -84,11 +84,6 @@ def check_transport(
             f"{transport} sends from GPU to GPU: it needs rollout.engine={' or '.join(able)}, rollout.device=cuda and "
             "learner.device=cuda; elsewhere use object_store"
         )
-    if quantization.rounding != "nearest":
-        raise ValueError(
-            f"{transport} needs quantization.rounding=nearest: rank 0 quantizes what all ranks have fingerprinted, "
-            "and only rounding to nearest gives the same codes twice"
-        )
     if sync.transport == "sparse_nccl" and not sync.delta:
         raise ValueError(f"{transport} sends what changed: it needs sync.delta=true; nccl sends all")
     if sync.transport == "sparse_nccl" and learner.workers > 1:

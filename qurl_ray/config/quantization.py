@@ -24,11 +24,6 @@ class QuantizationConfig(Section):
     weight_max_code: int | None = Field(None, ge=1)
     """Upper bound on weight codes, below the format's own; int4 with 1 has ternary weights. null leaves the format's.
     For experiments with a mismatch as large as that of large models and long answers."""
-    rounding: Literal["nearest", "stochastic", "error_feedback"] = "nearest"
-    """How weights are rounded to codes: `nearest` takes the nearest code; `stochastic` rounds up or down at random,
-    exact on average; `error_feedback` adds the rounding error of the previous sync to the weight and takes the nearest
-    code. The last two are experiments with worse results (docs/LOG.md): they change a third of all codes at every sync,
-    so they need `sync.delta=false`, and `sync.probe_tokens=0`, as only the sender can make the same codes."""
     backward: Literal["auto", "quantized", "straight_through", "full"] = "auto"
     """How the gradients of linears are computed in a unified precision flow: `quantized` computes both from FP8 codes
     (fp8_block only); `straight_through` from the forward's dequantized operands; `full` from weights and activations in

@@ -15,7 +15,7 @@ from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.rollout import RolloutConfig
-from qurl_ray.config.section import Section, with_default_types
+from qurl_ray.config.section import Section, with_default_types, without_removed
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.config.task import ArithmeticTask, TaskConfig
 from qurl_ray.config.tracking import TrackingConfig
@@ -65,7 +65,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return with_offload(with_default_types(settings))
+        return with_offload(with_default_types(without_removed(settings)))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":
@@ -94,11 +94,6 @@ class RunConfig(Section):
             raise ValueError("quantization.backward is of unified flows: set precision_flow=unified")
         elif algorithm.calibrate_every and algorithm.correction.type != "naive":
             raise ValueError("algorithm.calibrate_every needs correction=naive, or a unified precision flow")
-        if self.quantization.rounding != "nearest" and (self.sync.delta or self.sync.probe_tokens):
-            raise ValueError(
-                f"quantization.rounding={self.quantization.rounding} is an experiment that changes a third of all "
-                "codes at every sync, at random: set sync.delta=false and sync.probe_tokens=0 with it"
-            )
         if self.rollout.quantization == "none" and self.quantization.uaq_scale != 1.0:
             raise ValueError(
                 "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
@@ -131,8 +126,6 @@ class RunConfig(Section):
                 "quantization.backward=quantized needs the square blocks of rollout.quantization=fp8_block; other "
                 "formats have straight_through and full"
             )
-        if self.quantization.rounding != "nearest":
-            raise ValueError(f"{flow} needs quantization.rounding=nearest: the learner makes the same codes once more")
         if rollout.kv_cache != "full":
             raise ValueError(f"{flow} needs rollout.kv_cache=full: the learner attends to keys in full precision")
         if self.sync.unquantized == "bfloat16" and rollout.dtype == "float32":

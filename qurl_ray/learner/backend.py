@@ -9,8 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 
-from qurl_ray.config.learner import LearnerConfig
-
 
 class Resident(IntEnum):
     """Part of a learner that is on its device; the rest is on the host."""
@@ -60,14 +58,14 @@ class Backend(Protocol):
         """Keep this part on the device, and the rest on the host. `step` needs ALL."""
 
 
-def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.AdamW:
+def adamw(module: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
     """Return an AdamW optimizer with weight decay for matrices, and without for norms and biases."""
     matrices = [p for p in module.parameters() if p.ndim >= 2]
     vectors = [p for p in module.parameters() if p.ndim < 2]
     return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=config.betas,
+        [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=lr,
+        betas=betas,
         fused=True,
     )
 

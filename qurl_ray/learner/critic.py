@@ -35,8 +35,8 @@ class ValueModel(nn.Module):
 
     def __init__(self, body: PreTrainedModel, config: LearnerConfig) -> None:
         super().__init__()
-        self.body = on_device(body.base_model, config)
-        self.head = value_head(body, config)
+        self.body = on_device(body.base_model, config.device, checkpointing=config.gradient_checkpointing)
+        self.head = value_head(body, config.device)
         self._config = config
         self._autocast, self._device = config.compute == "bfloat16", config.device
 

@@ -46,7 +46,7 @@ class DeepSpeedBackend:
 
     def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
         self._config, self._ranks, self.module = config, world()[1], module
-        optimizer = adamw(module, config)
+        optimizer = adamw(module, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
         # Stage 3 offloads masters and moments only of DeepSpeed's own Adam, which is compiled and for CUDA.
         self._stay = _OPTIMIZERS if config.zero_stage == 3 and config.device == "cpu" else set()
         own_adam = config.offload_while_waiting and config.zero_stage == 3 and not config.offload_optimizer

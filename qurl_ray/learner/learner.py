@@ -95,7 +95,12 @@ class PolicyLearner:
         sums, norms, lr = [self._step_wide(strength)] if passes else [], [], 0.0
         for mini_batch, chosen in zip(mini_batches, passes, strict=True):
             sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
-            share = schedule(self._config, self._updates, self._total_updates)
+            share = schedule(
+                self._updates,
+                self._total_updates,
+                warmup_steps=self._config.warmup_steps,
+                final_share=self._config.lr_final_share,
+            )
             lr = self._config.lr * share
             norms.append(self._policy.step(lr))
             self._updates += norms[-1] is not None
@@ -273,11 +278,12 @@ def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
     }
 
 
-def schedule(config: LearnerConfig, updates: int, total_updates: int) -> float:
-    """Factor on the learning rate of the next update, after `updates` updates: linear warm-up times linear decay."""
-    warm = min(1.0, (updates + 1) / max(1, config.warmup_steps))
+def schedule(updates: int, total_updates: int, *, warmup_steps: int, final_share: float) -> float:
+    """Return the factor on the learning rate of the next update, after `updates` updates: linear warm-up times linear
+    decay to `final_share`."""
+    warm = min(1.0, (updates + 1) / max(1, warmup_steps))
     progress = min(1.0, updates / max(1, total_updates - 1))
-    return warm * (1 - (1 - config.lr_final_share) * progress)
+    return warm * (1 - (1 - final_share) * progress)
 
 
 def make_learner(

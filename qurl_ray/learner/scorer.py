@@ -46,8 +46,8 @@ class Scorer(nn.Module):
         with_values: bool = False,
     ) -> None:
         super().__init__()
-        self.policy = on_device(model, config)
-        self.value_head = value_head(model, config) if with_values else None
+        self.policy = on_device(model, config.device, checkpointing=config.gradient_checkpointing)
+        self.value_head = value_head(model, config.device) if with_values else None
         self._temperature, self._config = temperature, config
         self._entropy: Entropy = "gradient" if entropy_gradient else "value"
         self._autocast, self._device = config.compute == "bfloat16", config.device
@@ -66,9 +66,9 @@ class Scorer(nn.Module):
         )
 
 
-def value_head(model: PreTrainedModel, config: LearnerConfig) -> nn.Linear:
+def value_head(model: PreTrainedModel, device: str) -> nn.Linear:
     """Return a linear with one output per state. Its weights are zeros, so that advantages do not start with noise."""
-    head = Linear(model.config.hidden_size, 1, bias=False, device=config.device)
+    head = Linear(model.config.hidden_size, 1, bias=False, device=device)
     nn.init.zeros_(head.weight)
     return head
 
@@ -80,10 +80,11 @@ def states_before_answers(model: PreTrainedModel, batch: Tensors, config: Learne
     return answer_states(model, batch.token_ids_BT, batch.mask_BT, lengths_B, share_prompts=share_prompts)
 
 
-def on_device(model: PreTrainedModel, config: LearnerConfig) -> PreTrainedModel:
-    """Move `model` to the configured device, in place, with the configured checkpointing and attention; return it."""
-    if config.gradient_checkpointing:
+def on_device(model: PreTrainedModel, device: str, *, checkpointing: bool) -> PreTrainedModel:
+    """Move `model` to the device, in place, with the attention for it, and with gradient checkpointing if that is
+    asked for; return it."""
+    if checkpointing:
         enable_checkpointing(model)
-    if config.device == "cuda":
+    if device == "cuda":
         model.set_attn_implementation(VARLEN)  # the invariant attention is made for the engine on a CPU
-    return model.to(config.device)
+    return model.to(device)

@@ -25,7 +25,7 @@ class TorchBackend:
 
     def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
         self.module, self._config = module, config
-        self._optimizer = adamw(module, config)
+        self._optimizer = adamw(module, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
         self._rank, self._ranks = world()
         if self._ranks > 1:
             for parameter in module.parameters():

@@ -5,11 +5,13 @@ from these timings, with the formulas that plans for GPUs use. Weights are rando
 """
 
 import copy
+import gc
 import json
 import os
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ import torch
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.config.sync import SyncConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import PolicyLearner, make_learner
@@ -28,13 +31,13 @@ from qurl_ray.planning.phases import rollout_s
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import empty_model, tied_head
-from qurl_ray.quant.formats import Format, get_format
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.formats import Format
 from qurl_ray.rl.objective import ObjectiveSettings
+from qurl_ray.rollout.requests import make_requests, probe_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.publish import Publisher, Unquantized, assemble_manifest
-from qurl_ray.sync.receive import decode_buckets
-from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams, Trajectory
+from qurl_ray.sync.local import chosen_codes, send_into
+from qurl_ray.sync.publish import Publisher, Unquantized
+from qurl_ray.types import Completion, PolicySpec, Problem, Request, SamplingParams, Trajectory
 
 FORMATS = ("none", "int8")
 LARGEST = 2e9
@@ -44,7 +47,6 @@ _STEPS = 4  # decode steps in one timing
 _CONTEXT, _HELD_TOKENS = 1024, 8192  # most tokens of a sequence and of a batch
 _PASS_TOKENS = 512  # tokens of the larger timed pass: some seconds at 135 M parameters
 _MESSAGES = 128
-_PROBES, _PROBE_TOKENS, _PROBE_PROMPT = 2, 4, 24  # the values of loop.coordinator.collect and sync.probe_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +137,20 @@ def measure(shape: Shape, work: Workload, formats: Sequence[str] = FORMATS) -> M
     try:
         with tempfile.TemporaryDirectory(prefix="qurl-shape-") as folder:
             spec = _spec(shape, work, Path(folder))
-            learner = _learner(spec, work)
+            torch.manual_seed(0)
+            model = empty_model(spec)
+            config = LearnerConfig(gradient_checkpointing=work.checkpointing, tokens_per_micro_batch=work.micro_tokens)
+            settings = ObjectiveSettings(clip_low=0.2, clip_high=0.28)
+            learner = make_learner(model, config, settings, temperature=1.0, total_updates=100)
             score, update = _passes(learner, shape, work)
             engines, syncs = {}, {}
             for name in formats:
-                link = _Link(spec, work, learner, name)
-                engines[name] = _decoding(link.engine, shape, work)
+                engine = TorchEngine(spec, slots=work.slots)
+                fmt, quantized = chosen_codes(engine, model, name, QuantizationConfig().keep)
+                link = _Link(engine, learner, Publisher(quantized, tied=tied_head(model)), fmt, work)
+                engines[name] = _decoding(engine, shape, work)
                 syncs[name] = link.seconds()
-            message = _message(link.engine, shape, work)
+            message = _message(engine, shape, work)
     finally:
         torch.set_num_threads(threads)
     taken = time.perf_counter() - started
@@ -174,12 +182,8 @@ def _median(call: Callable[[], object], *, warm: bool = False) -> float:
     """Median seconds of `call`; with `warm` it is called once before the timing."""
     if warm:
         call()
-    found = []
-    for _ in range(_TIMES):
-        started = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found)
+    # timeit turns the garbage collector off, and a run has it on
+    return statistics.median(timeit.repeat(call, gc.enable, number=1, repeat=_TIMES))
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -215,26 +219,19 @@ def _message(engine: TorchEngine, shape: Shape, work: Workload) -> float:
 def _requests(shape: Shape, count: int, samples: int, prompt: int, tokens: int) -> list[Request]:
     """Return `count` requests: `samples` for each random prompt, for answers of exactly `tokens` tokens."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(shape.vocab, size=prompt).astype(np.int32) for _ in range(-(-count // samples))]
-    return [
-        Request(
-            uid=f"{index}/0",
-            prompt_ids=prompts[index // samples],
-            seed=index,
-            sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
-        )
-        for index in range(count)
-    ]
+    problems = [Problem(uid=str(index), prompt="", answer="") for index in range(-(-count // samples))]
+    requests = make_requests(
+        problems,
+        lambda _: rng.integers(shape.vocab, size=prompt).astype(np.int32),
+        samples=samples,
+        sampling=SamplingParams(max_new_tokens=tokens, ignore_eos=True),
+        seed=0,
+        salt="measure",
+    )
+    return requests[:count]
 
 
 # --- the learner ---------------------------------------------------------------------------------
-
-
-def _learner(spec: PolicySpec, work: Workload) -> PolicyLearner:
-    torch.manual_seed(0)
-    config = LearnerConfig(gradient_checkpointing=work.checkpointing, tokens_per_micro_batch=work.micro_tokens)
-    settings = ObjectiveSettings(clip_low=0.2, clip_high=0.28)
-    return make_learner(empty_model(spec), config, settings, temperature=1.0, total_updates=100)
 
 
 def _passes(learner: PolicyLearner, shape: Shape, work: Workload) -> tuple[Line, Line]:
@@ -282,19 +279,19 @@ def _trajectory(shape: Shape, work: Workload, index: int) -> Trajectory:
 class _Link:
     """A learner, a publisher and an engine in one process."""
 
-    def __init__(self, spec: PolicySpec, work: Workload, learner: PolicyLearner, format_name: str) -> None:
-        self.engine = TorchEngine(spec, slots=work.slots)
-        self._learner, self._delta, self._version = learner, work.delta, 0
+    def __init__(
+        self, engine: TorchEngine, learner: PolicyLearner, publisher: Publisher, fmt: Format | None, work: Workload
+    ) -> None:
+        self._engine, self._learner, self._publisher, self._fmt = engine, learner, publisher, fmt
+        self._delta, self._version = work.delta, 0
         self._moved = work.lr * work.updates
-        self._fmt: Format | None = None
-        names: set[str] = set()
-        if format_name != "none":
-            self._fmt = get_format(format_name, self.engine.weight_max_code(format_name))
-            names = quantized_parameters(empty_model(spec), QuantizationConfig().keep)
-        tied = tied_head(learner._policy.module.policy)
-        self._publisher = Publisher(quantized=names, tied=tied)
         self._unquantized: Unquantized = "bfloat16" if self._fmt else "float32"
-        self._probe = _requests_of_probe(work)
+        self._probe = probe_requests(
+            Problem(uid="0", prompt="", answer=""),
+            lambda _: np.ones(work.prompt, dtype=np.int32),
+            tokens=min(SyncConfig().probe_tokens, work.response),
+            seed=0,
+        )
         self._send()
 
     def seconds(self) -> float:
@@ -306,7 +303,7 @@ class _Link:
                     parameter.add_(torch.empty_like(parameter).uniform_(-1, 1), alpha=self._moved)
             started = time.perf_counter()
             self._send()
-            completions = self.engine.generate(self._probe, version=self._version)
+            completions = self._engine.generate(self._probe, version=self._version)
             precision = EnginePrecision(
                 fmt=self._fmt, quantized=self._publisher.quantized, unquantized=self._unquantized
             )
@@ -317,22 +314,12 @@ class _Link:
     def _send(self) -> None:
         base = self._version if self._delta and self._version else None
         self._version += 1
-        buckets = list(
-            self._publisher.prepare(
-                self._learner.named_parameters(),
-                self._fmt,
-                version=self._version,
-                base_version=base,
-                unquantized=self._unquantized,
-            )
+        send_into(
+            self._publisher,
+            self._engine,
+            self._learner.named_parameters(),
+            self._fmt,
+            version=self._version,
+            base_version=base,
+            unquantized=self._unquantized,
         )
-        manifest = assemble_manifest(self._version, self._fmt, [bucket.records for bucket in buckets])
-        self.engine.load(
-            manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, self.engine.resident)
-        )
-
-
-def _requests_of_probe(work: Workload) -> list[Request]:
-    ids = np.ones(min(work.prompt, _PROBE_PROMPT), dtype=np.int32)
-    sampling = SamplingParams(max_new_tokens=min(_PROBE_TOKENS, work.response), ignore_eos=True)
-    return [Request(uid=f"probe/{i}", prompt_ids=ids, seed=i, sampling=sampling) for i in range(_PROBES)]

@@ -3,34 +3,63 @@
     fingerprint(x) = sum_i word_i * r_i  (mod 2^64)
 
 over the 8-byte words of x, with fixed odd pseudo-random r_i (a multilinear hash). A single changed word always changes
-the sum, since an odd factor has no zero divisors; any other damage goes undetected with probability about 2^-63. Sums
-of disjoint parts add up to the sum of the whole, if each part is given its offset.
+the sum, since an odd factor has no zero divisors; any other damage goes undetected with probability about 2^-63.
+
+A library's hash such as xxhash is faster on a CPU (about 2 to 14 times), but it reads bytes in one order. This sum adds
+up over shards, each with its offset, wherever they are held, and a GPU could compute it in parallel where the weights
+are.
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-_GOLDEN = 0x9E3779B97F4A7C15
+from qurl_ray.numerics.splitmix import splitmix64
+
+_WORD = 8
 _MASK = (1 << 64) - 1
 
 
-def fingerprint(*tensors: torch.Tensor) -> int:
-    """Return the fingerprint of the tensors in this order, in [0, 2^64). It depends on bytes, not on shapes."""
+def fingerprint(*tensors: torch.Tensor, offset: int | Sequence[int] = 0) -> int:
+    """Return the fingerprint of the tensors in this order, in [0, 2^64). It depends on bytes, not on shapes.
+
+    The fingerprint of a whole is the sum, mod 2^64, of those of its shards: parts of consecutive elements, in row-major
+    order, of any length.
+
+    Args:
+        offset: place of each tensor's first element in the whole tensor that it is a shard of, in elements; a single
+            number holds for all tensors.
+
+    Raises:
+        ValueError: there are not as many offsets as tensors, or one is negative.
+    """
+    offsets = [offset] * len(tensors) if isinstance(offset, int) else list(offset)
+    if len(offsets) != len(tensors) or min(offsets, default=0) < 0:
+        raise ValueError(f"need an offset of at least 0 for each of {len(tensors)} tensors, got {offsets}")
     total = 0
-    for place, tensor in enumerate(tensors):
+    for place, (tensor, start) in enumerate(zip(tensors, offsets, strict=True)):
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        whole = len(data) // 8 * 8
-        words = data[:whole].view(np.uint64)
-        tail = int.from_bytes(data[whole:].tobytes(), "little")
-        part = int(np.dot(words, _factors(len(words)))) + tail * _factor(len(words))
-        total += part * _factor(place)
+        total += _sum_of_words(data, start * tensor.element_size()) * _factor(place)
     return total & _MASK
 
 
-def _factors(count: int) -> np.ndarray:
-    """Return r_0 … r_{count-1}: uint64, odd."""
+def _sum_of_words(data: np.ndarray, start: int) -> int:
+    """Return the sum of words times factors of the bytes `data` [n], the first of which is at `start` in the whole."""
+    first, inside = divmod(start, _WORD)
+    if inside:  # the first word begins before the shard: its other bytes count as 0, and are in other shards
+        data = np.concatenate([np.zeros(inside, dtype=np.uint8), data])
+    whole = len(data) // _WORD * _WORD
+    words = data[:whole].view(np.uint64)
+    tail = int.from_bytes(data[whole:].tobytes(), "little")
+    return int(np.dot(words, _factors(first, len(words)))) + tail * _factor(first + len(words))
+
+
+def _factors(first: int, count: int) -> np.ndarray:
+    """Return r_first … r_{first+count-1}: uint64, odd."""
+    if first:
+        return _mix(np.arange(first, first + count, dtype=np.uint64))
     return _table(1 << max(0, count - 1).bit_length())[:count]
 
 
@@ -46,11 +75,3 @@ def _factor(index: int) -> int:
 def _mix(x: np.ndarray) -> np.ndarray:
     """Return splitmix64 of each counter, made odd."""
     return splitmix64(x) | np.uint64(1)
-
-
-def splitmix64(x: np.ndarray) -> np.ndarray:
-    """splitmix64 of each uint64 counter (Steele, Lea, Flood 2014): statistically independent 64-bit values."""
-    x = (x + np.uint64(1)) * np.uint64(_GOLDEN)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

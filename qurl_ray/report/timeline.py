@@ -1,6 +1,8 @@
 """timeline.html and timeline.json: the activity of every process of a run over time, from timeline.jsonl.
 
-timeline.json is in Chrome's trace event format, which Perfetto and chrome://tracing can open.
+timeline.json is in Chrome's trace event format, which Perfetto and chrome://tracing can open. timeline.html draws the
+same spans itself, because Perfetto is a web site or a program to install, and a run's folder must be readable without
+either: on a cluster without a network, or years later. Other pages of the run link to a step in it.
 """
 
 import json
@@ -13,12 +15,13 @@ from typing import Any
 from qurl_ray.report.page import render_page, script_data, write_page
 from qurl_ray.report.run_files import finite, read_spans, run_name
 from qurl_ray.report.text import one_line
+from qurl_ray.spans import EVALUATION, ROLLOUTS, STEPS
 
 PAGE, TRACE = "timeline.html", "timeline.json"
 COLORS = {"rollout": 1, "generate": 1, "reward": 2, "logprob": 3, "update": 4, "sync": 5, "load": 5}
 COLORS |= {"evaluation": 6, "checkpoint": 7, "start": 8, "sleep": 8, "ask": 8, "dead": 9}
 """Colour classes of the style sheet by span name, as in the report's chart of phases. Other names have class 8."""
-_PROCESSES = {"steps": "run", "rollouts": "run", "evaluation": "run", "rank": "learner", "worker": "rollout workers"}
+_PROCESSES = {STEPS: "run", ROLLOUTS: "run", EVALUATION: "run", "rank": "learner", "worker": "rollout workers"}
 """Process of a lane by the lane's first word, in the order of the rows."""
 _PAGE_SPANS = 60_000
 _KNOWN = {"step", "time", "lane", "name", "start", "seconds"}
@@ -99,7 +102,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
         events.append(_metadata("thread_name", ids[lane], name=lane))
         events.append(_metadata("thread_sort_index", ids[lane], sort_index=i))
     for span in spans:
-        name = f"step {span.step}" if span.lane == "steps" and span.name == "step" else span.name
+        name = f"step {span.step}" if span.lane == STEPS and span.name == "step" else span.name
         times = {"ts": _microseconds(span.start - began), "dur": _microseconds(span.seconds)}
         figures = {"step": span.step, **span.figures}
         events.append({"name": name, "cat": _process(span.lane), "ph": "X", **ids[span.lane], **times, "args": figures})

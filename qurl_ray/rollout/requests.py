@@ -9,6 +9,9 @@ import numpy as np
 from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
+_PROBES = 2  # answers: two rows take an engine as long as one
+_PROBE_PROMPT = 24  # tokens
+
 
 def make_requests(
     problems: Sequence[Problem],
@@ -37,6 +40,24 @@ def make_requests(
         for place, (problem, prompt) in enumerate(zip(problems, map(encode, problems), strict=True))
         for sample in range(samples)
     ]
+
+
+def probe_requests(
+    problem: Problem,
+    encode: Callable[[Problem], np.ndarray],
+    *,
+    tokens: int,
+    temperature: float = 1.0,
+    seed: int,
+) -> list[Request]:
+    """Return the requests that engines answer after every sync, for comparison with the learner.
+
+    `tokens` tokens are drawn from the whole distribution, after the beginning of the problem's prompt: a longer prompt
+    would show no more and take longer.
+    """
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=tokens, ignore_eos=True)
+    whole = make_requests([problem], encode, samples=_PROBES, sampling=sampling, seed=seed, salt="probe")
+    return [replace(request, prompt_ids=request.prompt_ids[:_PROBE_PROMPT]) for request in whole]
 
 
 def check_requests(requests: Sequence[Request], *, held: int | None, version: int, context: int) -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from qurl_ray.numerics.splitmix import splitmix64
 from qurl_ray.policy.logprobs import log_softmax
-from qurl_ray.quant.fingerprint import splitmix64
 from qurl_ray.types import SamplingParams
 
 _BLOCK = 128

@@ -45,7 +45,24 @@ def load_into(
     """Send all `parameters` whole, as a learner of one rank would. Returns the manifest, after the engine has verified
     them."""
     publisher = Publisher(quantized, tied=tied or {})
-    buckets = list(publisher.prepare(parameters, fmt, version=version, unquantized=unquantized))
+    return send_into(publisher, engine, parameters, fmt, version=version, unquantized=unquantized)
+
+
+def send_into(
+    publisher: Publisher,
+    engine: Receiver,
+    parameters: Iterable[tuple[str, torch.Tensor | QTensor]],
+    fmt: Format | None,
+    *,
+    version: int,
+    base_version: int | None = None,
+    unquantized: Unquantized = "float32",
+) -> Manifest:
+    """Send what a publisher of one rank prepares (see Publisher.prepare). Returns the manifest, after the engine has
+    verified it."""
+    buckets = list(
+        publisher.prepare(parameters, fmt, version=version, base_version=base_version, unquantized=unquantized)
+    )
     manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets])
     engine.load(manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))
     return manifest
@@ -75,6 +92,16 @@ def quantize_into(
 ) -> Manifest:
     """Quantize the model's linears, except those that match a pattern of `keep`, and send the whole model. With
     `quantization` "none", no linear is quantized."""
-    fmt = None if quantization == "none" else get_format(quantization, engine.weight_max_code(quantization))
-    names = quantized_parameters(model, keep) if fmt else frozenset()
+    fmt, names = chosen_codes(engine, model, quantization, keep)
     return load_into(engine, model.named_parameters(), fmt, quantized=names, unquantized=unquantized)
+
+
+def chosen_codes(
+    engine: Quantizing, model: nn.Module, quantization: str, keep: Sequence[str]
+) -> tuple[Format | None, Set[str]]:
+    """Return the format, with codes that the engine's kernel can take, and the names of the parameters to quantize; for
+    `quantization` "none", None and no names."""
+    if quantization == "none":
+        return None, frozenset()
+    fmt = get_format(quantization, engine.weight_max_code(quantization))
+    return fmt, quantized_parameters(model, keep)

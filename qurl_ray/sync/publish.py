@@ -7,7 +7,7 @@ version is compared with that copy: only the changes have to travel.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -58,8 +58,6 @@ class Publisher:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names that are sent, if they are in `quantized`, as codes of another parameter and in addition to it, by the rank
     of that parameter: {"lm_head.weight": "model.embed_tokens.weight"}."""
-    quantizer: Callable[[str, torch.Tensor, Format], QTensor] = lambda _, weight, fmt: quantize(weight, fmt)
-    """Function from (name, weight, format) to codes; anything but the nearest codes is an experiment."""
     _sent: dict[str, tuple[TensorRecord, Payload]] = field(default_factory=dict)
     """Records and whole payloads of the version sent last, by name. Payloads that were sent whole share their
     arrays."""
@@ -119,7 +117,7 @@ class Publisher:
             if tied and not codes:
                 continue
             if codes and not isinstance(tensor, QTensor):
-                tensor = self.quantizer(name, tensor, codes).cpu()
+                tensor = quantize(tensor, codes).cpu()
             record, whole = _whole(name, tensor, unquantized)
             _, before = last.pop(name, (None, None))
             record, payload = _compared(replace(record, tied=tied), whole, before, base)

@@ -25,6 +25,7 @@ from vllm.utils.network_utils import get_ip, get_open_port
 
 from qurl_ray.errors import DeadlineExceeded, QurlError, SyncError
 from qurl_ray.quant.formats import Format
+from qurl_ray.quant.quantize import quantize
 from qurl_ray.sync.delta import Delta, Payload, decode_delta
 from qurl_ray.sync.publish import Bucket, Publisher, Unquantized
 from qurl_ray.sync.transport import Link, Probes
@@ -180,7 +181,7 @@ class _Floats(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._parameters():
             if self.fmt and self._coded(name):
-                codes = self._publisher.quantizer(name, parameter.detach(), self.fmt).codes
+                codes = quantize(parameter.detach(), self.fmt).codes
                 yield name, codes.to(torch.bfloat16)
             else:
                 yield name, parameter.detach().to(self.unquantized)

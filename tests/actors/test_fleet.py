@@ -441,3 +441,28 @@ def test_only_a_verified_refit_makes_a_worker_healthy():
     member.turn(Health.DEAD)
     with pytest.raises(ValueError, match="is dead: it cannot become healthy"):
         member.turn(Health.HEALTHY)
+
+
+def test_a_fleet_tells_what_its_workers_did_and_when_one_was_dead():
+    async def scenario() -> list[dict]:
+        rig = Rig(Worker(), Worker())
+        await rig.refit(1)
+        rig.fleet.spans.step = 4
+        await rig.fleet.generate(asked(6))
+        await rig.kill(1)
+        async with asyncio.timeout(10):
+            while not any("needs weights" in sentence for sentence in rig.said):
+                await asyncio.sleep(0.01)
+        return [span for event in rig.fleet.spans.events() for span in event.values["spans"]]
+
+    found = asyncio.run(scenario())
+    started = [span["lane"] for span in found if span["name"] == "start"]
+    assert sorted(started) == ["worker 0", "worker 1"]
+    pieces = [span for span in found if span["name"] == "generate"]
+    assert sum(span["requests"] for span in pieces) == 6
+    assert sum(span["tokens"] for span in pieces) == 6 * 8
+    assert {span["version"] for span in pieces} == {1}
+    assert {span["step"] for span in pieces} == {4}
+    (dead,) = [span for span in found if span["name"] == "dead"]
+    assert dead["lane"] == "worker 1"
+    assert 0.01 < dead["seconds"] < 1

@@ -240,14 +240,17 @@ def test_uaq_with_full_precision_rollouts_is_refused(load):
     assert "quantization.uaq_scale must be 1 when rollout.quantization is none" in message
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "error_feedback"])
-@pytest.mark.parametrize("missing", ["delta", "probe_tokens"])
-def test_experimental_rounding_is_refused_with_a_delta_sync_or_a_probe(load, rounding, missing):
-    without = {"delta": "delta: false", "probe_tokens": "probe_tokens: 0"}
-    load(f"quantization: {{rounding: {rounding}}}\nsync: {{{', '.join(without.values())}}}")
-    del without[missing]
-    message = complaint(load, f"quantization: {{rounding: {rounding}}}\nsync: {{{', '.join(without.values())}}}")
-    assert "set sync.delta=false and sync.probe_tokens=0 with it" in message
+def test_the_removed_rounding_setting_may_still_say_nearest(load):
+    old = load("quantization: {rounding: nearest, kernel: emulation}")
+    assert old == load("quantization: {kernel: emulation}")
+    assert load_config(None, ["quantization.rounding=nearest"]) == load_config(None)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "error_feedback", "null"])
+def test_another_value_of_the_removed_rounding_setting_is_refused_by_name(load, rounding):
+    message = complaint(load, f"quantization: {{rounding: {rounding}}}")
+    assert "quantization.rounding was removed" in message
+    assert "benchmarks/rounding.py" in message
 
 
 ON_GPUS = ["rollout.engine=vllm", "rollout.device=cuda", "learner.device=cuda", "rollout.vllm.kv_cache_gb=4"]
@@ -276,10 +279,6 @@ def test_vllms_own_weight_transfer_needs_vllm_and_gpus(transport, missing):
         (["ipc", "rollout.workers=2"], "hands over the memory of one GPU"),
         (["ipc", "rollout.vllm.tensor_parallel=2"], "hands over the memory of one GPU"),
         (["ipc"], "it needs placement=colocated"),
-        (
-            ["nccl", "quantization.rounding=stochastic", "sync.delta=false", "sync.probe_tokens=0"],
-            "needs quantization.rounding=nearest",
-        ),
         (["rdma"], "sync.transport"),
     ],
 )
@@ -487,7 +486,6 @@ FLOW = "precision_flow: unified\nrollout: {quantization: fp8_block}\n"
         ("precision_flow: unified_int8\nrollout: {quantization: fp8}", "needs rollout.quantization=int8, not fp8"),
         ("quantization: {backward: full}", "is of unified flows: set precision_flow=unified"),
         ("precision_flow: unified\nquantization: {backward: quantized}", "needs the square blocks of"),
-        (FLOW + "quantization: {rounding: stochastic}\nsync: {delta: false, probe_tokens: 0}", "rounding=nearest: the"),
         ("precision_flow: unified\nrollout: {kv_cache: fp8}", "needs rollout.kv_cache=full"),
         (FLOW + "sync: {unquantized: bfloat16}", "needs sync.unquantized=auto"),
     ],

@@ -1,5 +1,6 @@
 """Quantizers, the quantized linear and fingerprints against definitions written out independently."""
 
+import itertools
 import math
 
 import numpy as np
@@ -221,3 +222,32 @@ def test_swapped_rows_and_swapped_parts_change_the_fingerprint():
     w = weight(0)
     assert fingerprint(w) != fingerprint(w[[1, 0, *range(2, 24)]])
     assert fingerprint(w[:12], w[12:]) != fingerprint(w[12:], w[:12])
+
+
+TYPES = [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), count=st.integers(1, 300), data=st.data())
+def test_fingerprints_of_shards_add_up_to_that_of_the_whole(dtype, seed, count, data):
+    def of_bytes(number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed + number)
+        return torch.randint(256, (number * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+    whole, other = of_bytes(count), of_bytes(7)
+    cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=5))})
+    shards = [(whole[a:b], a) for a, b in itertools.pairwise(cuts)]
+    assert sum(fingerprint(part, offset=at) for part, at in shards) % 2**64 == fingerprint(whole)
+    # of several tensors, each has its own offset: here the first shard comes with the end of the other tensor
+    both = [fingerprint(part, other[3:] if not at else other[:0], offset=(at, 0 if at else 3)) for part, at in shards]
+    rest = fingerprint(whole[:0], other[:3])
+    assert (sum(both) + rest) % 2**64 == fingerprint(whole, other)
+
+
+def test_a_shard_has_an_offset_and_it_is_not_negative():
+    w = weight(0)
+    with pytest.raises(ValueError, match=r"each of 2 tensors, got \[3\]"):
+        fingerprint(w, w, offset=[3])
+    with pytest.raises(ValueError, match="at least 0"):
+        fingerprint(w, offset=-1)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.errors import EngineError
-from qurl_ray.rollout.requests import check_logprobs, check_requests, continued, joined, make_requests
+from qurl_ray.rollout.requests import check_logprobs, check_requests, continued, joined, make_requests, probe_requests
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
 
@@ -28,6 +28,16 @@ def test_a_logprob_that_is_not_finite_is_an_error_that_names_the_answer(bad):
 def test_finite_logprobs_and_empty_answers_pass():
     check_logprobs([completion("7/0", -1.0, -30.0), completion("7/1")])
     check_logprobs([])
+
+
+def test_a_probe_is_drawn_from_the_whole_distribution_after_the_beginning_of_a_prompt():
+    prompt = np.arange(100, dtype=np.int32)
+    problem = Problem(uid="7", prompt="", answer="")
+    one, other = probe_requests(problem, lambda _: prompt, tokens=4, temperature=0.5, seed=3)
+    assert (one.uid, other.uid) == ("7/0", "7/1")
+    assert one.seed != other.seed
+    assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == list(range(24))
+    assert one.sampling == SamplingParams(temperature=0.5, max_new_tokens=4, ignore_eos=True)
 
 
 # --- parts --------------------------------------------------------------------------------------------------------

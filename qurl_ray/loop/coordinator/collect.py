@@ -15,7 +15,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.spans import EVALUATION, ROLLOUTS
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import answer_text, items_to_judge
@@ -26,7 +25,8 @@ from qurl_ray.errors import DataError
 from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
-from qurl_ray.rollout.requests import check_logprobs, make_requests
+from qurl_ray.rollout.requests import check_logprobs, make_requests, probe_requests
+from qurl_ray.spans import EVALUATION, ROLLOUTS
 from qurl_ray.tables import ADVANTAGES
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 
@@ -51,10 +51,6 @@ class Collected:
     shown: list[dict] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     """Uids of the prompts, in the order in which they were drawn."""
-
-
-_PROBES = 2  # answers: two rows take an engine as long as one
-_PROBE_PROMPT = 24  # tokens
 
 
 class Collector:
@@ -96,14 +92,15 @@ class Collector:
         self._cursor.load_state(state["cursor"])
 
     def probe(self) -> list[Request]:
-        """Return the requests that engines answer after every sync, for comparison with the learner. Tokens are drawn
-        from the whole distribution, after the beginning of the first training prompt: a longer prompt would show no
-        more and take longer."""
-        sync, rollout = self._config.sync, self._config.rollout
-        tokens = min(sync.probe_tokens, rollout.max_new_tokens)
-        sampling = SamplingParams(temperature=rollout.temperature, max_new_tokens=tokens, ignore_eos=True)
-        whole = self._requests([self._task.train[0]], _PROBES, "probe", sampling)
-        return [replace(request, prompt_ids=request.prompt_ids[:_PROBE_PROMPT]) for request in whole]
+        """Return the requests that engines answer after every sync: see rollout.requests.probe_requests."""
+        rollout = self._config.rollout
+        return probe_requests(
+            self._task.train[0],
+            self._encode,
+            tokens=min(self._config.sync.probe_tokens, rollout.max_new_tokens),
+            temperature=rollout.temperature,
+            seed=self._config.seed,
+        )
 
     async def judge_held_out(self) -> list[Verdict]:
         """Return verdicts on the greedy answers to the held-out problems."""
@@ -227,15 +224,12 @@ class Collector:
     def _requests(
         self, problems: Sequence[Problem], samples: int, salt: str, sampling: SamplingParams
     ) -> list[Request]:
+        seed = self._config.seed
+        return make_requests(problems, self._encode, samples=samples, sampling=sampling, seed=seed, salt=salt)
+
+    def _encode(self, problem: Problem) -> np.ndarray:
         task = self._config.task
-        return make_requests(
-            problems,
-            lambda problem: encode_prompt(problem, self._tokenizer, template=task.template, chat=task.chat),
-            samples=samples,
-            sampling=sampling,
-            seed=self._config.seed,
-            salt=salt,
-        )
+        return encode_prompt(problem, self._tokenizer, template=task.template, chat=task.chat)
 
     def _texts(self, ids: list[int]) -> list[str]:
         """Text of each token, decoded by itself."""

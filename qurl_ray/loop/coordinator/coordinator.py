@@ -19,9 +19,9 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
+from qurl_ray.actors.cluster import own_log
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.placement import GpuAssignment
-from qurl_ray.actors.rollout_worker import own_log
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import DeadlineExceeded, QurlError

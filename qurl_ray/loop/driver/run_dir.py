@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from qurl_ray.config import RunConfig, resolve
+from qurl_ray.config.load import validated_run
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 
@@ -99,11 +99,10 @@ def _check_same(config: RunConfig, run_dir: Path) -> None:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
     try:  # settings that were added since then get their defaults
-        known = RunConfig.model_validate(old).model_dump(mode="json")
-    except ValidationError as error:
+        known = validated_run(old, "config.yaml").model_dump(mode="json")
+    except ConfigError as error:
         raise ConfigError(
-            f"{run_dir} holds an unfinished run of another version, whose settings are not all known here: "
-            f"{error.errors()[0]['msg']} ({'.'.join(map(str, error.errors()[0]['loc']))}). "
+            f"{run_dir} holds an unfinished run of another version, whose settings are not all known here: {error}. "
             "Set another name, or start again with --fresh (the old run is kept)"
         ) from None
     differing = differences(known, config.model_dump(mode="json"))

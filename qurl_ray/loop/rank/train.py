@@ -24,7 +24,6 @@ from ray.actor import ActorHandle
 from torch import distributed
 
 from qurl_ray.actors.cluster import own_assignment
-from qurl_ray.actors.spans import STEPS, Spans, rank_lane
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CoordinatorDied, QurlError
 from qurl_ray.learner.learner import make_learner
@@ -37,9 +36,9 @@ from qurl_ray.loop.rank.sender import Sender, unified_flow
 from qurl_ray.loop.rank.turns import Turn, Turns
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.load import load_model, tied_head
-from qurl_ray.quant.experiments import Rounding
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
+from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.sync.publish import Publisher
 
 _FAIL_S = 30.0
@@ -86,12 +85,16 @@ def train_loop(context: dict[str, Any]) -> None:
         calibrate_every=config.algorithm.calibrate_every,
     )
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)
-    if config.quantization.rounding != "nearest":
-        publisher.quantizer = Rounding(config.quantization.rounding, config.seed)
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     sender = Sender(config, learner, publisher, coordinator, prompt, start.version)
     saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
-    turns = Turns(config, learner, coordinator)
+    turns = Turns(
+        learner,
+        coordinator,
+        colocated=config.placement == "colocated",
+        offload=config.learner.offload_while_waiting,
+        timeout_s=config.sync.timeout_s,
+    )
     loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive)
 
     if resume:

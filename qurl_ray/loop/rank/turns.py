@@ -15,7 +15,6 @@ from enum import Enum
 from ray.actor import ActorHandle
 from torch import distributed
 
-from qurl_ray.config import RunConfig
 from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.rank.wait import wait
@@ -47,10 +46,18 @@ class Turns:
     """Turns of one rank. All ranks take the same turns in the same order.
 
     The first turn is LEARN: `Coordinator.begin` has put the engines to sleep.
+
+    Args:
+        colocated: engines share the learner's GPUs.
+        offload: `learner.offload_while_waiting`.
+        timeout_s: deadline for the engines to fall asleep, in seconds.
     """
 
-    def __init__(self, config: RunConfig, learner: Learner, coordinator: ActorHandle) -> None:
-        self._config, self._learner, self._coordinator = config, learner, coordinator
+    def __init__(
+        self, learner: Learner, coordinator: ActorHandle, *, colocated: bool, offload: bool, timeout_s: float
+    ) -> None:
+        self._learner, self._coordinator = learner, coordinator
+        self._colocated, self._offload, self._timeout_s = colocated, offload, timeout_s
         self._turn, self._resident = Turn.LEARN, Resident.ALL
         self.seconds = 0.0
         """Seconds that changes of turn took since this was last set to 0."""
@@ -60,14 +67,13 @@ class Turns:
         if turn is self._turn:
             return
         started = time.perf_counter()
-        config, colocated = self._config, self._config.placement == "colocated"
-        if colocated and turn is Turn.LEARN:
-            wait(self._coordinator.rest.remote(), config.sync.timeout_s, "the engines to fall asleep")
-        wanted = resident(turn, colocated=colocated, offload=config.learner.offload_while_waiting)
+        if self._colocated and turn is Turn.LEARN:
+            wait(self._coordinator.rest.remote(), self._timeout_s, "the engines to fall asleep")
+        wanted = resident(turn, colocated=self._colocated, offload=self._offload)
         if wanted is not self._resident:
             self._learner.reside(wanted)
             self._resident = wanted
-        if colocated and turn is Turn.ROLLOUTS and distributed.is_initialized():
+        if self._colocated and turn is Turn.ROLLOUTS and distributed.is_initialized():
             distributed.barrier()  # the first rank that asks starts the engines
         self._turn = turn
         self.seconds += time.perf_counter() - started

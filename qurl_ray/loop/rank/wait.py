@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from qurl_ray.actors.rollout_worker import own_log
+from qurl_ray.actors.cluster import own_log
 from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
 
 _MARGIN_S = 90.0  # the coordinator's own deadlines pass first, and name what is late

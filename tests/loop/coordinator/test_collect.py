@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from qurl_ray.actors.spans import Spans
 from qurl_ray.config import load_config
 from qurl_ray.data.tasks import Task
 from qurl_ray.errors import DataError
 from qurl_ray.loop.coordinator.collect import Collected, Collector
+from qurl_ray.spans import Spans
 from qurl_ray.types import Completion, Verdict
 from tests.conftest import SUMS
 

@@ -92,7 +92,14 @@ def rank_end(monkeypatch):
         gpu, config = Gpu(wanted), load_config(None, overrides)
         names = ("rest", "share", "evaluate", "report", "close")
         coordinator = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(gpu, name)) for name in names})
-        turns = Turns(config, gpu, coordinator)
+        offload = config.learner.offload_while_waiting
+        turns = Turns(
+            gpu,
+            coordinator,
+            colocated=config.placement == "colocated",
+            offload=offload,
+            timeout_s=config.sync.timeout_s,
+        )
         return gpu, turns, RankLoop(config, gpu, gpu, turns, coordinator, 0, Directive())
 
     return make

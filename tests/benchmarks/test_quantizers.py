@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.quantizers import Rounding, quantize_clipped, quantize_stochastic, quantize_with_feedback
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant.experiments import Rounding, quantize_clipped, quantize_stochastic, quantize_with_feedback
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.quantize import dequantize, quantize
 

@@ -1,12 +1,10 @@
 """What the processes of a run say that they did when."""
 
-import asyncio
 import time
 
 import pytest
 
-from qurl_ray.actors.spans import _LIMIT, Spans
-from tests.actors.test_fleet import Rig, Worker, asked
+from qurl_ray.spans import _LIMIT, Spans
 
 
 def taken(spans: Spans) -> list[dict]:
@@ -56,28 +54,3 @@ def test_too_many_are_counted():
     assert (found[-1]["name"], found[-1]["spans"]) == ("spans left out", 7)
     spans.past("worker 0", "generate", 0.1)
     assert len(taken(spans)) == 1
-
-
-def test_a_fleet_tells_what_its_workers_did_and_when_one_was_dead():
-    async def scenario() -> list[dict]:
-        rig = Rig(Worker(), Worker())
-        await rig.refit(1)
-        rig.fleet.spans.step = 4
-        await rig.fleet.generate(asked(6))
-        await rig.kill(1)
-        async with asyncio.timeout(10):
-            while not any("needs weights" in sentence for sentence in rig.said):
-                await asyncio.sleep(0.01)
-        return taken(rig.fleet.spans)
-
-    found = asyncio.run(scenario())
-    started = [span["lane"] for span in found if span["name"] == "start"]
-    assert sorted(started) == ["worker 0", "worker 1"]
-    pieces = [span for span in found if span["name"] == "generate"]
-    assert sum(span["requests"] for span in pieces) == 6
-    assert sum(span["tokens"] for span in pieces) == 6 * 8
-    assert {span["version"] for span in pieces} == {1}
-    assert {span["step"] for span in pieces} == {4}
-    (dead,) = [span for span in found if span["name"] == "dead"]
-    assert dead["lane"] == "worker 1"
-    assert 0.01 < dead["seconds"] < 1

@@ -1,6 +1,6 @@
-"""EXPERIMENTAL: other quantizers, kept for comparison with rounding to nearest, which is the default.
+"""Other quantizers than rounding to nearest, which is the only one of the package. They lost the comparison.
 
-`benchmarks/rounding.py` compares them; docs/LOG.md has the figures. With float32 masters, rounding to nearest loses
+rounding.py and frozen.py compare them; docs/LOG.md has the figures. With float32 masters, rounding to nearest loses
 nothing from sync to sync. The first two quantizers here change many codes at every sync although the weights hardly
 move. They cannot be used with a sync that sends only what changed.
 """
@@ -17,7 +17,7 @@ from qurl_ray.quant.quantize import QTensor, dequantize, nearest, quantize_by
 
 
 def quantize_stochastic(w_NK: torch.Tensor, fmt: Format, generator: torch.Generator | int) -> QTensor:
-    """EXPERIMENTAL. Quantize by stochastic rounding: up with a probability equal to the distance from the code below,
+    """Quantize by stochastic rounding: up with a probability equal to the distance from the code below,
     as a share of the distance between codes. Then
 
         E[dequantize(quantize_stochastic(w))] = w
@@ -45,7 +45,7 @@ def quantize_stochastic(w_NK: torch.Tensor, fmt: Format, generator: torch.Genera
 def quantize_with_feedback(
     w_NK: torch.Tensor, fmt: Format, residual: torch.Tensor | None
 ) -> tuple[QTensor, torch.Tensor]:
-    """EXPERIMENTAL. Quantize w + residual. Return the codes and the new residual, which is their rounding error:
+    """Quantize w + residual. Return the codes and the new residual, which is their rounding error:
 
         q = quantize(w + residual),  residual' = w + residual - dequantize(q)
 
@@ -62,7 +62,7 @@ def quantize_with_feedback(
 
 
 def quantize_clipped(w_NK: torch.Tensor, fmt: Format, ratios: Sequence[float]) -> QTensor:
-    """EXPERIMENTAL. Quantize each row with the range, out of `ratios` · max|w|, that has the least squared error in w.
+    """Quantize each row with the range, out of `ratios` · max|w|, that has the least squared error in w.
 
     Products of codes cost the same as without clipping; quantization costs len(ratios) times as much.
 
@@ -89,7 +89,7 @@ def _spacing(x: torch.Tensor, fmt: Format) -> torch.Tensor | float:
 
 
 class Rounding:
-    """Quantizer of named weights for `quantization.rounding`, with the state that an experiment keeps between syncs.
+    """Quantizer of named weights, with the state that an experiment keeps between syncs.
 
     Args:
         kind: "stochastic" or "error_feedback".
