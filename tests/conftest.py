@@ -42,6 +42,15 @@ def _quiet_machine(tmp_path_factory):
     os.environ["QURL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Products of a few rows are slower on two threads, and far slower on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def tiny_spec(_quiet_machine) -> PolicySpec:
     """A two-layer policy with random weights (wider than by default, so that log-probs differ)."""

@@ -21,7 +21,7 @@ from qurl_ray.types import Outcome
 
 NAME = "report.html"
 ROLLOUTS, TIMELINE = "rollouts/index.html", "timeline.html"
-"""Other pages, which the report links to if they exist: see tracking.viewer and tracking.timeline."""
+"""Other pages, which the report links to if they exist: see report.viewer and report.timeline."""
 _SAMPLED_STEPS, _SAMPLES_PER_STEP = 24, 4
 _WARNINGS = 20
 _STATES = {

@@ -9,18 +9,13 @@ import ray
 
 from qurl_ray.actors.verifier import _PIECE, Verifier, VerifierPool, start_verifiers
 from qurl_ray.errors import DeadlineExceeded, RewardError
-from qurl_ray.types import Problem
+from tests.rewards.verdicts import PROBLEM, statuses
 
-PROBLEM = Problem(uid="train-0", prompt="1+1=", answer="2")
 REWARDS = "tests.rewards.bad_rewards"
 
 
 def items(answers):
     return [(answer, PROBLEM) for answer in answers]
-
-
-def statuses(verdicts):
-    return [(verdict.reward, verdict.status) for verdict in verdicts]
 
 
 GOOD, WRONG, LATE, ERROR = (1.0, "ok"), (0.0, "ok"), (0.0, "timeout"), (0.0, "error")

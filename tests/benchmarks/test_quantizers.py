@@ -12,13 +12,10 @@ from benchmarks.quantizers import Rounding, quantize_clipped, quantize_stochasti
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.quantize import dequantize, quantize
+from tests.quant.grid import E4M3
 
 ALL = list(FORMATS.values())
 names = lambda fmt: fmt.name  # noqa: E731
-E4M3 = np.array(
-    [m / 8 * 2**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
-)
-"""The values of an 8-bit float that are not negative."""
 
 
 def weight(seed: int, rows=6, columns=256) -> torch.Tensor:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from qurl_ray.policy import attention
 from qurl_ray.policy.attention import KEY_CHUNK, QUERY_CHUNK, Packing, invariant_attention, round_up, varlen_attention
 from tests.policy.memory import LargestTensor, kept_for_backward
+from tests.policy.test_logprobs import assert_close
 
 
 def random_heads(seed: int, *, length: int, batch=2, heads=4, kv_heads=2, size=32):
@@ -34,11 +35,6 @@ def gradients(out, *inputs):
     """Of a sum with fixed random weights."""
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
     return torch.autograd.grad((out * weights).sum(), inputs)
-
-
-def assert_close(found, expected, relative: float):
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= relative * other.norm()
 
 
 def attend(query, key, value, positions, **options):

@@ -14,14 +14,11 @@ from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize, quantize_rows
+from tests.quant.grid import E4M3
 
 ALL = list(FORMATS.values())
 names = lambda fmt: fmt.name  # noqa: E731
 CPU = torch.device("cpu")
-E4M3 = np.array(
-    [m / 8 * 2**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
-)
-"""The values of an 8-bit float that are not negative: 3 bits of mantissa, exponents from -6, one nan."""
 
 
 def weight(seed: int, rows=24, columns=256) -> torch.Tensor:

@@ -31,6 +31,8 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import fold, norm_fed_linears, unfold
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = {
     "vocab_size": 40,
     "hidden_size": 64,
@@ -56,15 +58,6 @@ IDS = torch.randint(1, 40, (2, 24), generator=torch.Generator().manual_seed(0))
 INT8 = FORMATS["int8"]
 QKV = {f"self_attn.{x}_proj.weight" for x in "qkv"}
 MLP = {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Thousands of operations on tiny tensors: two threads that wait for each other take minutes on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def model_of(architecture: str):

@@ -18,6 +18,7 @@ from qurl_ray.quant.kernels import KERNELS
 from qurl_ray.quant.linear import QuantizedLinear, reference_linear, weight_max_code
 from qurl_ray.quant.quantize import QTensor, dequantize, quantize
 from qurl_ray.quant.unified import across_tokens, transposed, unified_linear
+from tests.quant.grid import E4M3
 
 CPU = torch.device("cpu")
 BLOCK = FORMATS["fp8_block"]
@@ -25,10 +26,6 @@ HERE = [get_format(name, weight_max_code(fmt, CPU)) for name, fmt in FORMATS.ite
 """The formats as an engine on this CPU uses them."""
 MODES = [("fp8_block", "quantized"), *((name, "straight_through") for name in FORMATS), ("int8", "full")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-E4M3 = np.array(
-    [m / 8 * 2**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
-)
-"""The values of an 8-bit float that are not negative: 3 bits of mantissa, exponents from -6, one nan."""
 
 
 def normal(*shape: int, seed: int, gain: float = 1.0) -> torch.Tensor:

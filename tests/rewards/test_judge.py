@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_ray.rewards.judge import judge
-from qurl_ray.types import Problem
-
-PROBLEM = Problem(uid="train-0", prompt="1+1=", answer="2")
+from tests.rewards.verdicts import PROBLEM
 
 
 def judged(value):

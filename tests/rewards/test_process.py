@@ -17,15 +17,11 @@ from qurl_ray.errors import RewardError
 from qurl_ray.rewards import process
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.types import Problem
+from tests.rewards.verdicts import PROBLEM, statuses
 
-PROBLEM = Problem(uid="train-0", prompt="1+1=", answer="2")
 TIMEOUT_S = 0.5
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def _bad_rewards_can_be_imported(monkeypatch):
-    monkeypatch.syspath_prepend(str(HERE))
+pytestmark = pytest.mark.usefixtures("bad_rewards_can_be_imported")
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +53,6 @@ def wait_for(condition, seconds=20.0):
 def judge(function, answers, *, timeout_s=TIMEOUT_S, **settings):
     with VerifierProcess(f"bad_rewards:{function}", timeout_s, **settings) as verifier:
         return verifier.judge_many([(answer, PROBLEM) for answer in answers])
-
-
-def statuses(verdicts):
-    return [(verdict.reward, verdict.status) for verdict in verdicts]
 
 
 GOOD, WRONG = (1.0, "ok"), (0.0, "ok")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,10 +9,7 @@ from qurl_ray.errors import RewardError
 from qurl_ray.rewards import scorers
 from qurl_ray.tables import REWARDS
 
-
-@pytest.fixture(autouse=True)
-def _bad_rewards_can_be_imported(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+pytestmark = pytest.mark.usefixtures("bad_rewards_can_be_imported")
 
 
 @pytest.mark.parametrize("name", REWARDS.entries)

@@ -17,14 +17,7 @@ from qurl_ray.types import Completion, Request, SamplingParams
 from tests.rollout.test_decoder import loaded, policy_of
 from tests.rollout.test_torch_engine import assert_same, engine_with
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Products this small are slower on two, and far slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def request(name: str, *, prompt=(1, 2, 3), tokens: int = 8, seed: int | None = None, **sampling) -> Request:

@@ -20,21 +20,14 @@ from tests.rollout.test_decoder import learned, loaded, policy_of, random_reques
 from tests.rollout.test_requests import pieces
 from tests.rollout.test_torch_engine import engine_with, weights_of, with_quantized_linears
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = [
     {"temperature": 1.0},
     {"temperature": 0.6, "top_p": 0.9},
     {"temperature": 0.0},
     {"temperature": 1.2, "top_k": 20, "ignore_eos": False, "stop_ids": (3, 7, 40, 41, 42, 90, 91, 92)},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Products this small are slower on two, and far slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_equal(found: list[Completion], expected: list[Completion]) -> None:

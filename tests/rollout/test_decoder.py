@@ -35,6 +35,8 @@ from qurl_ray.rollout.weights import RowsOf
 from qurl_ray.sync.local import load_into
 from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KEEP = (r"lm_head\.",)
 SMALL = {
     "vocab_size": 131,
@@ -127,15 +129,6 @@ OTHERS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "cohere": (CohereConfig, {"logit_scale": 1.0}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Products this small are slower on two, and far slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

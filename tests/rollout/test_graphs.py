@@ -27,6 +27,8 @@ from tests.rollout.test_decoder import OTHERS, Policy, loaded, policy_of, random
 from tests.rollout.test_torch_engine import assert_same
 from tests.rollout.test_weights import KEEPS, moved, send
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LONG = {"max_position_embeddings": 192, "num_hidden_layers": 2}
 MODELS = {
     "llama": (LlamaConfig, LONG | {"attention_bias": True}),
@@ -34,14 +36,6 @@ MODELS = {
     "qwen2": (Qwen2Config, LONG | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}),
     "qwen3": (Qwen3Config, LONG | {"head_dim": 16}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Recording(TorchDispatchMode):

@@ -13,6 +13,8 @@ from qurl_ray.types import Request, SamplingParams
 from tests.rollout.test_decoder import loaded, policy_of
 from tests.rollout.test_torch_engine import assert_same
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CALLS, GROUPS, SAMPLES = 20, 250, 4  # 20 000 requests
 KINDS = [
     {"temperature": 1.0},
@@ -20,15 +22,6 @@ KINDS = [
     {"temperature": 0.0},
     {"temperature": 1.2, "top_k": 20},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Products this small are slower on two, and far slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Manifest, TensorRecord
 from tests.conftest import requests_for
+from tests.rollout.damage import dropped, swapped, transposed
 
 KEEP = (r"lm_head\.",)
 FORMATS = ["none", "int8", "fp8", "fp8_block", "int4"]
@@ -183,21 +184,6 @@ def flipped(buffers):
     codes = buffers[name][0].copy()
     codes[3, 5] ^= 1
     return buffers | {name: (codes, buffers[name][1])}
-
-
-def swapped(buffers):
-    one, other = (n for n in buffers if n.endswith("q_proj.weight"))
-    return buffers | {one: buffers[other], other: buffers[one]}
-
-
-def dropped(buffers):
-    return {name: parts for i, (name, parts) in enumerate(buffers.items()) if i != 4}
-
-
-def transposed(buffers):
-    name = next(n for n in buffers if n.endswith("down_proj.weight"))
-    codes, scale = buffers[name]
-    return buffers | {name: (np.ascontiguousarray(codes.T), scale)}
 
 
 def rescaled(buffers):

@@ -29,6 +29,7 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from tests.conftest import SUMS, requests_for
+from tests.rollout.damage import dropped, swapped, transposed
 from tests.rollout.test_torch_engine import learner_logprobs, weights_of, with_quantized_linears
 from tests.rollout.vllm_floats import digest
 from tests.rollout.vllm_process import EngineProcess
@@ -217,23 +218,8 @@ def flipped(buffers):
     return buffers | {name: (codes, buffers[name][1])}
 
 
-def swapped(buffers):
-    one, other = (n for n in buffers if n.endswith("q_proj.weight"))
-    return buffers | {one: buffers[other], other: buffers[one]}
-
-
-def dropped(buffers):
-    return {name: parts for i, (name, parts) in enumerate(buffers.items()) if i != 4}
-
-
 def foreign(buffers):
     return buffers | {"model.layers.2.mlp.up_proj.weight": buffers["model.layers.1.mlp.up_proj.weight"]}
-
-
-def transposed(buffers):
-    name = next(n for n in buffers if n.endswith("down_proj.weight"))
-    codes, scale = buffers[name]
-    return buffers | {name: (np.ascontiguousarray(codes.T), scale)}
 
 
 def rescaled(buffers):

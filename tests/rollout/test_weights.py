@@ -20,6 +20,8 @@ from qurl_ray.sync.publish import Publisher, assemble_manifest
 from qurl_ray.sync.receive import decode_buckets
 from tests.rollout.test_decoder import Policy, learned, policy_of, random_requests
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BIASED = (LlamaConfig, {"attention_bias": True, "mlp_bias": True})
 KEEPS = {
     "the head": (r"lm_head\.",),
@@ -30,15 +32,6 @@ KEEPS = {
     "the first layer": (r"lm_head\.", r"layers\.0\."),
     "up_proj and v_proj": (r"lm_head\.", r"up_proj", r"v_proj"),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Products this small are slower on two, and far slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def names_of(policy: Policy, keep: tuple[str, ...]) -> set[str]:

@@ -30,6 +30,8 @@ from tests.loop.runs import ROOT, descendants
 
 KEY = "sk-test-0123456789"
 START_S = 180
+SUM = [{"role": "user", "content": "12+34="}]
+"""Messages of a chat."""
 
 
 def save_run(runs: Path, name: str, *, seed: int) -> Path:
@@ -51,6 +53,11 @@ def save_run(runs: Path, name: str, *, seed: int) -> Path:
     (run / "config.yaml").write_text("name: " + name)
     (run / "summary.json").write_text(json.dumps({"name": name}))
     return run
+
+
+def streamed(chunks) -> str:
+    """Text of a stream's chunks, of all choices."""
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
 def free_port() -> int:

@@ -14,10 +14,8 @@ from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.serving.load import load_policy
 from qurl_ray.types import PolicySpec, Request, SamplingParams
-from tests.serving.apps import KEY
+from tests.serving.apps import KEY, SUM, streamed
 from tests.serving.conftest import QUEUE, SLOTS
-
-SUM = [{"role": "user", "content": "12+34="}]
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -48,10 +46,6 @@ def text_of(loaded, tokens: list[int]) -> str:
 
 def chat(client, **options):
     return client.chat.completions.create(**{"model": "first", "messages": SUM, "seed": 5, "max_tokens": 40} | options)
-
-
-def streamed(chunks) -> str:
-    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
 # --- answers -------------------------------------------------------------------------------------------------------

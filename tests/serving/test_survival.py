@@ -12,9 +12,8 @@ import openai
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tests.serving.apps import save_run, serving
+from tests.serving.apps import SUM, save_run, serving
 
-SUM = [{"role": "user", "content": "12+34="}]
 SETTINGS = ("slots=4", "queue=40", "max_choices=8")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -4,12 +4,10 @@ import asyncio
 
 import pytest
 
-from tests.serving.apps import save_run, serving
+from tests.serving.apps import SUM, save_run, serving, streamed
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-
-SUM = [{"role": "user", "content": "12+34="}]
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +22,6 @@ def server(tmp_path_factory, _quiet_machine):
 def chat(client, **options):
     asked = {"model": "policy", "messages": SUM, "seed": 5, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
     return client.chat.completions.create(**asked | options)
-
-
-def streamed(chunks) -> str:
-    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
 def test_it_answers_streams_stops_and_counts(server):
