@@ -38,6 +38,9 @@ LogCallback = Callable[[Literal["info", "warning"], str], None]
 class Fleet:
     """All rollout workers of a run. The fleet lives in the coordinator's event loop.
 
+    Membership, weights, generation and health are one class, because each of them changes the states of the same
+    members and waits for the same event that one has changed.
+
     Args:
         actors: handles of RolloutWorker. The driver creates and ends them.
         log: called with each message that the user must see.

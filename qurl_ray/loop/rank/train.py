@@ -46,8 +46,12 @@ _RETRY_S = 0.5
 
 
 def train_loop(context: dict[str, Any]) -> None:
-    """Run one rank. `context` holds config (plain values), spec, run_dir, and references to the coordinator and the
-    task."""
+    """Run one rank: make its parts from the settings, then take step after step. The one function in which all parts of
+    a rank meet.
+
+    Args:
+        context: config (plain values), spec, run_dir, and references to the coordinator and the task.
+    """
     config = RunConfig.model_validate(context["config"])
     check_shared(Path(context["run_dir"]))
     rank = ray.train.get_context().get_world_rank()
