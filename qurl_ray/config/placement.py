@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.tables import ENGINES, TRANSPORTS
@@ -67,7 +66,6 @@ def check_transport(
     placement: Placement,
     rollout: RolloutConfig,
     learner: LearnerConfig,
-    quantization: QuantizationConfig,
     sync: SyncConfig,
 ) -> None:
     """Check that the other settings allow a direct transport, from GPU to GPU.

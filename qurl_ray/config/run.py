@@ -86,7 +86,7 @@ class RunConfig(Section):
             raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
         if rollout.max_staleness:
             self._staleness_fits()
-        check_transport(self.placement, rollout, self.learner, self.quantization, self.sync)
+        check_transport(self.placement, rollout, self.learner, self.sync)
         check_placement(self.placement, rollout, self.learner, self.sync)
         if self.precision_flow != "rollout_only":
             self._flow_fits()

@@ -152,7 +152,7 @@ def test_problems_that_changed_since_the_checkpoint_are_an_error(collector):
     asyncio.run(before.collect(1))
     state = json.loads(json.dumps(before.state()))
     with pytest.raises(DataError, match="problems or their order differ from those of the checkpoint"):
-        collector(train=[*SUMS[:-1], replace(SUMS[-1], meta={"changed": True})]).restore(state)
+        collector(train=[*SUMS[:-1], replace(SUMS[-1], answer="changed")]).restore(state)
     del state["problems"]  # written before there was this check
     collector().restore(state)
 
