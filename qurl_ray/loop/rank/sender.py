@@ -49,10 +49,9 @@ class Sender:
         link, name = self._link(), config.sync.transport
         transport = transport_named(name)(link)
         direct = TRANSPORTS[name].direct
-        self._whole: Transport = ObjectStore(link) if direct else transport
-        """Transport of versions for which the engines need not hold another one in the same format."""
-        self._next: Transport = transport
-        """Transport of the other versions."""
+        self._transport: Transport = transport
+        self._fallback: Transport = ObjectStore(link) if direct else transport
+        """Transport of versions that are sent again, and of those whose format the engines do not hold yet."""
         self.sent: str | None = None
         """Format of the weights that the engines hold; None before the first send."""
 
@@ -67,7 +66,7 @@ class Sender:
             # In a unified flow the learner keeps tensors without codes in float32, and so must the engines.
             may_differ = fmt and self._config.precision_flow == "rollout_only"
             unquantized = "bfloat16" if may_differ or self._config.rollout.dtype == "bfloat16" else "float32"
-        transport = self._next if self.sent == format_name else self._whole
+        transport = self._transport if self.sent == format_name else self._fallback
         changes = self._config.sync.delta and transport.sends_changes and self.sent == format_name
         base = self._version if changes else None
         self._version += 1
@@ -91,7 +90,7 @@ class Sender:
         again = True
         while again:
             self._attempt += 1
-            again = self._offer(self._publisher.resend(), self._whole)
+            again = self._offer(self._publisher.resend(), self._fallback)
 
     def _offer(self, buckets: Iterable[Bucket], transport: Transport) -> bool:
         """Offer the version to the engines and score their probes. Returns True if some engines need the version

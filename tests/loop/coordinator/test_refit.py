@@ -306,7 +306,7 @@ def test_ranks_hear_of_one_outcome_in_their_order_and_of_its_error():
 
 def test_a_transport_that_fails_is_aborted_and_its_error_ends_the_send(rig, monkeypatch):
     rig, aborted = rig(), []
-    transport = rig.sender._whole
+    transport = rig.sender._fallback
     monkeypatch.setattr(transport, "send", lambda: 1 / 0)
     monkeypatch.setattr(transport, "abort", lambda: aborted.append(True))
     with pytest.raises(ZeroDivisionError):
