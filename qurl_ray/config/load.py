@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -77,8 +78,14 @@ def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
 
 
 def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
-    """Absolute path of the folder of runs: `asked`, else $QURL_RUNS, else ./runs (~/qurl-runs for submitted jobs)."""
+    """Absolute path of the folder of runs: `asked`, else $QURL_RUNS, else ./runs (~/qurl-runs for submitted jobs).
+
+    Raises:
+        ConfigError: it is a URL.
+    """
     folder = asked or os.environ.get("QURL_RUNS") or ("~/qurl-runs" if submitted else "runs")
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(folder)):  # pathlib makes one slash of two
+        raise ConfigError(f"output_dir={folder} is a URL: give a folder that all nodes can write, or mount it")
     return Path(folder).expanduser().resolve()
 
 

@@ -615,3 +615,12 @@ def test_a_target_needs_evaluations_on_the_way():
     assert load_config(None, ["evaluation.target_reward=0.9", "evaluation.every=5"]).evaluation.target_reward == 0.9
     quickstart = Path("jobs/configs/quickstart.yaml")
     assert load_config(quickstart, ["evaluation.target_reward=null"]).evaluation.target_reward is None
+
+
+@pytest.mark.parametrize("where", ["s3://bucket/runs", "gs://bucket", "s3:/bucket"])
+def test_a_url_is_no_folder_of_runs(where, monkeypatch):
+    with pytest.raises(ConfigError, match="is a URL: give a folder"):
+        resolve(RunConfig(output_dir=Path(where)), submitted=False)
+    monkeypatch.setenv("QURL_RUNS", where)
+    with pytest.raises(ConfigError, match="is a URL: give a folder"):
+        resolve(RunConfig(), submitted=True)

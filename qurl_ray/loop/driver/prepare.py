@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -59,7 +60,8 @@ def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None
     elif isinstance(config.model, GgufModel):
         source = str(cached_gguf_policy(config.model.path))
     else:
-        source = config.model.path
+        folder = Path(config.model.path).expanduser()  # made absolute: ranks and engines work in other folders
+        source = str(folder.resolve()) if folder.is_dir() else config.model.path
     spec = PolicySpec(source=source, max_length=config.model.max_length)
     check_model(config, spec)
     tokenizer = load_tokenizer(spec)

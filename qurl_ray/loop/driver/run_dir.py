@@ -18,7 +18,7 @@ from qurl_ray.loop.checkpoint import Checkpoint, latest
 
 _MARKER = "config.yaml"
 """The file that makes a folder a run's: it is written first, and only a folder with it is ever moved."""
-_MAY_DIFFER = ("output_dir", "tracking", "checkpoint")
+_MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 """Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
 threads may differ as well."""
 _MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads")

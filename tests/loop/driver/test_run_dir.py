@@ -167,3 +167,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_needs_fresh(tmp_path):
         pass
     with open_run_dir(config(tmp_path), fresh=True) as place:
         assert place.resume is None
+
+
+def test_a_folder_that_was_renamed_is_resumed_under_its_new_name(tmp_path):
+    unfinished(tmp_path).rename(tmp_path / "better")
+    with open_run_dir(config(tmp_path, "name=better")) as place:
+        assert (place.path.name, place.resume.step) == ("better", 3)
