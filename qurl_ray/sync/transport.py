@@ -85,14 +85,28 @@ class Transport(Protocol):
         """
 
 
+_METHODS = ("announce", "send", "verify", "abort", "receive")
+
+
 def transport_named(name: str) -> type[Transport]:
     """Import and return the class of a transport.
 
     Raises:
-        ConfigError: there is none, or it lacks a part of the protocol.
+        ConfigError: there is none, or it lacks a method of the protocol.
     """
     found = TRANSPORTS.load(name)
-    parts = ("sends_changes", "announce", "send", "verify", "abort", "receive")
-    if missing := [part for part in parts if not hasattr(found, part)]:
+    if missing := [method for method in _METHODS if not hasattr(found, method)]:
         raise ConfigError(f"transport {name!r} has no {', '.join(missing)} (qurl_ray.sync.transport.Transport)")
     return cast(type[Transport], found)
+
+
+def connect(link: Link) -> Transport:
+    """Return the transport that the link names.
+
+    Raises:
+        ConfigError: it does not say whether it sends changes; see also transport_named.
+    """
+    transport = transport_named(link.name)(link)
+    if not hasattr(transport, "sends_changes"):
+        raise ConfigError(f"transport {link.name!r} has no sends_changes (qurl_ray.sync.transport.Transport)")
+    return transport

@@ -2,6 +2,7 @@
 CUDA's IPC, is replaced (tests/sync/cpu_collectives.py)."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -138,7 +139,12 @@ def failing(spec, folder):
             rig.send("int8")
         with pytest.raises(StaleWeights, match="unverified weights"):
             rig.engines[0].generate(rig.requests, version=1)
-        transfer = rig.senders[0]._transfer
-        transfer._engine, transfer._timeout_s = SimpleNamespace(send_weights=lambda: time.sleep(9)), 0.1
+        with pytest.raises(SyncError, match="its process group cannot be used again"):
+            rig.send("int8")
+        from qurl_ray.sync.transfer import Shard, Transfer  # here: it imports vllm, which patches torch
+
+        hanging = Transfer(replace(rig.senders[0]._transport._link, timeout_s=0.1))
+        hanging._engine = SimpleNamespace(send_weights=lambda: time.sleep(9))
+        hanging._shard = Shard(records=(), scales={}, patches=())
         with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for vLLM's ipc transfer"):
-            transfer.send(None, None, "float32")
+            hanging.send()

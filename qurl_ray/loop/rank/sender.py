@@ -18,7 +18,7 @@ from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import Bucket, Publisher
-from qurl_ray.sync.transport import Link, Probes, Transport, transport_named
+from qurl_ray.sync.transport import Link, Probes, Transport, connect
 from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import Completion, TensorRecord
 
@@ -46,11 +46,9 @@ class Sender:
         self._attempt = 0
         self._codes: EnginePrecision | None = None
         """Form in which the current version was sent; None before the first."""
-        link, name = self._link(), config.sync.transport
-        transport = transport_named(name)(link)
-        direct = TRANSPORTS[name].direct
-        self._transport: Transport = transport
-        self._fallback: Transport = ObjectStore(link) if direct else transport
+        link = self._link()
+        self._transport = connect(link)
+        self._fallback: Transport = ObjectStore(link) if TRANSPORTS[link.name].direct else self._transport
         """Transport of versions that are sent again, and of those whose format the engines do not hold yet."""
         self.sent: str | None = None
         """Format of the weights that the engines hold; None before the first send."""
