@@ -157,13 +157,13 @@ class Table(Generic[E]):
             raise self.error(f"{self.kind} {name!r} must take ({wanted}), it takes {signature}: {error}") from error
 
 
-def imported(reference: str) -> Any:
+def import_reference(reference: str) -> Any:
     """Import and return what `package.module:name` of the package's own tables refers to."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def call(kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call_extension(kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function that a setting names. What one from outside the package raises becomes an error that ends the
     run: a restart would not mend it.
 

@@ -16,7 +16,7 @@ from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError, DataError, QurlError
-from qurl_ray.extensions import Table, imported
+from qurl_ray.extensions import Table, import_reference
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.job import train
 from qurl_ray.loop.driver.prepare import prepare_task
@@ -234,7 +234,7 @@ def test_what_is_built_in_can_be_imported():
     for entry in ENGINES.entries.values():
         for reference in filter(None, (entry.stream, entry.check)):
             if "vllm_stream" not in reference:
-                assert callable(imported(reference))
+                assert callable(import_reference(reference))
     assert {task.model_fields["type"].default for task in get_args(get_args(TaskConfig)[0])} == set(TASKS.entries)
 
 

@@ -85,36 +85,36 @@ def help_page(ctx: typer.Context, model: type[BaseModel], named: Sequence[str], 
     Raises:
         ConfigError: a name is neither a setting nor a section; the nearest ones are named.
     """
-    blocks = find_blocks(model)
+    entries = find_entries(model)
     width = max(NARROWEST, min(shutil.get_terminal_size().columns, WIDEST))
     if named:
-        return "\n\n".join(text for name in named for text in _named(blocks, name, width))
+        return "\n\n".join(text for name in named for text in _named(entries, name, width))
     sentence, _, example = (about or "").partition(": ")
     head = [f"{sentence}.", f"Example: {example}"] if example else []
-    return "\n\n".join([*head, ctx.get_help(), *_overview(blocks, width)])
+    return "\n\n".join([*head, ctx.get_help(), *_overview(entries, width)])
 
 
-def find_blocks(model: type[BaseModel]) -> list[HelpEntry]:
-    """Return all settings, in the order of the models; the first block is of those outside of all sections."""
-    blocks = [HelpEntry(label="", text="")]
+def find_entries(model: type[BaseModel]) -> list[HelpEntry]:
+    """Return all settings, in the order of the models; the first entry is of those outside of all sections."""
+    entries = [HelpEntry(label="", text="")]
     for key, default, text in describe(model):
         if default:
             section = key.rpartition(".")[0]
-            next(block for block in reversed(blocks) if block.section == section).rows.append((key, default, text))
+            next(entry for entry in reversed(entries) if entry.section == section).rows.append((key, default, text))
         else:
-            blocks.append(HelpEntry(label=key, text=text))
-    return blocks
+            entries.append(HelpEntry(label=key, text=text))
+    return entries
 
 
-def _overview(blocks: list[HelpEntry], width: int) -> Iterator[str]:
+def _overview(entries: list[HelpEntry], width: int) -> Iterator[str]:
     """Yield the lists of settings outside of all sections and of sections, and how to see more of them."""
-    outside, *others = blocks
-    sections = {block.label: block.text for block in others if block.label == block.section}
+    outside, *others = entries
+    sections = {entry.label: entry.text for entry in others if entry.label == entry.section}
     yield "Settings (KEY=VALUE):\n" + _table({key: text for key, _, text in outside.rows}, width)
     if sections:
         yield "Sections of settings (SECTION.KEY=VALUE):\n" + _table(sections, width)
-    with_types = {block.section for block in others if block.label != block.section}
-    shown = next((block for block in others if block.section not in with_types), outside)
+    with_types = {entry.section for entry in others if entry.label != entry.section}
+    shown = next((entry for entry in others if entry.section not in with_types), outside)
     examples = {"all": "all settings", shown.rows[0][0]: "one setting"}
     if shown.label:
         examples[shown.label] = "the settings of a section"
@@ -130,33 +130,33 @@ def _table(rows: dict[str, str], width: int) -> str:
     )
 
 
-def _named(blocks: list[HelpEntry], name: str, width: int) -> Iterator[str]:
+def _named(entries: list[HelpEntry], name: str, width: int) -> Iterator[str]:
     """Yield the paragraphs of a section, of one type of a section, of a setting, or of all settings."""
     of_type = ".type=" in name
     key = name if of_type else name.partition("=")[0].removesuffix(".type")
     if of_type:
-        shown = [block for block in blocks if block.label == name]
+        shown = [entry for entry in entries if entry.label == name]
     else:
-        shown = [block for block in blocks if key == "all" or f"{block.section}.".startswith(f"{key}.")]
+        shown = [entry for entry in entries if key == "all" or f"{entry.section}.".startswith(f"{key}.")]
     if not shown:
-        yield from _one_setting(blocks, key, width)
-    for block in shown:
-        if block.label:
-            yield _fill(f"[{block.label}] {block.text}", width)
-        yield from (_setting(row, width) for row in block.rows)
-        if of_type and any(other.label == block.section and other.rows for other in blocks):
-            yield f"Settings of every type: --help {block.section}"
+        yield from _one_setting(entries, key, width)
+    for entry in shown:
+        if entry.label:
+            yield _fill(f"[{entry.label}] {entry.text}", width)
+        yield from (_setting(row, width) for row in entry.rows)
+        if of_type and any(other.label == entry.section and other.rows for other in entries):
+            yield f"Settings of every type: --help {entry.section}"
 
 
-def _one_setting(blocks: list[HelpEntry], key: str, width: int) -> Iterator[str]:
+def _one_setting(entries: list[HelpEntry], key: str, width: int) -> Iterator[str]:
     """Yield the paragraphs of a setting: several if it differs between the types of its section."""
     types: dict[Row, list[str]] = {}
-    for block in blocks:
-        for row in block.rows:
+    for entry in entries:
+        for row in entry.rows:
             if row[0] == key:
-                types.setdefault(row, []).extend([block.label] if block.label != block.section else [])
+                types.setdefault(row, []).extend([entry.label] if entry.label != entry.section else [])
     if not types:
-        raise ConfigError(f"--help {key}: there is no such setting or section{_nearest(blocks, key)}")
+        raise ConfigError(f"--help {key}: there is no such setting or section{_nearest(entries, key)}")
     yield from (_setting(row, width, types=labels) for row, labels in types.items())
 
 
@@ -174,9 +174,9 @@ def _fill(text: str, width: int, *, first: str = "", then: str = "") -> str:
     )
 
 
-def _nearest(blocks: list[HelpEntry], name: str) -> str:
+def _nearest(entries: list[HelpEntry], name: str) -> str:
     """Return a question with the names that resemble `name`, or whose last part does."""
-    keys = {key for block in blocks for key in (block.label, block.section, *(row[0] for row in block.rows)) if key}
+    keys = {key for entry in entries for key in (entry.label, entry.section, *(row[0] for row in entry.rows)) if key}
     named: dict[str, list[str]] = {}
     for key in sorted(keys):
         for ending in {key, key.rpartition(".")[2]}:

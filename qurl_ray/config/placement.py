@@ -49,9 +49,9 @@ def check_placement(placement: Placement, rollout: RolloutConfig, learner: Learn
         )
     if rollout.max_workers not in (None, rollout.workers):
         raise ValueError(f"{colocated} has no room for more engines than ranks: leave rollout.max_workers out")
-    if rollout.device == "cpu" and not rollout.entry.sleeps_on_cpu:
+    if rollout.device == "cpu" and not rollout.engine_entry.sleeps_on_cpu:
         raise ValueError(f"{colocated} needs engines that sleep, and {engine} cannot do that on a CPU: use another")
-    if rollout.entry.takes_free_memory and rollout.vllm.kv_cache_gb is None:
+    if rollout.engine_entry.takes_free_memory and rollout.vllm.kv_cache_gb is None:
         raise ValueError(
             f"{colocated} needs rollout.vllm.kv_cache_gb: {engine} would otherwise take the learner's memory"
         )

@@ -102,14 +102,14 @@ class RolloutConfig(Section):
         return ENGINES.check(engine)
 
     @property
-    def entry(self) -> EngineEntry:
+    def engine_entry(self) -> EngineEntry:
         """The engine's entry in its table, against which the settings are checked."""
         return ENGINES[self.engine]
 
     @property
     def processes(self) -> int:
         """Number of processes of one engine, with one GPU each on device=cuda."""
-        return self.vllm.tensor_parallel if self.entry.tensor_parallel else 1
+        return self.vllm.tensor_parallel if self.engine_entry.tensor_parallel else 1
 
     @model_validator(mode="after")
     def _grows(self) -> "RolloutConfig":
@@ -119,7 +119,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _made_for_gpus(self) -> "RolloutConfig":
-        able = self.entry.captures and self.device == "cuda"
+        able = self.engine_entry.captures and self.device == "cuda"
         those = ", ".join(name for name, entry in ENGINES.entries.items() if entry.captures)
         needs = f"needs engine={those} and device=cuda, not engine={self.engine} and device={self.device}"
         if self.cuda_graphs and not able:
@@ -129,9 +129,9 @@ class RolloutConfig(Section):
                 f"compile {needs}: on a CPU, engine and learner agree bit for bit, and compiled functions round "
                 "differently"
             )
-        if self.kv_cache not in self.entry.kv_cache:
+        if self.kv_cache not in self.engine_entry.kv_cache:
             raise ValueError(
                 f"engine={self.engine} cannot store keys and values as kv_cache={self.kv_cache}: use "
-                f"{' or '.join(self.entry.kv_cache)}"
+                f"{' or '.join(self.engine_entry.kv_cache)}"
             )
         return self

@@ -134,7 +134,7 @@ class RunConfig(Section):
     def shares_forward(self) -> bool:
         """True if engine and learner compute one forward pass, on CPUs and in float32, so that bits can be equal."""
         rollout, learner = self.rollout, self.learner
-        ours_on_cpus = rollout.entry.equal_bits and (rollout.device, learner.device) == ("cpu", "cpu")
+        ours_on_cpus = rollout.engine_entry.equal_bits and (rollout.device, learner.device) == ("cpu", "cpu")
         return ours_on_cpus and (rollout.dtype, learner.compute) == ("float32", "float32")
 
     def backward(self) -> Literal["quantized", "straight_through", "full"]:

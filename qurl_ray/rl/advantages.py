@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.extensions import call, reference_of
+from qurl_ray.extensions import call_extension, reference_of
 
 EPS = 1e-6
 
@@ -64,7 +64,7 @@ def advantages(rewards_PG: np.ndarray, compare: AdvantageEstimator, lengths_PG: 
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
     missing_PG = np.isnan(rewards_PG)
     lengths_PG = np.where(missing_PG, 0, 1 if lengths_PG is None else lengths_PG)
-    found_PG = np.asarray(call("advantage", compare, rewards_PG, lengths_PG), dtype=np.float64)
+    found_PG = np.asarray(call_extension("advantage", compare, rewards_PG, lengths_PG), dtype=np.float64)
     if found_PG.shape != rewards_PG.shape:
         expected = f"expected {list(rewards_PG.shape)}, as the rewards"
         raise ConfigError(f"advantage {reference_of(compare)} returned the shape {list(found_PG.shape)}, {expected}")

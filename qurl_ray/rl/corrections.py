@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.extensions import call, reference_of
+from qurl_ray.extensions import call_extension, reference_of
 from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
 
 Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -134,7 +134,7 @@ def _raw_weights(log_rho_BT: torch.Tensor, mask_BT: torch.Tensor, settings: Corr
 
 
 def _weighed(weigh: Weigh, log_rho_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    weight_BT = call("correction", weigh, log_rho_BT.clone(), mask_BT)  # it may change its argument in place
+    weight_BT = call_extension("correction", weigh, log_rho_BT.clone(), mask_BT)  # it may change its argument in place
     if not isinstance(weight_BT, torch.Tensor) or weight_BT.shape != log_rho_BT.shape:
         shape = f"a tensor {list(weight_BT.shape)}" if isinstance(weight_BT, torch.Tensor) else type(weight_BT).__name__
         expected = f"expected a tensor {list(log_rho_BT.shape)}"

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.extensions import call, reference_of
+from qurl_ray.extensions import call_extension, reference_of
 from qurl_ray.rl.ratios import sequence_mean
 
 
@@ -102,7 +102,7 @@ def surrogate_of(
     Raises:
         ConfigError: a form from outside the package raised, or returned something else.
     """
-    found = call("objective", form, log_ratio_BT, adv_BT, mask_BT, bounds)
+    found = call_extension("objective", form, log_ratio_BT, adv_BT, mask_BT, bounds)
     if isinstance(found, Surrogate):
         return found
     if not isinstance(found, torch.Tensor) or found.shape != log_ratio_BT.shape:
@@ -111,7 +111,7 @@ def surrogate_of(
         raise ConfigError(f"objective {reference_of(form)} returned {shape}, {expected}")
     with torch.enable_grad():
         leaf_BT = log_ratio_BT.detach().requires_grad_()
-        again = call("objective", form, leaf_BT, adv_BT, mask_BT, bounds)
+        again = call_extension("objective", form, leaf_BT, adv_BT, mask_BT, bounds)
         slope_BT = torch.autograd.grad(again.sum(), leaf_BT)[0] if again.requires_grad else torch.zeros_like(found)
     return Surrogate(
         value_BT=found,

@@ -37,7 +37,9 @@ class EngineOptions:
     processes: int = 1
     """Number of processes that share its weights."""
     cuda_graphs: bool = False
+    """Capture decode steps as CUDA graphs."""
     compile: bool = False
+    """Compile the operations between the products."""
     sleeps: bool = False
     """It must be able to sleep while a learner uses its device."""
     transport: str | None = None
@@ -45,6 +47,7 @@ class EngineOptions:
     policy_logprobs: bool = False
     """Streams report the log-probs of the policy itself, whatever the temperature."""
     start_timeout_s: float = 600.0
+    """Longest time that its start may take, in seconds."""
 
 
 class Engine(Protocol):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qurl_ray.config.serving import ServingConfig
-from qurl_ray.extensions import imported
+from qurl_ray.extensions import import_reference
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.serving.choice import AnswerPart, Choice
 from qurl_ray.serving.front import Front, Mailbox
@@ -67,7 +67,7 @@ class Served:
     def _stream(self, loaded: LoadedPolicy) -> Stream:
         stream = ENGINES[self._config.engine].stream
         assert stream, "checked with the settings"
-        return imported(stream)(
+        return import_reference(stream)(
             loaded.engine,
             slots=self._config.slots,
             length=loaded.length,

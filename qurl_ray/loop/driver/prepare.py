@@ -11,7 +11,7 @@ from qurl_ray.config.model import GgufModel, TinyModel
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import ConfigError, QuantizationError, RewardError
-from qurl_ray.extensions import imported
+from qurl_ray.extensions import import_reference
 from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import context_length, empty_model, head_dim, load_tokenizer
@@ -120,7 +120,7 @@ def check_model(config: RunConfig, spec: PolicySpec) -> None:
                 raise QuantizationError(
                     f"{fmt.name}: {name} has width {width}, no multiple of the group of {fmt.group}"
                 )
-    if check := config.rollout.entry.check:
-        imported(check)(quantized)
+    if check := config.rollout.engine_entry.check:
+        import_reference(check)(quantized)
     if config.quantization.uaq_scale != 1:
         norm_fed_linears(model, config.quantization.uaq_layers)

@@ -44,7 +44,7 @@ class Sender:
         self._coordinator, self._prompt_ids = coordinator, prompt_ids
         self._version = version
         self._attempt = 0
-        self._codes: EnginePrecision | None = None
+        self._precision: EnginePrecision | None = None
         """Form in which the current version was sent; None before the first."""
         link = self._link()
         self._transport = connect(link)
@@ -71,7 +71,7 @@ class Sender:
         buckets = self._publisher.prepare(
             self._learner.named_parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
         )
-        self._codes = EnginePrecision(
+        self._precision = EnginePrecision(
             fmt=fmt,
             quantized=self._publisher.quantized,
             unquantized=unquantized,
@@ -93,16 +93,16 @@ class Sender:
     def _offer(self, buckets: Iterable[Bucket], transport: Transport) -> bool:
         """Offer the version to the engines and score their probes. Returns True if some engines need the version
         again."""
-        codes = self._codes
-        assert codes, "nothing was published"
+        precision = self._precision
+        assert precision, "nothing was published"
         try:
-            transport.announce(buckets, codes.fmt, codes.unquantized)
+            transport.announce(buckets, precision.fmt, precision.unquantized)
             transport.send()
             probes = transport.verify()
         except BaseException:
             transport.abort()
             raise
-        gaps = self._gaps(probes, codes)
+        gaps = self._gaps(probes, precision)
         call = self._coordinator.conclude.remote(self._version, self._attempt, self._publisher.rank, gaps)
         return self._wait(call, f"verify weights {self._version}")
 
@@ -133,7 +133,7 @@ class Sender:
         )
 
     def _announcement(self, records: Sequence[TensorRecord]) -> Offer:
-        fmt = self._codes.fmt if self._codes else None
+        fmt = self._precision.fmt if self._precision else None
         return Offer(
             version=self._version,
             attempt=self._attempt,
@@ -146,11 +146,11 @@ class Sender:
     def _wait(self, call: ObjectRef, what: str) -> Any:
         return wait(call, self._config.sync.timeout_s, f"the engines to {what}")
 
-    def _gaps(self, probes: list[list[Completion]], codes: EnginePrecision) -> list[Gap]:
+    def _gaps(self, probes: list[list[Completion]], precision: EnginePrecision) -> list[Gap]:
         """Return one gap per engine. All ranks compute them, because a sharded learner's forward pass is collective."""
         if self._prompt_ids is None or not probes:
             return []
-        scored = self._learner.logprobs([c for probe in probes for c in probe], self._prompt_ids, codes)
+        scored = self._learner.logprobs([c for probe in probes for c in probe], self._prompt_ids, precision)
         gaps = []
         for probe in probes:
             own, scored = scored[: len(probe)], scored[len(probe) :]
