@@ -164,13 +164,21 @@ def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool | None]) -> int:
     # Bytes, because text would also be split at Unicode line separators, which answers may contain.
     with path.open("rb") as file, _replacing(path) as kept:
         for line in file:
-            record = json_object(line)
+            record = json_object(line) if _is_text(line) else None
             dated = record is not None and is_step(record.get("step")) and finite(record.get("time")) is not None
             verdict = wanted(record) if record is not None and dated else None
             if verdict:
                 kept.write(line.rstrip(b"\n") + b"\n")
             damaged += verdict is None and bool(line.strip())
     return damaged
+
+
+def _is_text(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -124,14 +124,15 @@ NOT_OURS = [
         ("step", -1), ("step", "1"), ("step", True), ("step", 1.5), ("step", 10**400), ("time", None), ("time", "now"),
         ("kind", "stop"), ("kind", []), ("message", None), ("values", []),
     ]),
+    json.dumps({**STEP, "step": 1, "message": "\xf3"}, ensure_ascii=False),  # no UTF-8
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("line", NOT_OURS, ids=lambda line: line[:60])
 def test_a_damaged_line_is_removed_and_what_it_held_is_named(tmp_path, line):
-    content = [json.dumps({**STEP, "step": number}) for number in range(1, 14)]
-    content[2] = line
-    (tmp_path / "metrics.jsonl").write_text("\n".join(content) + "\n")
+    content = [json.dumps({**STEP, "step": number}).encode() for number in range(1, 14)]
+    content[2] = line.encode("latin-1")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(content) + b"\n")
     metrics = MetricsFile(tmp_path)
     assert metrics.rewind(13) == [
         "metrics.jsonl: 1 damaged or incomplete line(s) removed",
