@@ -26,7 +26,7 @@ from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
 from qurl_ray.loop.coordinator.coordinator import Coordinator
-from qurl_ray.loop.driver.prepare import prepare, prepare_task
+from qurl_ray.loop.driver.prepare import check_run, prepare
 from qurl_ray.loop.messages import Offer
 from qurl_ray.types import Completion, TensorRecord, Verdict
 
@@ -102,7 +102,7 @@ def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
                 "tracking.samples_per_step=0",
             ],
         )
-        prepared = prepare(config, prepare_task(config), lambda *_: None)
+        prepared = prepare(config, check_run(config), lambda *_: None)
         task = ray.put(prepared.task)
         workers = [Engine(index) for index in range(engines)]
         actor = ray.remote(num_cpus=0)(Coordinator).options(max_concurrency=100)

@@ -34,8 +34,9 @@ from qurl_ray.numerics.rules import Rule
 from qurl_ray.numerics.selfcheck import attention_rule, kernels, linear_rule
 from qurl_ray.policy import attention
 from qurl_ray.policy.attention import KEY_CHUNK, KEY_MULTIPLE, NAME, invariant_attention, round_up
-from qurl_ray.policy.load import head_dim, with_row_rules
+from qurl_ray.policy.load import with_row_rules
 from qurl_ray.policy.logprobs import token_logprobs
+from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import make_model, make_tokenizer
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear

@@ -34,7 +34,7 @@ from shared import ROOT, machine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import RunConfig, load_config
-from qurl_ray.loop.driver.prepare import prepare, prepare_task
+from qurl_ray.loop.driver.prepare import check_run, prepare
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import Problem, Request
 
@@ -51,7 +51,7 @@ SAME = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.corr
 def policy(preset: str) -> tuple[RunConfig, str, list[dict[str, str]], list[dict[str, str]]]:
     """Return a preset, the folder of its policy, and its prompts with answers, to learn from and held out."""
     config = load_config(ROOT / "jobs" / "configs" / f"{preset}.yaml", [])
-    made = prepare(config, prepare_task(config), lambda *_: None)
+    made = prepare(config, check_run(config), lambda *_: None)
 
     def plain(problems: Sequence[Problem]) -> list[dict[str, str]]:
         return [{"prompt": config.task.template.replace("{prompt}", p.prompt), "answer": p.answer} for p in problems]

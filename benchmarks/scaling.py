@@ -22,7 +22,7 @@ from shared import ROOT, machine
 from simulation import Scenario, Simulation, call_cost
 
 from qurl_ray.config import load_config
-from qurl_ray.loop.driver.prepare import prepare, prepare_task
+from qurl_ray.loop.driver.prepare import check_run, prepare
 from qurl_ray.planning.machines import GPUS, NODE
 from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import find_shape
@@ -73,7 +73,7 @@ def simulated(sizes: tuple[int, ...], steps: int, each: int, mean: int) -> list[
                     "tracking.samples_per_step=0",
                 ],
             )
-            prepared = prepare(config, prepare_task(config), lambda *_: None)
+            prepared = prepare(config, check_run(config), lambda *_: None)
             engine = EngineRoofline(shape=find_shape("Qwen2.5-7B"), gpu=GPUS["h100"], precision="int8")
             for (network, speed), delta in ((one, form) for one in NETWORKS.items() for form in (False, True)):
                 scenario = Scenario(

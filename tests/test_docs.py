@@ -221,6 +221,7 @@ def folder(tmp_path_factory):
     for _, block in FENCE.findall((ROOT / "docs" / "own-task.md").read_text()):
         if named := re.match(r"# (\w+\.(?:py|yaml))\n", block):
             (folder / named[1]).write_text(block)
+    (folder / "problems.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n{"prompt": "1 + 2", "answer": 3}\n')
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(ROOT))

@@ -194,7 +194,7 @@ def test_problems_are_taken_as_they_are_given(monkeypatch):
     assert list(task.held_out) == [Problem(uid="train-1", prompt="2", answer="", meta={"level": 3})]
 
 
-def test_help_and_dry_runs_need_no_torch():
+def test_help_needs_no_torch():
     code = "import sys, qurl_ray.loop.driver.job; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 

@@ -34,7 +34,9 @@ def training_app(algorithm: str | None, train: Callable[..., int], about: str | 
         config: Annotated[
             Path | None, typer.Option(help="YAML file with the run's settings; defaults if absent.")
         ] = None,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, print and save the settings; stop.")] = False,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Check the run and print its settings; start and write nothing.")
+        ] = False,
         fresh: Annotated[
             bool,
             typer.Option(

@@ -39,6 +39,11 @@ def dataset_split(task: DatasetTask) -> Split:
     return split._replace(notes=notes + split.notes)
 
 
+def hub_sources(task: DatasetTask) -> list[str]:
+    """Return the sources of problems that are no local files, so that they are looked for on the hub."""
+    return [source for source in (task.path, task.held_out_path) if source and not _is_file(source)]
+
+
 def _problems(rows: Rows, prefix: str) -> list[Problem]:
     return [
         Problem(uid=f"{prefix}-{index}", prompt=str(prompt), answer=str(answer))
@@ -69,10 +74,14 @@ def _has_text(value: Any, source: str) -> bool:
 
 
 def _read(task: DatasetTask, source: str, split: str, columns: tuple[str, str]) -> Rows:
-    path = Path(source).expanduser()
-    if path.is_file() or path.suffix in _SUFFIXES:
-        return _read_file(path, columns)
+    if _is_file(source):
+        return _read_file(Path(source).expanduser(), columns)
     return _read_hub(source, task.name, split, columns)
+
+
+def _is_file(source: str) -> bool:
+    path = Path(source).expanduser()
+    return path.is_file() or path.suffix in _SUFFIXES
 
 
 def _read_file(path: Path, columns: tuple[str, str]) -> Rows:

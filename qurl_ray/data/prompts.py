@@ -21,11 +21,15 @@ def encode_prompt(problem: Problem, tokenizer: Any, *, template: str, chat: bool
     other braces, as in \boxed{}, are kept.
 
     Raises:
-        DataError: the template lacks {prompt}, or the prompt has no tokens.
+        DataError: the template lacks {prompt}, the chat template fails, or the prompt has no tokens.
     """
     if chat and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": problem.prompt}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        try:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # the template is a program, which may raise anything
+            message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
+            raise DataError(message) from error
     elif _PLACE in template:
         ids = tokenizer(template.replace(_PLACE, problem.prompt))["input_ids"]
     else:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, pad
 
-from qurl_ray.cache import cache_root
+from qurl_ray.cache import cache_root, writable
 from qurl_ray.environment import TORCH_WAS_FIRST
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, MatmulLibrary, Rule, find_rows
@@ -146,7 +146,7 @@ def _kept(name: str, find: Callable[[], Rule | None]) -> Rule | None:
         with torch.inference_mode(False), torch.no_grad():
             rule = find()
         rules = _read(file) | {name: asdict(rule) if rule else None}
-        if file:
+        if file and writable.get():
             _write(file, rules)
     found = rules[name]
     return Rule(**found) if found else None

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.policy.save import replaced
+from qurl_ray.policy.settings import reading
+from qurl_ray.policy.weights import stored_tensors
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.select import quantized_parameters
@@ -74,15 +75,21 @@ def save_quantized(
 
 
 def is_quantized_checkpoint(folder: Path) -> bool:
-    """Return True if the folder's config.json has settings of quantization, of any kind."""
-    return "quantization_config" in json.loads((folder / "config.json").read_text())
+    """Return True if the folder's config.json has settings of quantization, of any kind.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with reading(str(folder)):
+        return "quantization_config" in json.loads((folder / "config.json").read_text())
 
 
 def read_quantized(folder: Path) -> QuantizedPolicy:
     """Read codes, scales and values of a checkpoint that `save_quantized` wrote.
 
     Raises:
-        QuantizationError: the checkpoint is quantized in another way.
+        QuantizationError: the checkpoint is quantized in another way, or holds no codes.
+        ConfigError: a file is missing or damaged.
     """
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     name = next((name for name, settings in _SETTINGS.items() if _matches(config, settings)), None)
@@ -92,10 +99,11 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
             f"{config.get('format')}); known are 8-bit codes per output channel, {' and '.join(_SETTINGS)}"
         )
     tensors: dict[str, torch.Tensor] = {}
-    for part in sorted(folder.glob("*.safetensors")):
-        with safe_open(part, framework="pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for part in {tensor.file for tensor in stored_tensors(folder).values()}:
+        tensors |= load_file(part)
     weights = [key.removesuffix(_SCALE) for key in tensors if key.endswith(".weight" + _SCALE)]
+    if not weights or not tensors.keys() >= set(weights):
+        raise QuantizationError(f"{folder} lacks codes or scales of its linears; export the policy again")
     fmt = get_format(name, max(int(tensors[key].float().abs().max()) for key in weights))
     scales = {key: tensors.pop(key + _SCALE).float() for key in weights}
     codes = {key: QTensor(codes=tensors[key], scale=scale, fmt=fmt) for key, scale in scales.items()}

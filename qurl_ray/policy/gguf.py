@@ -5,11 +5,15 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from qurl_ray.cache import cache_root
 from qurl_ray.errors import ConfigError
+from qurl_ray.policy.load import Outline, outline, outline_of
 from qurl_ray.policy.save import save_policy
+from qurl_ray.policy.settings import reading
+from qurl_ray.policy.weights import check_loaded
+from qurl_ray.types import PolicySpec
 
 _CHUNK = 1 << 22
 
@@ -21,27 +25,46 @@ def cached_gguf_policy(path: str) -> Path:
         path: path of the file, or <package>/<file> for a file inside an installed Python package.
 
     Raises:
-        ConfigError: the file does not exist, or transformers cannot read it.
+        ConfigError: the file does not exist, lacks tensors, or transformers cannot read it.
     """
     file = find_gguf(path)
-    folder = cache_root() / f"gguf-{_digest(file)}"
+    folder = _folder(file)
     if (folder / "config.json").is_file():
         return folder
-    try:
+    with reading(str(file)):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.float32,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, KeyError, NotImplementedError) as error:
-        raise ConfigError(f"{file} cannot be read as a GGUF model: {type(error).__name__}: {error}") from None
+    check_loaded(file, model, info | {"unexpected_keys": ()})  # a file may hold tables of angles beside the weights
     model.hf_quantizer = None  # otherwise it would be saved, and loaded, as a quantized model
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     save_policy(model, tokenizer, folder)
     return folder
+
+
+def gguf_outline(path: str, max_length: int | None) -> Outline:
+    """Return the policy without its weights, which are neither read nor written.
+
+    Args:
+        path: see `cached_gguf_policy`.
+        max_length: see PolicySpec.
+
+    Raises:
+        ConfigError: see `cached_gguf_policy` and `outline_of`.
+    """
+    file = find_gguf(path)
+    if ((folder := _folder(file)) / "config.json").is_file():
+        return outline(PolicySpec(source=str(folder), max_length=max_length))
+    with reading(str(file)):
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return outline_of(config, tokenizer, PolicySpec(source=str(file), max_length=max_length))
 
 
 def find_gguf(path: str) -> Path:
@@ -64,9 +87,10 @@ def find_gguf(path: str) -> Path:
     raise ConfigError(f"model.path={path}: no such file")
 
 
-def _digest(file: Path) -> str:
+def _folder(file: Path) -> Path:
+    """Folder of the dequantized policy, which has a digest of the file in its name."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
-    return digest.hexdigest()[:16]
+    return cache_root() / f"gguf-{digest.hexdigest()[:16]}"

@@ -1,8 +1,11 @@
 """Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -19,41 +22,84 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.numerics.activations import MODULES
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.settings import activation_of, fitting, reading, trainable
+from qurl_ray.policy.weights import check_weights, same_values, stored_tensors
 from qurl_ray.types import PolicySpec
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Operations that a model applies to logits after its head: here, log-probs are computed from the head's output.
-_BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 HEAD = "lm_head.weight"
 
 logging.disable_progress_bar()  # a progress bar per load would break up the run's own table
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A policy without its weights, for checks before they are loaded or made."""
+
+    model: PreTrainedModel
+    """Model on the meta device."""
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    """Largest number of tokens that prompt and answer may have together."""
+
+
+def outline(spec: PolicySpec) -> Outline:
+    """Return the policy without its weights, after checking that its files hold them.
+
+    Raises:
+        ConfigError: see `check_policy`, `load_tokenizer` and `context_length`.
+    """
+    return Outline(model=check_policy(spec), tokenizer=load_tokenizer(spec), context=context_length(spec))
+
+
+def outline_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, spec: PolicySpec) -> Outline:
+    """Return the outline of a policy with these settings and this tokenizer, after checking them.
+
+    Raises:
+        ConfigError: such a model cannot be trained here, or the tokenizer does not fit it.
+    """
+    with torch.device("meta"):
+        model = _model_of(trainable(config, spec), spec)
+    return Outline(model=model, tokenizer=fitting(tokenizer, config, spec.source), context=_context_of(config, spec))
+
+
+def local_copy(source: str) -> Path | None:
+    """Return the folder of a policy: `source` itself, or that of a hub id in this machine's cache; None if its weights
+    are not there.
+
+    Raises:
+        ConfigError: `source` is neither a folder nor a hub id.
+    """
+    with reading(source):
+        if (folder := Path(source)).is_dir():
+            return folder
+        try:
+            folder = Path(snapshot_download(source, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return None
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
 def load_tokenizer(spec: PolicySpec) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer. If it has no padding token, it gets the end token as one."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.source)
-    except (OSError, ValueError) as error:
-        raise _missing(spec, error) from None
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"{spec.source}: the tokenizer has no end token, so answers could never end")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    """Load the policy's tokenizer. If it has no padding token, it gets the end token as one.
+
+    Raises:
+        ConfigError: the policy has no tokenizer, or one that does not fit its embedding.
+    """
+    config = _config(spec)
+    with reading(spec.source):
+        return fitting(AutoTokenizer.from_pretrained(spec.source, trust_remote_code=False), config, spec.source)
 
 
 def context_length(spec: PolicySpec) -> int:
     """Return the largest number of tokens that prompt and answer may have together."""
-    own = _config(spec).max_position_embeddings
+    return _context_of(_config(spec), spec)
+
+
+def _context_of(config: PreTrainedConfig, spec: PolicySpec) -> int:
+    own = config.max_position_embeddings
     if spec.max_length and spec.max_length > own:
         raise ConfigError(f"model.max_length={spec.max_length} exceeds the context of {spec.source}, {own} tokens")
     return spec.max_length or own
-
-
-def head_dim(config: PreTrainedConfig) -> int:
-    """Width of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def tied_head(model: PreTrainedModel) -> dict[str, str]:
@@ -71,25 +117,71 @@ def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
 
 def load_model(spec: PolicySpec) -> PreTrainedModel:
-    """Load the policy with its weights, in float32, without dropout."""
-    try:
+    """Load the policy with its weights, in float32, without dropout.
+
+    Raises:
+        ConfigError: see `check_policy`.
+    """
+    check_policy(spec)
+    with reading(spec.source):
         model = AutoModelForCausalLM.from_pretrained(
             spec.source, config=_config(spec), dtype=torch.float32, attn_implementation=NAME
         )
-    except (OSError, ValueError) as error:
-        raise _missing(spec, error) from None
     return with_row_rules(model).eval()
 
 
+def check_policy(spec: PolicySpec) -> PreTrainedModel:
+    """Check that the policy's files hold the weights that its settings describe. Only their headers are read; but if
+    there is a head beside the embedding that it is tied to, these two are compared.
+
+    Returns:
+        The policy without weights, on the meta device.
+
+    Raises:
+        ConfigError: the policy cannot be found, is of a kind that cannot be trained here, or its files are damaged,
+            incomplete or of another model.
+    """
+    config = _config(spec)
+    with reading(spec.source):
+        folder = Path(spec.source)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(spec.source, allow_patterns=["model*.safetensors", "model*.json"]))
+        stored = stored_tensors(folder, getattr(config, "transformers_weights", None))
+        if config.num_hidden_layers > len(stored):  # before they are made
+            raise ConfigError(
+                f"{folder}: num_hidden_layers is {config.num_hidden_layers}, and the files hold {len(stored)} tensors"
+            )
+        with torch.device("meta"):
+            model = empty_model(spec)
+        check_weights(folder, model, stored)
+        for tied, own in tied_head(model).items():
+            if {tied, own} <= stored.keys() and not same_values(stored, tied, own):
+                raise ConfigError(
+                    f"{folder}: config.json ties the head to the embedding, and the files hold a {tied} that differs "
+                    f"from {own}: set tie_word_embeddings to false in config.json"
+                )
+    return model
+
+
 def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a model of the policy's architecture with arbitrary weights, for an engine before its first sync."""
-    model = AutoModelForCausalLM.from_config(_config(spec), dtype=dtype, attn_implementation=NAME)
+    """Return a model of the policy's architecture with arbitrary weights, for an engine before its first sync.
+
+    Raises:
+        ConfigError: the policy cannot be found, is of a kind that cannot be trained here, or its settings describe no
+            model that can be made.
+    """
+    return _model_of(_config(spec), spec, dtype)
+
+
+def _model_of(config: PreTrainedConfig, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    with reading(spec.source):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False)
     return with_row_rules(model).eval()
 
 
 def with_row_rules(model: PreTrainedModel) -> PreTrainedModel:
     """Make the rows of `model`'s linears and activations independent (qurl_ray/numerics), in place; return it."""
-    name = getattr(model.config, "hidden_activation", None) or getattr(model.config, "hidden_act", None)
+    name = activation_of(model.config)
     make = MODULES.get(name) if name else None
     activation = type(ACT2FN[name]) if make else None
     for module in list(model.modules()):
@@ -109,32 +201,5 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
     """
     if (Path(spec.source) / "adapter_config.json").is_file():
         raise ConfigError(f"{spec.source} is a LoRA adapter, which is not supported: merge it into its base model")
-    try:
-        config = AutoConfig.from_pretrained(spec.source)
-    except (OSError, ValueError) as error:
-        raise _missing(spec, error) from None
-    # Options of a transformers config differ by architecture, hence getattr.
-    if any(getattr(config, part, None) for part in ("vision_config", "audio_config")):
-        raise ConfigError(f"{spec.source} is a multimodal model, which is not supported: use a text-only model")
-    if any((getattr(config, count, None) or 0) > 1 for count in _EXPERTS):
-        raise ConfigError(f"{spec.source} is a mixture of experts, which is not supported: use a dense model")
-    if getattr(config, "quantization_config", None) and not spec.quantized:
-        raise ConfigError(
-            f"{spec.source} is quantized already, which cannot be trained: use the checkpoint in full precision"
-        )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ConfigError(f"{spec.source}: attn_logit_softcapping is not supported by the shared attention")
-    if "longrope" in str(getattr(config, "rope_parameters", None)):
-        raise ConfigError(f"{spec.source}: longrope is not supported: its angles depend on the longest of a batch")
-    for option in _BEHIND_HEAD:
-        if getattr(config, option, None) not in (None, 1):
-            raise ConfigError(f"{spec.source}: {option}={getattr(config, option)} is not supported: it changes logits")
-    for option, value in config.to_dict().items():
-        if ("dropout" in option or option.endswith("pdrop")) and isinstance(value, float) and value > 0:
-            raise ConfigError(f"{spec.source}: {option}={value} is not supported: engine and learner would differ")
-    return config
-
-
-def _missing(spec: PolicySpec, error: Exception) -> ConfigError:
-    first = str(error).strip().splitlines()[0]
-    return ConfigError(f"model {spec.source!r} cannot be loaded: {first}")
+    with reading(spec.source):
+        return trainable(AutoConfig.from_pretrained(spec.source, trust_remote_code=False), spec)

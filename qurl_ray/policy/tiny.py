@@ -24,7 +24,7 @@ from qurl_ray.cache import cache_root
 from qurl_ray.config.model import TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
-from qurl_ray.policy.load import with_row_rules
+from qurl_ray.policy.load import Outline, with_row_rules
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.types import Problem
@@ -91,9 +91,7 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
     Raises:
         ConfigError: a problem has characters outside `CHARACTERS`, or the accuracy is not reached.
     """
-    unknown = sorted(set("".join(p.prompt + p.answer for p in problems)) - set(CHARACTERS))
-    if unknown:
-        raise ConfigError(f"the tiny policy reads {CHARACTERS!r} only, the task also has {''.join(unknown)!r}")
+    check_characters(problems)
     folder = cache_root() / f"tiny-{_recipe_hash(config, problems)}"
     if (folder / "config.json").is_file():
         return folder
@@ -103,6 +101,20 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
         cold_start(model, tokenizer, config, problems, progress)
     save_policy(model, tokenizer, folder)
     return folder
+
+
+def tiny_outline(config: TinyModel) -> Outline:
+    """Return the tiny policy without its weights."""
+    tokenizer = make_tokenizer()
+    with torch.device("meta"):
+        return Outline(model=make_model(config, tokenizer), tokenizer=tokenizer, context=config.max_length)
+
+
+def check_characters(problems: Sequence[Problem]) -> None:
+    """Raise ConfigError if a problem has characters that the tiny policy does not read."""
+    unknown = sorted(set("".join(p.prompt + p.answer for p in problems)) - set(CHARACTERS))
+    if unknown:
+        raise ConfigError(f"the tiny policy reads {CHARACTERS!r} only, the task also has {''.join(unknown)!r}")
 
 
 def cold_start(

@@ -18,7 +18,7 @@ from qurl_ray.numerics.activations import silu
 from qurl_ray.numerics.products import bound
 from qurl_ray.policy.attention import attend_last, invariant_attention
 from qurl_ray.policy.kv import MaximaRecorder
-from qurl_ray.policy.load import head_dim
+from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.rollout.slots import SlotCache
 from qurl_ray.rollout.weights import RowsOf

@@ -16,7 +16,8 @@ import torch
 
 from qurl_ray.errors import EngineError
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
-from qurl_ray.policy.load import context_length, empty_model, head_dim
+from qurl_ray.policy.load import context_length, empty_model
+from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.batch import RunningBatch

@@ -47,10 +47,11 @@ def test_errors_have_no_traceback():
     assert "Traceback" not in done.stderr
 
 
-def test_dry_run_prints_and_saves_the_resolved_settings(tmp_path):
+def test_dry_run_prints_the_resolved_settings_and_what_it_checked_and_leaves_no_trace(tmp_path, monkeypatch):
+    monkeypatch.setenv("QURL_CACHE", str(tmp_path / "cache"))
     done = job(
-        "qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path}", "seed=7",
-        "learner.zero_stage=3",
+        "qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path / 'runs'}",
+        "seed=7", "learner.zero_stage=3",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == (
@@ -60,7 +61,13 @@ def test_dry_run_prints_and_saves_the_resolved_settings(tmp_path):
     settings = yaml.safe_load(done.stdout)
     assert settings["seed"] == 7
     assert settings["algorithm"]["clip_high"] == 0.28  # a default, not in the file
-    assert yaml.safe_load((tmp_path / "quickstart.dry-run" / "config.yaml").read_text()) == settings
+    placement, promise, checked = done.stdout.splitlines()[-3:]
+    assert placement.startswith("# placement: 1 learner rank")
+    assert promise.startswith("# equal bits of engine and learner")
+    assert checked.startswith(
+        f"# checked: settings; functions; the folder {tmp_path}/runs/quickstart (new); 6480 training"
+    )
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import torch
 
 from qurl_ray.config.model import TinyModel
 from qurl_ray.numerics.promise import promise_for
-from qurl_ray.policy.load import head_dim, load_model, load_tokenizer
+from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.types import PolicySpec
 from tests.conftest import SUMS, requests_for

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from qurl_ray.cache import read_only
 from qurl_ray.errors import EngineError
 from qurl_ray.numerics import products
 from qurl_ray.numerics.activations import GELU, SiLU, gelu, shares_of_gelu, shares_of_silu, silu, whole_rows
@@ -139,6 +140,10 @@ def test_a_rule_is_measured_once_and_then_read_from_the_cache(tmp_path, monkeypa
 
     monkeypatch.setattr(selfcheck, "find_linear_rule", measure)
     monkeypatch.setattr(selfcheck, "_file", lambda: tmp_path / "new" / "rules.json")
+    with read_only():  # in a dry run
+        assert linear_rule(20, 32) is None
+    assert not any(tmp_path.iterdir())
+    calls.clear()
     for _ in range(2):
         selfcheck.linear_rule.cache_clear()  # as another process would
         assert linear_rule(20, 30) == Rule(kernel="onednn", rows=2)

@@ -58,7 +58,7 @@ def test_rules_that_cost_a_twentieth_of_a_step_are_no_promise(rules):
     assert "add 22% to a decode step of 32 rows" in found.sentence()
 
 
-def test_a_dry_run_looks_at_the_same_linears_as_the_run_which_has_the_model(rules):
+def test_the_planners_shape_of_a_model_has_its_linears(rules):
     with torch.device("meta"):
         model = make_model(TinyModel(), make_tokenizer())
     assert promise_for(model, head_dim=64) == promise_of(configured_shape(TinyModel()).linears(), head_dim=64)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qurl_ray.errors import ConfigError, QuantizationError
@@ -119,6 +119,21 @@ def test_a_checkpoint_quantized_in_another_way_is_not_read(model, tokenizer, tmp
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(QuantizationError, match=r"not known here \(compressed-tensors, int-quantized\)"):
         read_quantized(tmp_path)
+
+
+def test_a_damaged_checkpoint_of_codes_is_named(model, tokenizer, tmp_path):
+    file = tmp_path / "out" / "model.safetensors"
+    save_quantized(model, tokenizer, tmp_path / "out", get_format("int8"), KEEP)
+    whole, tensors = file.read_bytes(), load_file(file)
+    file.write_bytes(whole[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        read_quantized(tmp_path / "out")
+    save_file({name: tensor for name, tensor in tensors.items() if not name.endswith("_scale")}, file)
+    with pytest.raises(QuantizationError, match="out lacks codes or scales of its linears"):
+        read_quantized(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="out' cannot be loaded"):
+        is_quantized_checkpoint(tmp_path / "out")
 
 
 def test_a_quantized_checkpoint_is_no_start_for_training(model, tokenizer, tmp_path):

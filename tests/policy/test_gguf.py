@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.gguf import cached_gguf_policy, find_gguf
+from qurl_ray.policy.gguf import cached_gguf_policy, find_gguf, gguf_outline
 from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.rollout.torch_engine import TorchEngine
@@ -81,5 +81,24 @@ def test_a_missing_file_is_named(path, complaint):
 
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ConfigError, match=r"bad\.gguf cannot be read as a GGUF model"):
+    with pytest.raises(ConfigError, match=r"bad\.gguf' cannot be loaded"):
         cached_gguf_policy(str(tmp_path / "bad.gguf"))
+
+
+def test_a_file_that_lacks_a_tensor_is_named(tmp_path):
+    """transformers would draw it at random."""
+    whole = find_gguf(SMOLLM2).read_bytes()
+    (tmp_path / "less.gguf").write_bytes(whole.replace(b"blk.5.attn_q.weight", b"blk.5.attn_x.weight", 1))
+    with pytest.raises(ConfigError, match=r"less\.gguf .* 1 missing \(model\.layers\.5\.self_attn\.q_proj\.weight\)"):
+        cached_gguf_policy(str(tmp_path / "less.gguf"))
+
+
+def test_the_outline_is_that_of_the_policy_and_needs_no_conversion(spec, tmp_path, monkeypatch):
+    converted = gguf_outline(SMOLLM2, 64)
+    monkeypatch.setenv("QURL_CACHE", str(tmp_path))
+    header = gguf_outline(SMOLLM2, 64)
+    assert not any(tmp_path.iterdir())
+    assert header.context == converted.context == 64
+    assert header.tokenizer("12 + 30 = ").input_ids == converted.tokenizer("12 + 30 = ").input_ids
+    shapes = [{name: p.shape for name, p in found.model.named_parameters()} for found in (header, converted)]
+    assert shapes[0] == shapes[1]

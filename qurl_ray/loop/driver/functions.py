@@ -3,13 +3,18 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import torch
+
 from qurl_ray.config import RunConfig
 from qurl_ray.config.algorithm import Algorithm, Custom
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import Table
+from qurl_ray.rl.advantages import advantages
+from qurl_ray.rl.corrections import CorrectionSettings, correct
+from qurl_ray.rl.surrogate import Bounds, surrogate_of
+from qurl_ray.sync.transport import transport_named
 from qurl_ray.tables import ADVANTAGES, CORRECTIONS, ENGINES, OBJECTIVES, SINKS, TRANSPORTS
-
-# Torch is imported where a function is tried: a dry run of the package's own ones does without it.
 
 
 def try_functions(config: RunConfig) -> None:
@@ -23,8 +28,6 @@ def try_functions(config: RunConfig) -> None:
     if config.rollout.engine not in ENGINES.entries:
         ENGINES.load(config.rollout.engine)  # the rollout workers create it
     if config.sync.transport not in TRANSPORTS.entries:
-        from qurl_ray.sync.transport import transport_named
-
         transport_named(config.sync.transport)
     for table, name, attempt in _named(config):
         if name in table.entries:
@@ -52,10 +55,6 @@ def _named(config: RunConfig) -> Iterator[tuple[Table, str, Callable[[Any], None
 
 def _try_objective(form: Any, algorithm: Algorithm) -> None:
     """Check that its value and gradient are finite, and that it has one: at a ratio of 1, and beyond both bounds."""
-    import torch
-
-    from qurl_ray.rl.surrogate import Bounds, surrogate_of
-
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     upper_BT = torch.full((2, 3), 1 + algorithm.clip_high)
     bounds = Bounds(lower=1 - algorithm.clip_low, upper_BT=upper_BT, dual=algorithm.dual_clip)
@@ -72,10 +71,6 @@ def _try_objective(form: Any, algorithm: Algorithm) -> None:
 
 
 def _try_correction(weigh: Any) -> None:
-    import torch
-
-    from qurl_ray.rl.corrections import CorrectionSettings, correct
-
     mask_BT = torch.tensor([[True, True, False], [True, False, False]])
     log_rho_BT = torch.where(mask_BT, torch.tensor([[0.0, 0.7, 0.0], [-0.7, 0.0, 0.0]]), 0.0)
     correct(log_rho_BT, mask_BT, CorrectionSettings(weigh=weigh))
@@ -83,10 +78,6 @@ def _try_correction(weigh: Any) -> None:
 
 def _try_advantage(compare: Any, samples: int) -> None:
     """Compare two groups, one of which is uniform and lacks a sample."""
-    import numpy as np
-
-    from qurl_ray.rl.advantages import advantages
-
     rewards_PG, lengths_PG = np.ones((2, samples)), np.full((2, samples), 2)
     rewards_PG[0, 0], rewards_PG[1, -1], lengths_PG[1, -1] = 0.0, np.nan, 0
     advantages(rewards_PG, compare, lengths_PG)

@@ -5,29 +5,20 @@ import typer
 from qurl_ray.actors.placement import demand
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
-from qurl_ray.errors import ConfigError
-from qurl_ray.loop.driver.functions import try_functions
-from qurl_ray.loop.driver.run_dir import dry_run
-from qurl_ray.planning.shapes import configured_shape
 from qurl_ray.signals import StopRequests
+
+# What needs torch or Ray is imported where it is used: that takes seconds, and --help does without it.
 
 
 def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
-    """Train, or only check, print and save the settings. Returns the exit status: 128 and the signal's number after a
-    request to stop (130 after Ctrl-C), 3 if the guard has stopped the run."""
+    """Train, or only check and print the settings. Returns the exit status: 128 and the signal's number after a request
+    to stop (130 after Ctrl-C), 3 if the guard has stopped the run."""
     if dry:
-        try_functions(config)
-        typer.echo(dry_run(config), nl=False)
-        typer.echo(f"# placement: {demand(config)}")
-        for sentence in idle_settings(config):
-            typer.echo(f"note: {sentence}", err=True)
-        if promise := _equal_bits(config):
-            typer.echo(f"# {promise}")
-        return 0
+        return _dry_run(config, fresh=fresh)
     stops = StopRequests()
     try:
         with stops.caught():
-            from qurl_ray.loop.driver.run import run_until  # imports take seconds: --help and dry runs skip them
+            from qurl_ray.loop.driver.run import run_until
 
             result = run_until(stops, config, fresh=fresh)
     except KeyboardInterrupt:
@@ -38,15 +29,17 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     return stops.exit_status if result.interrupted else 0
 
 
-def _equal_bits(config: RunConfig) -> str | None:
-    """Return this machine's promise of equal bits in words; None unless engine and learner share one forward pass and
-    the model's shape is known."""
-    if not config.shares_forward():
-        return None
-    try:
-        shape = configured_shape(config.model)
-    except ConfigError:
-        return None
-    from qurl_ray.numerics.promise import promise_of  # which imports torch
+def _dry_run(config: RunConfig, *, fresh: bool) -> int:
+    from qurl_ray.loop.driver.dry_run import dry_run
 
-    return promise_of(shape.linears(), head_dim=shape.head_dim).sentence()
+    found = dry_run(config, fresh=fresh)
+    typer.echo(found.settings, nl=False)
+    typer.echo(f"# placement: {demand(config)}")
+    if found.promise:
+        typer.echo(f"# {found.promise}")
+    for sentence in idle_settings(config):
+        typer.echo(f"note: {sentence}", err=True)
+    typer.echo(f"# checked: {'; '.join(found.checked)}")
+    if found.unchecked:
+        typer.echo(f"# not checked: {'; '.join(found.unchecked)}")
+    return 0

@@ -3,24 +3,38 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-import torch
+from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.model import GgufModel, TinyModel
+from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
+from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import ConfigError, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
 from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.gguf import cached_gguf_policy
-from qurl_ray.policy.load import context_length, empty_model, head_dim, load_tokenizer
-from qurl_ray.policy.tiny import cached_tiny_policy
+from qurl_ray.policy.load import Outline, outline
+from qurl_ray.policy.settings import head_dim
+from qurl_ray.policy.tiny import cached_tiny_policy, check_characters, tiny_outline
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import norm_fed_linears
 from qurl_ray.rewards.process import VerifierProcess
-from qurl_ray.types import PolicySpec
+from qurl_ray.types import PolicySpec, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Task and outline of the policy of a run, which fit together."""
+
+    task: Task
+    spec: PolicySpec | None
+    """None for a tiny policy, which is made later."""
+    model: PreTrainedModel
+    """Policy without weights, on the meta device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,83 +47,115 @@ class Prepared:
     """This machine's promise of equal bits; None if engine and learner do not share one forward pass."""
 
 
-def prepare_task(config: RunConfig) -> Task:
-    """Load the task and try its reward. Takes seconds, so that a typo is found before a run folder is created.
+def check_run(config: RunConfig) -> Checked:
+    """Load the task, try its reward, and check that task, policy and settings fit together. Takes seconds, so that an
+    error is found before a run folder is created and before a tiny policy is made.
 
     Raises:
-        DataError, RewardError: one of them cannot be used.
+        QurlError: something would have failed later; the error names it.
     """
-    task = load_task(config.task, eval_problems=config.evaluation.problems)
-    check_reward(task, config.task.reward_timeout_s, config.task.reward_memory_gb)
-    return task
+    task = prepare_task(config)
+    spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
+    found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
+    check_model(config, found.model)
+    check_prompts(config, task, found)
+    return Checked(task=task, spec=spec, model=found.model)
 
 
-def prepare(config: RunConfig, task: Task, progress: Callable[[int, float], None]) -> Prepared:
-    """Create or find the policy, and check that everything fits together.
+def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float], None]) -> Prepared:
+    """Make the policy if it is a tiny one that does not exist yet, and learn what this machine promises for it.
 
     Args:
         progress: called with (step, accuracy) while a tiny policy is made.
 
     Raises:
-        QurlError: something would have failed later; the error names it.
+        ConfigError: a tiny policy does not reach its accuracy.
+    """
+    spec, task = checked.spec, checked.task
+    if spec is None:
+        source = cached_tiny_policy(cast(TinyModel, config.model), task.train, progress)
+        spec = PolicySpec(source=str(source), max_length=config.model.max_length)
+    return Prepared(task=task, spec=spec, promise=row_promise(config, checked.model))
+
+
+def prepare_task(config: RunConfig) -> Task:
+    """Load the task and try its reward.
+
+    Raises:
+        DataError, RewardError: one of them cannot be used.
+    """
+    task = load_task(config.task, eval_problems=config.evaluation.problems)
+    check_reward(config.task, task.reward, task.held_out[0])
+    return task
+
+
+def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
+    """Return where the policy is. A GGUF file is converted if it was not yet.
+
+    Raises:
+        ConfigError: a GGUF file is not there, or is damaged.
+    """
+    if isinstance(model, GgufModel):
+        source = cached_gguf_policy(model.path)
+    else:
+        source = Path(model.path).expanduser()  # made absolute: ranks and engines work in other folders
+    return PolicySpec(source=str(source.resolve()) if source.is_dir() else model.path, max_length=model.max_length)
+
+
+def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:
+    """Return this machine's promise of equal bits for the policy, measured where it is not known yet; None if engine
+    and learner do not share one forward pass."""
+    return promise_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
+
+
+def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
+    """Check that the policy reads the prompts, and that they and their answers fit into its context.
+
+    Raises:
+        ConfigError, DataError: the message names the template, or a prompt.
     """
     if isinstance(config.model, TinyModel):
         if config.task.template != "{prompt}":
             raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
-        source = str(cached_tiny_policy(config.model, task.train, progress))
-    elif isinstance(config.model, GgufModel):
-        source = str(cached_gguf_policy(config.model.path))
-    else:
-        folder = Path(config.model.path).expanduser()  # made absolute: ranks and engines work in other folders
-        source = str(folder.resolve()) if folder.is_dir() else config.model.path
-    spec = PolicySpec(source=source, max_length=config.model.max_length)
-    check_model(config, spec)
-    tokenizer = load_tokenizer(spec)
+        check_characters(task.train)
     for problems in (task.train, task.held_out):
         check_lengths(
             problems,
-            lambda problem: encode_prompt(problem, tokenizer, template=config.task.template, chat=config.task.chat),
+            lambda problem: encode_prompt(
+                problem, found.tokenizer, template=config.task.template, chat=config.task.chat
+            ),
             max_new_tokens=config.rollout.max_new_tokens,
-            context=context_length(spec),
+            context=found.context,
         )
-    return Prepared(task=task, spec=spec, promise=row_promise(config, spec))
 
 
-def row_promise(config: RunConfig, spec: PolicySpec) -> Promise | None:
-    """Return this machine's promise of equal bits for the policy, measured where it is not known yet; None if engine
-    and learner do not share one forward pass."""
-    if not config.shares_forward():
-        return None
-    with torch.device("meta"):
-        model = empty_model(spec)
-    return promise_for(model, head_dim=head_dim(model.config))
-
-
-def check_reward(task: Task, timeout_s: float, memory_gb: float) -> None:
+def check_reward(config: TaskConfig, reward: str, problem: Problem | None) -> None:
     """Judge one correct answer: a reward that cannot be found, raises, hangs or returns no number fails here.
+
+    Args:
+        problem: None only looks for the reward.
 
     Raises:
         RewardError: the reward fails in one of these ways.
     """
-    problem = task.held_out[0]
-    with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as process:
+    with VerifierProcess(reward, config.reward_timeout_s, memory_gb=config.reward_memory_gb) as process:
         process.check()
+        if problem is None:
+            return
         (verdict,) = process.judge_many([(problem.answer, problem)])
     if verdict.status != "ok":
         raise RewardError(
-            f"reward {task.reward} ended in {verdict.status} on the expected answer of {problem.uid}: {verdict.detail}"
+            f"reward {reward} ended in {verdict.status} on the expected answer of {problem.uid}: {verdict.detail}"
         )
 
 
-def check_model(config: RunConfig, spec: PolicySpec) -> None:
-    """Check that the architecture can be quantized and scaled as configured; no weights are loaded.
+def check_model(config: RunConfig, model: PreTrainedModel) -> None:
+    """Check that the architecture can be quantized and scaled as configured.
 
     Raises:
         ConfigError: the engine cannot work here, or not with these settings.
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
-    with torch.device("meta"):
-        model = empty_model(spec)
     quantized: list[str] = []
     if config.rollout.quantization != "none":
         fmt = get_format(config.rollout.quantization)

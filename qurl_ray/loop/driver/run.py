@@ -27,11 +27,10 @@ from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.model import ModelConfig, TinyModel
-from qurl_ray.data.tasks import Task
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
-from qurl_ray.loop.driver.prepare import Prepared, prepare, prepare_task
+from qurl_ray.loop.driver.prepare import Checked, Prepared, check_run, prepare
 from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import summarize
 from qurl_ray.loop.driver.watch import Fit, Watch
@@ -80,12 +79,12 @@ def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) ->
         if not ray.is_initialized():
             check_address()  # now, and not only after a cold start
         try_functions(config)
-        task = prepare_task(config)
+        checked = check_run(config)
         with open_run_dir(config, fresh=fresh) as run_dir:
-            return _run_in(run_dir, config, task, stops)
+            return _run_in(run_dir, config, checked, stops)
 
 
-def _run_in(place: RunDir, config: RunConfig, task: Task, stops: StopRequests) -> RunResult:
+def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopRequests) -> RunResult:
     run_dir, resume = place.path, place.resume
     (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now resumes
     torch.set_num_threads(os.cpu_count() or 1)
@@ -93,7 +92,7 @@ def _run_in(place: RunDir, config: RunConfig, task: Task, stops: StopRequests) -
         try:
             totals = rewound(place, tracker)
             _announce(place.notes, "info", tracker)
-            prepared = prepare(config, task, _cold_start_progress(config.model, tracker))
+            prepared = prepare(config, checked, _cold_start_progress(config.model, tracker))
             if promise := prepared.promise:  # of this machine: a resumed run may have started on another
                 _announce([promise.sentence()], "info" if promise.kept else "warning", tracker)
             if not resume:  # else metrics.jsonl has them already

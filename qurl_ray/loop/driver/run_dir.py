@@ -1,4 +1,4 @@
-"""The run's folder, and whether a run resumes there. Light: a dry run needs neither torch nor Ray."""
+"""The run's folder, and whether a run resumes there. Light: imports neither torch nor Ray."""
 
 import fcntl
 import json
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
-from qurl_ray.config import RunConfig, resolve
+from qurl_ray.config import RunConfig
 from qurl_ray.config.load import validated_run
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.checkpoint import Checkpoint, latest
@@ -55,17 +55,46 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
     except OSError as error:
         raise ConfigError(f"cannot write to {config.output_dir}: {error.strerror}; set output_dir") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"a run named {config.name} is still going on in {run_dir}; set another name") from None
+        _take(lock, fcntl.LOCK_EX, run_dir)
         yield _resume_or_create(config, run_dir, fresh)
+
+
+def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> str:
+    """Return what `open_run_dir` would do, in words, and change nothing. Checksums of checkpoints are not compared.
+
+    Raises:
+        ConfigError: see `open_run_dir`.
+    """
+    assert config.output_dir is not None, "resolve() comes first"
+    run_dir = config.output_dir / config.name
+    there = next(folder for folder in (config.output_dir, *config.output_dir.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write to {config.output_dir}: {there} is no folder to write in; set output_dir")
+    if (lock := config.output_dir / f".{config.name}.lock").is_file():
+        with lock.open() as held:
+            _take(held, fcntl.LOCK_SH, run_dir)
+    _check_is_run(run_dir)
+    if run_dir.exists() and not fresh and not _finished(run_dir) and any((run_dir / "checkpoints").glob("step-*")):
+        _check_same(config, run_dir)
+        return f"the folder {run_dir} (its run resumes)"
+    return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})"
+
+
+def _take(lock: IO[str], kind: int, run_dir: Path) -> None:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"a run named {run_dir.name} is still going on in {run_dir}; set another name") from None
+
+
+def _check_is_run(run_dir: Path) -> None:
+    if run_dir.exists() and not (run_dir / _MARKER).is_file() and not _empty(run_dir):
+        raise ConfigError(f"{run_dir} is there and is no run (it has no {_MARKER}): set another name or output_dir")
 
 
 def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
     notes: list[str] = []
-    if run_dir.exists() and not (run_dir / _MARKER).is_file() and not _empty(run_dir):
-        raise ConfigError(f"{run_dir} is there and is no run (it has no {_MARKER}): set another name or output_dir")
+    _check_is_run(run_dir)
     if run_dir.exists() and not fresh and not _finished(run_dir):
         checkpoint, notes = latest(run_dir)
         if checkpoint:
@@ -167,17 +196,6 @@ def _move_aside(run_dir: Path) -> Path:
 def settings_text(config: RunConfig) -> str:
     """The resolved settings as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def dry_run(config: RunConfig) -> str:
-    """Save and return the resolved settings; they were validated when they were read."""
-    config = resolve(config, submitted=submitted())
-    assert config.output_dir is not None
-    run_dir = config.output_dir / f"{config.name}.dry-run"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    text = settings_text(config)
-    (run_dir / "config.yaml").write_text(text)
-    return text
 
 
 def submitted() -> bool:

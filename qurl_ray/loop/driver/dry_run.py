@@ -1,0 +1,81 @@
+"""A dry run: the checks of a run that need no weights in memory. It writes nothing and asks no other machine."""
+
+from dataclasses import dataclass, field, replace
+
+from qurl_ray.cache import read_only
+from qurl_ray.config import RunConfig, resolve
+from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
+from qurl_ray.config.task import DatasetTask
+from qurl_ray.data.files import hub_sources
+from qurl_ray.loop.driver.functions import try_functions
+from qurl_ray.loop.driver.prepare import (
+    check_model,
+    check_prompts,
+    check_reward,
+    find_policy,
+    prepare_task,
+    row_promise,
+)
+from qurl_ray.loop.driver.run_dir import look_at_run_dir, settings_text, submitted
+from qurl_ray.policy.gguf import gguf_outline
+from qurl_ray.policy.load import Outline, local_copy, outline
+from qurl_ray.policy.tiny import tiny_outline
+from qurl_ray.tables import TASKS
+
+
+@dataclass(slots=True, kw_only=True)
+class DryRun:
+    """Result of a dry run in which nothing was wrong."""
+
+    settings: str
+    """Resolved settings as YAML."""
+    checked: list[str] = field(default_factory=list)
+    """Parts of the run that were checked, in words."""
+    unchecked: list[str] = field(default_factory=list)
+    """Parts that were not checked, each with the reason."""
+    promise: str | None = None
+    """Sentence on equal bits; None if engine and learner do not share one forward pass, or the model is not here."""
+
+
+def dry_run(config: RunConfig, *, fresh: bool) -> DryRun:
+    """Make the checks of a run, and return what they were.
+
+    Raises:
+        QurlError: a run would end in this error.
+    """
+    config = resolve(config, submitted=submitted())
+    found = DryRun(settings=settings_text(config))
+    try_functions(config)
+    found.checked += ["settings", "functions", look_at_run_dir(config, fresh=fresh)]
+    task = None
+    if isinstance(config.task, DatasetTask) and (hub := hub_sources(config.task)):
+        check_reward(config.task, config.task.reward or TASKS.entries[config.task.type].reward, None)
+        found.unchecked.append(f"problems and prompts, as {' and '.join(hub)} would come from the hub")
+    else:
+        task = prepare_task(config)
+        counts = f"{len(task.train)} training and {len(task.held_out)} held-out problems"
+        found.checked.append(f"{counts} with reward {task.reward}")
+    policy = _outline(config.model)
+    if policy is None:
+        found.unchecked.append("the model and prompts, as model.path would come from the hub")
+        return found
+    check_model(config, policy.model)
+    found.checked.append(f"the model ({type(policy.model).__name__})")
+    if task:
+        check_prompts(config, task, policy)
+        found.checked.append(f"lengths of prompts and answers in a context of {policy.context} tokens")
+    with read_only():
+        promise = row_promise(config, policy.model)
+    found.promise = promise.sentence() if promise else None
+    return found
+
+
+def _outline(model: ModelConfig) -> Outline | None:
+    """Return the policy without its weights; None if it is of the hub and not here."""
+    if isinstance(model, TinyModel):
+        return tiny_outline(model)
+    if isinstance(model, GgufModel):
+        return gguf_outline(model.path, model.max_length)
+    spec = find_policy(model)
+    here = local_copy(spec.source)
+    return outline(replace(spec, source=str(here))) if here else None

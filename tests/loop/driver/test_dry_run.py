@@ -1,0 +1,159 @@
+"""A dry run: it finds what a run would find before it starts, and leaves no trace."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from qurl_ray.config import load_config
+from qurl_ray.errors import ConfigError, DataError, QuantizationError, QurlError, RewardError
+from qurl_ray.loop.driver.dry_run import dry_run
+from qurl_ray.loop.driver.prepare import check_run
+from qurl_ray.loop.driver.run_dir import open_run_dir
+from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy.save import save_policy
+from tests.loop.test_checkpoint import write
+
+
+@pytest.fixture
+def here(tmp_path, tiny_spec, monkeypatch):
+    """A folder to work in, with a policy, problems, and an empty cache."""
+    save_policy(load_model(tiny_spec), load_tokenizer(tiny_spec), tmp_path / "policy")
+    lines = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("QURL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("QURL_RUNS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(*given):
+    return load_config(None, ["name=mine", "rollout.max_new_tokens=6", "tracking.mlflow=false", *given])
+
+
+def tree(folder: Path) -> dict[str, tuple]:
+    found = {path: path.stat() for path in folder.rglob("*")}
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+
+
+PRETRAINED = ["model.type=pretrained", "model.path=policy"]
+SUMS = ["task.type=dataset", "task.path=sums.jsonl"]
+GYM = ["task.type=reasoning_gym", "task.dataset=chain_sum", "task.train_size=20", "task.held_out_size=5"]
+
+
+@pytest.mark.parametrize(
+    ("given", "problems"),
+    [
+        ([], "8000 training and 500 held-out problems with reward exact"),
+        ([*PRETRAINED, *SUMS], "9 training and 1 held-out problems with reward math_verify"),
+        ([*PRETRAINED, *GYM, "model.max_length=64"], "20 training and 5 held-out problems with reward reasoning_gym"),
+    ],
+)
+def test_it_says_what_it_checked_and_writes_nothing(here, given, problems):
+    before = tree(here)
+    found = dry_run(config(*given), fresh=False)
+    assert tree(here) == before
+    assert found.checked == [
+        "settings",
+        "functions",
+        f"the folder {here}/runs/mine (new)",
+        problems,
+        "the model (Qwen2ForCausalLM)",
+        "lengths of prompts and answers in a context of 64 tokens",
+    ]
+    assert found.unchecked == []
+    assert "equal bits of engine and learner" in found.promise
+    assert yaml.safe_load(found.settings)["output_dir"] == str(here / "runs")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (["task.type=dataset", "task.path=no.jsonl"], DataError, "no such file: .*/no.jsonl"),
+        (
+            [*SUMS, "task.answer_column=anwser"],
+            DataError,
+            "has no column 'anwser'",
+        ),
+        ([*SUMS, "task.held_out_path=no.parquet"], DataError, "no such file: .*/no.parquet"),
+        ([*GYM, "task.dataset=chain_sums"], DataError, "no data set 'chain_sums'; did you mean 'chain_sum'"),
+        ([*GYM, "task.params={most: 2}"], DataError, "has no parameter 'most'"),
+        (["task.reward=tests.loop.rewards:no_such"], RewardError, "no_such"),
+        (["task.reward=operator:truediv"], RewardError, r"ended in error on the expected answer"),
+        (["task.template=Q {prompt}"], ConfigError, "task.template is for pretrained models"),
+        ([*PRETRAINED, *SUMS, "task.template=Q"], DataError, "task.template must contain"),
+        ([*PRETRAINED, *SUMS, "rollout.max_new_tokens=62"], DataError, "exceeds the context 64"),
+        ([*PRETRAINED, "model.max_length=65"], ConfigError, "max_length=65 exceeds"),
+        (["model.type=pretrained", "model.path=/no/such"], ConfigError, "model '/no/such' cannot be loaded"),
+        (["model.type=gguf", "model.path=no.gguf"], ConfigError, "no such file"),
+        (["rollout.quantization=int4", "model.intermediate_size=200"], QuantizationError, "width 200"),
+        (["output_dir=sums.jsonl"], ConfigError, "sums.jsonl is no folder to write in; set output_dir"),
+        (["output_dir=sums.jsonl/below"], ConfigError, "cannot write to .*/sums.jsonl/below: .*; set output_dir"),
+        (["output_dir=.", "name=policy"], ConfigError, "policy is there and is no run"),
+        (["tracking.sinks=[tests.loop.rewards:none]"], QurlError, "none"),
+    ],
+)
+def test_it_ends_in_the_error_of_the_run(here, given, kind, message):
+    before = tree(here)
+    with pytest.raises(kind, match=message):
+        dry_run(config(*given), fresh=False)
+    assert tree(here) == before
+
+
+def test_a_policy_without_all_its_weights_is_found(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    file = here / "policy" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if "layers.1." not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    for path in ("policy", "~/policy"):
+        with pytest.raises(ConfigError, match="12 missing"):
+            dry_run(config("model.type=pretrained", f"model.path={path}"), fresh=False)
+
+
+def test_it_tells_what_a_run_would_do_with_a_run_of_its_name(here):
+    going_on = pytest.raises(ConfigError, match="a run named mine is still going on")
+    with open_run_dir(config("output_dir=runs", "seed=3")), going_on:
+        dry_run(config("seed=3"), fresh=False)
+    assert "mine (its run is moved aside)" in dry_run(config("seed=4"), fresh=False).checked[2]  # it has no checkpoint
+    write(here / "runs" / "mine", 3)
+    before = tree(here)
+    assert "mine (its run resumes)" in dry_run(config("seed=3"), fresh=False).checked[2]
+    with pytest.raises(ConfigError, match="with other settings: seed: 3 → 4"):
+        dry_run(config("seed=4"), fresh=False)
+    assert "mine (its run is moved aside)" in dry_run(config("seed=4"), fresh=True).checked[2]
+    assert tree(here) == before
+
+
+def test_the_hub_is_left_to_the_run(here):
+    """But a reward is looked for, and the rest is checked."""
+    hub = ["task.type=dataset", "task.path=openai/gsm8k", "task.held_out_path=sums.jsonl"]
+    found = dry_run(config(*hub, *PRETRAINED), fresh=False)
+    assert found.unchecked == ["problems and prompts, as openai/gsm8k would come from the hub"]
+    assert "the model (Qwen2ForCausalLM)" in found.checked
+    with pytest.raises(RewardError, match="no_such"):
+        dry_run(config(*hub, "task.reward=tests.loop.rewards:no_such"), fresh=False)
+    found = dry_run(config("model.type=pretrained", "model.path=org/name"), fresh=False)
+    assert found.unchecked == ["the model and prompts, as model.path would come from the hub"]
+    assert "500 held-out problems" in found.checked[3]
+
+
+def test_a_policy_in_the_cache_of_the_hub_is_checked(here, monkeypatch):
+    """The cache as huggingface_hub lays it out."""
+    snapshot = here / "hub" / "models--org--name" / "snapshots" / "0123"
+    snapshot.parent.mkdir(parents=True)
+    (here / "policy").rename(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
+    given = config("model.type=pretrained", "model.path=org/name")
+    assert "the model (Qwen2ForCausalLM)" in dry_run(given, fresh=False).checked
+    assert check_run(given).spec.source == "org/name"
+    os.truncate(snapshot / "model.safetensors", 5000)
+    with pytest.raises(ConfigError, match=r"0123/model\.safetensors is damaged"):
+        dry_run(given, fresh=False)
+    with pytest.raises(ConfigError, match=r"0123/model\.safetensors is damaged"):
+        check_run(given)
