@@ -118,7 +118,7 @@ def test_it_tells_what_a_run_would_do_with_a_run_of_its_name(here):
     going_on = pytest.raises(ConfigError, match="a run named mine is still going on")
     with open_run_dir(config("output_dir=runs", "seed=3")), going_on:
         dry_run(config("seed=3"), fresh=False)
-    assert "mine (its run is moved aside)" in dry_run(config("seed=4"), fresh=False).checked[2]  # it has no checkpoint
+    assert "mine (new)" in dry_run(config("seed=4"), fresh=False).checked[2]  # that start failed before its first step
     write(here / "runs" / "mine", 3)
     before = tree(here)
     assert "mine (its run resumes)" in dry_run(config("seed=3"), fresh=False).checked[2]
