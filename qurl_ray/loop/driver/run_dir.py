@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from qurl_ray.config import RunConfig, resolve
-from qurl_ray.config.load import validated_run
+from qurl_ray.config.load import read_settings, validated_run
+from qurl_ray.config.shown import redacted, write_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 
@@ -76,7 +77,7 @@ def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
         notes.append(f"the run that was in {run_dir} is now in {_move_aside(run_dir)}")
     try:
         run_dir.mkdir(exist_ok=True)
-        (run_dir / _MARKER).write_text(settings_text(config))
+        write_settings(run_dir / _MARKER, settings_text(config))
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
     return RunDir(path=run_dir, notes=notes)
@@ -95,8 +96,8 @@ def _finished(run_dir: Path) -> bool:
 
 def _check_same(config: RunConfig, run_dir: Path) -> None:
     try:
-        old = yaml.safe_load((run_dir / _MARKER).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        old = read_settings(run_dir / _MARKER)
+    except ConfigError as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
     try:  # settings that were added since then get their defaults
         known = validated_run(old, "config.yaml").model_dump(mode="json")
@@ -144,7 +145,7 @@ def _move_aside(run_dir: Path) -> Path:
 
 def settings_text(config: RunConfig) -> str:
     """The resolved settings as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def dry_run(config: RunConfig) -> str:
@@ -154,8 +155,8 @@ def dry_run(config: RunConfig) -> str:
     run_dir = config.output_dir / f"{config.name}.dry-run"
     run_dir.mkdir(parents=True, exist_ok=True)
     text = settings_text(config)
-    (run_dir / "config.yaml").write_text(text)
-    return text
+    write_settings(run_dir / "config.yaml", text)
+    return redacted(text)
 
 
 def submitted() -> bool:
