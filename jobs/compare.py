@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from qurl_ray.config.load import runs_folder
+from qurl_ray.config.shown import redacted
+from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_p_value
 from qurl_ray.report.compare import Difference, Run, compare, newest, read_runs
@@ -24,7 +26,10 @@ def main(
     ] = None,
     runs: Annotated[bool, typer.Option("--runs", help="Say what the arguments are; may be left out.")] = False,
     experiment: Annotated[str | None, typer.Option(help="The runs of this MLflow experiment instead.")] = None,
-    uri: Annotated[str | None, typer.Option(help="MLflow's server or database; else FOLDER/mlflow.db.")] = None,
+    uri: Annotated[
+        str | None,
+        typer.Option(help="MLflow's server or database.", show_default="$MLFLOW_TRACKING_URI, or FOLDER/mlflow.db"),
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="Where runs are.", show_default="$QURL_RUNS, or runs")] = None,
     out: Annotated[Path | None, typer.Option(help="The page.", show_default="FOLDER/compare.html")] = None,
 ) -> None:
@@ -35,7 +40,7 @@ def main(
     """
     place = runs_folder(folder)
     try:
-        found = chosen(names or [], experiment, uri or f"sqlite:///{place / 'mlflow.db'}", place)
+        found = chosen(names or [], experiment, mlflow_address(uri, place), place)
         comparison = compare(found, difference)
         path = (out or place / "compare.html").expanduser().resolve()
         write_page(path, render_comparison(comparison, experiment or "Comparison of runs"))
@@ -43,7 +48,7 @@ def main(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     except OSError as error:
-        typer.echo(f"error: cannot write {error.filename}: {error.strerror}", err=True)
+        typer.echo(f"error: cannot read or write {error.filename}: {error.strerror}", err=True)
         raise typer.Exit(2) from None
     for warning in comparison.warnings:
         typer.echo(f"note: {warning}", err=True)
@@ -62,7 +67,7 @@ def chosen(names: list[str], experiment: str | None, uri: str, folder: Path) -> 
     if names:
         raise ConfigError("give runs or --experiment, not both")
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-        raise ConfigError(f"no MLflow database {uri}; give --uri")  # MLflow would make an empty one
+        raise ConfigError(f"no MLflow database {redacted(uri)}; give --uri")  # MLflow would make an empty one
     from qurl_ray.tracking.compare_mlflow import experiment_runs  # the import takes over a second
 
     return experiment_runs(uri, experiment)

@@ -30,7 +30,7 @@ def main(
             if page:
                 print(page)
     except OSError as error:
-        typer.echo(f"error: cannot write the report into {run}: {error.strerror}", err=True)
+        typer.echo(f"error: cannot read or write {error.filename or run}: {error.strerror}", err=True)
         raise typer.Exit(2) from None
 
 

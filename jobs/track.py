@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from qurl_ray.config.shown import redacted
 from qurl_ray.errors import QurlError
-from qurl_ray.report.text import redacted
 from qurl_ray.tracking.replay import replay
 
 

@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("MLFLOW_TRACKING_URI", None)  # else tests would write to a server
 
 from qurl_ray.numerics.promise import promise_of  # isort: skip  before torch, so that MKL computes as is wanted
 

@@ -333,6 +333,7 @@ def test_mlflow_shows_the_runs(quickstart, monkeypatch):
     from mlflow import MlflowClient, cli
 
     told: list[str] = []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # which the command sets, in this process
     monkeypatch.setattr("mlflow.server._run_server", lambda **settings: told.append(settings["file_store_path"]))
     (command,) = (command for command in ALL if "mlflow ui" in command)
     done = CliRunner().invoke(cli.cli, shlex.split(command)[1:])

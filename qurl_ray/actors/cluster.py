@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import socket
 from typing import Any
 
+import grpc
 import ray
+from ray._private.gcs_utils import create_gcs_channel
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state
 from ray.exceptions import AuthenticationError
@@ -16,24 +19,41 @@ from qurl_ray.actors.placement import Demand, GpuAssignment, counts, what_is_mis
 from qurl_ray.errors import ConfigError, PlacementError
 
 _CONNECT_S = 10.0
+_ASK = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""Call that every head node answers. Ray's client server, at ray://, answers that it has no such call."""
 
 
 def check_address() -> None:
-    """Check that something listens at $RAY_ADDRESS, if it is set. Ray itself would retry silently for over ten minutes.
+    """Check that a Ray cluster answers at $RAY_ADDRESS, if it is set. Ray itself would retry silently for over ten
+    minutes.
 
     Raises:
-        ConfigError: nothing listens there.
+        ConfigError: nothing listens there, or something that is no Ray, or it is no address.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():
-        return  # "auto" and "local", which Ray resolves
+    found = re.fullmatch(r"(ray://)?([^\s/]+):(\d+)", address)
+    if not found:
+        if address in ("", "auto", "local") or ("://" in address and not address.startswith("http")):
+            return  # Ray resolves them
+        raise ConfigError(f"RAY_ADDRESS={address} is no address of a Ray cluster, such as 10.0.0.1:6379")
+    scheme, host, port = found.groups()
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); without RAY_ADDRESS, Ray is started here"
         ) from None
+    with create_gcs_channel(f"{host}:{port}") as channel:
+        try:
+            channel.unary_unary(_ASK)(b"", timeout=_CONNECT_S, wait_for_ready=True)
+        except grpc.RpcError as error:
+            told = error.code()
+            allowed = [grpc.StatusCode.UNAUTHENTICATED] + ([grpc.StatusCode.UNIMPLEMENTED] if scheme else [])
+            if told not in allowed:
+                raise ConfigError(
+                    f"what listens at RAY_ADDRESS={address} is no Ray cluster, or one that hangs: asked for its id, it "
+                    f"gave no answer of Ray's within {_CONNECT_S:g} s ({told.name})"
+                ) from None
 
 
 def attach(**settings: Any) -> None:
@@ -46,7 +66,7 @@ def attach(**settings: Any) -> None:
     address = os.environ["RAY_ADDRESS"]
     try:
         ray.init(address, **settings)
-    except (ConnectionError, AuthenticationError) as error:
+    except (ConnectionError, ValueError, AuthenticationError) as error:
         reason = str(error)
         if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
             reason = (

@@ -3,16 +3,18 @@
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from qurl_ray.config.algorithm import CLIP_BOUNDS, PRESETS
 from qurl_ray.config.run import RunConfig
 from qurl_ray.config.section import DEFAULT_TYPES
+from qurl_ray.config.shown import redacted, shortened
+from qurl_ray.config.tracking import known_uri
+from qurl_ray.config.yaml_text import read_yaml, read_yaml_file
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
 
@@ -28,6 +30,8 @@ _INSTEAD = {
     "normalize_by_std": "normalize_by_std is now algorithm.advantage: grpo divides by the deviation, dr_grpo does not",
 }
 """Messages for keys of other frameworks, or of earlier versions, that are not settings here."""
+_LONGEST_LINE, _MOST_LINES = 1000, 20
+"""Limits of an error's text: a line's in characters, and the number of lines."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -49,7 +53,7 @@ def validated_run(settings: dict[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from None
+        raise ConfigError(explain(error, source, _fault)) from None
 
 
 def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -61,20 +65,24 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str,
     settings = _read(path) if path else {}
     for override in overrides:
         key, equals, value = override.partition("=")
+        told = f"override {shortened(redacted(override))!r}"
         if not equals or not key:
-            raise ConfigError(f"override {override!r} is not of the form key=value")
-        _assign(settings, key.split("."), _parse(value, override))
+            raise ConfigError(f"{told} is not of the form key=value")
+        _assign(settings, key.split("."), read_yaml(value, f"{told}: the value") if value else "")
     return settings
 
 
 def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
-    """Return the settings with an absolute `output_dir`: Ray moves train workers and submitted jobs to temporary
-    folders.
+    """Return the settings with an absolute `output_dir`, as Ray moves train workers and submitted jobs to temporary
+    folders, and with the address of MLflow that is used.
 
     Args:
         submitted: the driver runs as a Ray job, in a copy of the working directory that is deleted afterwards.
     """
-    return config.model_copy(update={"output_dir": runs_folder(config.output_dir, submitted=submitted)})
+    resolved: dict[str, Any] = {"output_dir": runs_folder(config.output_dir, submitted=submitted)}
+    if (uri := known_uri(config.tracking.mlflow_uri)) != config.tracking.mlflow_uri:
+        resolved["tracking"] = config.tracking.model_copy(update={"mlflow_uri": uri})
+    return config.model_copy(update=resolved)
 
 
 def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
@@ -114,24 +122,20 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        nearest = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
-        raise ConfigError(f"config file {path} does not exist{hint}")
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        if path.is_dir():
+            raise ConfigError(f"config file {path} is a folder: give a YAML file")
+        if not path.is_file():
+            nearest = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+            hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+            raise ConfigError(f"config file {path} does not exist{hint}")
+        settings = read_yaml_file(path)
+    except OSError as error:
+        raise ConfigError(f"config file {shortened(str(path))} cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds {type(settings).__name__}, expected a mapping of sections")
+        holds = "is empty" if settings is None else f"holds {type(settings).__name__}"
+        raise ConfigError(f"{path} {holds}, expected a mapping of sections")
     return settings
-
-
-def _parse(value: str, override: str) -> Any:
-    try:
-        return yaml.safe_load(value) if value else ""
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from None
 
 
 def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -142,7 +146,9 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
         settings[section] = _as_section(section, settings[section])
         settings = settings[section]
         if not isinstance(settings, dict):
-            raise ConfigError(f"{'.'.join(keys[: done + 1])} is a value, not a section: cannot set {'.'.join(keys)}")
+            where = ".".join(keys[: done + 1])
+            told = f"{where} is a value, not a section: cannot set {'.'.join(keys)}"
+            raise ConfigError(shortened(told, _LONGEST_LINE))
     if last == "type" and value != settings.get("type", DEFAULT_TYPES.get(keys[-2] if sections else "")):
         settings.clear()  # another type has other settings: drop those of the old one
     if last == "objective" and value != settings.get(last, "ppo"):
@@ -172,9 +178,20 @@ def _show(value: Any) -> str:
     return "null" if value is None else str(value) if not isinstance(value, str) else value or '""'
 
 
-def _explain(error: ValidationError, source: str) -> str:
-    """Return one line per error: where it is, what was given, what would be right."""
-    return "\n".join(f"{source}: {_fault(item)}" for item in error.errors())
+def explain(error: ValidationError, source: str, fault: Callable[[Any], str]) -> str:
+    """Return one line per error: where it is, what was given, what would be right. `fault` says so of an item of
+    `error.errors()`; `source` is what the settings are of."""
+    items = error.errors()
+    lines = [f"{source}: {shortened(redacted(fault(item)), _LONGEST_LINE)}" for item in items[:_MOST_LINES]]
+    return "\n".join(lines + ([f"and {len(items) - _MOST_LINES} more"] if len(items) > _MOST_LINES else []))
+
+
+def given(item: Any) -> str:
+    """Return the value that an error is about, in brackets; "" for a section, and for what may hold a password."""
+    value = item["input"]
+    if isinstance(value, dict | BaseModel) or item["loc"][-1:] == ("mlflow_uri",):
+        return ""
+    return f" (got {shortened(redacted(repr(value)))})"
 
 
 def _fault(item: Any) -> str:
@@ -186,8 +203,7 @@ def _fault(item: Any) -> str:
         if key in keys:
             return f"{key} is a setting of another type; see --help {key}"
         return f"unknown key {key!r}{did_you_mean(key, keys, cutoff=0.5)}"
-    given = "" if isinstance(item["input"], dict | BaseModel) else f" (got {item['input']!r})"
-    return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given}"
+    return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given(item)}"
 
 
 def _dotted(path: list[str]) -> str:

@@ -9,9 +9,10 @@ import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
-from qurl_ray.config.load import read_settings
+from qurl_ray.config.load import explain, given, read_settings
 from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.section import Section
+from qurl_ray.config.tracking import MlflowUri
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import did_you_mean
 from qurl_ray.tables import ENGINES
@@ -26,9 +27,9 @@ class ServingConfig(Section):
     run there."""
     output_dir: Path | None = None
     """Folder that holds the run folders; null means $QURL_RUNS if that is set, else ./runs."""
-    mlflow_uri: str | None = None
-    """MLflow tracking server or database with the registered models; null means mlflow.db, a SQLite file in
-    output_dir."""
+    mlflow_uri: MlflowUri | None = Field(None, repr=False)
+    """MLflow tracking server or database with the registered models; null means $MLFLOW_TRACKING_URI if that is set,
+    else mlflow.db, a SQLite file in output_dir."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
     """Name of the model for clients; null means the run's or registered model's name. It stays when the policy is
     swapped."""
@@ -165,15 +166,14 @@ def validated(settings: dict[str, Any], source: str) -> ServingConfig:
     try:
         return ServingConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_fault(item)}" for item in error.errors())) from None
+        raise ConfigError(explain(error, source, _fault)) from None
 
 
 def _fault(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         return f"unknown key {key!r}{did_you_mean(key, ServingConfig.model_fields, cutoff=0.5)}"
-    given = f" (got {item['input']!r})" if key else ""
-    return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given}"
+    return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given(item) if key else ''}"
 
 
 def serving_app(serve: Callable[..., int], about: str | None = None) -> typer.Typer:

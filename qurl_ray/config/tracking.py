@@ -1,11 +1,46 @@
 """Settings of what a run records."""
 
-from typing import Literal
+import os
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, PlainSerializer, field_validator
 
 from qurl_ray.config.section import Section
+from qurl_ray.config.shown import MARK, redacted
+from qurl_ray.errors import ConfigError
 from qurl_ray.tables import SINKS
+
+_VARIABLE = "MLFLOW_TRACKING_URI"
+
+
+def _address(value: str) -> str:
+    if not ("/" in value or value.startswith(("databricks", "uc"))):
+        raise ValueError("is no address, such as http://HOST:5000, or sqlite:////FOLDER/mlflow.db")
+    return value
+
+
+MlflowUri = Annotated[str, AfterValidator(_address), PlainSerializer(redacted)]
+"""Address of MLflow, which may hold a password: `model_dump` returns it without, so that no file of a run has it."""
+
+
+def known_uri(given: str | None) -> str | None:
+    """Return `given`, or $MLFLOW_TRACKING_URI, if that is set, where `given` is None or lacks its password."""
+    return given if given and MARK not in given else os.environ.get(_VARIABLE) or given
+
+
+def mlflow_address(given: str | None, folder: Path) -> str:
+    """Return the address of MLflow: `known_uri`, else that of mlflow.db in `folder`.
+
+    Raises:
+        ConfigError: `given` lacks its password, as in the config.yaml of a run, and the variable is not set.
+    """
+    uri = known_uri(given)
+    if uri and MARK in uri:
+        raise ConfigError(
+            f"the address of MLflow, {uri}, was written without its password: set ${_VARIABLE}, or give it whole"
+        )
+    return uri or f"sqlite:///{folder / 'mlflow.db'}"
 
 
 class TrackingConfig(Section):
@@ -13,8 +48,9 @@ class TrackingConfig(Section):
 
     mlflow: bool = True
     """Also record the run in MLflow: settings, metrics, sampled rollouts, files and the final policy."""
-    mlflow_uri: str | None = None
-    """MLflow tracking server or database; null means mlflow.db, a SQLite file in `output_dir`."""
+    mlflow_uri: MlflowUri | None = Field(None, repr=False)
+    """MLflow tracking server or database; null means $MLFLOW_TRACKING_URI if that is set, else mlflow.db, a SQLite file
+    in `output_dir`. What a run writes holds the address without a password in it."""
     experiment: str = "qurl-ray"
     """Name of the MLflow experiment."""
     sinks: tuple[str, ...] = ()

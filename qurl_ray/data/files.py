@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from qurl_ray.config.shown import shortened
 from qurl_ray.config.task import DatasetTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError
@@ -96,20 +97,23 @@ def _read_file(path: Path, columns: tuple[str, str]) -> Rows:
 
 def _read_jsonl(path: Path, columns: tuple[str, str]) -> Rows:
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        try:
+    try:
+        with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_row(line, columns, where=f"{path}, line {number}"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8 text: {error}") from error
+                text = line.removeprefix("\ufeff").strip()  # a byte order mark, also of a file that was appended
+                if text:
+                    rows.append(_row(text, columns, where=f"{path}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
     return rows
 
 
 def _row(line: str, columns: tuple[str, str], *, where: str) -> tuple[Any, Any]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits, and deep nesting
         raise DataError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, got {type(record).__name__}")
@@ -149,6 +153,6 @@ def _check_columns(columns: Iterable[str], present: Sequence[str], *, source: st
             nearest = difflib.get_close_matches(column, present, n=1)
             hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             raise DataError(
-                f"{source} has no column {column!r}{hint}; it has {', '.join(present) or 'none'}. "
+                f"{source} has no column {column!r}{hint}; it has {shortened(', '.join(present), 500) or 'none'}. "
                 "task.prompt_column and task.answer_column (task.held_out_… for the held-out ones) name the columns"
             )

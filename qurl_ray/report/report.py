@@ -9,12 +9,13 @@ from typing import Any
 
 from markupsafe import Markup
 
+from qurl_ray.config.shown import redacted
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short, signed
 from qurl_ray.report.charts import Chart, Series, StepValues, draw, present
 from qurl_ray.report.page import render_page, write_page
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run, read_samples
-from qurl_ray.report.text import MISSING, duration, format_setting, redacted
+from qurl_ray.report.text import MISSING, duration, format_setting
 from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
 from qurl_ray.report.values import flatten
 from qurl_ray.types import Outcome

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from qurl_ray.config.yaml_text import read_yaml_file
+from qurl_ray.errors import ConfigError
 from qurl_ray.report.charts import StepValues
 from qurl_ray.report.values import number
 
@@ -86,8 +86,7 @@ class RunRecord:
 
 def read_run(run_dir: Path) -> RunRecord:
     """Read config.yaml, metrics.jsonl and summary.json. Missing or incomplete files count as empty."""
-    summary = json_object(_bytes(run_dir / "summary.json"))
-    record = RunRecord(config=_config(run_dir / "config.yaml"), summary=summary)
+    record = RunRecord(config=_config(run_dir / "config.yaml"), summary=read_summary(run_dir))
     steps: dict[int, StepValues] = {}
     for _, event in lines(run_dir / "metrics.jsonl"):
         if event is None:
@@ -106,6 +105,14 @@ def read_run(run_dir: Path) -> RunRecord:
             record.evaluations.append(found)
     record.rows = [steps[step] for step in sorted(steps)]
     return record
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Read summary.json; None if it is absent, or is no JSON object."""
+    try:
+        return json_object((run_dir / "summary.json").read_bytes())
+    except FileNotFoundError:
+        return None
 
 
 def run_name(run_dir: Path) -> str:
@@ -214,7 +221,7 @@ def is_step(value: Any) -> bool:
 def json_object(line: bytes) -> dict[str, Any] | None:
     """Return the object that a line or file holds; None if it holds none."""
     try:
-        found = json.loads(line.decode("utf-8", errors="replace"))
+        found = json.loads(line.decode("utf-8", errors="replace").removeprefix("\ufeff"))
     except (ValueError, RecursionError):  # incomplete, or written by another program
         return None
     return found if isinstance(found, dict) else None
@@ -222,14 +229,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(_bytes(path).decode("utf-8", errors="replace"))
-    except (yaml.YAMLError, ValueError, RecursionError):
+        found = read_yaml_file(path)
+    except (FileNotFoundError, ConfigError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""

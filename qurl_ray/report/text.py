@@ -1,13 +1,12 @@
 """Formats of numbers, durations and untrusted text for console and pages."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from qurl_ray.config.shown import redacted
 from qurl_ray.report.values import number
 
 MISSING = "–"
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def duration(seconds: float) -> str:
@@ -39,10 +38,3 @@ def format_setting(value: Any) -> Any:
     if value is None:
         return MISSING
     return str(value).lower() if isinstance(value, bool) else redacted(value)
-
-
-def redacted(value: Any) -> Any:
-    """Remove user and password of addresses from text. Lists become text; other values are unchanged."""
-    if isinstance(value, list):
-        return ", ".join(str(redacted(item)) for item in value)
-    return _CREDENTIALS.sub("…@", value) if isinstance(value, str) else value

@@ -21,7 +21,7 @@ from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig, is_loopback
 from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
 from qurl_ray.serving.http import digest
-from qurl_ray.serving.policies import Pinned, pin
+from qurl_ray.serving.policies import Pinned, pin, tracking_uri
 from qurl_ray.serving.replica import ReplicaDeployment
 
 APP = "qurl"
@@ -44,7 +44,8 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Ap
     key = os.environ.get(config.api_key_env) or None
     config.check_host(key=key is not None)
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.most_replicas)
-    settings = config.model_dump(mode="json") | {"output_dir": str(runs_folder(config.output_dir))}
+    places = {"output_dir": str(runs_folder(config.output_dir)), "mlflow_uri": tracking_uri(config)}  # with a password
+    settings = config.model_dump(mode="json") | places
     arguments = {"name": name, "key_digest": digest(key) if key else None, "threads": threads}
     gpus = config.tensor_parallel if config.device == "cuda" else 0
     scale: dict[str, Any] = {"num_replicas": config.replicas}

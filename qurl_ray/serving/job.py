@@ -15,7 +15,7 @@ from qurl_ray.serving.control import ask_to_swap, listening
 def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
     """Serve until Ctrl-C, or print the settings, or swap the policy of the running app. Return the exit status."""
     if dry:
-        typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+        typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
         return 0
     if swap:
         if config.policy is None:

@@ -1,12 +1,13 @@
 """Resolve the setting `policy` to a policy that stays the same, and that policy to a folder on this machine."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig
+from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError
+from qurl_ray.report.run_files import read_summary
 
 _MODELS = "models:/"
 
@@ -24,8 +25,8 @@ class Pinned:
 
 
 def tracking_uri(config: ServingConfig) -> str:
-    """URI of MLflow's server or database."""
-    return config.mlflow_uri or f"sqlite:///{runs_folder(config.output_dir) / 'mlflow.db'}"
+    """URI of MLflow's server or database. Raises as mlflow_address."""
+    return mlflow_address(config.mlflow_uri, runs_folder(config.output_dir))
 
 
 def pin(config: ServingConfig) -> Pinned:
@@ -70,21 +71,22 @@ def folder_of(pinned: Pinned, uri: str) -> Path:
 
 
 def _latest_run(folder: Path) -> Path:
-    finished = [
-        (path.stat().st_mtime, path.parent)
-        for path in folder.glob("*/summary.json")
-        if (path.parent / "policy" / "config.json").is_file() and not _interrupted(path)
-    ]
+    try:
+        finished = [
+            (path.stat().st_mtime, path.parent)
+            for path in folder.glob("*/summary.json")
+            if (path.parent / "policy" / "config.json").is_file() and _finished(path.parent)
+        ]
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; set policy") from None
     if not finished:
         raise ConfigError(f"no run in {folder} has finished: set policy, or output_dir")
     return max(finished)[1]
 
 
-def _interrupted(summary: Path) -> bool:
-    try:
-        return json.loads(summary.read_text()).get("interrupted", False)
-    except ValueError:
-        return True
+def _finished(run: Path) -> bool:
+    summary = read_summary(run)
+    return summary is not None and not summary.get("interrupted", False)
 
 
 def _of_run(run: Path, quantization: str) -> Path:
@@ -101,12 +103,10 @@ def _of_run(run: Path, quantization: str) -> Path:
 
 def _registered(uri: str, tracking: str) -> Pinned:
     """Resolve models:/name/latest and models:/name@alias to models:/name/<version>."""
-    from mlflow.exceptions import MlflowException  # takes over a second, so only if needed
-    from mlflow.tracking import MlflowClient
+    from qurl_ray.tracking.mlflow_client import mlflow_at  # takes over a second, so only if needed
 
-    client = MlflowClient(tracking, registry_uri=tracking)
     path = uri.removeprefix(_MODELS)
-    try:
+    with mlflow_at(tracking, f"find {uri} in") as client:
         if "@" in path:
             name, _, alias = path.rpartition("@")
             version = client.get_model_version_by_alias(name, alias).version
@@ -116,17 +116,15 @@ def _registered(uri: str, tracking: str) -> Pinned:
                 found = client.search_model_versions(f"name='{name}'")
                 version = max((int(one.version) for one in found), default=0)
             client.get_model_version(name, str(version))
-    except MlflowException as error:
-        raise ConfigError(f"{uri} is not in MLflow at {tracking}: {error.message.splitlines()[0]}") from None
     return Pinned(source=f"{_MODELS}{name}/{version}", name=name)
 
 
 def _download(uri: str, tracking: str) -> str:
-    import mlflow
+    from qurl_ray.tracking.mlflow_client import mlflow_at
 
     name, _, version = uri.removeprefix(_MODELS).rpartition("/")
-    try:
-        source = mlflow.MlflowClient(tracking, registry_uri=tracking).get_model_version(name, version).source
-        return mlflow.artifacts.download_artifacts(source, tracking_uri=tracking, registry_uri=tracking)
-    except (mlflow.MlflowException, OSError) as error:
-        raise ConfigError(f"{uri} cannot be fetched from {tracking}: {str(error).splitlines()[0]}") from None
+    with mlflow_at(tracking, f"fetch {uri} from") as client:
+        from mlflow.artifacts import download_artifacts
+
+        source = client.get_model_version(name, version).source
+        return download_artifacts(source, tracking_uri=tracking, registry_uri=tracking)

@@ -7,7 +7,8 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from qurl_ray.serving.protocol import ApiError, shortened
+from qurl_ray.config.shown import shortened
+from qurl_ray.serving.protocol import ApiError
 
 Messages = Sequence[dict[str, str]]
 

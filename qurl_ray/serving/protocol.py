@@ -6,8 +6,9 @@ from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from qurl_ray.config.shown import shortened
+
 _GREEDY = 1e-4  # lower temperatures count as 0: division of logits by them would overflow
-_MOST_SHOWN = 200  # characters of a name or message that an error repeats
 
 _IGNORED = {
     "user",
@@ -257,8 +258,3 @@ def _invalid(error: ValidationError) -> ApiError:
 _MODELS = (ChatRequest, CompletionRequest, Message, _TextPart, _StreamOptions)
 _NAMES = {name for model in _MODELS for name in model.model_fields}
 _CODES = {"missing": "missing_required_parameter"}
-
-
-def shortened(text: str) -> str:
-    """Return text of a client, shortened to `_MOST_SHOWN` characters, for use in an error."""
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 
+from qurl_ray.config.shown import reason
+
 Operation = Callable[[], None]
 
 # Pauses between attempts at one operation: about ten minutes in total, enough to restart a server.
@@ -14,7 +16,6 @@ _RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 180.0, 180.0)
 _CLOSING_DELAY_S, _POLL_S = 0.5, 0.1
 # A server that fails after the end of the run has this time to recover, instead of the whole deadline.
 _LAST_CHANCE_S = 5.0
-_MAX_ERROR_LENGTH = 300
 
 
 class Background:
@@ -138,8 +139,7 @@ class Background:
         if self._announced:
             return
         self._announced = True
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_ERROR_LENGTH]
         what_next = "retrying in the background" if passing else "not retried"
         self._notices.append(
-            f"{self._name} failed ({reason}); {what_next}, training goes on, metrics.jsonl is complete"
+            f"{self._name} failed ({reason(error)}); {what_next}, training goes on, metrics.jsonl is complete"
         )

@@ -3,25 +3,19 @@ from its metrics and parameters."""
 
 import difflib
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("DO_NOT_TRACK", "true")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-
 from mlflow.entities import Run as MlflowRun
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from qurl_ray.config.shown import redacted
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.compare import MOST, Run, named
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
-from qurl_ray.report.text import redacted
+from qurl_ray.tracking.mlflow_client import mlflow_at
 
 _FILES = ("metrics.jsonl", "config.yaml", "summary.json")
 _ENDED = ("FINISHED", "KILLED")
@@ -33,16 +27,13 @@ def experiment_runs(uri: str, experiment: str) -> list[Run]:
     Raises:
         ConfigError: there is no such experiment (the message names the most similar one), or MLflow cannot be reached.
     """
-    client = MlflowClient(uri, registry_uri=uri)
-    try:
+    with mlflow_at(uri, "read from") as client:
         found = client.get_experiment_by_name(experiment)
         if not found:
             raise ConfigError(_no_experiment(client, uri, experiment))
         runs = client.search_runs([found.experiment_id], max_results=MOST, order_by=["attributes.start_time DESC"])
         read = ((run.info.run_name, f"{run.info.run_name} {run.info.run_id[:8]}", _record(client, run)) for run in runs)
         return named([(name, long, record) for name, long, record in read if record.rows][::-1])
-    except (MlflowException, OSError) as error:
-        raise ConfigError(f"cannot read from MLflow at {redacted(uri)}: {error}") from None
 
 
 def _no_experiment(client: MlflowClient, uri: str, experiment: str) -> str:

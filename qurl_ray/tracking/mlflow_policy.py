@@ -13,6 +13,7 @@ from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
+from qurl_ray.report.run_files import read_summary
 from qurl_ray.report.text import storable
 
 FOLDER = "policy"  # name of the folder in the run, and of its artifact
@@ -78,11 +79,8 @@ def model_name(text: str) -> str:
 
 
 def policy_tags(run_dir: Path) -> Mapping[str, str]:
-    """Return the tags of the policy from summary.json; empty if there is no such file."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-    except FileNotFoundError:
-        return {}
+    """Return the tags of the policy from summary.json; empty if that is absent, or is no JSON object."""
+    summary = read_summary(run_dir) or {}
     return {key: storable(str(summary[key])) for key in _TAGS if summary.get(key) is not None}
 
 

@@ -35,8 +35,10 @@ from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_B
 from sqlalchemy.exc import OperationalError
 
 from qurl_ray.config import RunConfig
+from qurl_ray.config.shown import reason, redacted
+from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.report.plots import plots
-from qurl_ray.report.text import one_line, redacted
+from qurl_ray.report.text import one_line
 from qurl_ray.report.values import flatten, plain
 from qurl_ray.tracking import mlflow_policy
 from qurl_ray.tracking.background import Background
@@ -85,9 +87,13 @@ class RunPlan:
 
 
 def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> RunPlan:
-    """Derive names, parameters and tags from a config. `resolved` is the config as plain nested values."""
+    """Derive names, parameters and tags from a config. `resolved` is the config as plain nested values.
+
+    Raises:
+        ConfigError: see mlflow_address.
+    """
     folder = (config.output_dir or run_dir.parent).expanduser().resolve()
-    uri = config.tracking.mlflow_uri or f"sqlite:///{folder / 'mlflow.db'}"
+    uri = mlflow_address(config.tracking.mlflow_uri, folder)
     return RunPlan(
         uri=uri,
         experiment=config.tracking.experiment,
@@ -282,8 +288,7 @@ class MlflowSink:
         except Exception as error:
             if is_transient(error):
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._notices.append(f"MLflow did not register the policy ({reason}); it is in {folder}")
+            self._notices.append(f"MLflow did not register the policy ({reason(error)}); it is in {folder}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

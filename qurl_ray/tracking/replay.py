@@ -4,13 +4,11 @@ import fcntl
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-from pydantic import ValidationError
-
 from qurl_ray.config import RunConfig
+from qurl_ray.config.load import read_settings, validated_run
+from qurl_ray.config.shown import redacted
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.run_files import RunRecord, read_run
-from qurl_ray.report.text import redacted
 from qurl_ray.types import Outcome
 
 _OPEN_S = 60.0
@@ -60,16 +58,12 @@ def replay(run_dir: Path, uri: str | None = None) -> Replayed:
 
 def _config(run_dir: Path, uri: str | None) -> RunConfig:
     """Return the run's config, with the output folder where the run's folder is now."""
+    path = run_dir / "config.yaml"
+    settings = read_settings(path)
     try:
-        config = RunConfig.model_validate(yaml.safe_load((run_dir / "config.yaml").read_text()))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{run_dir / 'config.yaml'} cannot be read: {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"{run_dir / 'config.yaml'} is of another version, whose settings are not all known here: {first['msg']} "
-            f"({'.'.join(map(str, first['loc']))})"
-        ) from None
+        config = validated_run(settings, path.name)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is of another version, whose settings are not all known here: {error}") from None
     tracking = config.tracking.model_copy(update={"mlflow_uri": uri or config.tracking.mlflow_uri})
     return config.model_copy(update={"output_dir": run_dir.parent, "tracking": tracking})
 

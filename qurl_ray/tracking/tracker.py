@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qurl_ray.config import RunConfig
+from qurl_ray.config.shown import reason, redacted
 from qurl_ray.errors import ConfigError
 from qurl_ray.tables import SINKS
 from qurl_ray.tracking.console import open_console
@@ -90,8 +91,9 @@ class Tracker:
 
     @property
     def mlflow_uri(self) -> str | None:
-        """Address of MLflow's store, the argument of `mlflow ui --backend-store-uri`; None if MLflow is off."""
-        return self._mlflow.uri if self._mlflow else None
+        """Address of MLflow's store without its password, the argument of `mlflow ui --backend-store-uri`; None if
+        MLflow is off."""
+        return redacted(self._mlflow.uri) if self._mlflow else None
 
     def close(self, outcome: Outcome) -> None:
         """Write all outstanding records and end the MLflow run. Later calls and events do nothing."""
@@ -127,7 +129,7 @@ class Tracker:
             plan = plan_run(self.run_dir, config, resolved)
             self._mlflow = MlflowSink(plan, run_dir=self.run_dir, resolved=resolved)
         except Exception as error:  # a broken installation of MLflow is no reason not to train
-            self._warn(f"MLflow is off ({type(error).__name__}: {error}); metrics.jsonl is complete")
+            self._warn(f"MLflow is off ({reason(error)}); metrics.jsonl is complete")
         else:
             self._sinks.append(self._mlflow)
 
@@ -160,7 +162,7 @@ class Tracker:
         return found
 
     def _warn(self, message: str, *, besides: str = "") -> None:
-        self._deliver(Event(kind="warning", step=self._step, message=message), besides=besides)
+        self._deliver(Event(kind="warning", step=self._step, message=redacted(message)), besides=besides)
 
 
 def _open_files(run_dir: Path) -> tuple[MetricsFile, *tuple[StepsFile, ...]]:

@@ -64,7 +64,7 @@ def test_a_missing_file_without_neighbours_names_none(tmp_path):
 
 
 def test_a_folder_is_no_config_file(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="is a folder: give a YAML file"):
         load_config(tmp_path)
 
 
@@ -74,7 +74,7 @@ def test_invalid_yaml_names_the_file_and_the_place(load):
     assert "line 2" in message
 
 
-@pytest.mark.parametrize(("text", "kind"), [("- steps", "list"), ("3", "int"), ("steps", "str"), ("", "NoneType")])
+@pytest.mark.parametrize(("text", "kind"), [("- steps", "list"), ("3", "int"), ("steps", "str")])
 def test_a_file_that_is_no_mapping_is_refused(load, text, kind):
     assert f"run.yaml holds {kind}, expected a mapping of sections" in complaint(load, text)
 

@@ -238,6 +238,8 @@ def test_a_missing_column_is_named_with_the_nearest_and_all_that_there_are(tmp_p
         ("data.jsonl", '{"prompt": "", "answer": "2"}\n', "each of the 1 rows has an empty prompt or answer"),
         ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}\n', "one usable problem only"),
         ("data.jsonl", '{"prompt": "1+1=", "answer": "2"}\n{"prompt"', "line 2: not JSON"),
+        ("data.jsonl", '{"prompt": ' + "1" * 5000 + "}", "line 1: not JSON"),
+        ("data.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("data.jsonl", "[1, 2]\n", "line 1: expected an object, got list"),
         ("data.jsonl", '{"prompt": [1], "answer": "2"}\n', "prompt or answer is list"),
         ("data.parquet", "not parquet", "not a readable parquet file"),
@@ -249,6 +251,27 @@ def test_a_file_that_cannot_be_used_is_an_error(tmp_path, name, text, message):
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         load_task(DatasetTask(path=str(path)), eval_problems=5)
+
+
+def test_byte_order_marks_are_taken(tmp_path):
+    """One at the start, and one inside, as of two files that were put together."""
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps(row) + "\n" for row in rows(10)]
+    path.write_text("\ufeff" + "".join(lines[:5]) + "\ufeff" + "".join(lines[5:]) + "\ufeff\n", encoding="utf-8")
+    plain = write(tmp_path / "plain.jsonl", rows(10))
+    read, expected = (load_task(DatasetTask(path=str(file)), eval_problems=5) for file in (path, plain))
+    assert (read.train, read.held_out, read.notes) == (expected.train, expected.held_out, expected.notes)
+
+
+def test_a_file_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
+    path = write(tmp_path / "data.jsonl", rows(5))
+
+    def refuse(*_: object, **__: object):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    with pytest.raises(DataError, match=r"data\.jsonl cannot be read: Permission denied"):
+        load_task(DatasetTask(path=path), eval_problems=5)
 
 
 def test_a_missing_file_is_an_error_and_not_looked_for_on_the_hub(tmp_path):

@@ -63,7 +63,7 @@ def test_the_difference_of_graded_rewards_is_that_of_their_means():
         (["one"], "can compare 2 to 16 runs, not 1"),
         (["one", "two", "--experiment", "x"], "not both"),
         (["--experiment", "x"], "no MLflow database"),
-        (["one", "two", "--out", "/no/such/folder/page.html"], "cannot write"),
+        (["one", "two", "--out", "/no/such/folder/page.html"], "cannot read or write"),
     ],
 )
 def test_errors_are_one_line(folder, arguments, message):

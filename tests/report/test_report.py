@@ -189,6 +189,26 @@ def test_passwords_in_addresses_are_not_shown(tmp_path):
     assert page.text().count("http://…@host/x") == 4
 
 
+@pytest.mark.parametrize("content", [b"[]", b"3", b"{", b"", b"\xff", b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}"])
+def test_damaged_files_of_a_run_count_as_absent(tmp_path, content):
+    folder = a_run(tmp_path / "run", [step(1, **{"reward/mean": 0.5})])
+    for name in ("config.yaml", "summary.json"):
+        (folder / name).write_bytes(content)
+    found = read_run(folder)
+    assert found.summary is None
+    assert found.config == {} or content.startswith(b"{")
+    assert found.state == "unfinished"
+    assert "1" in Page(write_report(folder)).text()
+
+
+def test_byte_order_marks_are_taken(tmp_path):
+    folder = a_run(tmp_path / "run", [step(1), step(2)], config={"name": "x"}, summary={"steps": 2})
+    for name in ("config.yaml", "summary.json", "metrics.jsonl"):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    found = read_run(folder)
+    assert (found.config, found.summary, len(found.rows), found.unreadable) == ({"name": "x"}, {"steps": 2}, 2, 0)
+
+
 def test_every_chart_names_its_numbers(tmp_path):
     values = {"reward/mean": 0.25, "mismatch/kl": 2.5e-4, "mismatch/ess": 0.9985, "sync/codes_changed": 0.125}
     values |= {"clip/upper": 0.01, "clip/lower": 0.02, "time/rollout": 1.5, "time/update": 2.5, "lr": 3e-5}

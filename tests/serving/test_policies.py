@@ -1,6 +1,7 @@
 """Which policy is meant: by folder, run, default or MLflow; and the settings around it."""
 
 import os
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -9,7 +10,7 @@ from qurl_ray.config.serving import ServingConfig, load_serving, serving_app
 from qurl_ray.errors import ConfigError
 from qurl_ray.serving.job import serve
 from qurl_ray.serving.load import fingerprint_of, load_policy
-from qurl_ray.serving.policies import folder_of, pin, tracking_uri
+from qurl_ray.serving.policies import Pinned, folder_of, pin, tracking_uri
 from qurl_ray.serving.prompts import tokenize_prompt
 from qurl_ray.serving.protocol import ApiError
 from qurl_ray.types import Manifest, TensorRecord
@@ -67,6 +68,51 @@ def test_what_is_not_there_is_named(runs, policy):
 def test_no_run_is_an_error_with_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"no run in .* has finished: set policy, or output_dir"):
         pinned(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"{", b"", b"\xff", b"[" * 100_000])
+def test_a_summary_that_is_none_counts_as_absent(tmp_path, content):
+    for name in ("a", "b"):
+        (tmp_path / name / "policy").mkdir(parents=True)
+        (tmp_path / name / "policy" / "config.json").write_text("{}")
+        (tmp_path / name / "summary.json").write_text("{}")
+        os.utime(tmp_path / name / "summary.json", (1, 1))
+    (tmp_path / "b" / "summary.json").write_bytes(content)
+    assert pinned(tmp_path).name == "a"
+    (tmp_path / "a" / "summary.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"no run in .* has finished"):
+        pinned(tmp_path)
+    (tmp_path / "a" / "summary.json").unlink()
+    (tmp_path / "a" / "summary.json").mkdir()
+    with pytest.raises(ConfigError, match=r"a/summary\.json cannot be read: Is a directory"):
+        pinned(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "uri", ["http://me:sesame@nosuchhost.invalid:5000", "http://me:sesame@127.0.0.1:9", "weird://me:sesame@host"]
+)
+def test_an_mlflow_that_cannot_be_reached_is_named_soon_and_without_its_password(runs, uri):
+    for policy in ("models:/x/1", "models:/x/latest", "models:/x@y"):
+        began = time.monotonic()
+        with pytest.raises(ConfigError) as caught:
+            pinned(runs, policy, mlflow_uri=uri)
+        assert time.monotonic() - began < 20
+        assert str(caught.value).startswith(f"cannot find {policy} in MLflow at {uri.replace('me:sesame', '…')}: ")
+        assert "sesame" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot fetch models:/x/1 from MLflow at") as caught:
+        folder_of(Pinned(source="models:/x/1", name="x"), uri)
+    assert "sesame" not in str(caught.value)
+
+
+def test_replicas_get_the_whole_address_and_a_dry_run_shows_none_of_its_password(runs):
+    from qurl_ray.serving.deploy import application
+
+    config = ServingConfig(output_dir=runs, policy="first", mlflow_uri="http://me:sesame@host")
+    (settings,) = application(config, pin(config), name="x")._bound_deployment.init_args
+    assert ServingConfig.model_validate(settings).mlflow_uri == "http://me:sesame@host"
+    done = CliRunner().invoke(serving_app(serve), ["--dry-run", "mlflow_uri=http://me:sesame@host"])
+    assert "mlflow_uri: http://…@host\n" in done.stdout
+    assert "sesame" not in done.output
 
 
 def test_a_registered_model_is_pinned_to_its_version_and_fetched(runs):

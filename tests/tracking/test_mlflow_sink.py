@@ -446,6 +446,18 @@ def test_a_run_that_is_gone_on_with_keeps_its_version(tmp_path, tiny_spec):
         assert (version.version, version.tags) == (1, {"steps": steps})
 
 
+@pytest.mark.parametrize("content", [b"[]", b"3", b"{", b"\xff", b"[" * 100_000])
+def test_a_summary_that_is_none_gives_a_policy_without_tags(tmp_path, tiny_spec, content):
+    run_dir = tmp_path / "demo"
+    leave_policy(run_dir, tiny_spec)
+    (run_dir / "summary.json").write_bytes(content)
+    run = open_sink(run_dir)
+    run.close("finished")
+    assert run.notices() == []
+    (version,) = client_of(run_dir).search_model_versions("name='qurl-ray-demo'")
+    assert version.tags == {}
+
+
 def test_a_large_policy_is_referred_to_and_not_copied(tmp_path, tiny_spec, monkeypatch):
     monkeypatch.setattr(sink.mlflow_policy, "_COPY_LIMIT_BYTES", 1000)
     run_dir = tmp_path / "demo"

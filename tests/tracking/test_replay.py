@@ -38,7 +38,7 @@ SAMPLE = {
 
 def a_run(folder: Path, steps: int = 3, *, name: str = "demo", **tracking) -> Path:
     """The folder of a run of so many steps, tracked by nothing but its files unless told otherwise."""
-    settings = TrackingConfig(console="none", **({"mlflow": False} | tracking))
+    settings = TrackingConfig(**({"console": "none", "mlflow": False} | tracking))
     config = RunConfig(output_dir=folder, name=name, steps=steps, tracking=settings)
     run_dir = folder / name
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
@@ -133,6 +133,37 @@ def test_what_cannot_be_sent_is_an_error_that_says_why(tmp_path):
     (run_dir / "config.yaml").write_text("steps: 3\nlearner: {no_such: 1}\n")
     with pytest.raises(ConfigError, match=r"another version.*learner\.no_such"):
         replay(run_dir)
+
+
+DAMAGED = [b"name: \xff", b"[]", b"", b"steps: [", b"steps: " + b"1" * 5000, b"steps: 1\nsteps: 2"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_settings_are_an_error_that_names_the_file(tmp_path, content):
+    run_dir = a_run(tmp_path)
+    (run_dir / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
+        replay(run_dir)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_password_is_nowhere_in_what_a_run_leaves_and_is_asked_for_again(tmp_path, monkeypatch, capfd):
+    """SQLite passes a file's URI on with all that it does not know."""
+    monkeypatch.chdir(tmp_path)  # where MLflow makes a folder for such a database
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    uri = f"sqlite:///file:{tmp_path}/mlflow.db?uri=true&token=sesame"
+    run_dir = a_run(tmp_path, mlflow=True, mlflow_uri=uri, console="plain")
+    assert "mlflow_uri" in (run_dir / "config.yaml").read_text()
+    found = kept(uri, (run_dir / "mlflow_run_id").read_text())
+    assert {"config.yaml", "config.json"} <= set(found["artifacts"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
+    with pytest.raises(ConfigError, match=r"token=…, was written without its password: set \$MLFLOW_TRACKING_URI"):
+        replay(run_dir)
+    assert replay(run_dir, uri).notices == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert replay(run_dir).run_id == (run_dir / "mlflow_run_id").read_text()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
+    assert "sesame" not in "".join(capfd.readouterr())
 
 
 def test_the_job_sends_several_runs_and_hides_passwords(tmp_path, monkeypatch):

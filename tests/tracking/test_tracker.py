@@ -103,6 +103,29 @@ def test_a_dead_server_delays_nothing_and_is_announced_once(tmp_path):
     assert [line["step"] for line in lines(tmp_path) if line["kind"] == "step"] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://me:sesame@nosuchhost.invalid:5000",
+        "http://me:ses@me@127.0.0.1:9",
+        "weird://me:sesame@host",
+        "postgresql://me:sesame@127.0.0.1:9/mlflow",
+        "http://…@host:5000",
+    ],
+)
+def test_what_fails_is_told_without_passwords(tmp_path, uri, capfd):
+    screen = Console(file=io.StringIO(), width=2000)
+    with a_tracker(a_config(tmp_path, mlflow_uri=uri), screen) as tracker:
+        assert tracker.mlflow_run_id() is None
+        tracker.handle(Event(kind="summary", step=1, values={"steps": 1, "mlflow_uri": tracker.mlflow_uri}))
+    (warning,) = warnings(tmp_path)
+    assert "MLflow" in warning
+    assert ("nosuchhost.invalid" in warning) == ("nosuchhost" in uri)
+    shown = "".join(capfd.readouterr()) + screen.file.getvalue() + (tmp_path / "demo" / "metrics.jsonl").read_text()
+    assert "sesame" not in shown
+    assert "ses@me" not in shown
+
+
 def test_an_address_that_mlflow_does_not_know_is_announced_once(tmp_path):
     with a_tracker(a_config(tmp_path, mlflow_uri="weird://nowhere")) as tracker:
         assert tracker.mlflow_run_id() is None

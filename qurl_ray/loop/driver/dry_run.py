@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from qurl_ray.cache import read_only
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
+from qurl_ray.config.shown import redacted
 from qurl_ray.config.task import DatasetTask
 from qurl_ray.data.files import hub_sources
 from qurl_ray.loop.driver.functions import try_functions
@@ -44,7 +45,7 @@ def dry_run(config: RunConfig, *, fresh: bool) -> DryRun:
         QurlError: a run would end in this error.
     """
     config = resolve(config, submitted=submitted())
-    found = DryRun(settings=settings_text(config))
+    found = DryRun(settings=redacted(settings_text(config)))
     try_functions(config)
     found.checked += ["settings", "functions", look_at_run_dir(config, fresh=fresh)]
     task = None

@@ -1,7 +1,6 @@
 """The run's folder, and whether a run resumes there. Light: imports neither torch nor Ray."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,11 @@ from typing import IO, Any
 import yaml
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.load import validated_run
+from qurl_ray.config.load import read_settings, validated_run
+from qurl_ray.config.shown import write_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.checkpoint import Checkpoint, latest
+from qurl_ray.report.run_files import read_summary
 
 _MARKER = "config.yaml"
 """The file that makes a folder a run's: it is written first, and only a folder with it is ever moved."""
@@ -114,9 +115,7 @@ def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
 def _write_settings(config: RunConfig, run_dir: Path) -> None:
     try:
         run_dir.mkdir(exist_ok=True)
-        whole = run_dir / f".{_MARKER}"
-        whole.write_text(settings_text(config))
-        whole.replace(run_dir / _MARKER)
+        write_settings(run_dir / _MARKER, settings_text(config))
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
 
@@ -136,18 +135,17 @@ def _finished(run_dir: Path) -> bool:
     """True if summary.json says so, and agrees with itself and with the settings beside it. Else the run resumes, which
     for one that did finish repeats only its end."""
     try:
-        found = json.loads((run_dir / "summary.json").read_bytes())
-        asked = yaml.safe_load((run_dir / _MARKER).read_bytes())["steps"]
-        over = found["steps"] == asked or found.get("target_reached_at_step") == found["steps"]
-        return over and found["interrupted"] is False
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, RecursionError):
+        found, asked = read_summary(run_dir) or {}, read_settings(run_dir / _MARKER).get("steps")
+    except (OSError, ConfigError):
         return False
+    over = "steps" in found and found["steps"] in (asked, found.get("target_reached_at_step"))
+    return over and found.get("interrupted") is False
 
 
 def _check_same(config: RunConfig, run_dir: Path) -> None:
     try:
-        old = yaml.safe_load((run_dir / _MARKER).read_bytes())
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        old = read_settings(run_dir / _MARKER)
+    except ConfigError as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
     try:  # settings that were added since then get their defaults
         known = validated_run(old, "config.yaml").model_dump(mode="json")
@@ -195,7 +193,7 @@ def _move_aside(run_dir: Path) -> Path:
 
 def settings_text(config: RunConfig) -> str:
     """The resolved settings as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def submitted() -> bool:

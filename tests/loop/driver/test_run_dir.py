@@ -1,6 +1,8 @@
 """Run folders: finished runs are kept, running ones left alone, unfinished ones gone on with."""
 
 import json
+import os
+import stat
 from contextlib import suppress
 
 import pytest
@@ -75,6 +77,38 @@ def test_a_run_of_another_version_is_refused_with_the_way_out(tmp_path):
         open_run_dir(config(tmp_path)),
     ):
         pass
+
+
+@pytest.mark.parametrize("content", [b"name: \xff", b"[]", b"", b"steps: 1\nsteps: 2\n", b"[" * 5000])
+def test_damaged_settings_of_an_unfinished_run_are_an_error(tmp_path, content):
+    run_dir = unfinished(tmp_path)
+    (run_dir / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml"), open_run_dir(config(tmp_path)):
+        pass
+
+
+def test_a_password_is_not_written_and_a_run_resumes_without_it(tmp_path):
+    given = "tracking.mlflow_uri=http://me:sesame@host:5000"
+    run_dir = unfinished(tmp_path, given)
+    text = (run_dir / "config.yaml").read_text(encoding="utf-8")
+    assert "mlflow_uri: http://…@host:5000\n" in text
+    assert "sesame" not in text
+    for settings in (given, "tracking.mlflow_uri=null"):
+        with open_run_dir(config(tmp_path, settings)) as place:
+            assert place.resume.step == 3
+    again = load_config(run_dir / "config.yaml")
+    with open_run_dir(again) as place:
+        assert place.resume.step == 3
+
+
+@pytest.mark.parametrize(("path", "mode"), [("https://me:sesame@host/set.jsonl", 0o600), ("set.jsonl", 0o644)])
+def test_settings_that_hold_a_password_are_for_this_user_alone(tmp_path, path, mode):
+    before = os.umask(0o022)
+    try:
+        with open_run_dir(config(tmp_path, "task.type=dataset", f"task.path={path}")) as place:
+            assert stat.S_IMODE((place.path / "config.yaml").stat().st_mode) == mode
+    finally:
+        os.umask(before)
 
 
 def test_a_removed_setting_is_ignored_with_the_value_that_every_run_has_now(tmp_path):

@@ -1,0 +1,121 @@
+"""Reader of all YAML: settings files, overrides, and the config.yaml of runs.
+
+It refuses what no settings need and YAML allows: a key that is given twice, of which the first would be ignored; deep
+nesting and aliases that stand for much, which take all time or memory; and values that cannot be printed or written.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qurl_ray.config.shown import redacted, shortened
+from qurl_ray.errors import ConfigError
+
+_MOST_BYTES = 2**18
+_MOST_VALUES = 10_000
+"""Limit of keys and values, aliases replaced by what they stand for. A run has about 200 settings."""
+_DEEPEST = 50
+_MOST_BITS = 64
+_LONGEST_MESSAGE = 500
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+
+
+def read_yaml_file(path: Path) -> Any:
+    """Parse a YAML file.
+
+    Raises:
+        ConfigError: as read_yaml.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return read_yaml(file.read(_MOST_BYTES + 1), str(path))
+
+
+def read_yaml(text: str | bytes, source: str) -> Any:
+    """Parse YAML. Bytes are UTF-8.
+
+    Args:
+        source: what the text is of, for errors.
+
+    Raises:
+        ConfigError: the text is no YAML, or is refused for a reason above.
+    """
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"{source} is larger than {_MOST_BYTES:,} bytes: that is no settings file")
+    try:
+        return yaml.load(text if isinstance(text, str) else text.decode("utf-8"), _Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not UTF-8 text: {error}") from None
+    except yaml.YAMLError as error:
+        told = shortened(redacted(_told(error)), _LONGEST_MESSAGE)
+        raise ConfigError(f"{source} is not valid YAML: {told}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._values = 0
+        self._sizes: dict[str | None, int] = {}
+        """Number of values that each anchor stands for."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in self.anchors and event.anchor not in self._sizes:
+                raise _refusal(f"alias {event.anchor!r} is part of what it stands for", event)
+            self._values += self._sizes.get(event.anchor, 0)
+        before = self._values
+        self._values += 1
+        self._depth += 1
+        if self._values > _MOST_VALUES:
+            raise _refusal(f"more than {_MOST_VALUES:,} values, aliases included", event)
+        if self._depth > _DEEPEST:
+            raise _refusal(f"more than {_DEEPEST} levels of nesting", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._sizes.setdefault(event.anchor, self._values - before)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in first:
+                lines = f"lines {first[key.tag, key.value]} and {line}"
+                raise _refusal(f"key {key.value!r} is given twice, in {lines}", key)
+            first[key.tag, key.value] = line
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # as pyyaml raises for !!int x, or a 13th month
+            raise _wrong_value(node) from None
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise _wrong_value(node)
+        if isinstance(value, str) and _UNWRITABLE.search(value):
+            raise _refusal("text with a NUL or half of a surrogate pair", node)
+        return value
+
+
+def _wrong_value(node: yaml.Node) -> yaml.MarkedYAMLError:
+    kind = node.tag.rpartition(":")[2]
+    wanted = f"int of at most {_MOST_BITS} bits" if kind == "int" else kind
+    return _refusal(f"{shortened(str(node.value), 40)} is no {wanted}", node)
+
+
+def _refusal(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    """Make an error at the start of an event or node."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+
+
+def _told(error: yaml.YAMLError) -> str:
+    """Return the place and the reason, without an excerpt of the text: it may hold secrets."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark, began = error.problem_mark, error.context_mark
+    context = f"{error.context} of line {began.line + 1}, " if error.context and began else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {context}{error.problem}"
