@@ -18,7 +18,7 @@ from ray.util import placement_group_table
 from qurl_ray.actors.placement import Demand, GpuAssignment, counts, what_is_missing
 from qurl_ray.errors import ConfigError, PlacementError
 
-_CONNECT_S = 10.0
+_CONNECT_S, _ANSWER_S = 10.0, 30.0
 _ASK = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """Call that every head node answers. Ray's client server, at ray://, answers that it has no such call."""
 
@@ -45,14 +45,14 @@ def check_address() -> None:
         ) from None
     with create_gcs_channel(f"{host}:{port}") as channel:
         try:
-            channel.unary_unary(_ASK)(b"", timeout=_CONNECT_S, wait_for_ready=True)
+            channel.unary_unary(_ASK)(b"", timeout=_ANSWER_S, wait_for_ready=True)
         except grpc.RpcError as error:
             told = error.code()
             allowed = [grpc.StatusCode.UNAUTHENTICATED] + ([grpc.StatusCode.UNIMPLEMENTED] if scheme else [])
             if told not in allowed:
                 raise ConfigError(
                     f"what listens at RAY_ADDRESS={address} is no Ray cluster, or one that hangs: asked for its id, it "
-                    f"gave no answer of Ray's within {_CONNECT_S:g} s ({told.name})"
+                    f"gave no answer of Ray's within {_ANSWER_S:g} s ({told.name})"
                 ) from None
 
 

@@ -91,7 +91,7 @@ def test_what_listens_and_is_no_ray_is_an_error_that_names_the_address(monkeypat
     """One that says nothing, one that closes at once, and one that speaks HTTP."""
     address = scheme + stranger(answer)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    monkeypatch.setattr(cluster_module, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(cluster_module, "_ANSWER_S", 1.0)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=rf"what listens at RAY_ADDRESS={address} is no Ray cluster.* within 1 s"):
         attach()
