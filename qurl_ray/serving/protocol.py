@@ -225,11 +225,11 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
         ApiError: 400, with the name of the invalid parameter.
     """
     try:
-        data = json.loads(body)
+        data = json.loads(body.decode("utf-8-sig"))  # given bytes, it takes UTF-16 and halves of surrogate pairs, too
         if b"\\u" in body:
             json.dumps(data, ensure_ascii=False).encode()  # an escape may be half of a surrogate pair, which is no text
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not valid JSON") from None
+        raise ApiError(400, "the body is not valid JSON in UTF-8") from None
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object")
     for key in [key for key in data if key in _IGNORED or key in _NEUTRAL or data[key] is None]:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError
@@ -23,11 +24,14 @@ class Service:
     Args:
         name: name of the model for clients.
         threads: CPU threads of an engine.
+        kept: folder with links to the files of policies; see kept.keep.
     """
 
-    def __init__(self, config: ServingConfig, *, name: str, threads: int, meters: Meters) -> None:
+    def __init__(
+        self, config: ServingConfig, *, name: str, threads: int, meters: Meters, kept: Path | None = None
+    ) -> None:
         self.config, self.meters = config, meters
-        self._name, self._threads = name, threads
+        self._name, self._threads, self._kept = name, threads, kept
         self._current: Served | None = None
         self._pinned: Pinned | None = None
         self._wanted: Pinned | None = None
@@ -137,7 +141,7 @@ class Service:
 
     async def _load(self, pinned: Pinned) -> Served:
         def load() -> LoadedPolicy:
-            folder = folder_of(pinned, tracking_uri(self.config))
+            folder = folder_of(pinned, tracking_uri(self.config), self._kept)
             return load_policy(folder, self.config, threads=self._threads)
 
         # In a thread that ends, and so releases its OpenMP threads. While another thread kept some, there would be more

@@ -32,6 +32,16 @@ KEY = "sk-test-0123456789"
 START_S = 180
 SUM = [{"role": "user", "content": "12+34="}]
 """Messages of a chat."""
+BREAKING = ("1/0", "1+none", "10^9", "refused")
+"""Contents of messages on which the policies' chat template raises: an error of arithmetic, of types, of the sandbox,
+and the one that is meant for this."""
+TEMPLATE = """{% for message in messages -%}
+{% if message.content == '1/0' %}{{ 1 // 0 }}{% endif -%}
+{% if message.content == '1+none' %}{{ 1 + none }}{% endif -%}
+{% if message.content == '10^9' %}{{ range(10 ** 9) | length }}{% endif -%}
+{% if message.content == 'refused' %}{{ raise_exception('no such\n thing') }}{% endif -%}
+{{ message.content }}
+{%- endfor %}"""
 
 
 def save_run(runs: Path, name: str, *, seed: int) -> Path:
@@ -41,6 +51,7 @@ def save_run(runs: Path, name: str, *, seed: int) -> Path:
     )
     spec = PolicySpec(source=str(cached_tiny_policy(config, SUMS, lambda *_: None)))
     model, tokenizer = load_model(spec), load_tokenizer(spec)
+    tokenizer.chat_template = TEMPLATE
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -99,9 +110,9 @@ class Server:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """One thread each, metrics every half second, and no cluster of others."""
+    """One thread each, metrics every half second, the key as a file holds it, and no cluster of others."""
     kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    fast = {"OMP_NUM_THREADS": "1", "RAY_metrics_report_interval_ms": "500", "QURL_API_KEY": KEY}
+    fast = {"OMP_NUM_THREADS": "1", "RAY_metrics_report_interval_ms": "500", "QURL_API_KEY": KEY + "\n"}
     return kept | fast | {"PYTHONPATH": str(ROOT)} | extra
 
 

@@ -154,6 +154,23 @@ def test_a_replica_that_is_killed_costs_retries_and_no_request(server):
         assert http.get("/health").status_code == 200
 
 
+def test_a_replica_that_starts_again_has_the_weights_that_were_chosen(server, runs):
+    """Also if a new run of the same name has moved them, and put others in their place."""
+    save_run(runs, "again", seed=3)
+    with server.client(max_retries=20) as client:
+        assert server.swap("again").returncode == 0
+        chosen = versions(client)
+        (runs / "again").rename(runs / "again.1")
+        save_run(runs, "again", seed=4)
+        (killed,) = server.replicas()
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: len(set(server.replicas()) - {killed}) == 1, 90, "no new replica")
+        assert versions(client) == chosen
+        assert server.swap("again").returncode == 0
+        assert versions(client) != chosen
+        assert server.swap("first").returncode == 0
+
+
 @pytest.mark.slow
 def test_what_runs_ends_before_the_server_does(runs):
     with serving(runs, "policy=first", *SETTINGS) as server, server.client() as client:
