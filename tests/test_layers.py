@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
-    {"types", "errors", "environment", "spans", "extensions", "tables", "config", "cache"},
+    {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache"},
     {"numerics"},
     {"rl", "quant", "rewards", "report"},
     {"policy", "data", "tracking"},

@@ -1,0 +1,65 @@
+"""Requests to stop."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from qurl_ray.signals import StopRequests
+
+ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_a_request_raises_and_sets_the_exit_status(number):
+    stops = StopRequests()
+    with stops.caught(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    assert stops.exit_status == 128 + number
+
+
+def test_deferred_requests_are_recorded_in_order():
+    stops = StopRequests()
+    with stops.caught(), stops.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stops.signals == [signal.SIGTERM, signal.SIGINT]
+    assert stops.exit_status == 143
+
+
+def test_handlers_are_put_back_and_installed_again():
+    before = {number: signal.getsignal(number) for number in ALL}
+    stops = StopRequests()
+    with stops.caught():
+        signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray does
+        stops.install()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert {number: signal.getsignal(number) for number in ALL} == before
+
+
+def test_an_ignored_hang_up_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stops = StopRequests()
+        with stops.caught():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stops.signals == []
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_off_the_main_thread_nothing_is_caught():
+    before = {number: signal.getsignal(number) for number in ALL}
+    found = []
+
+    def look():
+        with StopRequests().caught():
+            found.append({number: signal.getsignal(number) for number in ALL})
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [before]
