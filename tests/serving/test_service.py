@@ -5,11 +5,13 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 from functools import partial
 
 import httpx
 import pytest
 
+import qurl_ray.serving.service as service_module
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError, QurlError
 from qurl_ray.serving.http import MOST_BODIES, digest, http_app
@@ -31,7 +33,7 @@ async def service_of(runs, **settings):
     try:
         yield service
     finally:
-        await asyncio.wait_for(service.current.front.drained(), 10)
+        await service.current.front.drained(10)
         service.current.close()
 
 
@@ -230,18 +232,17 @@ def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error(run
     assert "[DONE]" not in events
 
 
+def hanging(stream, monkeypatch) -> threading.Event:
+    """Make an engine hang in its next step, until the event is set."""
+    step, wakes = stream._engine.step, threading.Event()
+    monkeypatch.setattr(stream._engine, "step", lambda *args, **kwargs: (wakes.wait(20), step(*args, **kwargs)))
+    return wakes
+
+
 def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch):
     async def main():
         async with service_of(runs, silent_s=0.2) as service, client_of(service) as client:
-            engine = service.current.front.stream._engine
-            step, wakes = engine.step, asyncio.Event()
-            loop = asyncio.get_running_loop()
-
-            def hangs(*args, **kwargs):
-                asyncio.run_coroutine_threadsafe(wakes.wait(), loop).result()
-                step(*args, **kwargs)
-
-            monkeypatch.setattr(engine, "step", hangs)
+            wakes = hanging(service.current.front.stream, monkeypatch)
             asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASKED))
             await asyncio.sleep(0.5)
             with pytest.raises(EngineError, match="has sent no token"):
@@ -249,6 +250,49 @@ def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch)
             wakes.set()
             assert (await asked).status_code == 200
             service.check_health()
+
+    asyncio.run(main())
+
+
+def test_an_old_engine_that_hangs_is_given_up_and_makes_the_replica_unhealthy(runs, monkeypatch, caplog):
+    async def main():
+        async with service_of(runs, silent_s=0.4) as service, client_of(service) as client:
+            old = service.current
+            wakes = hanging(old.front.stream, monkeypatch)
+            asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASKED))
+            while not old.front.running:
+                await asyncio.sleep(0.001)
+            await service.swap(pinned(runs, "second"))
+            assert service.current is not old
+            service.check_health()
+            found = await asyncio.wait_for(asked, 5)
+            assert found.status_code == 503
+            assert found.headers["retry-after"]
+            with pytest.raises(EngineError, match="whose policy was swapped, hangs: the engine has work, but"):
+                service.check_health()
+            assert [line for line in caplog.messages if "hangs" in line and "must be restarted" in line]
+            assert (await client.get("/health")).status_code == 503
+            wakes.set()
+            await asyncio.to_thread(old.close)
+            service.current.front.check(1)
+
+    asyncio.run(main())
+
+
+def test_an_old_engine_that_does_not_end_makes_the_replica_unhealthy(runs, monkeypatch):
+    monkeypatch.setattr(service_module, "_CLOSE_S", 0.2)
+
+    async def main():
+        async with service_of(runs) as service:
+            wakes = threading.Event()
+            old = service.current
+            close = old.close
+            monkeypatch.setattr(old, "close", lambda: (wakes.wait(20), close()))
+            await service.swap(pinned(runs, "second"))
+            await asyncio.wait_for(asyncio.gather(*service._leaving), 5)
+            with pytest.raises(EngineError, match=r"hangs: it does not end within 0\.2 s"):
+                service.check_health()
+            wakes.set()
 
     asyncio.run(main())
 
