@@ -23,6 +23,7 @@ from qurl_ray.actors.cluster import attach
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig, is_loopback
 from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
+from qurl_ray.serving.gate import ENVIRONMENT
 from qurl_ray.serving.http import MOST_BODIES, digest
 from qurl_ray.serving.kept import keep, keep_only, keeping
 from qurl_ray.serving.policies import Pinned, pin
@@ -239,6 +240,7 @@ def _start_serve(config: ServingConfig) -> None:
             # Longer than clients keep connections: else they could send a request into one that is being closed.
             http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": _KEEP_ALIVE_S},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
+            controller_options={"runtime_env": {"env_vars": ENVIRONMENT}},  # from which the proxies get it
         )
     except (RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {_reason(str(error))}") from None

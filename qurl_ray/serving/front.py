@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from qurl_ray.errors import EngineError
-from qurl_ray.serving.protocol import ApiError, unavailable
+from qurl_ray.serving.protocol import overloaded, unavailable
 from qurl_ray.serving.stream import Ask, News, Stream
 
 
@@ -51,13 +51,7 @@ class Front:
         if self.error is not None:
             raise unavailable()
         if len(self._owners) + count > self._slots + self._queue:
-            raise ApiError(
-                429,
-                "all slots are taken and too many requests wait: try again",
-                kind="requests",
-                code="rate_limit_exceeded",
-                retry_after_s=self._retry_after_s,
-            )
+            raise overloaded(self._retry_after_s)
 
     def ask(self, asks: Sequence[Ask]) -> "Mailbox":
         """Start to answer. News of asks[i] arrive in the returned mailbox as (i, news).

@@ -20,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qurl_ray.config.serving import is_loopback
 from qurl_ray.errors import EngineError
-from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse, unavailable
-from qurl_ray.serving.replies import Reply, error_event
+from qurl_ray.serving.gate import error_response
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, error_event, parse, unavailable
+from qurl_ray.serving.replies import Reply
 from qurl_ray.serving.served import Served
 from qurl_ray.serving.service import Service
 
@@ -183,7 +184,7 @@ class _Guard:
             await send(message)
 
         if error := self._stranger(scope):
-            await _response(error)(scope, receive, counted)
+            await error_response(error)(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
 
@@ -221,30 +222,23 @@ def _of_a_web_page(headers: Mapping[bytes, bytes]) -> bool:
 _PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"}
 
 
-def _response(error: ApiError) -> Response:
-    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else {}
-    if error.status in (408, 413):  # the rest of the body may still come
-        headers["connection"] = "close"
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-
 async def _refused(request: Request, error: ApiError) -> Response:
     if error.status == 400:
         logger.warning("%s: refused with 400: %r", request.url.path, error.message)
-    return _response(error)
+    return error_response(error)
 
 
 async def _not_routed(request: Request, error: HTTPException) -> Response:
     what = "unknown path" if error.status_code == 404 else f"{request.method} is not allowed here"
-    response = _response(ApiError(error.status_code, what))
+    response = error_response(ApiError(error.status_code, what))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _broken(_: Request, __: EngineError) -> Response:
-    return _response(unavailable())
+    return error_response(unavailable())
 
 
 async def _unforeseen(_: Request, error: Exception) -> Response:
     logger.error("a request failed", exc_info=error)
-    return _response(ApiError(500, "internal error", kind="server_error"))
+    return error_response(ApiError(500, "internal error", kind="server_error"))

@@ -72,6 +72,27 @@ def unavailable() -> ApiError:
     return ApiError(503, "the policy is not available: try again", kind="server_error", retry_after_s=1)
 
 
+def overloaded(retry_after_s: int) -> ApiError:
+    """Return ApiError 429: there is no room for more requests."""
+    return ApiError(
+        429,
+        "all slots are taken and too many requests wait: try again",
+        kind="requests",
+        code="rate_limit_exceeded",
+        retry_after_s=retry_after_s,
+    )
+
+
+def event(record: dict[str, Any]) -> bytes:
+    """Return a record as an event of a stream."""
+    return b"data: " + json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return the event of an error in the middle of a stream, whose status has been sent already."""
+    return event(error.body())
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 

@@ -1,7 +1,7 @@
 """A Ray Serve replica of the app: one process with one engine, and the whole HTTP API in front of it.
 
 There is one deployment, and no gateway in front of engines: with one, each token would pass through one more process.
-If a replica dies, a gateway could ask another one, but a client's retry does the same.
+If a replica dies, serving.gate asks another one.
 """
 
 import asyncio

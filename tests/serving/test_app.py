@@ -277,6 +277,13 @@ def test_a_wrong_key_is_refused_everywhere_but_for_health(server, sent):
         server.client(api_key="sk-wrong").models.list()
 
 
+def test_ray_serve_tells_strangers_nothing(server):
+    with server.http() as http:
+        assert http.get("/-/routes").status_code == 404
+        assert http.get("/-/healthz").text == "success"
+        assert http.get("/v1/models", headers={"x-request-id": b"\xff"}).status_code == 400
+
+
 def raw(server, head: str, *pieces: bytes, pause_s: float = 0.0) -> bytes:
     """What comes back to a client that speaks HTTP by hand."""
     lines = f"{head}\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"

@@ -154,6 +154,25 @@ def test_a_replica_that_is_killed_costs_retries_and_no_request(server):
         assert http.get("/health").status_code == 200
 
 
+def test_requests_in_a_killed_replica_are_answered_by_the_next(server):
+    async def main():
+        async with server.async_client(timeout=120) as client:
+            long = {"model": "first", "messages": SUM, "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+            asked = [asyncio.ensure_future(client.chat.completions.create(**long, seed=seed)) for seed in range(4)]
+            streams = [await client.chat.completions.create(**long, stream=True) for _ in range(2)]
+            for stream in streams:
+                await anext(aiter(stream))
+            (killed,) = server.replicas()
+            os.kill(killed, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(openai.APIError, match="the policy is not available: try again"):
+                    async for _ in stream:
+                        pass
+            return await asyncio.gather(*asked)
+
+    assert [reply.usage.completion_tokens for reply in asyncio.run(main())] == [1000] * 4
+
+
 def test_a_replica_that_starts_again_has_the_weights_that_were_chosen(server, runs):
     """Also if a new run of the same name has moved them, and put others in their place."""
     save_run(runs, "again", seed=3)
