@@ -36,6 +36,7 @@ _ASK_S = 5.0
 _PAUSE_S = 0.2
 _MARGIN_S = 5.0  # time for Serve to notice that a replica has nothing left to do
 _KEEP_ALIVE_S = 75
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path | None = None) -> serve.Application:
@@ -84,6 +85,7 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path 
         max_constructor_retry_count=2,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.drain_s,
+        logging_config=_LOGGING,
         **scale,
     ).bind(settings, **arguments)
 
@@ -239,7 +241,7 @@ def _start_serve(config: ServingConfig) -> None:
             proxy_location="HeadOnly" if is_loopback(config.host) else "EveryNode",
             # Longer than clients keep connections: else they could send a request into one that is being closed.
             http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": _KEEP_ALIVE_S},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            logging_config=_LOGGING,
             controller_options={"runtime_env": {"env_vars": ENVIRONMENT}},  # from which the proxies get it
         )
     except (RuntimeError, ValueError, RayError) as error:

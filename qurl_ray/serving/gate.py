@@ -68,7 +68,8 @@ class Gate:
 
 
 def _refusal(scope: Scope) -> ApiError | None:
-    if scope["path"].startswith(_OWN) and scope["path"] != _HEALTH:
+    path = scope["path"]
+    if not path.startswith("/") or (path.startswith(_OWN) and path != _HEALTH):  # OPTIONS * has no route
         return ApiError(404, "unknown path")
     for name, value in scope["headers"]:
         try:

@@ -103,6 +103,14 @@ class Server:
         """Process ids."""
         return [pid for pid, command in descendants(self.process.pid) if command.startswith("ray::ServeReplica")]
 
+    def logs(self) -> set[Path]:
+        """Files that replicas and proxies write to."""
+        found = [pid for pid, command in descendants(self.process.pid) if command.startswith("ray::")]
+        errors = {Path(f"/proc/{pid}/fd/2").resolve() for pid in found}
+        return {path for path in errors if path.suffix == ".err"} | {
+            path for error in errors for path in error.parent.glob("serve/*.log")
+        }
+
     def swap(self, policy: object) -> subprocess.CompletedProcess:
         settings = [f"policy={policy}", f"port={self.port}"]
         command = [sys.executable, "jobs/serve.py", "--swap", *settings]

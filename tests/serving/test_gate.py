@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from qurl_ray.serving.gate import Gate
+from qurl_ray.serving.gate import Gate, _refusal
 
 BODY = {"model": "m", "prompt": "12+34="}
 
@@ -113,6 +113,7 @@ def test_errors_of_replicas_pass():
 def test_paths_of_ray_serve_are_none_but_for_its_health():
     for path in ("/-/routes", "/-/", "/-/other", "/%2D/routes"):
         assert asked(Proxy(), path).status_code == 404
+    assert _refusal({"path": "*", "headers": []}).status == 404
     assert asked(Proxy(says(200, b"success", b"text/plain")), "/-/healthz").text == "success"
 
 
