@@ -9,18 +9,21 @@ from contextlib import contextmanager
 class StopRequests:
     """Signals that ask this process to stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored, as under nohup.
 
-    A request raises KeyboardInterrupt in the main thread; while they are `deferred`, it is only recorded.
+    The first request raises KeyboardInterrupt in the main thread. Later ones are only recorded, so that they do not
+    interrupt the clean-up.
 
     Example:
         with (stops := StopRequests()).caught():
-            ray.init()
-            stops.install()
+            with stops.kept():
+                ray.init()
     """
 
     def __init__(self) -> None:
         self.signals: list[signal.Signals] = []
         """The requests so far, the oldest first."""
-        self._deferred = False
+        self.raising = True
+        """True if the next request raises KeyboardInterrupt. It can be set: a process that drains lets the second one
+        raise, one that finishes a step lets none."""
 
     @property
     def exit_status(self) -> int:
@@ -38,26 +41,35 @@ class StopRequests:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def install(self) -> None:
-        """Catch requests again, after something else has replaced the handlers.
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep catching requests through the start of something that replaces the handlers.
 
-        Ray does so when it starts or attaches: its handler of SIGTERM ends the process within three seconds.
+        Ray does so when it starts or attaches. Its Python handler of SIGTERM raises SystemExit; later its C++ handler
+        ends the process within three seconds.
         """
+        try:
+            try:
+                yield
+            finally:
+                self.install()
+        except SystemExit as ended:
+            if ended.code != signal.SIGTERM:
+                raise
+            self.install()  # the request may have come while that was done
+            self.signals.append(signal.SIGTERM)
+            self.raising = False
+            raise KeyboardInterrupt from None
+
+    def install(self) -> None:
+        """Set the handlers. Does nothing off the main thread."""
         for number in _asking():
             signal.signal(number, self._record)
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Only record requests while the context lasts."""
-        before, self._deferred = self._deferred, True
-        try:
-            yield
-        finally:
-            self._deferred = before
-
     def _record(self, number: int, _frame: object) -> None:
         self.signals.append(signal.Signals(number))
-        if not self._deferred:
+        if self.raising:
+            self.raising = False
             raise KeyboardInterrupt
 
 

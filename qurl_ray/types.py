@@ -10,7 +10,7 @@ ints would cost ten times as much to send between processes.
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -18,6 +18,8 @@ Finish = Literal["stop", "length", "cancelled", "deadline"]
 """Reason why an answer ended. A "cancelled" or "deadline" answer holds the tokens drawn so far, possibly none."""
 Status = Literal["ok", "error", "timeout", "invalid"]
 Outcome = Literal["finished", "failed", "interrupted"]
+EventKind = Literal["step", "evaluation", "warning", "info", "samples", "prompts", "timeline", "rewind", "summary"]
+KINDS: tuple[str, ...] = get_args(EventKind)
 """How a run ended."""
 
 
@@ -174,8 +176,8 @@ class Manifest:
 class Event:
     """Report of a run: the metrics of a step, a warning, the start of a phase."""
 
-    kind: Literal["step", "evaluation", "warning", "info", "samples", "prompts", "timeline", "rewind", "summary"]
-    """Type of event. `rewind` withdraws all events after its step."""
+    kind: EventKind
+    """Type of event. `rewind` withdraws all events after its step; its `totals` are those of that step, None at 0."""
     step: int
     message: str = ""
     values: dict = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -19,12 +20,16 @@ def test_a_request_raises_and_sets_the_exit_status(number):
     assert stops.exit_status == 128 + number
 
 
-def test_deferred_requests_are_recorded_in_order():
+def test_only_the_first_request_raises_unless_the_next_one_may():
     stops = StopRequests()
-    with stops.caught(), stops.deferred():
-        os.kill(os.getpid(), signal.SIGTERM)
+    with stops.caught():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-    assert stops.signals == [signal.SIGTERM, signal.SIGINT]
+        stops.raising = True
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stops.signals == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
     assert stops.exit_status == 143
 
 
@@ -32,11 +37,21 @@ def test_handlers_are_put_back_and_installed_again():
     before = {number: signal.getsignal(number) for number in ALL}
     stops = StopRequests()
     with stops.caught():
-        signal.signal(signal.SIGTERM, lambda *_: None)  # as Ray does
-        stops.install()
+        with stops.kept():
+            signal.signal(signal.SIGTERM, lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert {number: signal.getsignal(number) for number in ALL} == before
+
+
+def test_what_ray_makes_of_sigterm_while_it_starts_is_a_request():
+    stops = StopRequests()
+    with stops.caught():
+        with pytest.raises(KeyboardInterrupt), stops.kept():
+            sys.exit(signal.SIGTERM)
+        with pytest.raises(SystemExit), stops.kept():
+            sys.exit(2)
+    assert stops.signals == [signal.SIGTERM]
 
 
 def test_an_ignored_hang_up_stays_ignored():

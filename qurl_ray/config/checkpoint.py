@@ -11,6 +11,10 @@ class CheckpointConfig(Section):
 
     every: int = Field(20, ge=0)
     """Number of steps between two checkpoints; 0 writes one only if the run ends before its last step."""
+    grace_s: float = Field(1800, gt=0)
+    """Seconds from a request to stop (Ctrl-C, SIGTERM, SIGHUP) until the run is aborted. Before that it ends its step,
+    saves a checkpoint and evaluates. Let it be shorter than the time after which SIGKILL follows: by default 30 s under
+    Kubernetes and Slurm, 3 s after `ray job stop`."""
     keep: int = Field(2, ge=1)
     """Number of latest checkpoints to keep, in addition to the one with the best held-out reward
     (`evaluation.every`)."""

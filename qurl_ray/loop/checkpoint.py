@@ -19,9 +19,12 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qurl_ray.errors import CheckpointError
 
+LOOP = "loop.json"
+"""Name of the file with the coordinator's state."""
 _MANIFEST = "manifest.json"
 _DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """Errors of reading that are about what is there; any other OSError is about the access to it."""
@@ -41,9 +44,9 @@ class Checkpoint:
     def learner(self) -> Path:
         return self.folder / "learner"
 
-    @property
-    def loop(self) -> Path:
-        return self.folder / "loop.json"
+    def state(self) -> dict[str, Any]:
+        """Return the coordinator's state: see Session.state."""
+        return json.loads((self.folder / LOOP).read_text())
 
 
 def partial_folder(run_dir: Path, step: int) -> Path:
@@ -54,7 +57,8 @@ def partial_folder(run_dir: Path, step: int) -> Path:
 def complete(partial: Path, *, step: int, reward: float | None) -> Checkpoint:
     """Flush the files of `partial` to disk, write their checksums to the manifest, and give the folder its final
     name."""
-    manifest = {"step": step, "reward": reward, "sha256": _sums(partial)}
+    manifest: dict[str, Any] = {"step": step, "reward": reward, "sha256": _sums(partial)}
+    manifest["manifest_sha256"] = _own_sum(manifest)
     with (partial / _MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
         file.flush()
@@ -144,13 +148,19 @@ def prune(run_dir: Path, keep: int) -> None:
 def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
-        reward = manifest["reward"] if "reward" in manifest else manifest["accuracy"]  # written by an earlier version
-        checkpoint = Checkpoint(folder=folder, step=int(manifest["step"]), reward=reward)
-        if folder.name != f"step-{checkpoint.step:06d}":  # no checksum covers the manifest itself
-            raise ValueError(f"it is of step {manifest['step']}")
+        if manifest.pop("manifest_sha256", None) != _own_sum(manifest):
+            raise ValueError("its own SHA-256 differs, or is absent, as in checkpoints of an earlier version")
+        checkpoint = Checkpoint(folder=folder, step=manifest["step"], reward=manifest["reward"])
+        if folder.name != f"step-{checkpoint.step:06d}":
+            raise ValueError(f"it is of step {checkpoint.step}")
         return checkpoint, dict(manifest["sha256"])
-    except (*_DAMAGE, ValueError, KeyError, TypeError) as error:
+    except (*_DAMAGE, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: no readable {_MANIFEST} ({type(error).__name__}: {error})") from None
+
+
+def _own_sum(manifest: dict[str, Any]) -> str:
+    """SHA-256 of the manifest's other contents."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sums(folder: Path) -> dict[str, str]:

@@ -86,7 +86,7 @@ class RunRecord:
 
 def read_run(run_dir: Path) -> RunRecord:
     """Read config.yaml, metrics.jsonl and summary.json. Missing or incomplete files count as empty."""
-    summary = _json_object(_bytes(run_dir / "summary.json"))
+    summary = json_object(_bytes(run_dir / "summary.json"))
     record = RunRecord(config=_config(run_dir / "config.yaml"), summary=summary)
     steps: dict[int, StepValues] = {}
     for _, event in lines(run_dir / "metrics.jsonl"):
@@ -134,7 +134,7 @@ def sample_places(run_dir: Path) -> dict[int, list[int]]:
 def samples_at(run_dir: Path, places: Iterable[int]) -> list[dict[str, Any]]:
     """Read the samples at offsets from `sample_places`."""
     with (run_dir / "samples.jsonl").open("rb") as file:
-        found = [_json_object(file.readline()) for place in places if file.seek(place) == place]
+        found = [json_object(file.readline()) for place in places if file.seek(place) == place]
     return [sample for sample in found if sample is not None]
 
 
@@ -201,16 +201,18 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     with path.open("rb") as file:
         for line in file:
             if line.strip():
-                found = _json_object(line)
-                yield place, found if found is not None and _is_step(found.get("step")) else None
+                found = json_object(line)
+                yield place, found if found is not None and is_step(found.get("step")) else None
             place += len(line)
 
 
-def _is_step(value: Any) -> bool:
+def is_step(value: Any) -> bool:
+    """True for the number of a step."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_STEP
 
 
-def _json_object(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """Return the object that a line or file holds; None if it holds none."""
     try:
         found = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):  # incomplete, or written by another program

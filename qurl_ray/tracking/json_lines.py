@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from qurl_ray.report.run_files import finite, is_step, json_object
 from qurl_ray.report.values import plain
-from qurl_ray.types import Event, Outcome
+from qurl_ray.types import KINDS, Event, Outcome
 
 _TIMELINE_BYTES = 32 << 20
 
@@ -31,12 +33,17 @@ class JsonLines:
             self._file.write(_line(plain(record)))
         self._file.flush()
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-        """Remove unwanted and partial lines from the file. Return the records that are left."""
+    def keep(self, wanted: Callable[[dict[str, Any]], bool | None]) -> int:
+        """Remove unwanted and damaged lines from the file. Return the number of damaged ones.
+
+        Args:
+            wanted: returns None for a record that the file's owner cannot have written.
+        """
         self._file.close()
-        kept = _filter(self._path, wanted)
-        self._open()
-        return kept
+        try:
+            return _filter(self._path, wanted)
+        finally:
+            self._open()
 
     @property
     def bytes(self) -> int:
@@ -47,7 +54,8 @@ class JsonLines:
         """Remove the older half of the file."""
         self._file.close()
         content = self._path.read_bytes()
-        _replace(self._path, content[content.find(b"\n", len(content) // 2) + 1 :])
+        with _replacing(self._path) as kept:
+            kept.write(content[content.find(b"\n", len(content) // 2) + 1 :])
         self._open()
 
     def close(self) -> None:
@@ -74,23 +82,28 @@ class MetricsFile:
     def close(self, outcome: Outcome) -> None:
         self._lines.close()
 
-    def rewind(self, step: int) -> list[Event]:
+    def rewind(self, step: int) -> list[str]:
         """Remove the events after `step`, so that a run can resume from there. Warnings and messages are kept.
-        Return the events that are left."""
-        kept = self._lines.keep(
+        Return a sentence on each kind of damage that was found."""
+        lacking = set(range(1, step + 1))
+
+        def wanted(line: dict[str, Any]) -> bool | None:
+            kind, message = line.get("kind"), line.get("message")
+            if kind not in KINDS or not isinstance(message, str) or not isinstance(line.get("values"), dict):
+                return None
+            if kind in ("warning", "info"):
+                return True
+            if kind == "step":
+                lacking.discard(line["step"])
             # A run that was asked to stop made its final evaluation then; on resuming, it is no longer final.
-            lambda line: (
-                line["kind"] in ("warning", "info")
-                or (
-                    line["step"] <= step
-                    and line["kind"] != "summary"
-                    and not (line["kind"] == "evaluation" and line["message"].startswith("after"))
-                )
-            )
-        )
-        return [
-            Event(kind=line["kind"], step=line["step"], message=line["message"], values=line["values"]) for line in kept
-        ]
+            final = kind == "summary" or (kind == "evaluation" and message.startswith("after"))
+            return line["step"] <= step and not final
+
+        notes = _damage(self.name, self._lines.keep(wanted))
+        if lacking:
+            shown = ", ".join(map(str, sorted(lacking)[:8])) + (", …" if len(lacking) > 8 else "")
+            notes.append(f"{self.name} lacks {len(lacking)} of {step} steps ({shown}): reports leave them out")
+        return notes
 
 
 class StepsFile:
@@ -122,9 +135,9 @@ class StepsFile:
     def notices(self) -> list[str]:
         return []
 
-    def rewind(self, step: int) -> None:
-        """Remove the lines after `step`."""
-        self._lines.keep(lambda line: line["step"] <= step)
+    def rewind(self, step: int) -> list[str]:
+        """Remove the lines after `step`. Return a sentence on damaged lines, if there were any."""
+        return _damage(self.name, self._lines.keep(lambda line: line["step"] <= step))
 
     def close(self, outcome: Outcome) -> None:
         self._lines.close()
@@ -145,28 +158,40 @@ def timeline_file(folder: Path, limit_bytes: int = _TIMELINE_BYTES) -> StepsFile
     return StepsFile(folder, "timeline", lambda values: values["spans"], limit_bytes)
 
 
-def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Remove unwanted and partial lines from a file. Return the records that are left."""
-    if not path.exists():
-        return []
-    kept = []
+def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool | None]) -> int:
+    """See JsonLines.keep."""
+    damaged = 0
     # Bytes, because text would also be split at Unicode line separators, which answers may contain.
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:  # a partial line: the process that wrote it was killed
-            continue
-        if wanted(record):
-            kept.append(record)
-    _replace(path, "".join(map(_line, kept)).encode())
-    return kept
+    with path.open("rb") as file, _replacing(path) as kept:
+        for line in file:
+            record = json_object(line) if _is_text(line) else None
+            dated = record is not None and is_step(record.get("step")) and finite(record.get("time")) is not None
+            verdict = wanted(record) if record is not None and dated else None
+            if verdict:
+                kept.write(line.rstrip(b"\n") + b"\n")
+            damaged += verdict is None and bool(line.strip())
+    return damaged
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Replace the file atomically: write a new file beside it and rename that."""
+def _is_text(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Replace the file atomically: yield a new file beside it, and rename that at the end."""
     aside = path.with_suffix(".rewound")
-    aside.write_bytes(content)
+    with aside.open("wb") as file:
+        yield file
     aside.replace(path)
+
+
+def _damage(name: str, lines: int) -> list[str]:
+    return [f"{name}: {lines} damaged or incomplete line(s) removed"] if lines else []
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -195,7 +195,7 @@ class MlflowSink:
         file = self._run_dir / _RUN_ID_FILE
         if not file.is_file():
             return None
-        run_id = file.read_text().strip()
+        run_id = file.read_text(errors="replace").strip()
         try:
             client.update_run(run_id, status="RUNNING")  # refused if it was deleted
             run = client.get_run(run_id)

@@ -3,18 +3,16 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from qurl_ray.report.run_files import finite, lines
-from qurl_ray.types import Event
-
-_KINDS = frozenset(get_args(get_type_hints(Event)["kind"]))
+from qurl_ray.types import KINDS, Event
 
 
 def events(run_dir: Path) -> Iterator[tuple[Event, float]]:
     """Yield (event, unix time in seconds) per complete line of metrics.jsonl; nothing if there is no such file."""
     for line in _timed(run_dir / "metrics.jsonl"):
-        if line.get("kind") in _KINDS:
+        if line.get("kind") in KINDS:
             values = line.get("values")
             yield (
                 Event(

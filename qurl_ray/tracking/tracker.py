@@ -73,13 +73,16 @@ class Tracker:
             self._deliver(event)
             self._pass_on_notices()
 
-    def rewind(self, step: int) -> list[Event]:
-        """Remove events after `step` from the files: these steps are repeated. Return the events that are left."""
+    def rewind(self, step: int) -> None:
+        """Remove events after `step` from the files: these steps are repeated. Warn of damage in them."""
         with self._lock:
-            self._step = step
-            for file in self._files[1:]:
-                file.rewind(step)
-            return self._files[0].rewind(step)
+            self._step = max(0, step)
+            for file in self._files:
+                self._guarded(file, partial(self._rewind_one, file, step))
+
+    def _rewind_one(self, file: MetricsFile | StepsFile, step: int) -> None:
+        for sentence in file.rewind(step):
+            self._warn(sentence)
 
     def mlflow_run_id(self, timeout_s: float = _RUN_ID_S) -> str | None:
         """Id of the MLflow run; None if MLflow is off, has failed, or needs longer than `timeout_s` seconds."""

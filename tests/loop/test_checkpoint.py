@@ -69,20 +69,28 @@ def test_an_unreadable_manifest_is_an_error_by_name(tmp_path, text):
         latest(tmp_path)
 
 
-def test_a_manifest_of_an_earlier_version_which_calls_the_reward_accuracy_is_read(tmp_path):
-    folder = write(tmp_path, 1, reward=0.25).folder
+def test_a_manifest_without_its_own_checksum_is_of_an_earlier_version(tmp_path):
+    folder = write(tmp_path, 2, reward=0.5).folder
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["accuracy"] = manifest.pop("reward")
+    del manifest["manifest_sha256"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert verify(folder).reward == 0.25
+    with pytest.raises(CheckpointError, match="of an earlier version"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("change", [{"reward": 0.6}, {"step": 3}, {"reward": None}, {"more": 1}])
+def test_a_change_of_the_manifest_itself_is_found(tmp_path, change):
+    folder = write(tmp_path, 2, reward=0.5).folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | change))
+    with pytest.raises(CheckpointError, match="its own SHA-256 differs"):
+        verify(folder)
 
 
 def test_a_manifest_of_another_step_is_an_error(tmp_path):
     folder = write(tmp_path, 1).folder
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"step": 3}))
-    with pytest.raises(CheckpointError, match="it is of step 3"):
-        verify(folder)
+    with pytest.raises(CheckpointError, match="it is of step 1"):
+        verify(folder.rename(folder.with_name("step-000003")))
 
 
 def test_a_run_without_checkpoints_has_none(tmp_path):

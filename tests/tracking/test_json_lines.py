@@ -1,9 +1,11 @@
+import errno
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,17 +98,63 @@ def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
     metrics.handle(Event(kind="warning", step=3, message="a worker died"), at=0.0)
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write('{"answer": "é'.encode()[:-1])  # torn inside a character
-    kept = metrics.rewind(2)
-    samples.rewind(2)
-    assert [(event.kind, event.step, event.message) for event in kept] == [
+    assert metrics.rewind(2) == []
+    assert samples.rewind(2) == ["samples.jsonl: 1 damaged or incomplete line(s) removed"]
+    kept = strict_lines(tmp_path / "metrics.jsonl")
+    assert [(line["kind"], line["step"], line["message"]) for line in kept] == [
         ("step", 1, ""),
         ("step", 2, ""),
         ("evaluation", 2, "during"),
         ("warning", 3, "a worker died"),
     ]
-    assert kept[1].values == {"loss": 2 / 3}
+    assert kept[1]["values"] == {"loss": 2 / 3}
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_bytes().splitlines()]
     assert [line["answer"] for line in lines] == [f"a\u2028b\u2029c\u0085d {step}" for step in (1, 2)]
-    assert metrics.rewind(2) == kept
+    metrics.rewind(2)
+    assert strict_lines(tmp_path / "metrics.jsonl") == kept
     metrics.handle(Event(kind="step", step=3, values={"loss": 4.0}), at=0.0)
-    assert [event.step for event in metrics.rewind(3)] == [1, 2, 2, 3, 3]
+    assert metrics.rewind(3) == []
+    assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2, 2, 3, 3]
+
+
+STEP = {"kind": "step", "time": 1.0, "message": "", "values": {}}
+NOT_OURS = [
+    "{", "[]", "null", "7", '"step"', "\x00\x00", '{"kind": "step"}', '{"step": 1}', "[" * 100_000,
+    *(json.dumps({**STEP, "step": 1, key: value}) for key, value in [
+        ("step", -1), ("step", "1"), ("step", True), ("step", 1.5), ("step", 10**400), ("time", None), ("time", "now"),
+        ("kind", "stop"), ("kind", []), ("message", None), ("values", []),
+    ]),
+    json.dumps({**STEP, "step": 1, "message": "\xf3"}, ensure_ascii=False),  # no UTF-8
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NOT_OURS, ids=lambda line: line[:60])
+def test_a_damaged_line_is_removed_and_what_it_held_is_named(tmp_path, line):
+    content = [json.dumps({**STEP, "step": number}).encode() for number in range(1, 14)]
+    content[2] = line.encode("latin-1")
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(content) + b"\n")
+    metrics = MetricsFile(tmp_path)
+    assert metrics.rewind(13) == [
+        "metrics.jsonl: 1 damaged or incomplete line(s) removed",
+        "metrics.jsonl lacks 1 of 13 steps (3): reports leave them out",
+    ]
+    assert [found["step"] for found in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2, *range(4, 14)]
+
+
+def test_many_lost_steps_are_counted(tmp_path):
+    assert MetricsFile(tmp_path).rewind(20) == [
+        "metrics.jsonl lacks 20 of 20 steps (1, 2, 3, 4, 5, 6, 7, 8, …): reports leave them out"
+    ]
+
+
+def test_a_full_disk_leaves_the_file_in_use(tmp_path, monkeypatch):
+    metrics = MetricsFile(tmp_path)
+    monkeypatch.setattr(Path, "replace", refuse_space)
+    with pytest.raises(OSError, match="No space left"):
+        metrics.rewind(0)
+    metrics.handle(Event(kind="step", step=1), at=0.0)
+    assert [line["step"] for line in strict_lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+def refuse_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -8,7 +8,6 @@
 """
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,13 +108,13 @@ class Coordinator:
         again, self._resume = self._resume is None, None
         stops = stop_ids(self._spec, self._tokenizer)
         collector = Collector(self._config, await task[0], self._tokenizer, stops, self._fleet, self._verifiers)
-        done, state = (resume.step, json.loads(resume.loop.read_text())) if resume else (0, None)
+        done, state = (resume.step, resume.state()) if resume else (0, None)
         if self._session:  # from here on nothing is awaited: no call may reach a session that was cancelled
             self._session.cancel()
         self._session = Session(self._config, collector, self._fleet, self._events, self._stop, done=done, state=state)
         version = self._fleet.restart()
         if again:
-            self._events.add(Event(kind="rewind", step=self._events.step))
+            self._events.add(Event(kind="rewind", step=done, values={"totals": state and state["totals"]}))
             for note in notes:
                 self._events.tell("warning", note)
         directive = self._session.directive
@@ -183,8 +182,8 @@ class Coordinator:
         await self.session.close(step, rank, seconds, spans)
 
     async def state(self, step: int) -> dict:
-        """Return Session.state, once the driver has written all events up to here: a resumed run computes its summary
-        from what is on disk."""
+        """Return Session.state, once the driver has written all events up to here: the files of a run that resumes
+        from it then lack nothing."""
         await self._events.written()
         return self.session.state(step)
 

@@ -26,6 +26,7 @@ from qurl_ray.loop.coordinator.guard import Guard
 from qurl_ray.loop.coordinator.refit import Refit
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.messages import Directive, Gap, Offer, WeightsWanted
+from qurl_ray.loop.totals import RunTotals
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Event
 
@@ -84,13 +85,10 @@ class Session:
         )
         changeable = config.rollout.quantization != "none" and config.precision_flow == "rollout_only"
         self._guard = Guard(config.guard, can_change_precision=changeable)
-        self._reached = False
-        """True once the held-out reward has reached its target. Unlike a request to stop, this is lost on a return to
-        an earlier checkpoint."""
+        self._totals = RunTotals.of(state["totals"]) if state else RunTotals()
         if state:
             collector.restore(state["collector"])
             self._guard.restore(state["guard"])
-            self._reached = state.get("reached", False)  # absent from checkpoints that are older than targets
         events.step = done
         self._rendezvous = Rendezvous(config.learner.workers)
         self._stale = _StaleEngines(fleet)
@@ -122,7 +120,7 @@ class Session:
         return {
             "collector": self._steps[step].collector,
             "guard": self._guard.state(),
-            "reached": self._reached,
+            "totals": self._totals.state(),
         }
 
     # --- rollouts -----------------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ class Session:
         """
         if step > self._asked:
             self._asked = step
-            if (self._stop.is_set() or self._reached) and self._last is None:
+            if (self._stop.is_set() or self._totals.reached_at is not None) and self._last is None:
                 self._last = step - 1
                 for later in range(step, self._begun + 1):
                     self._steps[later].shares.cancel()
@@ -195,8 +193,8 @@ class Session:
             self._events.warn(step, message)
         reward, target = values["eval/reward"], self._config.evaluation.target_reward
         if label == "during" and target is not None and reward >= target:
-            self._reached = values["target_reached"] = True
-        self._events.add(Event(kind="evaluation", step=step, message=label, values={"label": label} | values))
+            values["target_reached"] = True
+        self._count(Event(kind="evaluation", step=step, message=label, values={"label": label} | values))
         if "target_reached" in values:
             message = f"the held-out reward, {reward:.3f}, has reached its target of {target:g}: the run ends"
             self._events.tell("info", message)
@@ -264,10 +262,8 @@ class Session:
         if results[0].skipped_updates:
             message = f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite"
             self._events.warn(number, message)
-        self._events.add(
-            Event(kind="step", step=number, values=values),
-            Event(kind="prompts", step=number, values={"uids": collected.prompts}),
-        )
+        self._count(Event(kind="step", step=number, values=values))
+        self._events.add(Event(kind="prompts", step=number, values={"uids": collected.prompts}))
         if collected.shown:
             proximal = {uid: logprobs for result in results for uid, logprobs in result.proximal.items()}
             for sample in collected.shown:
@@ -275,6 +271,11 @@ class Session:
                 sample["proximal_logprobs"] = None if found is None else [round(float(value), 4) for value in found]
             self._events.add(Event(kind="samples", step=number, values={"samples": collected.shown}))
         step.collected = step.reported = None  # only the collector's state is still needed
+
+    def _count(self, event: Event) -> None:
+        """Add a step or an evaluation to the totals and to the events."""
+        self._totals.add(event)
+        self._events.add(event)
 
     def _warn_of_dropped_tokens(self, number: int, values: dict[str, Any]) -> None:
         before, self._dropping = self._dropping, values.get("mismatch/dropped", 0.0) > 0.5

@@ -9,11 +9,12 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.run_dir import dry_run
 from qurl_ray.planning.shapes import configured_shape
+from qurl_ray.signals import StopRequests
 
 
 def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
-    """Train, or only check, print and save the settings. Returns the exit status: 130 after Ctrl-C, 3 if the guard has
-    stopped the run."""
+    """Train, or only check, print and save the settings. Returns the exit status: 128 and the signal's number after a
+    request to stop (130 after Ctrl-C), 3 if the guard has stopped the run."""
     if dry:
         try_functions(config)
         typer.echo(dry_run(config), nl=False)
@@ -23,16 +24,18 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
         if promise := _equal_bits(config):
             typer.echo(f"# {promise}")
         return 0
-    from qurl_ray.loop.driver.run import run  # imports take seconds: --help and dry runs skip them
-
+    stops = StopRequests()
     try:
-        result = run(config, fresh=fresh)
-        if result.summary["stopped_by_guard"]:
-            return 3
-        return 130 if result.interrupted else 0
+        with stops.caught():
+            from qurl_ray.loop.driver.run import run_until  # imports take seconds: --help and dry runs skip them
+
+            result = run_until(stops, config, fresh=fresh)
     except KeyboardInterrupt:
         typer.echo("aborted", err=True)
-        return 130
+        return stops.exit_status
+    if result.summary["stopped_by_guard"]:
+        return 3
+    return stops.exit_status if result.interrupted else 0
 
 
 def _equal_bits(config: RunConfig) -> str | None:

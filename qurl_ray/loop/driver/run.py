@@ -33,13 +33,15 @@ from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import Prepared, prepare, prepare_task
 from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
-from qurl_ray.loop.driver.summary import RunSummary
+from qurl_ray.loop.driver.summary import summarize
 from qurl_ray.loop.driver.watch import Fit, Watch
 from qurl_ray.loop.rank.entry import train_entry
+from qurl_ray.loop.totals import RunTotals
 from qurl_ray.numerics.selfcheck import VARIABLES
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
 from qurl_ray.report.viewer import write_rollouts
+from qurl_ray.signals import StopRequests
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event, Outcome
 
@@ -60,28 +62,36 @@ class RunResult:
 def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
     """Train as configured. Attaches to the cluster of $RAY_ADDRESS (submitted jobs have it), else starts Ray here.
 
-    An unfinished run of the same name and settings resumes from its latest checkpoint, unless `fresh`. The first Ctrl-C
-    stops at the end of the step, evaluates and saves; the second aborts.
+    An unfinished run of the same name and settings resumes from its latest checkpoint, unless `fresh`. A first request
+    to stop (Ctrl-C, SIGTERM, SIGHUP) ends the run after its step, with a checkpoint and an evaluation; a second one
+    aborts it, and so does the first one before the learner has started.
 
     Raises:
         QurlError: the settings are bad (before anything starts), or an error of ours ended the run.
+        KeyboardInterrupt: the run was aborted.
     """
+    return run_until(StopRequests(), config, fresh=fresh)
+
+
+def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) -> RunResult:
+    """Train as `run` does. `stops` gets the requests to stop, and knows afterwards which there were."""
     config = resolve(config, submitted=submitted())
-    if not ray.is_initialized():
-        check_address()  # now, and not only after a cold start
-    try_functions(config)
-    task = prepare_task(config)
-    with open_run_dir(config, fresh=fresh) as run_dir:
-        return _run_in(run_dir, config, task)
+    with stops.caught():
+        if not ray.is_initialized():
+            check_address()  # now, and not only after a cold start
+        try_functions(config)
+        task = prepare_task(config)
+        with open_run_dir(config, fresh=fresh) as run_dir:
+            return _run_in(run_dir, config, task, stops)
 
 
-def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
+def _run_in(place: RunDir, config: RunConfig, task: Task, stops: StopRequests) -> RunResult:
     run_dir, resume = place.path, place.resume
     (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now resumes
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
         try:
-            events = tracker.rewind(resume.step) if resume else []
+            totals = rewound(place, tracker)
             _announce(place.notes, "info", tracker)
             prepared = prepare(config, task, _cold_start_progress(config.model, tracker))
             if promise := prepared.promise:  # of this machine: a resumed run may have started on another
@@ -89,8 +99,9 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
             if not resume:  # else metrics.jsonl has them already
                 _announce(idle_settings(config), "warning", tracker)
                 _announce(prepared.task.notes, "info", tracker)
-            with _cluster(config):
-                summary = _train(config, prepared, place, RunSummary(config, events), tracker)
+            with _cluster(config, stops):
+                totals = _train(config, prepared, place, totals, tracker, stops)
+                summary = summarize(config, totals)
         except BaseException as error:
             _report(run_dir, tracker, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
@@ -112,6 +123,15 @@ def _run_in(place: RunDir, config: RunConfig, task: Task) -> RunResult:
         tracker.handle(Event(kind="summary", step=summary["steps"], values=summary | places))
         tracker.close(outcome)
     return RunResult(run_dir=run_dir, policy=run_dir / "policy", summary=summary, interrupted=interrupted)
+
+
+def rewound(place: RunDir, tracker: Tracker) -> RunTotals:
+    """Remove from the run's files what came after the checkpoint that it resumes from. Return the totals up to it."""
+    if not place.resume:
+        tracker.rewind(-1)  # an earlier start that failed may have left messages
+        return RunTotals()
+    tracker.rewind(place.resume.step)
+    return RunTotals.of(place.resume.state()["totals"])
 
 
 def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracker: Tracker) -> None:
@@ -138,9 +158,9 @@ def _report(run_dir: Path, tracker: Tracker, outcome: Outcome) -> str | None:
 
 
 def _train(
-    config: RunConfig, prepared: Prepared, place: RunDir, summary: RunSummary, tracker: Tracker
-) -> dict[str, Any]:
-    """Start the actors, train, collect the summary, end the actors."""
+    config: RunConfig, prepared: Prepared, place: RunDir, totals: RunTotals, tracker: Tracker, stops: StopRequests
+) -> RunTotals:
+    """Start the actors, train, end the actors. Return the totals of the whole run."""
     workers = config.rollout.max_workers or config.rollout.workers
     check_room(demand(config))
     worker_group = WorkerGroup(
@@ -174,7 +194,7 @@ def _train(
             "run_dir": str(place.path),
         }
         fit = _fit_in_thread(config, context, place.path)
-        return Watch(config, coordinator, worker_group, summary, tracker).until_over(fit)
+        return Watch(config, coordinator, worker_group, totals, tracker, stops).until_over(fit)
     finally:
         _end(worker_group, verifiers, coordinator)
 
@@ -213,7 +233,7 @@ def scaling_config(config: RunConfig) -> ray.train.ScalingConfig:
 
 
 @contextmanager
-def _cluster(config: RunConfig) -> Iterator[None]:
+def _cluster(config: RunConfig, stops: StopRequests) -> Iterator[None]:
     """Attach to the cluster of $RAY_ADDRESS, else start a Ray for this run only and stop it afterwards."""
     if ray.is_initialized():
         yield
@@ -221,18 +241,19 @@ def _cluster(config: RunConfig) -> Iterator[None]:
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     variables["TOKENIZERS_PARALLELISM"] = "false"
     before = dict(os.environ)
-    if os.environ.get("RAY_ADDRESS"):
-        attach(runtime_env={"env_vars": variables}, log_to_driver=False)
-    else:
-        # All processes of this Ray inherit these variables. Workers that it starts in advance have no runtime
-        # environment, so they could not serve actors that request one. None of its nodes is ever preempted.
-        variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-        os.environ |= variables
-        # Phases alternate, so workers may share cores; Ray counts one core for each worker.
-        cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
-        # "local": do not use another Ray that was left running on this machine.
-        ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     try:
+        with stops.kept():
+            if os.environ.get("RAY_ADDRESS"):
+                attach(runtime_env={"env_vars": variables}, log_to_driver=False)
+            else:
+                # All processes of this Ray inherit these variables. Workers that it starts in advance have no runtime
+                # environment, so they could not serve actors that request one. None of its nodes is ever preempted.
+                variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+                os.environ |= variables
+                # Phases alternate, so workers may share cores; Ray counts one core for each worker.
+                cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
+                # "local": do not use another Ray that was left running on this machine.
+                ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
         yield
     finally:
         ray.shutdown()

@@ -38,9 +38,9 @@ class RunDir:
 def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
     """Open <output_dir>/<name> and lock it for this run while the context lasts.
 
-    An unfinished run of the same name and settings resumes from its latest whole checkpoint. A finished run, a run
-    without a checkpoint, or with `fresh` any run, is moved to <name>.<n>, never overwritten. What is no run is left
-    alone.
+    An unfinished run of the same name and settings resumes from its latest whole checkpoint. The folder of a start that
+    failed before its first step is used again. Any other run, and with `fresh` every run, is moved to <name>.<n>, never
+    overwritten. What is no run is left alone.
 
     Raises:
         CheckpointError: the run has checkpoints, and none of them can be used.
@@ -70,33 +70,55 @@ def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
         checkpoint, notes = latest(run_dir)
         if checkpoint:
             _check_same(config, run_dir)
+            _write_settings(config, run_dir)  # those that may differ, such as the name
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
             return RunDir(path=run_dir, resume=checkpoint, notes=notes)
     if (run_dir / _MARKER).exists():
-        notes.append(f"the run that was in {run_dir} is now in {_move_aside(run_dir)}")
+        if _has_steps(run_dir):
+            notes.append(f"the run that was in {run_dir} is now in {_move_aside(run_dir)}")
+        else:
+            (run_dir / "mlflow_run_id").unlink(missing_ok=True)  # the settings may be others
+    _write_settings(config, run_dir)
+    return RunDir(path=run_dir, notes=notes)
+
+
+def _write_settings(config: RunConfig, run_dir: Path) -> None:
     try:
         run_dir.mkdir(exist_ok=True)
-        (run_dir / _MARKER).write_text(settings_text(config))
+        whole = run_dir / f".{_MARKER}"
+        whole.write_text(settings_text(config))
+        whole.replace(run_dir / _MARKER)
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
-    return RunDir(path=run_dir, notes=notes)
 
 
 def _empty(folder: Path) -> bool:
     return folder.is_dir() and not any(folder.iterdir())
 
 
+def _has_steps(run_dir: Path) -> bool:
+    """True if something was learned or saved there: a start that failed leaves messages, and no more."""
+    prompts = run_dir / "prompts.jsonl"  # which each step adds a line to
+    drew = prompts.is_file() and prompts.stat().st_size > 0
+    return drew or any((run_dir / made).exists() for made in ("checkpoints", "policy"))
+
+
 def _finished(run_dir: Path) -> bool:
+    """True if summary.json says so, and agrees with itself and with the settings beside it. Else the run resumes, which
+    for one that did finish repeats only its end."""
     try:
-        return not json.loads((run_dir / "summary.json").read_text()).get("interrupted", False)
-    except (OSError, ValueError):
+        found = json.loads((run_dir / "summary.json").read_bytes())
+        asked = yaml.safe_load((run_dir / _MARKER).read_bytes())["steps"]
+        over = found["steps"] == asked or found.get("target_reached_at_step") == found["steps"]
+        return over and found["interrupted"] is False
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, RecursionError):
         return False
 
 
 def _check_same(config: RunConfig, run_dir: Path) -> None:
     try:
-        old = yaml.safe_load((run_dir / _MARKER).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        old = yaml.safe_load((run_dir / _MARKER).read_bytes())
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
     try:  # settings that were added since then get their defaults
         known = validated_run(old, "config.yaml").model_dump(mode="json")

@@ -1,11 +1,8 @@
-"""The driver while the learner trains: it passes events on, handles Ctrl-C, and keeps the fleet complete."""
+"""The driver while the learner trains: it passes events on, heeds requests to stop, and keeps the fleet complete."""
 
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 import ray
 from ray.actor import ActorHandle
@@ -18,8 +15,9 @@ from qurl_ray.actors.placement import counts, demand
 from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
-from qurl_ray.loop.driver.summary import RunSummary
 from qurl_ray.loop.messages import Drained
+from qurl_ray.loop.totals import RunTotals
+from qurl_ray.signals import StopRequests
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
 
@@ -30,7 +28,7 @@ _LOOKS = 3  # checks in a row without room: at a single one, Ray Train may just 
 
 
 class Fit(threading.Thread):
-    """Thread that runs `trainer.fit()`, which on the main thread would replace the handler of Ctrl-C."""
+    """Thread that runs `trainer.fit()`, which on the main thread would replace the handler of SIGINT."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         super().__init__(name="fit", daemon=True)
@@ -45,60 +43,77 @@ class Fit(threading.Thread):
 
 
 class Watch:
-    """Loop of the driver while the learner trains: it passes events on, handles Ctrl-C, and adds workers."""
+    """Loop of the driver while the learner trains: it passes events on, heeds requests to stop, and adds workers."""
 
     def __init__(
         self,
         config: RunConfig,
         coordinator: ActorHandle,
         worker_group: WorkerGroup,
-        summary: RunSummary,
+        totals: RunTotals,
         tracker: Tracker,
+        stops: StopRequests,
     ) -> None:
         self._config, self._coordinator, self._worker_group = config, coordinator, worker_group
-        self._summary, self._tracker = summary, tracker
+        self._totals, self._tracker, self._stops = totals, tracker, stops
+        self._asked: float | None = None
+        """Time of the first request to stop, in monotonic seconds."""
         self._heard = time.monotonic()
         self._looked, self._short = 0.0, 0
         """Time of the last check for room for the ranks, and number of checks in a row that found none."""
         self._log = "not known yet"
 
-    def until_over(self, fit: Fit) -> dict[str, Any]:
-        """Return the summary, once the learner has ended.
+    def until_over(self, fit: Fit) -> RunTotals:
+        """Return the totals of the whole run, once the learner has ended.
 
         Raises:
             QurlError: an error of ours ended the run; any other error is raised as it is.
-            KeyboardInterrupt: Ctrl-C was pressed twice.
+            KeyboardInterrupt: stopping was asked for twice, or took longer than the grace period.
         """
-        with _interrupts() as presses:
-            asked = False
-            while True:
-                alive = fit.is_alive()
-                if presses and not asked:
-                    asked = True
-                    self._coordinator.stop.remote()
-                    message = "stopping after this step; press Ctrl-C again to abort"
-                    self._tracker.handle(Event(kind="info", step=0, message=message))
-                if len(presses) > 1:
-                    raise KeyboardInterrupt
-                found = self._drain()
-                for event in found.events if found else []:
-                    self._pass_on(event)
-                if not alive:
-                    break
-                if found:
-                    self._complete_fleet(found)
-                time.sleep(_POLL_S)
+        self._stops.raising = False
+        while True:
+            alive = fit.is_alive()
+            if alive:
+                self._heed_requests()
+            found = self._drain()
+            for event in found.events if found else []:
+                self._pass_on(event)
+            if not alive:
+                break
+            if found:
+                self._complete_fleet(found)
+            time.sleep(_POLL_S)
         if found and found.failure:
             raise found.failure
         if fit.error is not None:
             raise _cause(fit.error, self._config)
-        return self._summary.finish()
+        return self._totals
+
+    def _heed_requests(self) -> None:
+        """Stop after the step at the first request; abort at the second, or at the end of the grace period."""
+        signals, grace_s = self._stops.signals, self._config.checkpoint.grace_s
+        if not signals:
+            return
+        if self._asked is None:
+            self._asked = time.monotonic()
+            self._coordinator.stop.remote()
+            self._tell(f"{signals[0].name}: stopping after this step, within {grace_s:g} s; once more aborts the run")
+        if time.monotonic() - self._asked > grace_s:
+            self._tell(f"the run has not stopped within checkpoint.grace_s={grace_s:g} and is aborted")
+            raise KeyboardInterrupt
+        if len(signals) > 1:
+            raise KeyboardInterrupt
+
+    def _tell(self, message: str) -> None:
+        self._tracker.handle(Event(kind="info", step=0, message=message))
 
     def _pass_on(self, event: Event) -> None:
         if event.kind == "rewind":  # the learner resumes from a checkpoint: later events will come again
-            self._summary = RunSummary(self._config, self._tracker.rewind(event.step))
+            state = event.values["totals"]
+            self._totals = RunTotals.of(state) if state else RunTotals()
+            self._tracker.rewind(event.step)
         else:
-            self._summary.add(event)
+            self._totals.add(event)
             self._tracker.handle(event)
 
     def _drain(self) -> Drained | None:
@@ -150,20 +165,6 @@ class Watch:
             message = f"{ranks} wait for room, for {self._config.learner.timeout_s:g} s at most; {there_is()}"
             self._tracker.handle(Event(kind="warning", step=0, message=message))
         return self._short > 0
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[float]]:
-    """Collect the times of Ctrl-C, which then does not end the process. Does nothing off the main thread."""
-    presses: list[float] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield presses
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: presses.append(time.monotonic()))
-    try:
-        yield presses
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _cause(error: BaseException, config: RunConfig) -> BaseException:

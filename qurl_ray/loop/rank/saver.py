@@ -15,7 +15,7 @@ from torch import distributed
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CheckpointError, ConfigError, QurlError
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.loop.checkpoint import complete, partial_folder, prune
+from qurl_ray.loop.checkpoint import LOOP, complete, partial_folder, prune
 from qurl_ray.loop.rank.sender import fleet_weight_max_code
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.export import save_quantized
@@ -62,7 +62,7 @@ class Saver:
                 self._save_policy(partial / "policy")
                 call = self._coordinator.state.remote(step)
                 state = wait(call, self._config.sync.timeout_s, "the coordinator's state")
-                (partial / "loop.json").write_text(json.dumps(state))
+                (partial / LOOP).write_text(json.dumps(state))
             barrier()  # every rank has written its files
             if self._rank == 0:
                 complete(partial, step=step, reward=reward)

@@ -126,8 +126,10 @@ def train_loop(context: dict[str, Any]) -> None:
     with loop.spanning("checkpoint"):
         if saved < done < config.steps:  # the run ends early: the same command resumes from here
             saver.checkpoint(done, None)
-        saver.final()  # before anything else can fail
-    loop.last_evaluations(done)
+        if done:
+            saver.final()  # before anything else can fail
+    if done:
+        loop.last_evaluations(done)
     for event in loop.spans.events():
         wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator to take the last spans")
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.

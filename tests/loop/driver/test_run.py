@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qurl_ray.config import load_config
 from qurl_ray.errors import DeadlineExceeded, PlacementError, RewardError
 from qurl_ray.loop.driver.run import run
-from tests.loop.runs import SMALL, events, parameters, prompts, start_job, wait_for_steps
+from tests.loop.runs import SMALL, events, parameters, prompts
 
 pytestmark = pytest.mark.ray
 
@@ -219,18 +218,6 @@ def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_d
 def test_other_learners_are_resumed_to_the_bit_as_well(tmp_path, cluster, settings):
     whole = run(load_config(None, [*WHOLE, *settings, f"output_dir={tmp_path}"]))
     assert_resumed_ends_like(whole, tmp_path, [*WHOLE, *settings])
-
-
-def test_ctrl_c_stops_at_the_step_evaluates_and_saves(tmp_path):
-    job = start_job(*SMALL, "steps=500", f"output_dir={tmp_path}")
-    wait_for_steps(tmp_path / "run", 2, job)
-    job.send_signal(signal.SIGINT)
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 130, output
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert 2 <= summary["steps"] < 500
-    assert summary["accuracy_after"] is not None
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
 TARGET = [

@@ -1,6 +1,7 @@
 """Run folders: finished runs are kept, running ones left alone, unfinished ones gone on with."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import yaml
@@ -16,6 +17,9 @@ def config(folder, *overrides):
     return load_config(None, [f"output_dir={folder}", "name=mine", *overrides])
 
 
+FINISHED = {"steps": 100, "interrupted": False}
+
+
 def unfinished(folder, *overrides):
     """A run with a checkpoint at step 3 and no summary."""
     with open_run_dir(config(folder, *overrides)) as place:
@@ -27,9 +31,9 @@ def test_finished_runs_are_moved_aside_and_never_overwritten(tmp_path):
     for number in range(3):
         with open_run_dir(config(tmp_path / "runs")) as place:
             write(place.path, 3)
-            (place.path / "summary.json").write_text(json.dumps({"number": number}))
+            (place.path / "summary.json").write_text(json.dumps(FINISHED | {"number": number}))
     kept = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/summary.json")}
-    assert kept == {"mine": {"number": 2}, "mine.1": {"number": 0}, "mine.2": {"number": 1}}
+    assert {name: found["number"] for name, found in kept.items()} == {"mine": 2, "mine.1": 0, "mine.2": 1}
     assert place.resume is None
     assert place.notes == [f"the run that was in {place.path} is now in {place.path}.2"]
 
@@ -103,11 +107,49 @@ def test_fresh_starts_anew_and_keeps_the_old_run(tmp_path):
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
-    with open_run_dir(config(tmp_path)):
-        pass
+    with open_run_dir(config(tmp_path)) as place:
+        (place.path / "prompts.jsonl").write_text('{"step": 1}')
     with open_run_dir(config(tmp_path, "learner.lr=1e-3")) as place:
         assert place.resume is None
     assert (tmp_path / "mine.1").is_dir()
+
+
+def test_failed_starts_leave_no_folders_behind(tmp_path):
+    for lr in ("1e-3", "1e-4", "1e-5"):
+        with suppress(ZeroDivisionError), open_run_dir(config(tmp_path, f"learner.lr={lr}")) as place:
+            (place.path / "metrics.jsonl").write_text("a failed start")
+            (place.path / "mlflow_run_id").write_text("of other settings")
+            raise ZeroDivisionError
+    with open_run_dir(config(tmp_path)) as place:
+        assert place.notes == []
+        assert not (place.path / "mlflow_run_id").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["mine"]
+
+
+def mutilated(summary: dict) -> list[bytes]:
+    """summary.json of an interrupted run, or what is left of it."""
+    return [
+        json.dumps(summary | {"interrupted": False}).encode(),  # contradicts its number of steps
+        json.dumps(summary | {"steps": 100}).encode(),  # contradicts that it was interrupted
+        json.dumps({key: value for key, value in summary.items() if key != "interrupted"}).encode(),
+        b"[]", b"null", b"7", b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"steps": 1e999, "interrupted": 0}',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", mutilated({"steps": 3, "interrupted": True, "target_reached_at_step": None}))
+def test_a_damaged_summary_does_not_end_an_unfinished_run(tmp_path, content):
+    run_dir = unfinished(tmp_path)
+    (run_dir / "summary.json").write_bytes(content)
+    with open_run_dir(config(tmp_path)) as place:
+        assert place.resume.step == 3
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"", b"steps: 3", b"[" * 100_000, b"steps: [1"])
+def test_damaged_settings_of_an_unfinished_run_are_an_error_that_names_them(tmp_path, content):
+    run_dir = unfinished(tmp_path)
+    (run_dir / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml|other settings"), open_run_dir(config(tmp_path)):
+        pass
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path):
@@ -173,3 +215,4 @@ def test_a_folder_that_was_renamed_is_resumed_under_its_new_name(tmp_path):
     unfinished(tmp_path).rename(tmp_path / "better")
     with open_run_dir(config(tmp_path, "name=better")) as place:
         assert (place.path.name, place.resume.step) == ("better", 3)
+    assert yaml.safe_load((tmp_path / "better" / "config.yaml").read_text())["name"] == "better"

@@ -1,12 +1,14 @@
 """What a run's summary says of its evaluations."""
 
+import json
 from fractions import Fraction
 
 import pytest
 
 from qurl_ray.config import RunConfig
 from qurl_ray.loop.coordinator.figures import evaluation_figures
-from qurl_ray.loop.driver.summary import RunSummary
+from qurl_ray.loop.driver.summary import summarize
+from qurl_ray.loop.totals import RunTotals
 from qurl_ray.types import Event, Verdict
 
 WHEN = ("before", "after", "after, quantized")
@@ -18,7 +20,13 @@ def evaluation(label: str, rewards: list[float]) -> Event:
 
 
 def summary(*events: Event) -> dict:
-    return RunSummary(RunConfig(), events).finish()
+    """The summary of a run of these events, its totals having been in a checkpoint."""
+    totals = RunTotals()
+    for event in events:
+        totals.add(event)
+    state = json.loads(json.dumps(totals.state(), allow_nan=False))
+    assert RunTotals(**state) == totals
+    return summarize(RunConfig(), totals)
 
 
 def test_graded_rewards_have_their_means_and_a_paired_test_of_their_own():
@@ -52,3 +60,29 @@ def test_evaluations_of_an_earlier_version_have_no_mean_reward():
 def test_a_run_without_evaluations_has_none_of_their_figures():
     found = summary()
     assert {value for key, value in found.items() if key.startswith(("reward", "accuracy"))} == {None}
+
+
+def step(number: int, **values: float | None) -> Event:
+    return Event(kind="step", step=number, values={key.replace("__", "/"): value for key, value in values.items()})
+
+
+def test_figures_are_summed_over_the_steps():
+    found = summary(
+        step(1, time__step=2.0, time__rollout=0.5, rollout__samples=10, rollout__tokens=40, acr_active_tokens=3),
+        step(2, time__step=3.0, time__rollout=0.5, rollout__samples=15, rollout__tokens=20, mismatch__max_rho=1.5),
+        step(3, mismatch__max_rho=1.25, guard__level=4),
+    )
+    assert (found["steps"], found["train_seconds"], found["samples_per_second"]) == (3, 5.0, 5.0)
+    assert (found["rollout_tokens_per_second"], found["acr_active_tokens"], found["max_rho"]) == (60.0, 3, 1.5)
+    assert (found["phase_seconds"]["rollout"], found["stopped_by_guard"]) == (1.0, True)
+
+
+def test_final_evaluations_are_not_final_any_more_where_a_run_resumes():
+    totals = RunTotals()
+    for label in ("before", "during", *WHEN[1:]):
+        totals.add(evaluation(label, [0, 1]))
+    assert list(RunTotals.of(totals.state()).evaluations) == ["before", "during"]
+
+
+def test_a_number_that_json_cannot_hold_counts_as_0():
+    assert summary(step(1, time__step=None, rollout__samples=1))["train_seconds"] == 0
