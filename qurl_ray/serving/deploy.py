@@ -28,6 +28,7 @@ from qurl_ray.serving.http import MOST_BODIES, digest
 from qurl_ray.serving.kept import keep, keep_only, keeping
 from qurl_ray.serving.policies import Pinned, pin
 from qurl_ray.serving.replica import ReplicaDeployment
+from qurl_ray.signals import StopRequests
 
 APP = "qurl"
 _SPARE = 32  # requests beyond slots, queue and bodies that a replica accepts, to reject them with OpenAI's errors
@@ -104,16 +105,18 @@ def api_key(config: ServingConfig) -> str | None:
 
 
 @contextmanager
-def running(config: ServingConfig) -> Iterator["App"]:
-    """Run the app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish.
+def running(config: ServingConfig, stops: StopRequests) -> Iterator["App"]:
+    """Run the app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish, until
+    `stops` gets a second request to stop.
 
     Raises:
         QurlError: the policy cannot be found or loaded, or the port is taken.
     """
     pinned = pin(config)
     api_key(config)
-    _start_ray(config)
     try:
+        with stops.kept():
+            _start_ray(config)
         _start_serve(config)
         with keeping(runs_folder(config.output_dir)) as kept:
             app = App(config, pinned, name=config.name or pinned.name, kept=kept)
@@ -121,7 +124,9 @@ def running(config: ServingConfig) -> Iterator["App"]:
                 app.deploy(pinned)
                 yield app
             finally:
-                app.end()
+                stops.raising = len(stops.signals) < 2
+                app.end(config.drain_s + _MARGIN_S if stops.raising else 0.0)
+                stops.raising = False
     finally:
         ray.shutdown()  # ends a Ray of its own with all that runs in it; on a cluster, others may use Ray Serve, too
 
@@ -196,13 +201,15 @@ class App:
                 )
             time.sleep(_PAUSE_S)
 
-    def end(self) -> None:
-        """Remove the app and wait for its requests to end: serve.shutdown would close their connections."""
+    def end(self, wait_s: float) -> None:
+        """Remove the app, and wait for its requests to end: serve.shutdown would close their connections."""
         self._ending = True
-        until = time.monotonic() + self.config.drain_s + _MARGIN_S
-        while (app := serve.status().applications.get(APP)) and time.monotonic() < until:
+        until = time.monotonic() + wait_s
+        while app := serve.status().applications.get(APP):
             if app.status != ApplicationStatus.DELETING:  # also if a swap has deployed it again meanwhile
                 serve.delete(APP, _blocking=False)
+            if time.monotonic() > until:
+                break
             time.sleep(_PAUSE_S)
 
     def statuses(self) -> list[dict[str, Any]]:

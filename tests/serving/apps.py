@@ -126,13 +126,20 @@ def environment(**extra: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(runs: Path, *settings: str, **extra: str) -> Iterator[Server]:
-    """jobs/serve.py with these settings."""
+    """jobs/serve.py with these settings, when it answers."""
+    with started(runs, *settings, **extra) as server:
+        wait_until_healthy(server.process, server.port, server.log)
+        yield server
+
+
+@contextlib.contextmanager
+def started(runs: Path, *settings: str, **extra: str) -> Iterator[Server]:
+    """jobs/serve.py with these settings, from its first moment."""
     port, log = free_port(), runs / "serve.log"
     command = [sys.executable, "jobs/serve.py", f"output_dir={runs}", f"port={port}", "threads=1", *settings]
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment(**extra), stdout=output, stderr=output)
     try:
-        wait_until_healthy(process, port, log)
         yield Server(process=process, port=port, runs=runs, log=log)
     finally:
         if process.poll() is None:
