@@ -41,6 +41,7 @@ INDIRECT = {"load_checkpoint", "VLLM_ALLOW_INSECURE_SERIALIZATION"}
 """DeepSpeed's, which unpickles; what lets vLLM unpickle."""
 
 ALLOWED = {
+    ("qurl_ray/config/yaml_text.py", "yaml.load"): "with a loader of plain values, derived from SafeLoader",
     ("qurl_ray/learner/deepspeed_backend.py", "load_checkpoint"): "after the SHA-256 manifest of the run's own files",
     ("qurl_ray/rollout/vllm_server.py", "VLLM_ALLOW_INSECURE_SERIALIZATION"): "memory handles, between own processes",
 }

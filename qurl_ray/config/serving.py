@@ -97,7 +97,7 @@ class ServingConfig(Section):
     open: bool = False
     """Answer every client that can connect, from anywhere, if there is no key."""
     drain_s: float = Field(60.0, gt=0)
-    """Time that answers in flight may take to end when a replica stops, in seconds."""
+    """Time that answers in flight may take to end when a replica stops, or the server is asked to, in seconds."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Deadline for the replicas to load a policy, in seconds."""
     follow_s: float | None = Field(None, gt=0)

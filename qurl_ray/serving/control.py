@@ -12,21 +12,37 @@ from pathlib import Path
 
 from qurl_ray.errors import ConfigError, QurlError
 
+_READ_S = 5.0  # deadline for a command to arrive on an open connection
+_MOST_BYTES = 65536  # of a command
+
 Swap = Callable[[str], str]
 """Function that swaps to a policy and returns a message with the result."""
 
 
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True  # else the end of the job would wait for a swap
+
+
 @contextlib.contextmanager
 def listening(port: int, swap: Swap) -> Iterator[None]:
-    """Accept commands for the app on this port, one at a time, while the context is open."""
+    """Accept commands for the app on this port while the context is open. Each has a thread, which outlives the context
+    if the command is still under way."""
 
     class Handler(socketserver.StreamRequestHandler):
+        timeout = _READ_S
+
         def handle(self) -> None:
             try:
-                reply = {"ok": True, "message": swap(json.loads(self.rfile.readline())["policy"])}
+                policy = json.loads(self.rfile.readline(_MOST_BYTES))["policy"]
+            except (OSError, ValueError, KeyError, TypeError):
+                return  # no command, or not in time
+            try:
+                reply = {"ok": True, "message": swap(policy)}
             except QurlError as error:
                 reply = {"ok": False, "message": str(error)}
-            with contextlib.suppress(BrokenPipeError):  # the caller has disconnected
+            except Exception as error:  # of Ray, above all: the caller must know
+                reply = {"ok": False, "message": f"the swap failed: {type(error).__name__}: {error}"}
+            with contextlib.suppress(OSError):  # the caller has disconnected
                 self.wfile.write(json.dumps(reply).encode() + b"\n")
 
     path = _path(port)
@@ -34,7 +50,7 @@ def listening(port: int, swap: Swap) -> Iterator[None]:
     if path.parent.stat().st_uid != os.getuid() or path.parent.stat().st_mode & 0o077:
         raise ConfigError(f"{path.parent} can be read by other users: remove it")
     path.unlink(missing_ok=True)  # left by a job that was killed; the port is ours
-    with socketserver.UnixStreamServer(str(path), Handler) as server:
+    with _Server(str(path), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

@@ -4,49 +4,63 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
 
 from qurl_ray.actors.cluster import attach
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig, is_loopback
 from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
-from qurl_ray.serving.http import digest
+from qurl_ray.serving.gate import ENVIRONMENT
+from qurl_ray.serving.http import MOST_BODIES, digest
+from qurl_ray.serving.kept import keep, keep_only, keeping
 from qurl_ray.serving.policies import Pinned, pin, tracking_uri
 from qurl_ray.serving.replica import ReplicaDeployment
+from qurl_ray.signals import StopRequests
 
 APP = "qurl"
-_SPARE = 32  # requests beyond slots and queue that a replica accepts, to reject them with OpenAI's errors
+_SPARE = 32  # requests beyond slots, queue and bodies that a replica accepts, to reject them with OpenAI's errors
 _WITHOUT_REPLICA = 1024  # requests that a proxy queues while no replica accepts any; it rejects more with its own 429
 _ASK_S = 5.0
 _PAUSE_S = 0.2
 _MARGIN_S = 5.0  # time for Serve to notice that a replica has nothing left to do
 _KEEP_ALIVE_S = 75
+_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
-def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Application:
+def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path | None = None) -> serve.Application:
     """Return the app that serves a pinned policy under a name.
 
     The key is read from the environment of this process. Replicas get only its digest.
 
+    Args:
+        kept: folder with links to the policy's files; see kept.keep.
+
     Raises:
-        ConfigError: other machines could send requests without a key.
+        ConfigError: as api_key.
     """
-    key = os.environ.get(config.api_key_env) or None
-    config.check_host(key=key is not None)
+    key = api_key(config)
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.most_replicas)
     places = {"output_dir": str(runs_folder(config.output_dir)), "mlflow_uri": tracking_uri(config)}  # with a password
     settings = config.model_dump(mode="json") | places
-    arguments = {"name": name, "key_digest": digest(key) if key else None, "threads": threads}
+    arguments = {
+        "name": name,
+        "key_digest": digest(key) if key else None,
+        "threads": threads,
+        "kept": str(kept) if kept else None,
+    }
     gpus = config.tensor_parallel if config.device == "cuda" else 0
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.most_replicas > config.replicas:
@@ -65,7 +79,7 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Ap
         version=hashlib.sha256(json.dumps([settings | {"policy": None}, arguments]).encode()).hexdigest()[:16],
         user_config=asdict(pinned),
         ray_actor_options={"num_cpus": threads, "num_gpus": gpus},
-        max_ongoing_requests=config.slots + config.queue + _SPARE,
+        max_ongoing_requests=config.slots + config.queue + MOST_BODIES + _SPARE,
         max_queued_requests=_WITHOUT_REPLICA,
         backpressure_config={"status_code": 429, "retry_after_s": config.retry_after_s},
         health_check_period_s=2.0,
@@ -73,28 +87,47 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Ap
         max_constructor_retry_count=2,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.drain_s,
+        logging_config=_LOGGING,
         **scale,
     ).bind(settings, **arguments)
 
 
+def api_key(config: ServingConfig) -> str | None:
+    """Return the key that clients must send, from the environment, without blanks and newlines around it; or None.
+
+    Raises:
+        ConfigError: no HTTP header can carry the key, or there is none and other machines could send requests.
+    """
+    key = os.environ.get(config.api_key_env, "")
+    if key and not re.fullmatch(r"[!-~]+", key.strip()):
+        raise ConfigError(f"the API key in ${config.api_key_env} must be of visible ASCII characters, without blanks")
+    config.check_host(key=bool(key))
+    return key.strip() or None
+
+
 @contextmanager
-def running(config: ServingConfig) -> Iterator["App"]:
-    """Run the app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish.
+def running(config: ServingConfig, stops: StopRequests) -> Iterator["App"]:
+    """Run the app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish, until
+    `stops` gets a second request to stop.
 
     Raises:
         QurlError: the policy cannot be found or loaded, or the port is taken.
     """
     pinned = pin(config)
-    config.check_host(key=bool(os.environ.get(config.api_key_env)))
-    _start_ray(config)
+    api_key(config)
     try:
+        with stops.kept():
+            _start_ray(config)
         _start_serve(config)
-        try:
-            app = App(config, pinned, name=config.name or pinned.name)
-            app.deploy(pinned)
-            yield app
-        finally:
-            _drain(config)
+        with keeping(runs_folder(config.output_dir)) as kept:
+            app = App(config, pinned, name=config.name or pinned.name, kept=kept)
+            try:
+                app.deploy(pinned)
+                yield app
+            finally:
+                stops.raising = len(stops.signals) < 2
+                app.end(config.drain_s + _MARGIN_S if stops.raising else 0.0)
+                stops.raising = False
     finally:
         ray.shutdown()  # ends a Ray of its own with all that runs in it; on a cluster, others may use Ray Serve, too
 
@@ -105,20 +138,26 @@ class App:
     Args:
         pinned: policy that answers.
         name: name of the model for clients, whatever the policy is.
+        kept: folder for links to the files of policies, if there can be one.
     """
 
-    def __init__(self, config: ServingConfig, pinned: Pinned, *, name: str) -> None:
-        self.config, self.pinned, self.name = config, pinned, name
+    def __init__(self, config: ServingConfig, pinned: Pinned, *, name: str, kept: Path | None) -> None:
+        self.config, self.pinned, self.name, self._kept = config, pinned, name, kept
         self._swapping = threading.Lock()
+        self._ending = False
 
     def deploy(self, pinned: Pinned) -> None:
         """Deploy the app with this policy, and wait until all replicas run.
 
         Raises:
-            ConfigError: the replicas could not load the policy.
+            ConfigError: the replicas could not load the policy, or the app ends.
         """
+        if self._ending:
+            raise ConfigError("the app ends, and takes no other policy")
+        if self._kept:
+            keep(pinned, self._kept)
         try:
-            serve.run(application(self.config, pinned, name=self.name), name=APP, route_prefix="/")
+            serve.run(application(self.config, pinned, name=self.name, kept=self._kept), name=APP, route_prefix="/")
         except (RuntimeError, RayServeException) as error:
             app = serve.status().applications.get(APP)
             told = [one.message for one in app.deployments.values()] if app else []
@@ -147,6 +186,8 @@ class App:
                 self.deploy(self.pinned)  # the policy that a restarted replica would load
                 raise
             self.pinned = pinned
+            if self._kept:
+                keep_only(pinned, self._kept)
 
     def _wait_for(self, pinned: Pinned) -> None:
         deadline = time.monotonic() + self.config.start_timeout_s
@@ -159,6 +200,17 @@ class App:
                 raise DeadlineExceeded(
                     f"waited {self.config.start_timeout_s:g} s for {len(unsettled)} replicas to load {pinned.source}"
                 )
+            time.sleep(_PAUSE_S)
+
+    def end(self, wait_s: float) -> None:
+        """Remove the app, and wait for its requests to end: serve.shutdown would close their connections."""
+        self._ending = True
+        until = time.monotonic() + wait_s
+        while app := serve.status().applications.get(APP):
+            if app.status != ApplicationStatus.DELETING:  # also if a swap has deployed it again meanwhile
+                serve.delete(APP, _blocking=False)
+            if time.monotonic() > until:
+                break
             time.sleep(_PAUSE_S)
 
     def statuses(self) -> list[dict[str, Any]]:
@@ -197,18 +249,11 @@ def _start_serve(config: ServingConfig) -> None:
             proxy_location="HeadOnly" if is_loopback(config.host) else "EveryNode",
             # Longer than clients keep connections: else they could send a request into one that is being closed.
             http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": _KEEP_ALIVE_S},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            logging_config=_LOGGING,
+            controller_options={"runtime_env": {"env_vars": ENVIRONMENT}},  # from which the proxies get it
         )
     except (RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {_reason(str(error))}") from None
-
-
-def _drain(config: ServingConfig) -> None:
-    """Remove the app and wait for its requests to end: serve.shutdown would close their connections."""
-    until = time.monotonic() + config.drain_s + _MARGIN_S
-    serve.delete(APP, _blocking=False)
-    while APP in serve.status().applications and time.monotonic() < until:
-        time.sleep(_PAUSE_S)
 
 
 def _reason(text: str) -> str:

@@ -1,11 +1,12 @@
 """Link between requests, on the event loop, and the engine's thread: delivers news, and limits how much may wait."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 
 from qurl_ray.errors import EngineError
-from qurl_ray.serving.protocol import ApiError, unavailable
+from qurl_ray.serving.protocol import overloaded, unavailable
 from qurl_ray.serving.stream import Ask, News, Stream
 
 
@@ -38,22 +39,19 @@ class Front:
     def waiting(self) -> int:
         return max(0, len(self._owners) - self._slots)
 
-    def silent_s(self) -> float:
-        """Seconds since the engine's last news, if it has work; else 0."""
-        return asyncio.get_running_loop().time() - self.last_news if self._owners else 0.0
+    def check(self, silent_s: float) -> None:
+        """Raise EngineError if the engine has died, or has had work for `silent_s` seconds without sending news."""
+        if self.error is not None:
+            raise EngineError(f"the engine has died: {self.error}")
+        if self._owners and (silent := asyncio.get_running_loop().time() - self.last_news) >= silent_s:
+            raise EngineError(f"the engine has work, but has sent no token for {silent:.1f} s")
 
     def check_room(self, count: int) -> None:
         """Raise ApiError 429 if there is no room for `count` more answers, or 503 if the engine is broken."""
         if self.error is not None:
             raise unavailable()
         if len(self._owners) + count > self._slots + self._queue:
-            raise ApiError(
-                429,
-                "all slots are taken and too many requests wait: try again",
-                kind="requests",
-                code="rate_limit_exceeded",
-                retry_after_s=self._retry_after_s,
-            )
+            raise overloaded(self._retry_after_s)
 
     def ask(self, asks: Sequence[Ask]) -> "Mailbox":
         """Start to answer. News of asks[i] arrive in the returned mailbox as (i, news).
@@ -83,6 +81,8 @@ class Front:
         """Pass the engine's news of one step to the mailboxes of the requests."""
         self.last_news = asyncio.get_running_loop().time()
         for item in news:
+            if item.uid not in self._owners:  # the engine was given up, and moves again
+                continue
             mailbox, index = self._owners[item.uid]
             if item.finish is not None:
                 del self._owners[item.uid]
@@ -98,9 +98,12 @@ class Front:
         self._owners.clear()
         self._idle.set()
 
-    async def drained(self) -> None:
-        """Wait until nothing runs."""
-        await self._idle.wait()
+    async def drained(self, silent_s: float) -> None:
+        """Wait until nothing runs. Raise EngineError as `check`."""
+        while self._owners:
+            self.check(silent_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), silent_s / 4)
 
 
 class Mailbox:

@@ -7,8 +7,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,14 +20,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qurl_ray.config.serving import is_loopback
 from qurl_ray.errors import EngineError
-from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, parse, unavailable
-from qurl_ray.serving.replies import Reply, error_event
+from qurl_ray.serving.gate import error_response
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, error_event, parse, unavailable
+from qurl_ray.serving.replies import Reply
 from qurl_ray.serving.served import Served
 from qurl_ray.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
+MOST_BODIES = 64
+"""Bodies that may be arriving at a replica at a time; of more, the one that began first is dropped."""
 _OPEN = "/health"  # needs no key, because a load balancer has none; the page reveals nothing
+
+
+Arriving = dict[asyncio.Timeout, None]
+"""Deadlines of the bodies that are arriving, in the order of their requests."""
 
 
 def digest(key: str) -> str:
@@ -43,11 +51,13 @@ def http_app(service: Service, *, key_digest: str | None, exposition: Callable[[
         exposition: function that returns the page /metrics. It may block.
     """
 
+    arriving: Arriving = {}
+
     async def chat(request: Request) -> Response:
-        return await _answered(request, service, ChatRequest)
+        return await _answered(request, service, ChatRequest, arriving)
 
     async def completions(request: Request) -> Response:
-        return await _answered(request, service, CompletionRequest)
+        return await _answered(request, service, CompletionRequest, arriving)
 
     async def models(_: Request) -> Response:
         served = service.current
@@ -86,38 +96,54 @@ def _model(name: str, served: Served) -> dict[str, object]:
     return {"id": name, "object": "model", "created": served.created, "owned_by": "qurl-ray"}
 
 
-async def _answered(request: Request, service: Service, kind: type) -> Response:
-    body = await read_body(request, limit=service.config.max_body_kb * 1024, timeout_s=service.config.body_timeout_s)
+async def _answered(request: Request, service: Service, kind: type, arriving: Arriving) -> Response:
+    limit, timeout_s = service.config.max_body_kb * 1024, service.config.body_timeout_s
+    body = await read_body(request, limit=limit, timeout_s=timeout_s, arriving=arriving)
     parsed = parse(body, kind)
     reply = Reply(parsed, await service.open(parsed, size=len(body)))
     return EventStream(reply.events()) if parsed.stream else JSONResponse(await reply.whole())
 
 
-async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, *, limit: int, timeout_s: float, arriving: Arriving) -> bytes:
     """Return the body, if it is JSON, not too large, complete, and in time.
 
     Raises:
         ApiError: 400, 408, 413 or 415.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":  # also blocks web pages: they may send other types without a preflight
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # also blocks web pages: they may send other types, or none, without a preflight
         raise ApiError(415, "content-type must be application/json")
     too_large = ApiError(413, f"the body exceeds {limit} bytes", code="request_too_large")
     length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > limit:
+    if not length.isdecimal() or len(length) > 18 or int(length) > limit:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as deadline:
+            _enter(arriving, deadline)
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="request_timeout") from None
+        reason = f"the body did not arrive within {timeout_s:g} s, or was the slowest of more than {MOST_BODIES}"
+        raise ApiError(408, reason, code="request_timeout") from None
     except ClientDisconnect:
         raise ApiError(400, "the body is shorter than its content-length") from None
+    finally:
+        arriving.pop(deadline, None)
     return bytes(body)
+
+
+def _enter(arriving: Arriving, deadline: asyncio.Timeout) -> None:
+    """Add a body to those that are arriving. If they are too many, end the oldest: else slow clients, which are
+    answered only at their deadlines, would take all the requests that Ray Serve lets a replica have at a time."""
+    arriving[deadline] = None
+    if len(arriving) > MOST_BODIES:
+        oldest = next(iter(arriving))
+        del arriving[oldest]
+        if not oldest.expired():
+            oldest.reschedule(0)
 
 
 class EventStream(Response):
@@ -158,53 +184,61 @@ class _Guard:
             await send(message)
 
         if error := self._stranger(scope):
-            await _response(error)(scope, receive, counted)
+            await error_response(error)(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
 
     def _stranger(self, scope: Scope) -> ApiError | None:
         if scope["path"] == _OPEN:
             return None
+        headers = dict(scope["headers"])
         if self._key_digest is None:
             client = (scope.get("client") or ("", 0))[0]
-            if self._service.config.open or is_loopback(client):
+            if self._service.config.open or (is_loopback(client) and not _of_a_web_page(headers)):
                 return None
             return ApiError(
-                401, "this server has no API key, so it answers only clients on its own machine", code="no_api_key"
+                401,
+                "this server has no API key, so it answers only clients on its own machine, and no web pages",
+                code="no_api_key",
             )
-        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = sent.partition(b" ")
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         found = hashlib.sha256(key.strip()).hexdigest()
         if hmac.compare_digest(found, self._key_digest) and scheme.lower() == b"bearer":
             return None
         return ApiError(401, "wrong or missing API key: send it as Authorization: Bearer …", code="invalid_api_key")
 
 
+def _of_a_web_page(headers: Mapping[bytes, bytes]) -> bool:
+    """Return True if a browser sends this for a page of another machine. The page may be of a name that now means this
+    machine's address, so that the browser takes the server for the page's own."""
+    origin = headers.get(b"origin", b"http://localhost").decode("latin-1")
+    try:
+        host = urlsplit(origin).hostname or ""
+    except ValueError:
+        host = ""
+    return headers.get(b"sec-fetch-site") == b"cross-site" or not is_loopback(host)
+
+
 _PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"}
 
 
-def _response(error: ApiError) -> Response:
-    headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s else {}
-    if error.status in (408, 413):  # the rest of the body may still come
-        headers["connection"] = "close"
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
-
-
-async def _refused(_: Request, error: ApiError) -> Response:
-    return _response(error)
+async def _refused(request: Request, error: ApiError) -> Response:
+    if error.status == 400:
+        logger.warning("%s: refused with 400: %r", request.url.path, error.message)
+    return error_response(error)
 
 
 async def _not_routed(request: Request, error: HTTPException) -> Response:
     what = "unknown path" if error.status_code == 404 else f"{request.method} is not allowed here"
-    response = _response(ApiError(error.status_code, what))
+    response = error_response(ApiError(error.status_code, what))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _broken(_: Request, __: EngineError) -> Response:
-    return _response(unavailable())
+    return error_response(unavailable())
 
 
 async def _unforeseen(_: Request, error: Exception) -> Response:
     logger.error("a request failed", exc_info=error)
-    return _response(ApiError(500, "internal error", kind="server_error"))
+    return error_response(ApiError(500, "internal error", kind="server_error"))

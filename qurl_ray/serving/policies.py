@@ -1,7 +1,10 @@
 """Resolve the setting `policy` to a policy that stays the same, and that policy to a folder on this machine."""
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig
@@ -20,8 +23,10 @@ class Pinned:
     """Absolute path of a folder, or the URI of a registered version: models:/name/7."""
     name: str
     """Name of the run, the folder or the registered model."""
-    stamp: int = 0
-    """Time when the folder's weights were written, in ns, since another policy may replace them; 0 if not a folder."""
+    folder: str = ""
+    """Absolute path of the folder that holds the files; empty if MLflow must fetch them."""
+    sha256: str = ""
+    """SHA-256 of the names and contents of these files, since others may replace them; empty without a folder."""
 
 
 def tracking_uri(config: ServingConfig) -> str:
@@ -51,23 +56,56 @@ def pin(config: ServingConfig) -> Pinned:
 
 
 def _in_folder(folder: Path, name: str) -> Pinned:
-    written = max((file.stat().st_mtime_ns for file in folder.glob("*.safetensors")), default=0)
-    return Pinned(source=str(folder), name=name, stamp=written)
+    return Pinned(source=str(folder), name=name, folder=str(folder), sha256=_sha256(folder))
 
 
-def folder_of(pinned: Pinned, uri: str) -> Path:
+def folder_of(pinned: Pinned, uri: str, kept: Path | None) -> Path:
     """Return the folder with the policy's files on this machine. A registered model is fetched if needed.
 
+    Args:
+        kept: folder with links to the files; see kept.keep.
+
     Raises:
-        ConfigError: the files are not there, or cannot be fetched.
+        ConfigError: the files are not there, are not those that were pinned, or cannot be fetched.
     """
-    if not pinned.source.startswith(_MODELS):
-        folder = Path(pinned.source)
+    links = kept / pinned.sha256 if kept and pinned.sha256 else None
+    if links and links.is_dir():
+        folder = links
     else:
-        folder = Path(_download(pinned.source, uri))
+        folder = Path(pinned.folder or _download(pinned.source, uri))
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{pinned.source} holds no policy: config.json is missing")
+    if pinned.sha256 and _sha256(folder) != pinned.sha256:
+        raise ConfigError(
+            f"the files in {folder} have changed since {pinned.source} was chosen: swap to the policy that is meant "
+            f"(--swap policy={pinned.source} takes it as it is now)"
+        )
     return folder
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a policy: those in the folder and below it that are not hidden."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
+def _sha256(folder: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        for file in files_of(folder):
+            stat = file.stat()
+            content = _file_sha256(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            digest.update(f"{file.relative_to(folder)} {content}\n".encode())
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error}") from None
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _file_sha256(file: Path, *_: int) -> str:
+    """The other arguments tell contents apart, so that a server that follows a policy does not read it every time."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _latest_run(folder: Path) -> Path:
@@ -109,14 +147,19 @@ def _registered(uri: str, tracking: str) -> Pinned:
     with mlflow_at(tracking, f"find {uri} in") as client:
         if "@" in path:
             name, _, alias = path.rpartition("@")
-            version = client.get_model_version_by_alias(name, alias).version
+            found = client.get_model_version_by_alias(name, alias)
         else:
             name, _, version = path.rpartition("/")
             if version == "latest":
-                found = client.search_model_versions(f"name='{name}'")
-                version = max((int(one.version) for one in found), default=0)
-            client.get_model_version(name, str(version))
-    return Pinned(source=f"{_MODELS}{name}/{version}", name=name)
+                versions = client.search_model_versions(f"name='{name}'")
+                version = str(max((int(one.version) for one in versions), default=0))
+            found = client.get_model_version(name, version)
+    pinned = Pinned(source=f"{_MODELS}{name}/{found.version}", name=name)
+    place = urlsplit(found.source)
+    folder = Path(unquote(place.path))
+    if place.scheme not in ("", "file") or not folder.is_absolute() or not folder.is_dir():
+        return pinned
+    return replace(_in_folder(folder, name), source=pinned.source)
 
 
 def _download(uri: str, tracking: str) -> str:

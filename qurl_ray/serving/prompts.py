@@ -23,28 +23,38 @@ def tokenize_prompt(
             has none, their contents, joined by newlines, replace {prompt} in `template`.
 
     Raises:
-        ApiError: 400: the prompt has no tokens, ids are out of range, or the chat template refuses the messages.
+        ApiError: 400: the prompt has no tokens, ids are out of range, or the chat template or the tokenizer refuses it.
     """
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        ids = _ids(prompt, tokenizer, "prompt")
     elif not prompt or isinstance(prompt[0], int):
-        ids = list(prompt)
+        ids = list(cast(Sequence[int], prompt))
         if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
             raise ApiError(400, f"token ids must be in 0 … {len(tokenizer) - 1}", param="prompt")
     elif tokenizer.chat_template is not None:
         ids = _chat(cast(Messages, prompt), tokenizer)
     else:
         said = "\n".join(message["content"] for message in cast(Messages, prompt))
-        ids = tokenizer(template.replace("{prompt}", said))["input_ids"]
+        ids = _ids(template.replace("{prompt}", said), tokenizer, "messages")
     if len(ids) == 0:
         raise ApiError(400, "the prompt has no tokens", param="prompt" if isinstance(prompt, str) else None)
     return np.asarray(ids, dtype=np.int32)
 
 
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, param: str) -> list[int]:
+    try:
+        return tokenizer(text)["input_ids"]
+    except Exception as error:  # tokenizers raise Exception itself, for text that their vocabulary cannot write
+        raise _refused(f"the tokenizer refuses the {param}", error, param) from None
+
+
 def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    except jinja2.TemplateError as error:  # the text is from the policy's template, and only about messages
-        raise ApiError(
-            400, f"the chat template refuses the messages: {shortened(str(error))}", param="messages"
-        ) from None
+    except Exception as error:  # a template is a program of the policy's: it may raise anything
+        raise _refused("the chat template refuses the messages", error, "messages") from None
+
+
+def _refused(what: str, error: Exception, param: str) -> ApiError:
+    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+    return ApiError(400, f"{what}: {kind}{shortened(str(error))}", param=param)

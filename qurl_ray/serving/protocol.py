@@ -73,6 +73,27 @@ def unavailable() -> ApiError:
     return ApiError(503, "the policy is not available: try again", kind="server_error", retry_after_s=1)
 
 
+def overloaded(retry_after_s: int) -> ApiError:
+    """Return ApiError 429: there is no room for more requests."""
+    return ApiError(
+        429,
+        "all slots are taken and too many requests wait: try again",
+        kind="requests",
+        code="rate_limit_exceeded",
+        retry_after_s=retry_after_s,
+    )
+
+
+def event(record: dict[str, Any]) -> bytes:
+    """Return a record as an event of a stream."""
+    return b"data: " + json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return the event of an error in the middle of a stream, whose status has been sent already."""
+    return event(error.body())
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -226,11 +247,11 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
         ApiError: 400, with the name of the invalid parameter.
     """
     try:
-        data = json.loads(body)
+        data = json.loads(body.decode("utf-8-sig"))  # given bytes, it takes UTF-16 and halves of surrogate pairs, too
         if b"\\u" in body:
             json.dumps(data, ensure_ascii=False).encode()  # an escape may be half of a surrogate pair, which is no text
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not valid JSON") from None
+        raise ApiError(400, "the body is not valid JSON in UTF-8") from None
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object")
     for key in [key for key in data if key in _IGNORED or key in _NEUTRAL or data[key] is None]:

@@ -1,10 +1,11 @@
 """A Ray Serve replica of the app: one process with one engine, and the whole HTTP API in front of it.
 
 There is one deployment, and no gateway in front of engines: with one, each token would pass through one more process.
-If a replica dies, a gateway could ask another one, but a client's retry does the same.
+If a replica dies, serving.gate asks another one.
 """
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +26,16 @@ class Replica:
         settings: resolved settings of the app.
         key_digest: see http_app.
         threads: CPU threads of the engine.
+        kept: folder with links to the files of policies, if there is one; see kept.keep.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, settings: dict[str, Any], *, name: str, key_digest: str | None, threads: int
+        self, settings: dict[str, Any], *, name: str, key_digest: str | None, threads: int, kept: str | None
     ) -> None:
         torch.set_num_threads(threads)
         config = ServingConfig.model_validate(settings)
         self._key_digest = key_digest
-        self._service = Service(config, name=name, threads=threads, meters=Meters())
+        self._service = Service(config, name=name, threads=threads, meters=Meters(), kept=Path(kept) if kept else None)
         self._swaps: set[asyncio.Task] = set()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

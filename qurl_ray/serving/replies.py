@@ -1,13 +1,12 @@
 """Replies to clients in OpenAI's format: whole, or as server-sent events."""
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from qurl_ray.serving.choice import AnswerPart, TokenLogprob, chat_logprobs, completion_logprobs
-from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest
+from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, event
 from qurl_ray.serving.served import Answer
 
 DONE = b"data: [DONE]\n\n"
@@ -82,12 +81,3 @@ class Reply:
             return None
         write = chat_logprobs if self._chat else completion_logprobs
         return write(logprobs, self._answer.served.token_bytes)
-
-
-def event(record: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return the event of an error in the middle of a stream, whose status has been sent already."""
-    return event(error.body())

@@ -1,9 +1,11 @@
 """Service of one replica: the policy that answers now, and the swap to another one. Independent of Ray Serve."""
 
 import asyncio
+import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError
@@ -16,6 +18,8 @@ from qurl_ray.tables import ENGINES
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 60.0  # deadline for an engine without work to end
+
 
 class Service:
     """Service that answers with one policy at a time, on one event loop.
@@ -23,15 +27,19 @@ class Service:
     Args:
         name: name of the model for clients.
         threads: CPU threads of an engine.
+        kept: folder with links to the files of policies; see kept.keep.
     """
 
-    def __init__(self, config: ServingConfig, *, name: str, threads: int, meters: Meters) -> None:
+    def __init__(
+        self, config: ServingConfig, *, name: str, threads: int, meters: Meters, kept: Path | None = None
+    ) -> None:
         self.config, self.meters = config, meters
-        self._name, self._threads = name, threads
+        self._name, self._threads, self._kept = name, threads, kept
         self._current: Served | None = None
         self._pinned: Pinned | None = None
         self._wanted: Pinned | None = None
         self._refused: str | None = None
+        self._hung: str | None = None
         self._swapping = asyncio.Lock()
         self._ready = asyncio.Event()
         self._held = 0  # requests that wait for _ready
@@ -123,8 +131,11 @@ class Service:
 
     async def _in_place(self, old: Served, pinned: Pinned) -> None:
         self._ready.clear()
-        await old.front.drained()
-        await asyncio.to_thread(old.close)
+        try:
+            await self._close(old)
+        except EngineError:
+            self._ready.set()
+            raise
         try:
             self._current = await self._load(pinned)
         except Exception as error:  # as in `swap`
@@ -137,7 +148,7 @@ class Service:
 
     async def _load(self, pinned: Pinned) -> Served:
         def load() -> LoadedPolicy:
-            folder = folder_of(pinned, tracking_uri(self.config))
+            folder = folder_of(pinned, tracking_uri(self.config), self._kept)
             return load_policy(folder, self.config, threads=self._threads)
 
         # In a thread that ends, and so releases its OpenMP threads. While another thread kept some, there would be more
@@ -151,12 +162,29 @@ class Service:
 
     def _leave(self, old: Served) -> None:
         async def end() -> None:
-            await old.front.drained()
-            await asyncio.to_thread(old.close)
+            with contextlib.suppress(EngineError):  # check_health tells of it
+                await self._close(old)
 
         task = asyncio.ensure_future(end())
         self._leaving.add(task)  # the event loop itself keeps no reference
         task.add_done_callback(self._leaving.discard)
+
+    async def _close(self, old: Served) -> None:
+        """Close the engine of a policy when its requests have ended.
+
+        Raises:
+            EngineError: the engine hangs. Its requests fail, and the replica, with its thread, is unhealthy.
+        """
+        try:
+            await old.front.drained(self.config.silent_s)
+            await asyncio.wait_for(asyncio.to_thread(old.close), _CLOSE_S)
+        except (EngineError, TimeoutError) as error:
+            reason = str(error) or f"it does not end within {_CLOSE_S:g} s"
+            self._hung = f"the engine of {old.model}, whose policy was swapped, hangs: {reason}"
+            logger.error("%s; the replica must be restarted", self._hung)
+            hung = EngineError(self._hung)
+            old.front.fail(hung)
+            raise hung from None
 
     # --- health ----------------------------------------------------------------------------------------------------
 
@@ -173,14 +201,13 @@ class Service:
         }
 
     def check_health(self) -> None:
-        """Raise EngineError if the engine has died, or sends no news for too long while it has work. Updates gauges."""
+        """Raise EngineError if an engine has died, or sends no news for too long while it has work. Updates gauges."""
+        if self._hung:
+            raise EngineError(self._hung)
         served = self._current
         if served is None:
             return
-        if served.front.error is not None:
-            raise EngineError(f"the engine has died: {served.front.error}")
-        if (silent := served.front.silent_s()) > self.config.silent_s:
-            raise EngineError(f"the engine has work, but has sent no token for {silent:.0f} s")
+        served.front.check(self.config.silent_s)
         tags = {"version": served.model}
         self.meters.running.set(served.front.running, tags)
         self.meters.waiting.set(served.front.waiting, tags)

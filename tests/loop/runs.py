@@ -71,6 +71,14 @@ def wait_for_steps(run_dir: Path, count: int, job: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+def alive(pid: int) -> bool:
+    """True if there is such a process, and it is not dead already."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def descendants(pid: int) -> Iterator[tuple[int, str]]:
     """(pid, command line) of all processes below `pid`."""
     parents, names = {}, {}

@@ -32,6 +32,16 @@ KEY = "sk-test-0123456789"
 START_S = 180
 SUM = [{"role": "user", "content": "12+34="}]
 """Messages of a chat."""
+BREAKING = ("1/0", "1+none", "10^9", "refused")
+"""Contents of messages on which the policies' chat template raises: an error of arithmetic, of types, of the sandbox,
+and the one that is meant for this."""
+TEMPLATE = """{% for message in messages -%}
+{% if message.content == '1/0' %}{{ 1 // 0 }}{% endif -%}
+{% if message.content == '1+none' %}{{ 1 + none }}{% endif -%}
+{% if message.content == '10^9' %}{{ range(10 ** 9) | length }}{% endif -%}
+{% if message.content == 'refused' %}{{ raise_exception('no such\n thing') }}{% endif -%}
+{{ message.content }}
+{%- endfor %}"""
 
 
 def save_run(runs: Path, name: str, *, seed: int) -> Path:
@@ -41,6 +51,7 @@ def save_run(runs: Path, name: str, *, seed: int) -> Path:
     )
     spec = PolicySpec(source=str(cached_tiny_policy(config, SUMS, lambda *_: None)))
     model, tokenizer = load_model(spec), load_tokenizer(spec)
+    tokenizer.chat_template = TEMPLATE
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -92,6 +103,14 @@ class Server:
         """Process ids."""
         return [pid for pid, command in descendants(self.process.pid) if command.startswith("ray::ServeReplica")]
 
+    def logs(self) -> set[Path]:
+        """Files that replicas and proxies write to."""
+        found = [pid for pid, command in descendants(self.process.pid) if command.startswith("ray::")]
+        errors = {Path(f"/proc/{pid}/fd/2").resolve() for pid in found}
+        return {path for path in errors if path.suffix == ".err"} | {
+            path for error in errors for path in error.parent.glob("serve/*.log")
+        }
+
     def swap(self, policy: object) -> subprocess.CompletedProcess:
         settings = [f"policy={policy}", f"port={self.port}"]
         command = [sys.executable, "jobs/serve.py", "--swap", *settings]
@@ -99,21 +118,28 @@ class Server:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """One thread each, metrics every half second, and no cluster of others."""
+    """One thread each, metrics every half second, the key as a file holds it, and no cluster of others."""
     kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    fast = {"OMP_NUM_THREADS": "1", "RAY_metrics_report_interval_ms": "500", "QURL_API_KEY": KEY}
+    fast = {"OMP_NUM_THREADS": "1", "RAY_metrics_report_interval_ms": "500", "QURL_API_KEY": KEY + "\n"}
     return kept | fast | {"PYTHONPATH": str(ROOT)} | extra
 
 
 @contextlib.contextmanager
 def serving(runs: Path, *settings: str, **extra: str) -> Iterator[Server]:
-    """jobs/serve.py with these settings."""
+    """jobs/serve.py with these settings, when it answers."""
+    with started(runs, *settings, **extra) as server:
+        wait_until_healthy(server.process, server.port, server.log)
+        yield server
+
+
+@contextlib.contextmanager
+def started(runs: Path, *settings: str, **extra: str) -> Iterator[Server]:
+    """jobs/serve.py with these settings, from its first moment."""
     port, log = free_port(), runs / "serve.log"
     command = [sys.executable, "jobs/serve.py", f"output_dir={runs}", f"port={port}", "threads=1", *settings]
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment(**extra), stdout=output, stderr=output)
     try:
-        wait_until_healthy(process, port, log)
         yield Server(process=process, port=port, runs=runs, log=log)
     finally:
         if process.poll() is None:

@@ -14,6 +14,7 @@ from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.serving.load import load_policy
 from qurl_ray.types import PolicySpec, Request, SamplingParams
+from tests.serving import damage
 from tests.serving.apps import KEY, SUM, streamed
 from tests.serving.conftest import QUEUE, SLOTS
 
@@ -277,6 +278,13 @@ def test_a_wrong_key_is_refused_everywhere_but_for_health(server, sent):
         server.client(api_key="sk-wrong").models.list()
 
 
+def test_ray_serve_tells_strangers_nothing(server):
+    with server.http() as http:
+        assert http.get("/-/routes").status_code == 404
+        assert http.get("/-/healthz").text == "success"
+        assert http.get("/v1/models", headers={"x-request-id": b"\xff"}).status_code == 400
+
+
 def raw(server, head: str, *pieces: bytes, pause_s: float = 0.0) -> bytes:
     """What comes back to a client that speaks HTTP by hand."""
     lines = f"{head}\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
@@ -292,6 +300,35 @@ def raw(server, head: str, *pieces: bytes, pause_s: float = 0.0) -> bytes:
             if b"\r\n\r\n" in found and found.endswith(b"}"):
                 break
         return found
+
+
+def logged(server) -> list[str]:
+    """Lines that replicas and proxies have written."""
+    return [line for path in server.logs() for line in path.read_text(errors="replace").splitlines()]
+
+
+def refused(lines: list[str]) -> int:
+    return sum("refused with 400" in line for line in lines)
+
+
+def test_damaged_requests_are_refused_with_a_line_each(server, client):
+    before = logged(server)
+    found = asyncio.run(damage.statuses(server.port, range(300)))
+    assert max(found) < 500, found
+    assert found[400] > 150, "they are not damaged"
+    after = logged(server)
+    assert 150 < refused(after) - refused(before) <= found[400]
+    assert len(after) - len(before) == refused(after) - refused(before), "more than a line each"
+    assert chat(client).choices
+
+
+@pytest.mark.slow
+def test_ten_thousand_damaged_requests_are_no_errors_of_the_server(server, client):
+    found = asyncio.run(damage.statuses(server.port, range(1000, 11_000)))
+    assert max(found) < 500, found
+    assert found.total() == 10_000
+    assert not [line for line in logged(server) if "Traceback" in line]
+    assert chat(client).choices
 
 
 def test_a_body_that_does_not_come_is_waited_for_only_so_long(server):

@@ -1,7 +1,10 @@
 """Commands to the job that serves."""
 
+import contextlib
 import os
+import socket
 import threading
+import time
 
 import pytest
 
@@ -38,6 +41,41 @@ def test_a_job_that_does_not_answer_is_not_waited_for_for_ever():
         with pytest.raises(ConfigError, match="timed out"):
             ask_to_swap(1234, "better", timeout_s=0.2)
         wakes.set()
+
+
+def test_who_connects_and_says_nothing_is_in_nobodys_way(monkeypatch):
+    monkeypatch.setattr(control, "_READ_S", 3.0)
+    with socket.socket(socket.AF_UNIX) as idle, listening(1234, swap):
+        idle.connect(str(control._path(1234)))
+        began = time.monotonic()
+        assert ask_to_swap(1234, "better", timeout_s=5) == "now better"
+        assert time.monotonic() - began < 2
+        idle.settimeout(5)
+        assert idle.recv(1) == b"", "it is kept open"
+    with socket.socket(socket.AF_UNIX) as idle:
+        with listening(1234, swap):
+            idle.connect(str(control._path(1234)))
+            began = time.monotonic()
+        assert time.monotonic() - began < 2, "the end waits for it"
+
+
+@pytest.mark.parametrize("sent", [b"\n", b"[]\n", b"{}\n", b"\xff\n", b"1" * 100_000])
+def test_what_is_no_command_is_not_answered(sent, capfd):
+    with listening(1234, swap), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(5)
+        connection.connect(str(control._path(1234)))
+        connection.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    assert capfd.readouterr().err == ""
+
+
+def test_a_swap_that_fails_in_ray_is_told_of():
+    def fails(policy: str) -> str:
+        raise RuntimeError(f"no replica has loaded {policy}")
+
+    with listening(1234, fails), pytest.raises(ConfigError, match="RuntimeError: no replica has loaded better"):
+        ask_to_swap(1234, "better", timeout_s=5)
 
 
 def test_nobody_else_can_open_the_socket(tmp_path):

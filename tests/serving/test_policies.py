@@ -1,14 +1,18 @@
 """Which policy is meant: by folder, run, default or MLflow; and the settings around it."""
 
 import os
+import shutil
 import time
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from qurl_ray.config.serving import ServingConfig, load_serving, serving_app
 from qurl_ray.errors import ConfigError
+from qurl_ray.serving.deploy import api_key
 from qurl_ray.serving.job import serve
+from qurl_ray.serving.kept import keep, keep_only, keeping
 from qurl_ray.serving.load import fingerprint_of, load_policy
 from qurl_ray.serving.policies import Pinned, folder_of, pin, tracking_uri
 from qurl_ray.serving.prompts import tokenize_prompt
@@ -50,11 +54,70 @@ def test_a_models_folder_is_taken_as_it_is(runs):
     assert (found.source, found.name) == (str(runs / "first" / "policy"), "first")
 
 
-def test_other_weights_in_the_same_folder_are_another_policy(runs):
-    before = pinned(runs, "first", quantization="none")
-    weights = runs / "first" / "policy" / "model.safetensors"
-    os.utime(weights, ns=(1, before.stamp + 1000))
-    assert pinned(runs, "first", quantization="none") != before
+@pytest.fixture
+def run(runs):
+    """A run of its own, which a test may change."""
+    yield shutil.copytree(runs / "first", runs / "changing")
+    shutil.rmtree(runs / "changing")
+
+
+def test_other_weights_in_the_same_folder_are_another_policy(runs, run):
+    before = pinned(runs, "changing")
+    weights = run / "policy-int8" / "model.safetensors"
+    os.utime(weights)
+    (run / "policy-int8" / ".DS_Store").touch()
+    assert pinned(runs, "changing") == before, "the same weights"
+    stat = weights.stat()
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert pinned(runs, "changing") != before
+    assert pinned(runs, "changing").source == before.source
+
+
+def test_what_is_kept_outlives_the_folder_that_it_came_from(runs, run):
+    with keeping(runs) as kept:
+        before = pinned(runs, "changing")
+        keep(before, kept)
+        weights = (run / "policy-int8" / "model.safetensors").read_bytes()
+        run.rename(runs / "changing.1")
+        shutil.copytree(runs / "second", run)
+        folder = folder_of(before, "", kept)
+        assert (folder / "model.safetensors").read_bytes() == weights
+        with pytest.raises(ConfigError, match=r"have changed since .* was chosen"):
+            folder_of(before, "", None)
+        after = pinned(runs, "changing")
+        assert after != before
+        keep(after, kept)
+        keep_only(after, kept)
+        shutil.rmtree(run)
+        assert folder_of(after, "", kept).is_dir()
+        with pytest.raises(ConfigError, match=r"config\.json is missing"):
+            folder_of(before, "", kept)
+    assert not kept.exists()
+    (runs / "changing.1").rename(run)
+
+
+def test_files_that_are_written_in_place_are_not_taken_for_those_that_were_chosen(runs, run):
+    with keeping(runs) as kept:
+        before = pinned(runs, "changing")
+        keep(before, kept)
+        with (run / "policy-int8" / "model.safetensors").open("r+b") as weights:
+            weights.seek(-1, os.SEEK_END)
+            weights.write(b"!")
+        with pytest.raises(ConfigError, match=r"have changed since .* was chosen"):
+            folder_of(before, "", kept)
+
+
+def test_links_of_jobs_that_were_killed_are_removed_and_those_of_others_stay(runs, tmp_path):
+    left = runs / ".served-left"
+    left.mkdir()
+    (left / "lock").touch()
+    with keeping(runs) as mine, keeping(runs) as other:
+        assert not left.exists()
+        assert mine.is_dir()
+        assert other.is_dir()
+    with keeping(tmp_path / "nowhere") as kept:
+        assert kept is None
 
 
 @pytest.mark.parametrize(
@@ -127,10 +190,11 @@ def test_a_registered_model_is_pinned_to_its_version_and_fetched(runs):
     latest = pinned(runs, "models:/qurl-ray-first/latest")
     assert (latest.source, latest.name) == ("models:/qurl-ray-first/2", "qurl-ray-first")
     assert pinned(runs, "models:/qurl-ray-first@champion").source == "models:/qurl-ray-first/1"
-    folder = folder_of(latest, uri)
+    folder = folder_of(latest, uri, None)
     assert (folder / "model.safetensors").read_bytes() == (
         runs / "second" / "policy" / "model.safetensors"
     ).read_bytes()
+    assert latest == replace(pinned(runs, "second", quantization="none"), source=latest.source, name=latest.name)
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -227,3 +291,16 @@ def test_strangers_need_a_key_or_an_open_door():
         load_serving(None, [f"host={host}", "open=true"]).check_host(key=False)
     for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
         load_serving(None, [f"host={host}"]).check_host(key=False)
+
+
+@pytest.mark.parametrize(("held", "key"), [("sk-1", "sk-1"), ("sk-1\n", "sk-1"), (" sk-1\r\n", "sk-1"), ("", None)])
+def test_a_key_is_what_a_client_can_send(monkeypatch, held, key):
+    monkeypatch.setenv("QURL_API_KEY", held)
+    assert api_key(ServingConfig()) == key
+
+
+@pytest.mark.parametrize("held", ["\n", "two words", "schlüssel", "a\nb", "a\x7f"])
+def test_a_key_that_no_client_can_send_is_refused(monkeypatch, held):
+    monkeypatch.setenv("QURL_API_KEY", held)
+    with pytest.raises(ConfigError, match=r"\$QURL_API_KEY must be of visible ASCII characters"):
+        api_key(ServingConfig())

@@ -2,19 +2,25 @@
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
+import threading
+from functools import partial
 
 import httpx
 import pytest
 
+import qurl_ray.serving.service as service_module
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError, QurlError
-from qurl_ray.serving.http import digest, http_app
+from qurl_ray.serving.http import MOST_BODIES, digest, http_app
 from qurl_ray.serving.meters import Meters, merged
 from qurl_ray.serving.policies import Pinned, pin
 from qurl_ray.serving.service import Service
+from tests.serving.apps import BREAKING
 
+JSON = {"content-type": "application/json"}
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "12+34="}], "max_tokens": 8, "seed": 1}
 
 
@@ -27,7 +33,7 @@ async def service_of(runs, **settings):
     try:
         yield service
     finally:
-        await asyncio.wait_for(service.current.front.drained(), 10)
+        await service.current.front.drained(10)
         service.current.close()
 
 
@@ -59,6 +65,86 @@ def test_without_a_key_only_this_machine_is_answered(runs):
     assert asyncio.run(main()) == [200, 200, 401, 401, 200, 200]
 
 
+def test_what_no_program_can_read_is_one_line_in_the_log(runs, caplog):
+    template = {name: [{"role": "user", "content": name}] for name in BREAKING}
+    bodies = {
+        b'{"model": "policy", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}': "JSON in UTF-8",
+        json.dumps(ASKED).encode("utf-16"): "JSON in UTF-8",
+        json.dumps(ASKED).encode("utf-32"): "JSON in UTF-8",
+        json.dumps(ASKED | {"messages": template["1/0"]}).encode(): "ZeroDivisionError: ",
+        json.dumps(ASKED | {"messages": template["1+none"]}).encode(): "TypeError: ",
+        json.dumps(ASKED | {"messages": template["10^9"]}).encode(): "OverflowError: ",
+        json.dumps(
+            ASKED | {"messages": template["refused"]}
+        ).encode(): "the chat template refuses the messages: no such",
+    }
+
+    async def main():
+        async with service_of(runs) as service, client_of(service) as client:
+            for body, named in bodies.items():
+                caplog.clear()
+                found = await client.post("/v1/chat/completions", content=body, headers=JSON)
+                assert (found.status_code, named in found.json()["error"]["message"]) == (400, True), found.text
+                (line,) = caplog.messages
+                assert "\n" not in line
+                assert named in line
+                assert not caplog.records[0].exc_info
+
+    asyncio.run(main())
+
+
+def test_pages_of_others_cannot_ask(runs):
+    """A browser asks without a preflight if there is no content type, and for pages whose name means this machine."""
+    body = json.dumps(ASKED).encode()
+
+    async def main():
+        async with service_of(runs) as service, client_of(service) as client, client_of(service, key="k") as keyed:
+
+            async def post(client=client, **headers: str) -> int:
+                named = {name.replace("_", "-"): value for name, value in headers.items()}
+                return (await client.post("/v1/chat/completions", content=body, headers=named)).status_code
+
+            assert await post() == 415
+            assert await post(content_type="text/plain") == 415
+            assert await post(content_type="application/json") == 200
+            for origin in ("https://evil.example", "http://10.0.0.1:8000", "null", "http://[bad"):
+                assert await post(content_type="application/json", origin=origin) == 401
+                assert (
+                    await post(keyed, content_type="application/json", origin=origin, authorization="Bearer k") == 200
+                )
+            assert await post(content_type="application/json", sec_fetch_site="cross-site") == 401
+            assert (
+                await post(
+                    content_type="application/json", origin="http://localhost:3000", sec_fetch_site="same-origin"
+                )
+                == 200
+            )
+
+    asyncio.run(main())
+
+
+def test_bodies_that_do_not_come_make_room_for_those_that_do(runs):
+    async def main():
+        never = asyncio.Event()
+
+        async def slow():
+            yield b"{"
+            await never.wait()
+
+        async with service_of(runs) as service, client_of(service) as client:
+            post = partial(client.post, "/v1/chat/completions", headers=JSON)
+            late = [asyncio.ensure_future(post(content=slow())) for _ in range(MOST_BODIES + 3)]
+            await asyncio.wait(late, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0.1)
+            assert [one.done() for one in late] == [True] * 3 + [False] * MOST_BODIES
+            assert [one.result().status_code for one in late[:3]] == [408] * 3
+            assert (await post(json=ASKED)).status_code == 200
+            for one in late[3:]:
+                one.cancel()
+
+    asyncio.run(main())
+
+
 def test_requests_in_flight_end_with_the_policy_that_they_began_with(runs):
     async def main():
         async with service_of(runs) as service, client_of(service) as client:
@@ -87,7 +173,7 @@ def test_a_policy_that_is_refused_leaves_the_old_one(runs, tmp_path):
     async def main():
         async with service_of(runs) as service, client_of(service) as client:
             old = service.current
-            await service.swap(Pinned(source=str(tmp_path), name="nothing"))
+            await service.swap(Pinned(source=str(tmp_path), name="nothing", folder=str(tmp_path)))
             assert service.current is old
             assert "config.json is missing" in service.status()["refused"]
             assert (await client.post("/v1/chat/completions", json=ASKED)).status_code == 200
@@ -103,7 +189,7 @@ def test_without_any_policy_a_replica_does_not_start(tmp_path):
         async with client_of(service) as client:
             assert (await client.get("/health")).status_code == 503
             with pytest.raises(QurlError, match=r"config\.json is missing"):
-                await service.swap(Pinned(source=str(tmp_path), name="nothing"))
+                await service.swap(Pinned(source=str(tmp_path), name="nothing", folder=str(tmp_path)))
 
     asyncio.run(main())
 
@@ -146,18 +232,17 @@ def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error(run
     assert "[DONE]" not in events
 
 
+def hanging(stream, monkeypatch) -> threading.Event:
+    """Make an engine hang in its next step, until the event is set."""
+    step, wakes = stream._engine.step, threading.Event()
+    monkeypatch.setattr(stream._engine, "step", lambda *args, **kwargs: (wakes.wait(20), step(*args, **kwargs)))
+    return wakes
+
+
 def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch):
     async def main():
         async with service_of(runs, silent_s=0.2) as service, client_of(service) as client:
-            engine = service.current.front.stream._engine
-            step, wakes = engine.step, asyncio.Event()
-            loop = asyncio.get_running_loop()
-
-            def hangs(*args, **kwargs):
-                asyncio.run_coroutine_threadsafe(wakes.wait(), loop).result()
-                step(*args, **kwargs)
-
-            monkeypatch.setattr(engine, "step", hangs)
+            wakes = hanging(service.current.front.stream, monkeypatch)
             asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASKED))
             await asyncio.sleep(0.5)
             with pytest.raises(EngineError, match="has sent no token"):
@@ -165,6 +250,49 @@ def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch)
             wakes.set()
             assert (await asked).status_code == 200
             service.check_health()
+
+    asyncio.run(main())
+
+
+def test_an_old_engine_that_hangs_is_given_up_and_makes_the_replica_unhealthy(runs, monkeypatch, caplog):
+    async def main():
+        async with service_of(runs, silent_s=0.4) as service, client_of(service) as client:
+            old = service.current
+            wakes = hanging(old.front.stream, monkeypatch)
+            asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASKED))
+            while not old.front.running:
+                await asyncio.sleep(0.001)
+            await service.swap(pinned(runs, "second"))
+            assert service.current is not old
+            service.check_health()
+            found = await asyncio.wait_for(asked, 5)
+            assert found.status_code == 503
+            assert found.headers["retry-after"]
+            with pytest.raises(EngineError, match="whose policy was swapped, hangs: the engine has work, but"):
+                service.check_health()
+            assert [line for line in caplog.messages if "hangs" in line and "must be restarted" in line]
+            assert (await client.get("/health")).status_code == 503
+            wakes.set()
+            await asyncio.to_thread(old.close)
+            service.current.front.check(1)
+
+    asyncio.run(main())
+
+
+def test_an_old_engine_that_does_not_end_makes_the_replica_unhealthy(runs, monkeypatch):
+    monkeypatch.setattr(service_module, "_CLOSE_S", 0.2)
+
+    async def main():
+        async with service_of(runs) as service:
+            wakes = threading.Event()
+            old = service.current
+            close = old.close
+            monkeypatch.setattr(old, "close", lambda: (wakes.wait(20), close()))
+            await service.swap(pinned(runs, "second"))
+            await asyncio.wait_for(asyncio.gather(*service._leaving), 5)
+            with pytest.raises(EngineError, match=r"hangs: it does not end within 0\.2 s"):
+                service.check_health()
+            wakes.set()
 
     asyncio.run(main())
 

@@ -107,7 +107,7 @@ def test_who_leaves_gives_the_slot_back(tiny_spec, tokenizer, model, monkeypatch
             with left:
                 await left.take()
             finished = await drawn(front.ask(asks[4:5]))
-            await asyncio.wait_for(front.drained(), 5)
+            await front.drained(5)
             return finished, front.running + front.waiting, front.stream._batch.free
 
     ((draws, finish),), left_over, free = asyncio.run(main())

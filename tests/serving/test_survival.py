@@ -7,13 +7,16 @@ import threading
 import time
 from collections import Counter
 
+import httpx
 import httpx2  # the openai client's own
 import openai
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tests.serving.apps import SUM, save_run, serving
+from tests.loop.runs import alive, descendants
+from tests.serving.apps import KEY, SUM, save_run, serving, started
 
+LONG = {"model": "first", "messages": SUM, "max_tokens": 600, "extra_body": {"ignore_eos": True}}
 SETTINGS = ("slots=4", "queue=40", "max_choices=8")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -154,18 +157,109 @@ def test_a_replica_that_is_killed_costs_retries_and_no_request(server):
         assert http.get("/health").status_code == 200
 
 
+def test_requests_in_a_killed_replica_are_answered_by_the_next(server):
+    async def main():
+        async with server.async_client(timeout=120) as client:
+            asked = [asyncio.ensure_future(client.chat.completions.create(**LONG, seed=seed)) for seed in range(4)]
+            streams = [await client.chat.completions.create(**LONG, stream=True) for _ in range(2)]
+            for stream in streams:
+                await anext(aiter(stream))
+            (killed,) = server.replicas()
+            os.kill(killed, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(openai.APIError, match="the policy is not available: try again"):
+                    async for _ in stream:
+                        pass
+            return await asyncio.gather(*asked)
+
+    assert [reply.usage.completion_tokens for reply in asyncio.run(main())] == [LONG["max_tokens"]] * 4
+
+
+def test_a_replica_that_starts_again_has_the_weights_that_were_chosen(server, runs):
+    """Also if a new run of the same name has moved them, and put others in their place."""
+    save_run(runs, "again", seed=3)
+    with server.client(max_retries=20) as client:
+        assert server.swap("again").returncode == 0
+        chosen = versions(client)
+        (runs / "again").rename(runs / "again.1")
+        save_run(runs, "again", seed=4)
+        (killed,) = server.replicas()
+        os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: len(set(server.replicas()) - {killed}) == 1, 90, "no new replica")
+        assert versions(client) == chosen
+        assert server.swap("again").returncode == 0
+        assert versions(client) != chosen
+        assert server.swap("first").returncode == 0
+
+
+def ended(server, number: signal.Signals) -> int:
+    """The status with which the job ends after a signal. Nothing that it started is left."""
+    below = [pid for pid, _ in descendants(server.process.pid)]
+    server.process.send_signal(number)
+    status = server.process.wait(120)
+    wait_for(lambda: not any(map(alive, below)), 10, "processes are left")
+    assert "Traceback" not in server.log.read_text()
+    return status
+
+
+OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
+def test_what_was_asked_is_answered_before_the_server_ends(runs, number):
+    async def whole(client, seed: int) -> int:
+        reply = await client.chat.completions.create(**LONG, seed=seed)
+        return reply.usage.completion_tokens
+
+    async def refused(server) -> str:
+        """Retry-After of those who come now."""
+        async with httpx.AsyncClient(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as client:
+            while (found := await client.get("/v1/models")).status_code == 200:
+                await asyncio.sleep(0.05)
+        assert found.status_code == 503
+        return found.headers["retry-after"]
+
+    async def main(server):
+        async with server.async_client(timeout=120) as client:
+            wholes = [asyncio.ensure_future(whole(client, seed)) for seed in range(35)]
+            streams = await asyncio.gather(*(client.chat.completions.create(**LONG, stream=True) for _ in range(35)))
+            began = time.monotonic()
+            status = asyncio.ensure_future(asyncio.to_thread(ended, server, number))
+            assert await refused(server) == "1"
+            finishes = [[chunk async for chunk in stream][-1].choices[0].finish_reason for stream in streams]
+            took = time.monotonic() - began
+            return await asyncio.gather(*wholes), finishes, took, await status
+
+    with serving(runs, "policy=first", "slots=8", "queue=80") as server:
+        tokens, finishes, took, status = asyncio.run(main(server))
+        assert (tokens, finishes) == ([LONG["max_tokens"]] * 35, ["length"] * 35)
+        assert took > 4, "Ray's own handler would have let all end in its three seconds"
+        assert status == 0
+        assert f"{number.name}: requests in flight end first" in server.log.read_text()
+
+
 @pytest.mark.slow
-def test_what_runs_ends_before_the_server_does(runs):
-    with serving(runs, "policy=first", *SETTINGS) as server, server.client() as client:
-        stream = client.chat.completions.create(
-            model="first", messages=SUM, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        server.process.send_signal(signal.SIGINT)
-        chunks = list(stream)
-        assert chunks[-1].choices[0].finish_reason == "length"
-        assert server.process.wait(60) == 0
-        assert "draining" in server.log.read_text()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_aborts_what_runs(runs, number):
+    with serving(runs, "policy=first", "slots=1", "queue=80") as server, server.client() as client:
+        streams = [client.chat.completions.create(**LONG | {"max_tokens": 1000}, stream=True) for _ in range(40)]
+        server.process.send_signal(number)
+        wait_for(lambda: "once more aborts" in server.log.read_text(), 20, "it does not drain")
+        began = time.monotonic()
+        assert ended(server, number) == 128 + number
+        assert time.monotonic() - began < 20
+        assert "aborted" in server.log.read_text()
+        assert streams
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("process", ["gcs_server", "raylet", "ray::ServeController", "ray::ServeReplica"])
+def test_a_signal_while_the_server_starts_ends_it(runs, number, process):
+    with started(runs, "policy=first") as server:
+        below = lambda: [command for _, command in descendants(server.process.pid) if process in command]  # noqa: E731
+        wait_for(below, 90, f"no {process}")
+        assert ended(server, number) == 128 + number
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from qurl_ray.loop.checkpoint import latest
-from tests.loop.runs import SMALL, descendants, events, start_job, wait_for_steps
+from tests.loop.runs import SMALL, alive, descendants, events, start_job, wait_for_steps
 
 pytestmark = pytest.mark.ray
 
@@ -43,13 +43,6 @@ def end(job: subprocess.Popen, *numbers: signal.Signals, pause_s: float = 0.0) -
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     return output
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, HANG_UP])
