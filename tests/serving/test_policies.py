@@ -163,7 +163,7 @@ def test_an_mlflow_that_cannot_be_reached_is_named_soon_and_without_its_password
         assert str(caught.value).startswith(f"cannot find {policy} in MLflow at {uri.replace('me:sesame', '…')}: ")
         assert "sesame" not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot fetch models:/x/1 from MLflow at") as caught:
-        folder_of(Pinned(source="models:/x/1", name="x"), uri)
+        folder_of(Pinned(source="models:/x/1", name="x"), uri, None)
     assert "sesame" not in str(caught.value)
 
 
