@@ -285,4 +285,4 @@ def test_a_server_that_follows_answers_with_the_latest_run(runs, tmp_path):
         wait_for(lambda: [model.id for model in client.models.list()] != before, 60, "it did not follow")
         after = [model.id for model in client.models.list()]
         assert after[0] == "first", "clients need not know"
-        wait_for(lambda: "now answered with" in server.log.read_text(), 30, "nothing was said of it")
+        wait_for(lambda: "now uses the policy" in server.log.read_text(), 30, "nothing was said of it")
