@@ -12,6 +12,14 @@ from qurl_ray.signals import StopRequests
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Hang-ups are not ignored, as they are if nohup runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", ALL)
 def test_a_request_raises_and_sets_the_exit_status(number):
     stops = StopRequests()

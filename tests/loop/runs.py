@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,9 @@ SMALL = [
     "tracking.console=none",
 ]
 
+WHOLE = [*SMALL, "steps=4", "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=3"]
+FOLDED = [*WHOLE, "quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"]
+
 ALONE = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
 """Environment of jobs that start a Ray of their own."""
 
@@ -47,6 +51,14 @@ def prompts(run_dir: Path) -> list[str]:
 
 def parameters(folder: Path) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in AutoModelForCausalLM.from_pretrained(folder).parameters()])
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Leave a run as if it had been killed soon after the checkpoint of `step`."""
+    (run_dir / "summary.json").unlink()
+    for folder in (run_dir / "checkpoints").iterdir():
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
 
 
 def start_job(*settings: str, address: str | None = None, **environment: str) -> subprocess.Popen:

@@ -1,12 +1,10 @@
 """Random damage to the files of an interrupted run: it resumes to the same results, or ends with an error."""
 
+import json
 import os
 import random
 import re
 import shutil
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,36 +13,27 @@ import torch
 from qurl_ray.config import load_config, resolve
 from qurl_ray.errors import QurlError
 from qurl_ray.loop.checkpoint import Checkpoint
-from qurl_ray.loop.driver.run import rewound, run, run_until
+from qurl_ray.loop.driver.run import rewound, run
 from qurl_ray.loop.driver.run_dir import open_run_dir
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
 from qurl_ray.report.viewer import write_rollouts
-from qurl_ray.signals import StopRequests
 from qurl_ray.tracking.tracker import Tracker
-from tests.loop.runs import SMALL, events, parameters
+from tests.loop.runs import FOLDED, events, forget_after, parameters
 
 pytestmark = pytest.mark.ray
 
-SETTINGS = [*SMALL, "steps=6", "checkpoint.every=1", "checkpoint.keep=2", "learner.threads=1", "rollout.threads=1"]
 SMALL_FILE = 100_000
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory, cluster) -> Path:
-    """The folder of a run that was asked to stop after three of six steps, or soon after."""
-    folder, stops = tmp_path_factory.mktemp("interrupted"), StopRequests()
-
-    def ask() -> None:
-        metrics = folder / "run" / "metrics.jsonl"
-        while not metrics.is_file() or len(events(metrics.parent, "step")) < 3:
-            time.sleep(0.01)
-        stops.signals.append(signal.SIGTERM)
-
-    threading.Thread(target=ask, daemon=True).start()
-    result = run_until(stops, load_config(None, [*SETTINGS, f"output_dir={folder}"]))
-    assert result.interrupted
-    return result.run_dir
+def interrupted(tmp_path_factory, whole) -> Path:
+    """The folder of a run that was stopped after three of four steps."""
+    folder = tmp_path_factory.mktemp("interrupted") / whole.run_dir.name
+    shutil.copytree(whole.run_dir, folder)
+    forget_after(folder, 3)
+    (folder / "summary.json").write_text(json.dumps(whole.summary | {"steps": 3, "interrupted": True}))
+    return folder
 
 
 def copied(run_dir: Path, folder: Path) -> Path:
@@ -112,7 +101,7 @@ def check(interrupted: Path, folder: Path, seed: int) -> str:
     """Damage a copy of the run and resume it as the driver does, up to where Ray would start. Return how that ended."""
     run_dir, chance = copied(interrupted, folder), random.Random(seed)
     what = f"seed {seed}: {hurt(run_dir, chance)}"
-    config = resolve(load_config(None, [*SETTINGS, f"output_dir={folder}"]), submitted=False)
+    config = resolve(load_config(None, [*FOLDED, f"output_dir={folder}"]), submitted=False)
     try:
         with open_run_dir(config) as place:
             assert place.resume, f"{what}: started from zero"
@@ -154,12 +143,12 @@ def test_no_damage_changes_a_result_silently(tmp_path, interrupted, count):
 @pytest.mark.slow
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("seed", range(2000, 2012))
-def test_whole_runs_with_damaged_files_end_like_the_undamaged_one(tmp_path, interrupted, seed):
-    whole = run(load_config(None, [*SETTINGS, f"output_dir={copied(interrupted, tmp_path / 'whole').parent}"]))
+def test_whole_runs_with_damaged_files_end_like_the_undamaged_one(tmp_path, cluster, interrupted, seed):
+    whole = run(load_config(None, [*FOLDED, f"output_dir={copied(interrupted, tmp_path / 'whole').parent}"]))
     run_dir = copied(interrupted, tmp_path / "damaged")
     what = hurt(run_dir, random.Random(seed))
     try:
-        resumed = run(load_config(None, [*SETTINGS, f"output_dir={run_dir.parent}"]))
+        resumed = run(load_config(None, [*FOLDED, f"output_dir={run_dir.parent}"]))
     except QurlError:
         return
     same = ("steps", "accuracy_before", "accuracy_after", "accuracy_after_quantized", "eval_problems", "max_rho")

@@ -15,24 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qurl_ray.config import load_config
 from qurl_ray.errors import DeadlineExceeded, PlacementError, RewardError
 from qurl_ray.loop.driver.run import run
-from tests.loop.runs import SMALL, events, parameters, prompts
+from tests.loop.runs import FOLDED, SMALL, WHOLE, events, forget_after, parameters, prompts
 
 pytestmark = pytest.mark.ray
 
 
 def small_run(tmp_path, *overrides: str):
     return run(load_config(None, [*SMALL, "steps=3", f"output_dir={tmp_path}", *overrides]))
-
-
-WHOLE = [*SMALL, "steps=4", "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=3"]
-FOLDED = [*WHOLE, "quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, cluster):
-    """An undisturbed run, tracked in MLflow."""
-    folder = tmp_path_factory.mktemp("whole")
-    return run(load_config(None, [*FOLDED, "tracking.mlflow=true", f"output_dir={folder}"]))
 
 
 @pytest.mark.equal_bits
@@ -171,14 +160,6 @@ def test_ranks_that_cannot_be_placed_end_the_run_and_not_in_a_hang(tmp_path, clu
         small_run(tmp_path, "learner.workers=2", "learner.timeout_s=4")
 
 
-def forget_after(run_dir: Path, step: int) -> None:
-    """Leave a run as if it had been killed soon after the checkpoint of `step`."""
-    (run_dir / "summary.json").unlink()
-    for folder in (run_dir / "checkpoints").iterdir():
-        if int(folder.name.removeprefix("step-")) > step:
-            shutil.rmtree(folder)
-
-
 def assert_resumed_ends_like(whole, tmp_path, settings: list[str]) -> None:
     """Interrupt a copy of a finished run of these settings after step 2, and resume it."""
     folder = tmp_path / "copy"
@@ -202,7 +183,7 @@ def assert_resumed_ends_like(whole, tmp_path, settings: list[str]) -> None:
     assert [line["message"] for line in events(resumed.run_dir, "evaluation")].count("before") == 1
 
 
-def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_does(tmp_path, whole):
+def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_does(tmp_path, cluster, whole):
     assert_resumed_ends_like(whole, tmp_path, FOLDED)
 
 

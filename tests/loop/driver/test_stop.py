@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ray
 
 STEPS = ["steps=500", "checkpoint.every=0"]
 LONG = [*STEPS, "model.max_length=256", "rollout.max_new_tokens=240", "rollout.ignore_eos=true"]
+INTERRUPT = pytest.param(signal.SIGINT, marks=pytest.mark.slow)
 HANG_UP = pytest.param(signal.SIGHUP, marks=pytest.mark.slow)
 
 
@@ -45,7 +46,7 @@ def end(job: subprocess.Popen, *numbers: signal.Signals, pause_s: float = 0.0) -
     return output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, HANG_UP])
+@pytest.mark.parametrize("number", [INTERRUPT, signal.SIGTERM, HANG_UP])
 def test_a_request_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number):
     job = start_job(*SMALL, *STEPS, f"output_dir={tmp_path}")
     wait_for_steps(tmp_path / "run", 2, job)
@@ -72,7 +73,8 @@ def test_a_request_to_a_run_that_just_resumed_changes_nothing_of_what_it_had(tmp
     assert latest(tmp_path / "run")[0].step == before["steps"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, HANG_UP])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_second_request_aborts_the_run(tmp_path, number):
     job = start_job(*SMALL, *LONG, f"output_dir={tmp_path}")
     wait_for_steps(tmp_path / "run", 1, job)
