@@ -85,6 +85,7 @@ def test_a_damaged_file_is_named(tmp_path):
         cached_gguf_policy(str(tmp_path / "bad.gguf"))
 
 
+@pytest.mark.slow
 def test_a_file_that_lacks_a_tensor_is_named(tmp_path):
     """transformers would draw it at random."""
     whole = find_gguf(SMOLLM2).read_bytes()

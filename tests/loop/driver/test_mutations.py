@@ -137,7 +137,7 @@ def test_no_damage_changes_a_result_silently(tmp_path, interrupted, count):
     found = [check(interrupted, tmp_path / str(seed), seed) for seed in range(count)]
     assert set(found) <= {"resumed", "an older checkpoint", "an error"}
     assert found.count("resumed") > count / 5  # else nothing is tested
-    assert found.count("an error") > 0
+    assert found.count("an older checkpoint") > 0
 
 
 @pytest.mark.slow

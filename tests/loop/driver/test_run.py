@@ -226,7 +226,12 @@ def test_a_run_ends_at_its_target_and_is_finished_then(tmp_path, cluster):
     ]
     assert float(re.findall(r"reward, (0\.\d+), has reached its target of 0\.3: the run ends", told)[0]) >= 0.3
     assert (result.run_dir / "checkpoints" / f"step-{reached:06d}").is_dir()
-    # Killed before its summary was written: the same command ends it, without a further step.
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_after_its_target_ends_without_a_further_step(tmp_path, cluster):
+    result = small_run(tmp_path, *TARGET)
+    reached = result.summary["steps"]
     policy = parameters(result.policy)
     (result.run_dir / "summary.json").unlink()
     shutil.rmtree(result.policy)
