@@ -29,12 +29,14 @@ from qurl_ray.serving.service import Service
 logger = logging.getLogger(__name__)
 
 MOST_BODIES = 64
-"""Bodies that may be arriving at a replica at a time; of more, the one that began first is dropped."""
+"""Bodies that may be arriving at a replica at a time with `body_timeout_s`; of more, the oldest have HURRIED_S."""
+HURRIED_S = 2.0
+"""More than any body takes of a client that is not slow, also when many come at once and the replica is busy."""
 _OPEN = "/health"  # needs no key, because a load balancer has none; the page reveals nothing
 
 
-Arriving = dict[asyncio.Timeout, None]
-"""Deadlines of the bodies that are arriving, in the order of their requests."""
+Arriving = dict[asyncio.Timeout, float]
+"""Deadlines of the bodies that are arriving, in the order of their requests, and when these began."""
 
 
 def digest(key: str) -> str:
@@ -126,7 +128,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float, arriving:
                 if len(body) > limit:
                     raise too_large
     except TimeoutError:
-        reason = f"the body did not arrive within {timeout_s:g} s, or was the slowest of more than {MOST_BODIES}"
+        reason = f"the body did not arrive within {timeout_s:g} s, or {HURRIED_S:g} s as one of more than {MOST_BODIES}"
         raise ApiError(408, reason, code="request_timeout") from None
     except ClientDisconnect:
         raise ApiError(400, "the body is shorter than its content-length") from None
@@ -136,14 +138,15 @@ async def read_body(request: Request, *, limit: int, timeout_s: float, arriving:
 
 
 def _enter(arriving: Arriving, deadline: asyncio.Timeout) -> None:
-    """Add a body to those that are arriving. If they are too many, end the oldest: else slow clients, which are
-    answered only at their deadlines, would take all the requests that Ray Serve lets a replica have at a time."""
-    arriving[deadline] = None
+    """Add a body to those that are arriving. If they are too many, bring the oldest one's deadline forward: else slow
+    clients, which are answered only at their deadlines, would take all the requests that Ray Serve lets a replica have
+    at a time."""
+    arriving[deadline] = asyncio.get_running_loop().time()
     if len(arriving) > MOST_BODIES:
         oldest = next(iter(arriving))
-        del arriving[oldest]
-        if not oldest.expired():
-            oldest.reschedule(0)
+        hurried, deadline_s = arriving.pop(oldest) + HURRIED_S, oldest.when()
+        if deadline_s is not None and hurried < deadline_s and not oldest.expired():
+            oldest.reschedule(hurried)
 
 
 class EventStream(Response):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 import qurl_ray.serving.service as service_module
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError, QurlError
-from qurl_ray.serving.http import MOST_BODIES, digest, http_app
+from qurl_ray.serving.http import HURRIED_S, MOST_BODIES, digest, http_app
 from qurl_ray.serving.meters import Meters, merged
 from qurl_ray.serving.policies import Pinned, pin
 from qurl_ray.serving.service import Service
@@ -134,13 +135,30 @@ def test_bodies_that_do_not_come_make_room_for_those_that_do(runs):
         async with service_of(runs) as service, client_of(service) as client:
             post = partial(client.post, "/v1/chat/completions", headers=JSON)
             late = [asyncio.ensure_future(post(content=slow())) for _ in range(MOST_BODIES + 3)]
+            began = time.monotonic()
             await asyncio.wait(late, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+            assert time.monotonic() - began < HURRIED_S + 1 < service.config.body_timeout_s
             await asyncio.sleep(0.1)
             assert [one.done() for one in late] == [True] * 3 + [False] * MOST_BODIES
             assert [one.result().status_code for one in late[:3]] == [408] * 3
             assert (await post(json=ASKED)).status_code == 200
             for one in late[3:]:
                 one.cancel()
+
+    asyncio.run(main())
+
+
+def test_many_bodies_at_once_are_no_slow_ones(runs):
+    async def main():
+        async def hesitant():
+            yield b"["
+            await asyncio.sleep(0.5)
+            yield b"]"
+
+        async with service_of(runs) as service, client_of(service) as client:
+            post = partial(client.post, "/v1/chat/completions", headers=JSON)
+            found = await asyncio.gather(*(post(content=hesitant()) for _ in range(2 * MOST_BODIES)))
+            assert {one.status_code for one in found} == {400}, "read to the end, and no object"
 
     asyncio.run(main())
 
