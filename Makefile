@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 ORACLE := .venv-oracle
 PEERS := .venv-peers
+# Processes that run tests.
+TESTERS ?= 2
 
 .PHONY: help quickstart smollm2 compare serve test oracle peers lint format clean
 
@@ -52,7 +54,7 @@ serve: $(VENV)/installed
 	$(BIN)/python jobs/serve.py $(if $(POLICY),policy=$(POLICY))
 
 test: $(VENV)/installed $(VENV)/vllm $(VENV)/smollm2
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest --durations=15 --numprocesses=$(TESTERS) --dist=loadfile --no-loadscope-reorder
 
 # verl, which asks for Python < 3.13, without its dependencies: only what two of its modules import.
 $(ORACLE)/installed: Makefile
