@@ -89,7 +89,7 @@ def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list
     The latter are pairs: ids [B, T], and the number of the T tokens that belong to the prompt.
     """
     tokenizer, engine = load_tokenizer(spec), TorchEngine(spec, slots=config.rollout.slots)
-    quantize_into(engine, load_model(spec), "int8", config.quantization.keep)
+    quantize_into(engine, load_model(spec), "int8", config.quantization.model_copy(update={"equalize": False}))
     encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
     sampling = SamplingParams(
         temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, stop_ids=stop_ids(spec, tokenizer)
@@ -164,7 +164,8 @@ def _stretch(model: PreTrainedModel, before: dict[str, torch.Tensor], factor: fl
     if factor == 1:
         return
     names = {module: name for name, module in model.named_modules()}
-    for norm, linears in norm_fed_linears(model, "qkv+mlp"):
+    for one in norm_fed_linears(model, "qkv+mlp"):
+        norm, linears = one.norm, list(one.linears.values())
         for module, by in ((norm, 1 / factor), *((linear, factor) for linear in linears)):
             start = before[f"{names[module]}.weight"]
             module.weight.copy_(start + by * (module.weight - start))

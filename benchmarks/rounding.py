@@ -205,7 +205,8 @@ class Equalisation:
     def apply(self, model: PreTrainedModel, inputs: dict[str, torch.Tensor] | None) -> None:
         """Change the model in place. `inputs` are by names of linears, as `largest_inputs` returns them."""
         names = {module: name for name, module in model.named_modules()}
-        for norm, linears in norm_fed_linears(model, "qkv+mlp"):
+        for one in norm_fed_linears(model, "qkv+mlp"):
+            norm, linears = one.norm, list(one.linears.values())
             largest = torch.stack([linear.weight.abs().amax(dim=0) for linear in linears]).amax(dim=0)
             s = self._factors(inputs[names[linears[0]]] if inputs else norm.weight.abs(), largest, self.norms)
             norm.weight.data /= s

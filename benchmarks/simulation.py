@@ -33,11 +33,12 @@ from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.driver.prepare import Prepared
-from qurl_ray.loop.messages import Offer
+from qurl_ray.loop.messages import Material, Offer
 from qurl_ray.planning.machines import CONSTANTS
 from qurl_ray.planning.phases import learn_s, sync_bytes
 from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.workload import Workload
+from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.types import Completion, Request, TensorRecord
 
 _BINS = 64  # intervals of decode steps of a chunk, in which the batch is taken as constant
@@ -190,11 +191,12 @@ class Simulation:
 async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict[str, float]:
     workers = [ModelledEngine(index, cluster) for index in range(scenario.engines)]
     pool = VerifierPool(verifiers=(Judge(),))
-    coordinator = Coordinator(scenario.config, prepared.spec, workers, pool, Path(scenario.config.output_dir), None)
-    task = asyncio.get_running_loop().create_future()
-    task.set_result(prepared.task)
+    coordinator = Coordinator(scenario.config, workers, pool, Path(scenario.config.output_dir), None)
+    tokenizer = load_tokenizer(prepared.spec)
+    material = asyncio.get_running_loop().create_future()
+    material.set_result(Material(task=prepared.task, tokenizer=tokenizer, stop_ids=stop_ids(prepared.spec, tokenizer)))
     ranks, assignment = range(scenario.ranks), own_assignment()
-    await asyncio.gather(*(coordinator.begin(rank, "group", (task,), assignment) for rank in ranks))
+    await asyncio.gather(*(coordinator.begin(rank, "group", (material,), assignment) for rank in ranks))
     await coordinator.weight_max_code("int8")
     await _sync(scenario, coordinator, 1)
     step_s, share_s, sync_s, busy_s, slowest_s, clock = [], [], [], [], [], cluster.clock

@@ -29,7 +29,7 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
-from qurl_ray.learner.probe import EnginePrecision
+from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.formats import FORMATS, Format
 from qurl_ray.quant.quantize import quantize

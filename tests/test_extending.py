@@ -83,7 +83,9 @@ def test_functions_from_outside_the_package_train(here):
     assert calls.count("my_advantages") >= 1 + 2
     assert calls.count("my_engines") >= 2 * 2  # returns, of generate and of what it passes on
     assert calls.count("my_transports") >= 3 * 2  # versions, of several buckets or one
-    assert all(step["values"]["sync/probe_gap_max"] == 0 for step in steps)  # it is the torch engine
+    gaps = [step["values"].get("sync/probe_gap_max") for step in steps]
+    assert gaps[0] == 0  # it is the torch engine; not every version is probed
+    assert {*gaps} <= {0, None}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def engines(bench: Bench, shape: Shape, name: str, capture: Callable[[], Capture
                 spec, slots=max(bench.scale.batches), device=str(bench.device), dtype=bench.dtype, capture=capture
             )
         unquantized = "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
-        quantize_into(one, one._model, name, QuantizationConfig().keep, unquantized=unquantized)
+        quantize_into(one, one._model, name, QuantizationConfig(equalize=False), unquantized=unquantized)
         made[layers] = one
     return made
 

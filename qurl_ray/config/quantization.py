@@ -7,6 +7,9 @@ from pydantic import Field, field_validator
 
 from qurl_ray.config.section import Section
 
+_EQUALIZED = ("int8",)
+"""Formats that `equalize: auto` is for: those that it makes truer (docs/results.md)."""
+
 
 class QuantizationConfig(Section):
     """Quantization of weights: which linears become codes, and how."""
@@ -21,6 +24,13 @@ class QuantizationConfig(Section):
     """Number of layers, from the first on, whose linears also stay in full precision."""
     keep_last_layers: int = Field(0, ge=0)
     """Number of layers, up to the last, whose linears also stay in full precision."""
+    equalize: bool | Literal["auto"] = "auto"
+    """Equalization of channels: before codes are made, each channel of a linear's input is divided by a power of two
+    and its weights multiplied by it, so that codes are truer at the same speed. `auto`: for int8, where the
+    architecture is known; true: for every format, and an error if the architecture is not known."""
+    equalize_every: int = Field(20, ge=1)
+    """Steps from one look at the factors of `equalize` to the next. They follow the activations of that step's
+    samples."""
     weight_max_code: int | None = Field(None, ge=1)
     """Upper bound on weight codes, below the format's own; int4 with 1 has ternary weights. null leaves the format's.
     For experiments with a mismatch as large as that of large models and long answers."""
@@ -34,6 +44,10 @@ class QuantizationConfig(Section):
     uaq_layers: Literal["qkv", "qkv+mlp"] = "qkv+mlp"
     """Linears that `uaq_scale` applies to: `qkv` is the query, key and value projections; `qkv+mlp` is these and the
     MLP's gate and up projections."""
+
+    def equalizes(self, format_name: str) -> bool:
+        """Return True if codes of this format are equalized, provided that the architecture is known."""
+        return format_name in _EQUALIZED if self.equalize == "auto" else self.equalize
 
     def kept(self, layers: int) -> tuple[str, ...]:
         """Return `keep` with patterns added for the first and last layers that are kept, for a model of so many

@@ -19,9 +19,10 @@ class SyncConfig(Section):
     )
     timeout_s: float = Field(120.0, gt=0)
     """Deadline for every engine to load and verify one weight version, in seconds."""
-    delta: bool = True
+    delta: bool | Literal["auto"] = "auto"
     """Send only what changed since the version that the engines hold, and all weights to engines that hold another
-    version; false always sends all."""
+    version. false always sends all; `auto` sends changes if the cluster has several nodes: on one, making deltas takes
+    longer than copying the weights."""
     unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format in which embeddings, norms and other tensors without codes travel, and in which engines then
     compute with them: `float32` (32 bits); `bfloat16` (16 bits); `auto` is bfloat16 for engines with dtype=bfloat16,
@@ -30,8 +31,11 @@ class SyncConfig(Section):
     """Size of the buckets in which tensors travel, in MiB (2^20 bytes). It bounds what a sync holds in memory besides
     the weights."""
     probe_tokens: int = Field(4, ge=0)
-    """Number of tokens that every engine draws after each sync from a fixed prompt, to check that their log-probs are
+    """Number of tokens that every engine draws after a sync from a fixed prompt, to check that their log-probs are
     those of the learner's forward through the same codes; 0 skips this check."""
+    probe_every: int = Field(8, ge=1)
+    """Number of syncs from one probe to the next. A version in another format, with other factors of equalization, for
+    restarted engines, or sent again is always probed. The weights themselves are verified at every sync."""
     probe_tolerance: float = Field(0.2, gt=0)
     """Largest accepted mean difference between engine and learner of the probe's log-probs, in nats. The difference is
     0 with the torch engine on a CPU, and elsewhere depends on the engine's arithmetic; wrong weights are far above."""

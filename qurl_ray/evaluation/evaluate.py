@@ -152,5 +152,5 @@ def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None,
     if stored:
         return with_codes(make, kernel, stored)[0]
     engine, model = make(kernel), load_model(spec)
-    quantize_into(engine, model, quantization, config.quantization.kept(model.config.num_hidden_layers))
+    quantize_into(engine, model, quantization, config.quantization)
     return engine

@@ -3,7 +3,7 @@
 The network that is trained is then the network that generates (quant/unified.py).
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from qurl_ray.numerics.products import linear as product
+from qurl_ray.quant.equalize import Fold
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.unified import Backward, unified_linear
 
@@ -30,14 +31,18 @@ class UnifiedFlow:
 
 
 class FlowSwitch:
-    """Makes the linears of `model` compute in a unified flow, permanently, also if a backend wraps the model later."""
+    """Makes the linears of `model` compute in a unified flow, permanently, also if a backend wraps the model later.
 
-    def __init__(self, model: nn.Module, flow: UnifiedFlow) -> None:
-        self._flow, self._on = flow, True
+    Args:
+        folds: present factors of equalization, by module; read at every call.
+    """
+
+    def __init__(self, model: nn.Module, flow: UnifiedFlow, folds: Mapping[str, Fold]) -> None:
+        self._flow, self._folds, self._on = flow, folds, True
         for name, module in model.named_modules():
             if f"{name}.weight" in flow.quantized:
                 # Set on the instance: the hooks with which ZeRO-3 gathers the weight still run around it.
-                module.forward = MethodType(self._forward, module)
+                module.forward = MethodType(self._forward_of(name), module)
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
@@ -48,11 +53,23 @@ class FlowSwitch:
         finally:
             self._on = True
 
-    def _forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        if not self._on:
-            return product(x, linear.weight, linear.bias)
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):  # it has no effect in the flow: cast x as it would for a linear
-            x = x.to(torch.get_autocast_dtype(kind))
-        flow = self._flow
-        return unified_linear(x, linear.weight, linear.bias, fmt=flow.fmt, backward=flow.backward, emulate=flow.emulate)
+    def _forward_of(self, name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
+        flow, none = self._flow, Fold()
+
+        def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            if not self._on:
+                return product(x, linear.weight, linear.bias)
+            kind = x.device.type
+            if torch.is_autocast_enabled(kind):  # it has no effect in the flow: cast x as it would for a linear
+                x = x.to(torch.get_autocast_dtype(kind))
+            return unified_linear(
+                x,
+                linear.weight,
+                linear.bias,
+                fmt=flow.fmt,
+                backward=flow.backward,
+                fold=self._folds.get(name, none).to(x.device),
+                emulate=flow.emulate,
+            )
+
+        return forward

@@ -6,8 +6,8 @@ different numbers of tokens, and micro-batches may have any size.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +20,14 @@ from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.backend import Backend, Resident, load_random_state, save_random_state, world
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
+from qurl_ray.learner.equalizer import Equalizer
 from qurl_ray.learner.flow import FlowSwitch, UnifiedFlow
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
-from qurl_ray.learner.probe import EnginePrecision, through_codes
-from qurl_ray.learner.protocol import StepResult
+from qurl_ray.learner.probe import through_codes
+from qurl_ray.learner.protocol import EnginePrecision, StepResult
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
+from qurl_ray.policy.ranges import range_ids
+from qurl_ray.quant.equalize import Fold
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats, merge
 from qurl_ray.types import Completion, Trajectory
@@ -50,6 +53,7 @@ class PolicyLearner:
         reference: computes log-probs of the reference policy, for the KL penalty.
         penalty: subtracts that KL from rewards; without it, the KL is part of the loss.
         flow: unified flow that the policy computes in; None for full precision.
+        equalizer: factors with which the policy's parameters become codes; None for none.
         calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 means never.
         total_updates: number of updates at which the learning rate has fallen to its final share.
     """
@@ -65,9 +69,10 @@ class PolicyLearner:
         reference: Scorer | None = None,
         penalty: Penalty | None = None,
         flow: FlowSwitch | None = None,
+        equalizer: Equalizer | None = None,
         calibrate_every: int = 0,
     ) -> None:
-        self._flow = flow
+        self._flow, self._equalizer = flow, equalizer
         self._policy, self._config, self._settings = policy, config, settings
         self._critic, self._reference, self._penalty = critic, reference, penalty
         self._calibrate_every, self._bounds = calibrate_every, (settings.clip_low, settings.clip_high)
@@ -82,6 +87,16 @@ class PolicyLearner:
             if name.startswith(MODEL_PREFIX):  # a value head stays in the learner
                 yield name.removeprefix(MODEL_PREFIX), parameter
 
+    @torch.no_grad()
+    def equalized(self) -> Mapping[str, Fold]:
+        if not self._equalizer:
+            return {}
+        if not self._equalizer.settled:
+            with self._out_of_flow(), self._equalizer.measuring():
+                self._pass_over(range_ids(self._equalizer.model.config))
+            self._equalizer.settle(self.named_parameters(), self._config.device)
+        return dict(self._equalizer.folds)
+
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         started = time.perf_counter()
         passes = [[self._make_pass(samples) for samples in self._shares(m)] for m in mini_batches]
@@ -93,8 +108,10 @@ class PolicyLearner:
                     one.shadow_BT = self._shadow(one)
         between = time.perf_counter()
         sums, norms, lr = [self._step_wide(strength)] if passes else [], [], 0.0
-        for mini_batch, chosen in zip(mini_batches, passes, strict=True):
-            sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
+        measured = self._equalizer if passes and self._equalizer and self._equalizer.due(self._steps) else None
+        for index, (mini_batch, chosen) in enumerate(zip(mini_batches, passes, strict=True)):
+            with measured.measuring() if measured and not index else nullcontext():
+                sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
             share = schedule(
                 self._updates,
                 self._total_updates,
@@ -109,6 +126,9 @@ class PolicyLearner:
         if calibration:
             nominal = self._settings.clip_low, self._settings.clip_high
             self._bounds = calibration.bounds(*nominal, device=self._config.device)
+        if measured:
+            measured.settle(self.named_parameters(), self._config.device)
+            sums.append({"max_factors_moved": measured.moved})
         self._steps += 1
         finite = [norm for norm in norms if norm is not None]
         return StepResult(
@@ -222,10 +242,12 @@ class PolicyLearner:
             for c in completions
         ]
         one = self._make_pass(samples)
-        out_of_flow = self._flow.full_precision() if self._flow else nullcontext()  # only these codes apply
-        with out_of_flow, through_codes(self._policy.module.policy, precision, self._pass_over):
+        with self._out_of_flow(), through_codes(self._policy.module.policy, precision, self._pass_over):
             found_BT = Scores(*self._policy(one.batch)).logprobs_BT
         return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
+
+    def _out_of_flow(self) -> AbstractContextManager:
+        return self._flow.full_precision() if self._flow else nullcontext()
 
     def _pass_over(self, ids: Sequence[int]) -> None:
         """Run a forward pass over one sequence, through the backend: only there is a sharded module gathered."""
@@ -241,6 +263,8 @@ class PolicyLearner:
             (folder / "schedule.json").write_text(json.dumps(state))
         (folder / "policy").mkdir(exist_ok=True)
         self._policy.save(folder / "policy")
+        if self._equalizer and world()[0] == 0:
+            self._equalizer.save(folder)
         if self._critic and self._critic.backend:
             (folder / "critic").mkdir(exist_ok=True)
             self._critic.backend.save(folder / "critic")
@@ -252,6 +276,8 @@ class PolicyLearner:
             raise CheckpointError(f"{folder} is of another version of this package; start again with --fresh")
         self._updates, self._steps, self._bounds = state["updates"], state["steps"], tuple(state["bounds"])
         self._policy.load(folder / "policy")
+        if self._equalizer:
+            self._equalizer.load(folder)
         if self._critic and self._critic.backend:
             self._critic.backend.load(folder / "critic")
 
@@ -298,6 +324,7 @@ def make_learner(
     reference: PreTrainedModel | None = None,
     penalty: Penalty | None = None,
     flow: UnifiedFlow | None = None,
+    equalizer: Equalizer | None = None,
     calibrate_every: int = 0,
 ) -> PolicyLearner:
     """Return a learner of `model` on the configured backend. Every rank of the process group must call this.
@@ -311,8 +338,9 @@ def make_learner(
         reference: reference policy of the KL penalty, which the learner takes over; every rank holds all of it.
         flow: unified flow of the policy, and of a value head on it; reference and separate value model stay in full
             precision.
+        equalizer: factors of the model's codes, made from this model.
     """
-    switch = FlowSwitch(model, flow) if flow else None
+    switch = FlowSwitch(model, flow, equalizer.folds if equalizer else {}) if flow else None
     critic = None
     if credit:
         separate = make_backend(ValueModel(value_body, config), config) if value_body else None
@@ -335,6 +363,7 @@ def make_learner(
         reference=reference,
         penalty=penalty,
         flow=switch,
+        equalizer=equalizer,
         calibrate_every=calibrate_every,
     )
 

@@ -5,34 +5,22 @@ sharded parameter exists only while its module computes. This detects errors tha
 a kernel that multiplies wrongly, and an engine that attends to keys of the previous weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.kv import MaximaRecorder, calibration_ids, rounded
+from qurl_ray.quant.equalize import Fold
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.linear import reference_linear
 from qurl_ray.quant.quantize import quantize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePrecision:
-    """Form in which a weight version was sent, and in which the engines hold keys and values."""
-
-    fmt: Format | None
-    quantized: Set[str]
-    """Names of the parameters that were sent as codes, as the model names them."""
-    unquantized: Literal["float32", "bfloat16"]
-    """Type in which the other parameters were sent."""
-    kv_cache: Literal["full", "fp8"] = "full"
-    """Precision in which the engines hold keys and values."""
 
 
 @contextmanager
@@ -78,8 +66,9 @@ def _through_weights(model: nn.Module, precision: EnginePrecision) -> Iterator[N
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         if precision.fmt and f"{name}.weight" in precision.quantized:
-            forward = _quantized(precision.fmt, getattr(torch, precision.unquantized))
-        elif precision.unquantized == "bfloat16":
+            fold = precision.folds.get(name, Fold())
+            forward = _quantized(precision.fmt, getattr(torch, precision.unquantized), fold)
+        elif precision.unquantized == "bfloat16":  # factors are powers of two, and make no difference here
             forward = _rounded(module.forward)
         else:
             continue
@@ -94,11 +83,13 @@ def _through_weights(model: nn.Module, precision: EnginePrecision) -> Iterator[N
                 module.forward = before
 
 
-def _quantized(fmt: Format, unquantized: torch.dtype) -> Callable:
+def _quantized(fmt: Format, unquantized: torch.dtype, fold: Fold) -> Callable:
     def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        bias = None if linear.bias is None else linear.bias.to(unquantized).float()
+        here = fold.to(x.device)
+        bias = None if linear.bias is None else here.bias(linear.bias).to(unquantized).float()
         with torch.autocast(x.device.type, enabled=False):
-            return reference_linear(x.float(), quantize(linear.weight, fmt), bias)
+            q = quantize(here.weight(linear.weight), fmt)
+            return here.outputs(reference_linear(here.inputs(x.float()), q, bias))
 
     return forward
 

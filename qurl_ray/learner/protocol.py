@@ -1,16 +1,17 @@
 """The interface of a learner, as the training loop uses it."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
-from qurl_ray.learner.probe import EnginePrecision
+from qurl_ray.quant.equalize import Fold
+from qurl_ray.quant.formats import Format
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion
 
@@ -32,6 +33,21 @@ class StepResult:
     """Log-probs of the watched samples' answers before the first update, by uid, float32 [answer length]."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrecision:
+    """Form in which a weight version was sent, and in which the engines hold keys and values."""
+
+    fmt: Format | None
+    quantized: Set[str]
+    """Names of the parameters that were sent as codes, as the model names them."""
+    unquantized: Literal["float32", "bfloat16"]
+    """Type in which the other parameters were sent."""
+    kv_cache: Literal["full", "fp8"] = "full"
+    """Precision in which the engines hold keys and values."""
+    folds: Mapping[str, Fold] = field(default_factory=dict)
+    """Factors of equalization, by module."""
+
+
 class Learner(Protocol):
     """A learner, which holds the policy in full precision and updates it.
 
@@ -42,6 +58,12 @@ class Learner(Protocol):
         """Yield whole parameters with their checkpoint names, in a fixed order; tied parameters once.
 
         A sharded parameter is gathered when it is yielded and may be freed at the next: use it at once, on all ranks.
+        """
+
+    def equalized(self) -> Mapping[str, Fold]:
+        """Return the factors with which parameters become codes (quant.equalize), by module; {} if there are none.
+
+        The first call measures them on a fixed sequence of tokens, later ones may return others after `learn`.
         """
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:

@@ -3,10 +3,27 @@
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from transformers import PreTrainedTokenizerBase
+
 from qurl_ray.actors.placement import GpuAssignment
+from qurl_ray.data.tasks import Task
 from qurl_ray.errors import QurlError
 from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.types import Event, TensorRecord
+
+# --- what a run begins with ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """Task and tokenizer, for the coordinator. The driver loads them: what loads a tokenizer takes seconds
+    to import, and the driver has imported it for its checks."""
+
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    """Token ids that end an answer."""
+
 
 # --- the guard's decisions, which ranks follow -----------------------------------------------------------------------
 
@@ -94,6 +111,8 @@ class Offer:
     format: str
     weight_max_code: int | None
     records: tuple[TensorRecord, ...]
+    probe: bool = True
+    """Engines draw the probe from this version. Those that were STALE always do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

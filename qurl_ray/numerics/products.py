@@ -16,6 +16,9 @@ from qurl_ray.errors import EngineError
 from qurl_ray.numerics.rules import Rule
 from qurl_ray.numerics.selfcheck import linear_rule, onednn_packed, onednn_product
 
+PACK_AFTER = 48
+"""Calls after which a weight is packed for oneDNN: packing it and reading it back takes as long as that many calls save
+(docs/LOG.md)."""
 _NOTHING = Rule(kernel="mkl")
 """Rule of a product that needs no special treatment."""
 
@@ -34,10 +37,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def bound(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return `linear` with this weight, as a function: the same bits, no gradient, faster if it is called often.
 
-    It holds a copy of a float32 weight on a CPU if oneDNN or the rule needs the weight in another form.
-
-    Raises:
-        EngineError: oneDNN's copy differs from the weight.
+    It holds a copy of a float32 weight on a CPU: from the first call on, if the rule asks for a wider one, and from
+    the PACK_AFTER-th on in oneDNN's order. Calls raise EngineError if that copy differs from the weight.
     """
     rule = _rule(weight, weight)
     if rule is None or rule == _NOTHING:
@@ -46,10 +47,25 @@ def bound(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Te
     wide, wide_bias = _widened(weight, bias, rule)
     if rule.kernel == "mkl":
         return lambda x: _of_enough_rows(x, rule, lambda rows: functional.linear(rows, wide, wide_bias))[..., :outputs]
-    packed = onednn_packed(wide)
-    if not torch.equal(packed.to_dense(), wide):
-        raise EngineError(f"a weight of {tuple(weight.shape)} is another one in oneDNN's order: its memory is damaged")
-    return lambda x: _of_enough_rows(x, rule, lambda rows: onednn_product(rows, packed, wide_bias))[..., :outputs]
+    once = _PackedLater(wide, wide_bias)
+    return lambda x: _of_enough_rows(x, rule, once)[..., :outputs]
+
+
+class _PackedLater:
+    """oneDNN's product with a weight that is brought into oneDNN's order once it was used often enough."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias, self._calls = weight, bias, 0
+
+    def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        if self._calls == PACK_AFTER:
+            packed = onednn_packed(self._weight)
+            if not torch.equal(packed.to_dense(), self._weight):
+                shape = tuple(self._weight.shape)
+                raise EngineError(f"a weight of {shape} is another one in oneDNN's order: its memory is damaged")
+            self._weight = packed
+        return onednn_product(x_MK, self._weight, self._bias)
 
 
 def _rule(x: torch.Tensor, weight: torch.Tensor) -> Rule | None:

@@ -26,7 +26,7 @@ from qurl_ray.config.sync import SyncConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import PolicyLearner, make_learner
-from qurl_ray.learner.probe import EnginePrecision
+from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.planning.phases import rollout_s
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload

@@ -147,7 +147,7 @@ def configured_workload(config: RunConfig) -> Workload:
         micro_tokens=learner.tokens_per_micro_batch,
         slots=rollout.slots,
         staleness=rollout.max_staleness,
-        delta=config.sync.delta,
+        delta=bool(config.sync.delta),
         lr=learner.lr,
     )
 

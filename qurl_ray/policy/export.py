@@ -7,7 +7,7 @@ linears are quantized, the safetensors hold codes under "<linear>.weight" and sc
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from qurl_ray.errors import QuantizationError
 from qurl_ray.policy.save import replaced
 from qurl_ray.policy.settings import reading
 from qurl_ray.policy.weights import stored_tensors
+from qurl_ray.quant.equalize import Fold, folded
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.select import quantized_parameters
@@ -38,7 +39,12 @@ class QuantizedPolicy:
 
 
 def save_quantized(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, fmt: Format, keep: Sequence[str]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    fmt: Format,
+    keep: Sequence[str],
+    factors: Mapping[str, Fold] | None = None,
 ) -> None:
     """Write codes, scales, settings and tokenizer. The folder is never half written.
 
@@ -47,6 +53,8 @@ def save_quantized(
 
     Args:
         keep: `quantization.keep`, patterns of the parameters that are not quantized.
+        factors: factors of equalization, by module. They become part of the weights, so that any reader computes
+            what the engines did.
 
     Raises:
         QuantizationError: the format does not exist in compressed-tensors, or a weight is not finite.
@@ -55,7 +63,7 @@ def save_quantized(
         raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
     names = quantized_parameters(model, keep)
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in folded(model.named_parameters(), factors or {}):
         if name in names:
             q = quantize(parameter, fmt)
             tensors |= {name: q.codes, name + _SCALE: q.scale}

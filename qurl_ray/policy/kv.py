@@ -58,12 +58,12 @@ def rounded(key: torch.Tensor, value: torch.Tensor, scales: KVScales) -> tuple[t
     return key, value
 
 
-def calibration_ids(config: PreTrainedConfig) -> list[int]:
-    """Return the fixed sequence for a model: CALIBRATION_TOKENS random tokens, fewer in a short context, and one more.
+def calibration_ids(config: PreTrainedConfig, count: int = CALIBRATION_TOKENS) -> list[int]:
+    """Return the fixed sequence for a model: `count` random tokens, fewer in a short context, and one more.
 
     The last token is not measured, because a learner's forward pass over padded rows leaves it out.
     """
-    tokens = min(CALIBRATION_TOKENS + 1, config.max_position_embeddings)
+    tokens = min(count + 1, config.max_position_embeddings)
     draw = random.Random(_SEED)  # its random() is the same in every version of Python
     return [int(draw.random() * config.vocab_size) for _ in range(tokens)]
 

@@ -12,6 +12,9 @@ linear is computed as its format requires.
 | scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
 | scaled_mm_block | CUDA, compute capability 9.0, CUDA 12.9 | fp8_block | multiples of 128 |
 
+Packing codes for oneDNN or fbgemm takes as long as it saves in 75 to 300 calls (docs/LOG.md). Linears therefore begin
+with IN_PLACE, which multiplies codes as they are and has the same bits, and are packed if they are called that often.
+
 The three CUDA kernels are checked on a CPU as far as torch has their operations there. They were not measured on a GPU.
 
 There is no kernel for int4: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on CPUs it is slower than
@@ -19,6 +22,7 @@ emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but i
 (docs/LOG.md).
 """
 
+import functools
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -214,6 +218,56 @@ class Fbgemm(Kernel):
         return QTensor(codes=weight.int_repr(), scale=weight.q_per_channel_scales().float()[:, None], fmt=packed.fmt)
 
 
+class InPlace(Kernel):
+    """INT8 on CPUs by `torch._int_mm`, which reads codes as they are: nothing is packed, and what is multiplied with is
+    what was received. For 2 to 64 rows, oneDNN orders the codes in every call, which costs more the larger the
+    weight is; results have the bits of the other kernels."""
+
+    name = "in_place"
+    device_type = "cpu"
+
+    def takes(self, fmt: Format) -> bool:
+        return _int8_by_row(fmt)
+
+    def lacks(self, device: torch.device) -> str | None:
+        return None if _int_mm_is_exact() else "a CPU on which torch._int_mm adds 8-bit products exactly"
+
+    def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
+        # torch takes a matrix with an axis of 1 for its own transpose, and reads beyond it.
+        narrow = (
+            f"in_place needs widths of 2 and more, not {shape[0]} × {shape[1]}" if shape and min(shape) < 2 else None
+        )
+        return super().objection(fmt, device, shape) or narrow
+
+    def pack(self, q: QTensor) -> QTensor:
+        return QTensor(codes=q.codes.contiguous(), scale=q.scale.contiguous(), fmt=q.fmt)
+
+    def unpack(self, packed: QTensor) -> QTensor:
+        return packed
+
+    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
+        y = torch.mul(torch._int_mm(codes_MK, packed.codes.t()), _channel_scale(packed)).mul_(amax_M1)
+        return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+@functools.cache
+def _int_mm_is_exact() -> bool:
+    """Return True if torch._int_mm adds products of extreme codes without saturating, as it would where pairs of them
+    are added in 16 bits."""
+    for rows in (1, 2, 9, 33, 130):
+        for sign in (1, -1):
+            a, b = torch.full((rows, 96), 127, dtype=torch.int8), torch.full((40, 96), sign * 127, dtype=torch.int8)
+            b[::3] = -b[::3]
+            try:
+                found = torch._int_mm(a, b.t())
+            except (RuntimeError, NotImplementedError):
+                return False
+            if not torch.equal(found.double(), a.double() @ b.double().t()):
+                return False
+    return True
+
+
 # --- CUDA, not measured on a GPU ------------------------------------------------------------------------------------
 
 
@@ -376,6 +430,8 @@ def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torc
 _ALL = (OneDnn(), Fbgemm(), IntMm(), ScaledMm(), ScaledMmBlock())
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """Kernels by name. The first that supports a weight multiplies it."""
+IN_PLACE = InPlace()
+"""Stands in for a CPU's kernel in KERNELS until codes are packed for that."""
 
 
 def kernel_for(fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> Kernel | None:

@@ -7,9 +7,10 @@ computes it either in this way (emulation, on any device) or by a kernel of quan
 import torch
 from torch import nn
 
+from qurl_ray.errors import EngineError
 from qurl_ray.numerics.products import linear
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.kernels import kernel_for, named_kernel
+from qurl_ray.quant.kernels import IN_PLACE, kernel_for, named_kernel
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize_rows
 
 
@@ -46,7 +47,10 @@ def weight_max_code(fmt: Format, device: torch.device) -> int:
 
 
 class QuantizedLinear(nn.Module):
-    """Linear whose weight is codes and scales, held in the layout of its kernel. The codes can be read back.
+    """Linear whose weight is codes and scales. The codes can be read back.
+
+    Where a kernel multiplies codes as they are, it does so until `pack`, which brings them into the layout of the
+    kernel that is fastest in the long run. Both have the same bits.
 
     It computes on the device of `q`, and stays there. Its result has the dtype of its input. To quantize an input that
     several linears read only once, give their `concatenate`d weight to one QuantizedLinear.
@@ -75,8 +79,11 @@ class QuantizedLinear(nn.Module):
         else:
             self._kernel = named_kernel(kernel, q.fmt, q.codes.device, shape)
         self.register_buffer("bias", bias)
-        if self._kernel:
-            self._packed = self._kernel.pack(q)
+        in_place = self._kernel and kernel == "auto" and IN_PLACE.supports(q.fmt, q.codes.device, shape)
+        self._packed_for = IN_PLACE if in_place else self._kernel
+        """Kernel that multiplies now; None if the linear is emulated."""
+        if self._packed_for:
+            self._packed = self._packed_for.pack(q)
         else:
             # Emulation multiplies floats: codes are stored as floats, exactly, and not converted at every call.
             self.register_buffer("_codes", floats(q.codes))
@@ -84,16 +91,31 @@ class QuantizedLinear(nn.Module):
 
     @property
     def kernel(self) -> str | None:
-        """Name of the kernel that multiplies; None if the linear is emulated."""
+        """Name of the kernel that multiplies once codes are packed; None if the linear is emulated."""
         return self._kernel.name if self._kernel else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kernel is None:
+        if self._packed_for is None:
             return reference_linear(x, QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt), self.bias)
-        return self._kernel.forward(x, self._packed, self.bias)
+        return self._packed_for.forward(x, self._packed, self.bias)
+
+    def pack(self) -> None:
+        """Bring the codes into the layout of the kernel that is fastest in the long run, if they are not in it.
+
+        Raises:
+            EngineError: the codes read back from that layout are others.
+        """
+        if self._kernel is None or self._packed_for is self._kernel:
+            return
+        before = self.resident()
+        packed = self._kernel.pack(before)
+        after = self._kernel.unpack(packed)
+        if not (torch.equal(after.codes, before.codes) and torch.equal(after.scale, before.scale)):
+            raise EngineError(f"codes of {tuple(before.shape)} are others as {self._kernel.name} holds them")
+        self._packed, self._packed_for = packed, self._kernel
 
     def resident(self) -> QTensor:
         """Return the codes and scales that the next forward pass will use, read back from the kernel's own memory."""
-        if self._kernel is None:
+        if self._packed_for is None:
             return QTensor(codes=self._codes.to(self.fmt.dtype), scale=self.scale, fmt=self.fmt)
-        return self._kernel.unpack(self._packed)
+        return self._packed_for.unpack(self._packed)

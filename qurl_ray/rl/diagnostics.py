@@ -38,6 +38,7 @@ effect of the clip
     clip/dual                   share with A < 0 where dual clip applies: no gradient
     acr_active_tokens           tokens with A > 0 and 1+εh < R <= (1+εh)·max(1, rho/C): TIS cuts them off, ACR does not
     clip/calibrated_low, _high  εl and εh in use, if they are calibrated
+    quantization/factors_moved  share of equalization's factors that moved after this step, where they were looked at
     clip/admitted_gradient      share of the ACR-active tokens in Σ |d value / d log theta|, the gradient's total size
 """
 
@@ -108,6 +109,7 @@ _STEP_WIDE = {
     "mismatch/strength": "max_strength",
     "clip/calibrated_low": "max_clip_low",
     "clip/calibrated_high": "max_clip_high",
+    "quantization/factors_moved": "max_factors_moved",
 }
 
 

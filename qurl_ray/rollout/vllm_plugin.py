@@ -112,6 +112,8 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             )
             for q in found
         )
+        for linear in self.held:
+            linear.pack()
 
     def hold_floats(self, layer: Any) -> None:
         """Replace the weight by the codes that it holds as floats, with the scales of `expected`."""

@@ -210,6 +210,16 @@ class EngineWeights:
         setattr(self._model.get_submodule(parent), leaf, module)
         return module
 
+    def pack(self) -> None:
+        """Bring all codes into the layout that is fastest in the long run (quant.linear).
+
+        Raises:
+            EngineError: codes read back from there are others.
+        """
+        linears = [module for module in self._model.modules() if isinstance(module, QuantizedLinear)]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing is single-threaded
+            list(pool.map(QuantizedLinear.pack, linears))
+
     # --- what is resident ----------------------------------------------------------------------------------------
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:

@@ -53,8 +53,7 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> LoadedP
         engine = make(config.kernel)
         fmt = "none" if config.quantization == "auto" else config.quantization
         model = load_model(spec)
-        keep = QuantizationConfig().kept(model.config.num_hidden_layers)
-        manifest = quantize_into(engine, model, fmt, keep, unquantized=config.dtype)
+        manifest = quantize_into(engine, model, fmt, QuantizationConfig(), unquantized=config.dtype)
     engine.reserve(config.slots, length)  # here, in the loading thread, not on the event loop: see Service._load
     return LoadedPolicy(
         engine=engine,

@@ -1,12 +1,15 @@
 """Weight sync within one process: for evaluations, serving, benchmarks and tests."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.policy.export import QuantizedPolicy
+from qurl_ray.policy.ranges import measured_folds
+from qurl_ray.quant.equalize import folded
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.quant.select import quantized_parameters
@@ -84,16 +87,18 @@ def with_codes(
 
 def quantize_into(
     engine: Quantizing,
-    model: nn.Module,
+    model: Any,
     quantization: str,
-    keep: Sequence[str],
+    config: QuantizationConfig,
     *,
     unquantized: Unquantized = "float32",
 ) -> Manifest:
-    """Quantize the model's linears, except those that match a pattern of `keep`, and send the whole model. With
-    `quantization` "none", no linear is quantized."""
-    fmt, names = chosen_codes(engine, model, quantization, keep)
-    return load_into(engine, model.named_parameters(), fmt, quantized=names, unquantized=unquantized)
+    """Quantize the linears of a transformers model as configured, and send the whole model. With `quantization` "none",
+    no linear is quantized."""
+    fmt, names = chosen_codes(engine, model, quantization, config.kept(model.config.num_hidden_layers))
+    factors = measured_folds(model, names) if fmt and config.equalizes(fmt.name) else {}
+    parameters = folded(model.named_parameters(), factors)
+    return load_into(engine, parameters, fmt, quantized=names, unquantized=unquantized)
 
 
 def chosen_codes(

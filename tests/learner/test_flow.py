@@ -10,7 +10,7 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.learner.probe import EnginePrecision
+from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 
 SMALL = [
+    "sync.delta=true",
+    "sync.probe_every=1",
     "model.cold_start=false",
     "model.layers=2",
     "model.hidden_size=128",

@@ -64,8 +64,18 @@ def test_a_weight_that_is_used_often_gives_the_same_bits(rule, shape, with_bias)
 def test_a_weight_that_its_memory_changes_is_an_error(monkeypatch):
     monkeypatch.setattr(products, "linear_rule", lambda *_: Rule(kernel="onednn", rows=2))
     monkeypatch.setattr(products, "onednn_packed", lambda weight: onednn_packed(weight + 1))
+    product, x = bound(torch.randn(30, 20), None), torch.randn(2, 20)
+    for _ in range(products.PACK_AFTER - 1):
+        product(x)
     with pytest.raises(EngineError, match="its memory is damaged"):
-        bound(torch.randn(30, 20), None)
+        product(x)
+
+
+def test_a_weight_that_is_packed_gives_the_bits_that_it_gave_before():
+    weight, bias, x = torch.randn(30, 20), torch.randn(30), torch.randn(5, 20)
+    product = bound(weight, bias)
+    found = [product(x) for _ in range(2 * products.PACK_AFTER)]
+    assert all(torch.equal(y, linear(x, weight, bias)) for y in found)
 
 
 def test_gradients_are_only_made_where_they_are_wanted():

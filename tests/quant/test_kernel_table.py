@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.errors import QuantizationError
+from qurl_ray.errors import EngineError, QuantizationError
+from qurl_ray.quant import kernels
 from qurl_ray.quant.formats import FORMATS, get_format
-from qurl_ray.quant.kernels import KERNELS, kernel_for, named_kernel, why_emulated
+from qurl_ray.quant.kernels import IN_PLACE, KERNELS, kernel_for, named_kernel, why_emulated
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
 from qurl_ray.quant.quantize import QTensor, quantize, quantize_rows, quantize_rows_int8
 
@@ -204,13 +205,55 @@ def test_kernels_of_this_processor_agree_on_every_bit(rows, columns, outputs, to
     x = torch.randn(rows, columns, generator=generator)
     x[0] = 0
     expected = reference_linear(x, q, None)
-    for kernel in KERNELS.values():
+    for kernel in (*KERNELS.values(), IN_PLACE):
         if kernel.supports(q.fmt, CPU, tuple(q.shape)) and kernel.weight_max(q.fmt) >= top:
             packed = kernel.pack(q)
             found = kernel.unpack(packed)
             assert torch.equal(kernel.forward(x, packed, None), expected), kernel.name
             assert torch.equal(found.codes, q.codes)
             assert torch.equal(found.scale, q.scale)
+
+
+@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
+@pytest.mark.parametrize("shape", [(18, 256), (96, 2500), (2, 2), (577, 33)])
+def test_packing_changes_no_bit_of_a_result(shape):
+    """At any width, and with what a rank of 16-bit sums would saturate."""
+    torch.manual_seed(0)
+    q = quantize(torch.randn(shape), get_format("int8", weight_max_code(FORMATS["int8"], CPU)))
+    q.codes[0] = q.fmt.weight_max
+    one = QuantizedLinear(q, torch.randn(shape[0]))
+    assert one._packed_for is IN_PLACE
+    xs = [torch.cat((torch.ones(1, shape[1]), torch.randn(rows, shape[1]))) for rows in (0, 1, 8, 40, 130)]
+    before = [one(x) for x in xs]
+    held = one.resident()
+    one.pack()
+    assert one._packed_for.name == one.kernel
+    assert all(torch.equal(one(x), y) for x, y in zip(xs, before, strict=True))
+    assert torch.equal(one.resident().codes, held.codes)
+    one.pack()  # again: nothing happens
+
+
+@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
+def test_codes_that_packing_changes_are_an_error(monkeypatch):
+    one = QuantizedLinear(quantize(torch.randn(8, 16), FORMATS["int8"]), None)
+    damage = lambda q: type(q)(codes=q.codes + 1, scale=q.scale, fmt=q.fmt)  # noqa: E731
+    unpack = one._kernel.unpack
+    monkeypatch.setattr(type(one._kernel), "unpack", lambda _, packed: damage(unpack(packed)))
+    with pytest.raises(EngineError, match=r"codes of \(8, 16\) are others"):
+        one.pack()
+
+
+def test_a_product_that_saturates_is_not_used(monkeypatch):
+    """As on processors that add pairs of products in 16 bits."""
+    exact = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp(-(2**15), 2**15 - 1))
+    kernels._int_mm_is_exact.cache_clear()
+    try:
+        assert "exactly" in IN_PLACE.objection(FORMATS["int8"], CPU)
+        if ON_X86:
+            assert QuantizedLinear(quantize(torch.randn(8, 16), FORMATS["int8"]), None)._packed_for is not IN_PLACE
+    finally:
+        kernels._int_mm_is_exact.cache_clear()
 
 
 SMALL_PRODUCTS = """

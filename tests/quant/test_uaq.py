@@ -184,7 +184,7 @@ def realistic():
 
 def codes_of(model) -> torch.Tensor:
     """INT8 codes of all norm-fed weights."""
-    linears = [linear for _, linears in norm_fed_linears(model, "qkv+mlp") for linear in linears]
+    linears = [linear for one in norm_fed_linears(model, "qkv+mlp") for linear in one.linears.values()]
     return torch.cat([quantize(linear.weight, INT8).codes.flatten() for linear in linears])
 
 
@@ -253,8 +253,8 @@ def test_with_adamw_folding_is_another_lr_for_the_folded_weights(architecture, e
     fold(folded, scale)
     trained(folded, torch.optim.AdamW(folded.parameters(), lr=lr, **options), steps=8)
     pairs = norm_fed_linears(control, "qkv+mlp")
-    special = {linear.weight: lr * scale for _, linears in pairs for linear in linears}
-    special |= {norm.weight: lr / scale for norm, _ in pairs}
+    special = {linear.weight: lr * scale for one in pairs for linear in one.linears.values()}
+    special |= {one.norm.weight: lr / scale for one in pairs}
     groups = [{"params": [p], "lr": special.get(p, lr)} for p in control.parameters()]
     trained(control, torch.optim.AdamW(groups, **options), steps=8)
     assert torch.equal(codes_of(folded), codes_of(control))
@@ -315,8 +315,8 @@ def test_one_strange_layer_is_enough_to_refuse_and_then_nothing_is_changed(name,
 def test_the_linears_are_found_without_weights():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["gemma3"])
-    assert [len(linears) for _, linears in norm_fed_linears(model, "qkv+mlp")] == [3, 2] * 2
-    assert [len(linears) for _, linears in norm_fed_linears(model, "qkv")] == [3] * 2
+    assert [len(one.linears) for one in norm_fed_linears(model, "qkv+mlp")] == [3, 2] * 2
+    assert [len(one.linears) for one in norm_fed_linears(model, "qkv")] == [3] * 2
 
 
 def test_the_linears_of_the_blocks_are_selected_by_name(model):

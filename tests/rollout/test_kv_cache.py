@@ -11,7 +11,7 @@ from qurl_ray.config import load_config
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.learner.probe import EnginePrecision
+from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.attention import invariant_attention
 from qurl_ray.policy.kv import calibration_ids

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
+from qurl_ray.numerics import products
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
+from qurl_ray.rollout import torch_engine
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Manifest, TensorRecord
 from tests.conftest import requests_for
@@ -211,6 +213,27 @@ def test_damaged_weights_are_refused_and_leave_the_engine_stale(tiny_spec, token
         engine.generate(requests_for(tokenizer, 1, 1), version=1)
     engine.load(manifest, [buffers])
     assert engine.generate(requests_for(tokenizer, 1, 1), version=2)
+
+
+@pytest.mark.parametrize("format_name", ["none", "int8"])
+def test_packing_in_mid_answer_changes_no_bit(tiny_spec, tokenizer, model, format_name, monkeypatch):
+    requests = requests_for(tokenizer, 4, 2)
+    expected = engine_with(tiny_spec, model, format_name).generate(requests, version=1)
+    monkeypatch.setattr(torch_engine, "_PACK_AFTER", 2)
+    monkeypatch.setattr(products, "PACK_AFTER", 3)
+    engine = engine_with(tiny_spec, model, format_name)
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = engine.resident(name)
+    found = engine.generate(requests, version=1)
+    assert all(linear._packed_for is linear._kernel for linear in linears_of(engine))
+    assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(found, expected, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(engine.resident(name), before, strict=True))
+    engine.load(*weights_of(model, format_name, version=2))
+    assert not any(linear._packed_for is linear._kernel for linear in linears_of(engine)), "a new version is not packed"
+
+
+def linears_of(engine):
+    return [m for m in engine._model.modules() if isinstance(m, QuantizedLinear) and m.kernel]
 
 
 def test_a_request_beyond_the_context_is_an_error_that_names_it(tiny_spec, tokenizer, model):

@@ -31,9 +31,8 @@ from qurl_ray.loop.coordinator.collect import Collector
 from qurl_ray.loop.coordinator.events import EventBuffer
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.coordinator.session import Session
-from qurl_ray.loop.messages import Directive, Drained, Gap, Offer, Start, WeightsWanted
-from qurl_ray.policy.load import load_tokenizer, stop_ids
-from qurl_ray.types import Completion, Event, PolicySpec
+from qurl_ray.loop.messages import Directive, Drained, Gap, Material, Offer, Start, WeightsWanted
+from qurl_ray.types import Completion, Event
 
 _POLL_S = 0.02
 
@@ -49,14 +48,12 @@ class Coordinator:
     def __init__(
         self,
         config: RunConfig,
-        spec: PolicySpec,
         workers: Sequence[ActorHandle],
         verifiers: VerifierPool,
         run_dir: Path,
         resume: Checkpoint | None,
     ) -> None:
-        self._config, self._spec, self._run_dir = config, spec, run_dir
-        self._tokenizer, self._verifiers = load_tokenizer(spec), verifiers
+        self._config, self._verifiers, self._run_dir = config, verifiers, run_dir
         self._events = EventBuffer()
         self._fleet = Fleet(workers, config.rollout, self._events.tell)
         self._beginnings = Rendezvous(config.learner.workers)
@@ -79,17 +76,17 @@ class Coordinator:
 
     # --- ranks: start -------------------------------------------------------------------------------------------
 
-    async def begin(self, rank: int, group: str, task: tuple[ObjectRef], assignment: GpuAssignment) -> Start:
+    async def begin(self, rank: int, group: str, material: tuple[ObjectRef], assignment: GpuAssignment) -> Start:
         """Start the session of a group of ranks, once all of them have called this; cancel the session before it.
 
         Colocated engines are placed with the ranks, started and put to sleep, before a rank puts anything on its GPU.
 
         Args:
-            task: reference to the prompts to train on, in a tuple, or Ray would replace the reference by the object.
-                The ranks send it, because a restarted coordinator has only what Ray keeps of its arguments, and that is
-                no large object.
+            material: reference to a Material, in a tuple, or Ray would replace the reference by the object. The ranks
+                send it, because a restarted coordinator has only what Ray keeps of its arguments, and that is no large
+                object.
         """
-        start = await self._beginnings.arrive(group, rank, (task, assignment), self._begin)
+        start = await self._beginnings.arrive(group, rank, (material, assignment), self._begin)
         if self._config.placement == "disaggregated" or start.over:
             return start
         version = await self._beginnings.arrive((group, "engines"), rank, None, self._bring_engines)
@@ -98,7 +95,7 @@ class Coordinator:
     async def _begin(self, brought: list[tuple[tuple[ObjectRef], GpuAssignment]]) -> Start:
         notes: list[str] = []
         resume = None
-        (task, _), self._ranks_at = brought[0], tuple(assignment for _, assignment in brought)
+        (reference, _), self._ranks_at = brought[0], tuple(assignment for _, assignment in brought)
         if self._resume:
             (resume,) = self._resume
         else:
@@ -106,8 +103,10 @@ class Coordinator:
             where = f"from the checkpoint of step {resume.step}" if resume else "from the beginning"
             notes = [*notes, f"the learner restarted and continues {where}"]
         again, self._resume = self._resume is None, None
-        stops = stop_ids(self._spec, self._tokenizer)
-        collector = Collector(self._config, await task[0], self._tokenizer, stops, self._fleet, self._verifiers)
+        material: Material = await reference[0]
+        collector = Collector(
+            self._config, material.task, material.tokenizer, material.stop_ids, self._fleet, self._verifiers
+        )
         done, state = (resume.step, resume.state()) if resume else (0, None)
         if self._session:  # from here on nothing is awaited: no call may reach a session that was cancelled
             self._session.cancel()

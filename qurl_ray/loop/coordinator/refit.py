@@ -122,7 +122,9 @@ class Refit:
             members = self._fleet.those(Health.STALE)
             self._refits += len(members)
             self._resent += sum(record.bytes for record in manifest.tensors)
-        found = await self._fleet.load(members, manifest, tickets, self._probe, self._timeout_s)
+        probed = offer.probe or any(member.health is Health.STALE for member in members)
+        probe = self._probe if probed else []
+        found = await self._fleet.load(members, manifest, tickets, probe, self._timeout_s)
         self._unfit = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
         taken = {index: one for index, one in found.items() if not isinstance(one, QurlError)}
         self._loaded = [member for member in members if member.index not in self._unfit]

@@ -21,6 +21,7 @@ from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import cached_tiny_policy, check_characters, tiny_outline
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.structure import norm_fed
 from qurl_ray.quant.uaq import norm_fed_linears
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.types import PolicySpec, Problem
@@ -168,5 +169,7 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
                 )
     if check := config.rollout.engine_entry.check:
         import_reference(check)(quantized)
+    if config.quantization.equalize is True:
+        norm_fed(model)
     if config.quantization.uaq_scale != 1:
         norm_fed_linears(model, config.quantization.uaq_layers)

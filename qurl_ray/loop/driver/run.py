@@ -34,9 +34,11 @@ from qurl_ray.loop.driver.prepare import Checked, Prepared, check_run, prepare
 from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import summarize
 from qurl_ray.loop.driver.watch import Fit, Watch
+from qurl_ray.loop.messages import Material
 from qurl_ray.loop.rank.entry import train_entry
 from qurl_ray.loop.totals import RunTotals
 from qurl_ray.numerics.selfcheck import VARIABLES
+from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
 from qurl_ray.report.viewer import write_rollouts
@@ -176,12 +178,14 @@ def _train(
         judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb
     )
     coordinator: ActorHandle | None = None
-    task = ray.put(prepared.task)  # this reference is held while the run lasts
+    tokenizer = load_tokenizer(prepared.spec)
+    material = Material(task=prepared.task, tokenizer=tokenizer, stop_ids=stop_ids(prepared.spec, tokenizer))
+    reference = ray.put(material)  # it is held while the run lasts
     try:
         coordinator = (
             ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
             .options(max_concurrency=_CALLS + 2 * config.learner.workers)
-            .remote(config, prepared.spec, worker_group.actors, verifiers, place.path, place.resume)
+            .remote(config, worker_group.actors, verifiers, place.path, place.resume)
         )
         # Not the handle itself: a process that unpacks it, as Ray Train's controller would, imports the coordinator.
         handle = ray.put(coordinator)
@@ -189,7 +193,7 @@ def _train(
             "config": config.model_dump(mode="json"),
             "spec": prepared.spec,
             "coordinator": (handle,),
-            "task": (task,),
+            "material": (reference,),
             "run_dir": str(place.path),
         }
         fit = _fit_in_thread(config, context, place.path)
@@ -203,6 +207,7 @@ def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) ->
     barrier_s = config.learner.timeout_s + collection_deadline(config)
     os.environ["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] = str(int(barrier_s))
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(int(config.learner.timeout_s))
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # with its 2 s, a run ends four seconds later
     on_gpu = config.learner.device == "cuda"
     trainer = TorchTrainer(
         train_entry,

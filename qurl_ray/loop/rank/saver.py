@@ -3,7 +3,7 @@
 import json
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
+from qurl_ray.quant.equalize import Fold
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.uaq import unfold
 from qurl_ray.types import PolicySpec
@@ -72,24 +73,25 @@ class Saver:
     def final(self) -> None:
         """Write policy/, and policy-<format>/ if a quantized policy is exported."""
         self._gather()
+        exported = self._config.export.format(self._config.rollout.quantization)
+        factors = self._learner.equalized() if exported != "none" else {}
         if self._policy is None:
             return
-        exported = self._config.export.format(self._config.rollout.quantization)
         with _writing("the final policy", self._run_dir):
             try:
                 if exported != "none":
-                    self._save_quantized(exported)
+                    self._save_quantized(exported, factors)
             finally:  # even if the export fails
                 self._save_policy(self._run_dir / "policy")
 
-    def _save_quantized(self, format_name: str) -> None:
-        """Write the quantized policy, still folded: its codes are those that the engines hold and that the evaluation
-        judges."""
+    def _save_quantized(self, format_name: str, factors: Mapping[str, Fold]) -> None:
+        """Write the quantized policy, still folded by UAQ, and equalized: its codes are those that the engines hold
+        and that the evaluation judges."""
         fmt = get_format(format_name, fleet_weight_max_code(self._config, self._coordinator, format_name))
         assert self._policy, "rank 0 saves"
         folder = self._run_dir / f"policy-{format_name}"
         kept = self._config.quantization.kept(self._policy.config.num_hidden_layers)
-        save_quantized(self._policy, self._tokenizer, folder, fmt, kept)
+        save_quantized(self._policy, self._tokenizer, folder, fmt, kept, factors)
 
     @torch.no_grad()
     def _gather(self) -> None:

@@ -1,21 +1,22 @@
 """A rank's part of every weight sync: quantize, send the changes, and check that the engines compute with them."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.flow import UnifiedFlow
-from qurl_ray.learner.probe import EnginePrecision
-from qurl_ray.learner.protocol import Learner
+from qurl_ray.learner.protocol import EnginePrecision, Learner
 from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
+from qurl_ray.quant.equalize import Fold, folded
 from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import Bucket, Publisher
 from qurl_ray.sync.transport import Link, Probes, Transport, connect
@@ -29,6 +30,7 @@ class Sender:
     Args:
         prompt_ids: token ids of the probe's prompt; None without a probe.
         version: highest version that an engine may hold from an earlier sender.
+        across_nodes: engines may be on other nodes, so that small messages are worth the time they take to make.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class Sender:
         coordinator: ActorHandle,
         prompt_ids: np.ndarray | None,
         version: int = 0,
+        *,
+        across_nodes: bool = True,
     ) -> None:
         self._config, self._learner, self._publisher = config, learner, publisher
         self._coordinator, self._prompt_ids = coordinator, prompt_ids
@@ -47,9 +51,14 @@ class Sender:
         self._precision: EnginePrecision | None = None
         """Form in which the current version was sent; None before the first."""
         link = self._link()
+        self._across_nodes = across_nodes or TRANSPORTS[link.name].direct
         self._transport = connect(link)
         self._fallback: Transport = ObjectStore(link) if TRANSPORTS[link.name].direct else self._transport
         """Transport of versions that are sent again, and of those whose format the engines do not hold yet."""
+        self._unprobed = 0
+        """Versions since the last one that was probed."""
+        self._probed = True
+        """The current version is probed."""
         self.sent: str | None = None
         """Format of the weights that the engines hold; None before the first send."""
 
@@ -65,23 +74,37 @@ class Sender:
             may_differ = fmt and self._config.precision_flow == "rollout_only"
             unquantized = "bfloat16" if may_differ or self._config.rollout.dtype == "bfloat16" else "float32"
         transport = self._transport if self.sent == format_name else self._fallback
-        changes = self._config.sync.delta and transport.sends_changes and self.sent == format_name
+        changes = self._sends_changes() and transport.sends_changes and self.sent == format_name
         base = self._version if changes else None
         self._version += 1
-        buckets = self._publisher.prepare(
-            self._learner.named_parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
-        )
+        before = self._precision
         self._precision = EnginePrecision(
             fmt=fmt,
             quantized=self._publisher.quantized,
             unquantized=unquantized,
             kv_cache=self._config.rollout.kv_cache,
+            folds=self._learner.equalized() if fmt else {},
+        )
+        buckets = self._publisher.prepare(
+            self._parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
         )
         self._attempt = 0
+        usual = self.sent == format_name and before is not None and _same(before.folds, self._precision.folds)
+        self._unprobed += 1
+        self._probed = not usual or self._unprobed >= self._config.sync.probe_every
+        self._unprobed = 0 if self._probed else self._unprobed
         if self._offer(buckets, transport):
             self.resend()
         self.sent = format_name
         return time.perf_counter() - started
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the learner's parameters as the engines are to hold them, before they are quantized."""
+        return folded(self._learner.named_parameters(), self._precision.folds if self._precision else {})
+
+    def _sends_changes(self) -> bool:
+        delta = self._config.sync.delta
+        return self._across_nodes if delta == "auto" else delta
 
     def resend(self) -> None:
         """Send the last version again, whole, for engines that did not take it or were restarted."""
@@ -123,7 +146,7 @@ class Sender:
         return Link(
             name=self._config.sync.transport,
             publisher=self._publisher,
-            parameters=self._learner.named_parameters,
+            parameters=self._parameters,
             engines=rollout.workers,
             processes=rollout.processes,
             verify=verify,
@@ -141,6 +164,7 @@ class Sender:
             format=fmt.name if fmt else "none",
             weight_max_code=fmt.weight_max if fmt else None,
             records=tuple(records),
+            probe=self._probed or self._attempt > 0,
         )
 
     def _wait(self, call: ObjectRef, what: str) -> Any:
@@ -148,7 +172,7 @@ class Sender:
 
     def _gaps(self, probes: list[list[Completion]], precision: EnginePrecision) -> list[Gap]:
         """Return one gap per engine. All ranks compute them, because a sharded learner's forward pass is collective."""
-        if self._prompt_ids is None or not probes:
+        if self._prompt_ids is None or not any(probes):
             return []
         scored = self._learner.logprobs([c for probe in probes for c in probe], self._prompt_ids, precision)
         gaps = []
@@ -157,6 +181,11 @@ class Sender:
             off = np.abs(np.concatenate([c.logprobs for c in probe]) - np.concatenate(own))
             gaps.append(Gap(mean=float(off.mean()), largest=float(off.max())))
         return gaps
+
+
+def _same(before: Mapping[str, Fold], after: Mapping[str, Fold]) -> bool:
+    """Return True if the factors are equal; they are the same objects unless some have moved."""
+    return before.keys() == after.keys() and all(after[name] is fold for name, fold in before.items())
 
 
 def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str]) -> UnifiedFlow | None:

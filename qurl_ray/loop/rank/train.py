@@ -26,6 +26,7 @@ from torch import distributed
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import CoordinatorDied, QurlError
+from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.deadlines import collection_deadline
@@ -50,7 +51,7 @@ def train_loop(context: dict[str, Any]) -> None:
     a rank meet.
 
     Args:
-        context: config (plain values), spec, run_dir, and references to the coordinator and the task.
+        context: config (plain values), spec, run_dir, and references to the coordinator and the Material.
     """
     config = RunConfig.model_validate(context["config"])
     check_shared(Path(context["run_dir"]))
@@ -59,14 +60,15 @@ def train_loop(context: dict[str, Any]) -> None:
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
     coordinator = _coordinator(context)
-    ask = partial(coordinator.begin.remote, rank, _group(), context["task"], own_assignment())
+    ask = partial(coordinator.begin.remote, rank, _group(), context["material"], own_assignment())
     start = _begin(ask, config.learner.timeout_s + config.rollout.start_timeout_s)
     if start.over:
         return
     model = load_model(context["spec"])
     rollouts, resume = config.rollout.quantization, start.resume
     names, tied = set(), tied_head(model)
-    if rollouts != "none" or config.export.format(rollouts) != "none":
+    exported = config.export.format(rollouts)
+    if rollouts != "none" or exported != "none":
         kept = config.quantization.kept(model.config.num_hidden_layers)
         names = quantized_parameters(model, kept)  # before a backend wraps it
     if config.quantization.uaq_scale != 1:
@@ -86,11 +88,13 @@ def train_loop(context: dict[str, Any]) -> None:
         reference=reference,
         penalty=penalty(config.algorithm),
         flow=unified_flow(config, coordinator, names),
+        equalizer=equalizer_for(model, config.quantization, names, rollouts if rollouts != "none" else exported),
         calibrate_every=config.algorithm.calibrate_every,
     )
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
-    sender = Sender(config, learner, publisher, coordinator, prompt, start.version)
+    several = sum(node["Alive"] for node in ray.nodes()) > 1
+    sender = Sender(config, learner, publisher, coordinator, prompt, start.version, across_nodes=several)
     saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
     turns = Turns(
         learner,

@@ -17,6 +17,7 @@ from qurl_ray.actors.health import Health, Heartbeat
 from qurl_ray.actors.rollout_worker import RolloutWorker
 from qurl_ray.config import load_config
 from qurl_ray.errors import StaleWeights, SyncError
+from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.coordinator.refit import Refit
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
@@ -57,10 +58,14 @@ class Rig:
     """A learner, a sender, two workers, and what is said."""
 
     def __init__(self, spec, tokenizer, *overrides) -> None:
-        self.config = load_config(None, ["quantization.uaq_scale=1", "rollout.slots=8", *overrides])
+        self.config = load_config(None, ["rollout.slots=8", "sync.probe_every=1", *overrides])
         self.model = load_model(spec)
         settings = objective_settings(self.config)
-        learner = make_learner(self.model, self.config.learner, settings, temperature=1.0, total_updates=1)
+        names = quantized_parameters(self.model, self.config.quantization.keep)
+        self.equalizer = equalizer_for(self.model, self.config.quantization, names, self.config.rollout.quantization)
+        learner = make_learner(
+            self.model, self.config.learner, settings, temperature=1.0, total_updates=1, equalizer=self.equalizer
+        )
         self.loads: list[int] = []
         kind = {"kernel": "auto", "threads": 2}
         self.workers = [Worker(index, self.loads, spec, self.config.rollout, **kind) for index in range(2)]
@@ -77,7 +82,6 @@ class Rig:
         coordinator = SimpleNamespace(
             offer=remote(self.refit.offer), conclude=remote(self.refit.conclude), weight_max_code=remote(largest_code)
         )
-        names = quantized_parameters(self.model, self.config.quantization.keep)
         publisher = Publisher(names, bucket_bytes=50_000, tied=tied_head(self.model))
         self.sender = Sender(self.config, learner, publisher, coordinator, probe[0].prompt_ids)
         self.requests = requests_for(tokenizer, 3, 2)
@@ -123,6 +127,44 @@ def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, fo
         assert metrics["sync/delta"] == 1
         assert metrics["sync/bytes"] < whole / 2
     assert rig.answers(0) == rig.answers(1)
+
+
+def test_probes_are_drawn_every_so_many_syncs_and_after_anything_unusual(rig):
+    """A new format, factors that moved, and weights sent again are probed whatever the count says."""
+    rig = rig("sync.probe_every=4", "quantization.equalize=true", "rollout.quantization=int8")
+    drawn: list[int] = []
+    generate = rig.workers[0]._engine.generate
+    rig.workers[0]._engine.generate = lambda asked, **rest: drawn.append(len(asked)) or generate(asked, **rest)
+
+    def probed(format_name: str = "int8") -> bool:
+        rig.move()
+        rig.sender.send(format_name)
+        assert rig.fleet.version == rig.sender._version
+        return drawn[-1] > 0
+
+    assert [probed() for _ in range(6)] == [True, False, False, False, True, False]
+    assert "sync/probe_gap" not in rig.refit.metrics
+    assert probed("none")
+    assert probed("int8")
+    assert not probed()
+    rig.equalizer._adopt({name: found + 1 for name, found in rig.equalizer._exponents.items()})
+    assert probed()
+    assert not probed()
+    rig.workers[0].damage = (each(flip), False)
+    assert probed(), "it was sent again"
+    assert "quarantine" in rig.warnings[0]
+
+
+def test_whole_weights_travel_where_all_engines_are_near(rig):
+    """`auto` sends changes across nodes only; a setting decides for both."""
+    for delta, across, expected in (("auto", False, 0), ("auto", True, 1), ("true", False, 1), ("false", True, 0)):
+        one = rig(f"sync.delta={delta}")
+        one.sender._across_nodes = across
+        one.sender.send("int8")
+        one.move()
+        one.sender.send("int8")
+        assert one.refit.metrics["sync/delta"] == expected
+        assert 0 < one.refit.metrics["sync/codes_changed"] < 0.5
 
 
 @pytest.mark.equal_bits

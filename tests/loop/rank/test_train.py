@@ -31,7 +31,12 @@ def learner_of(tiny_spec, tmp_path, monkeypatch):
 
     def made(*settings: str) -> dict:
         config = load_config(None, ["learner.threads=2", *settings])
-        context = {"config": config.model_dump(mode="json"), "spec": tiny_spec, "task": (), "run_dir": str(tmp_path)}
+        context = {
+            "config": config.model_dump(mode="json"),
+            "spec": tiny_spec,
+            "material": (),
+            "run_dir": str(tmp_path),
+        }
         coordinator = SimpleNamespace(begin=SimpleNamespace(remote=lambda *_: None))
         with pytest.raises(Made) as raised:
             train.train_loop(context | {"coordinator": coordinator})

@@ -1,0 +1,196 @@
+"""Are codes truer with equalization? python benchmarks/equalization.py (40 minutes), or --quick (5, the first table).
+
+The first table is SmolLM2-135M-Instruct on answers that it draws itself, at temperature 1, to the problems of
+jobs/configs/smollm2_135m.yaml: for each format, KL(b‖p) over the vocabulary, ESS and the share of tokens whose ratio
+p/b leaves the clip range. Rows are without equalization, with factors from random tokens, as in the first step of a
+run, and with factors from other answers, as in the steps after it. The second table is the
+quickstart from three cold starts, with INT8 rollouts. `make smollm2` installs the weights. Writes
+benchmarks/results/equalization.{json,md}.
+"""
+
+import copy
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import engines
+import torch
+import typer
+from cells import RESULTS, Arm, Cell, cell
+from shared import ROOT, machine
+from transformers import PreTrainedModel
+
+from qurl_ray.config.load import load_config
+from qurl_ray.data.prompts import encode_prompt
+from qurl_ray.data.tasks import load_task
+from qurl_ray.policy.load import load_tokenizer
+from qurl_ray.policy.logprobs import log_softmax
+from qurl_ray.policy.ranges import measured_folds, measuring
+from qurl_ray.quant.equalize import Fold, column_maxima, equalized_sites, exponents, folded, folds
+from qurl_ray.quant.formats import Format, get_format
+from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
+from qurl_ray.quant.quantize import quantize
+from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.types import Request, SamplingParams
+
+CONFIG = ROOT / "jobs" / "configs" / "smollm2_135m.yaml"
+FORMATS = ("int8", "fp8", "fp8_block", "int4")
+CLIP = (0.8, 1.28)
+ARMS = (
+    Arm(name="off", settings=("quantization.equalize=false",), color="#777777"),
+    Arm(name="on", settings=("quantization.equalize=true",), color="#0072B2"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A prompt with an answer that the model drew in full precision."""
+
+    ids: torch.Tensor
+    prompt: int
+    """Number of the ids [1, T] that are the prompt's."""
+
+
+def answers(model: PreTrainedModel, spec: Any, count: int, new_tokens: int) -> tuple[list[Answer], list[Answer]]:
+    """Return answers to measure on, and half as many others, which factors are computed from."""
+    config, tokenizer = load_config(CONFIG, []), load_tokenizer(spec)
+    task = load_task(config.task, eval_problems=1)
+    encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=new_tokens)
+    asked = [
+        Request(uid=problem.uid, prompt_ids=encode(problem), sampling=sampling, seed=seed)
+        for seed, problem in enumerate(task.train[: count + count // 2])
+    ]
+    drawn = engines.engine(spec, model, "none", slots=32).generate(asked, version=1)
+    found = [
+        Answer(ids=torch.tensor([[*request.prompt_ids, *one.token_ids]]), prompt=len(request.prompt_ids))
+        for request, one in zip(asked, drawn, strict=True)
+    ]
+    return found[:count], found[count:]
+
+
+@torch.inference_mode()
+def factors_from(model: PreTrainedModel, names: set[str], seen: Sequence[Answer]) -> Mapping[str, Fold]:
+    """Return the factors that a learner computes from these answers."""
+    sites, maxima = equalized_sites(model, names), {}
+    with measuring(model, sites, maxima):
+        for one in seen:
+            model(one.ids, use_cache=False)
+    weights = column_maxima(sites, model.named_parameters())
+    return folds(sites, {s.writer: exponents(maxima[s.writer], weights[s.writer], s.alpha) for s in sites})
+
+
+@torch.inference_mode()
+def logprobs(model: PreTrainedModel, measured: Sequence[Answer]) -> list[torch.Tensor]:
+    """Return log-probs [answer, vocabulary] of each answer's tokens."""
+    return [log_softmax(model(one.ids).logits[0, one.prompt - 1 : -1], 1.0) for one in measured]
+
+
+def with_codes(model: PreTrainedModel, names: set[str], fmt: Format, factors: Mapping[str, Fold]) -> PreTrainedModel:
+    made = copy.deepcopy(model)
+    for name, parameter in folded(model.named_parameters(), factors):
+        path, _, leaf = name.rpartition(".")
+        if name in names:
+            linear = made.get_submodule(path)
+            made.set_submodule(path, QuantizedLinear(quantize(parameter, fmt), linear.bias))
+        else:
+            getattr(made.get_submodule(path), leaf).data = parameter.detach().clone()
+    return made
+
+
+def figures(full: Sequence[torch.Tensor], coded: Sequence[torch.Tensor], measured: Sequence[Answer]) -> dict:
+    """Return KL(b‖p), exact over the vocabulary, and ESS and clip shares of the tokens that were drawn."""
+    ids = [one.ids[0, one.prompt :, None] for one in measured]
+    kls = torch.cat([(b.exp() * (b - p)).sum(dim=-1) for b, p in zip(coded, full, strict=True)])
+    rho = torch.cat([(p - b).gather(1, i)[:, 0].exp() for b, p, i in zip(coded, full, ids, strict=True)])
+    return {
+        "kl": float(kls.mean()),
+        "error": float(kls.std() / len(kls) ** 0.5),
+        "ess": float(rho.sum() ** 2 / (len(rho) * rho.square().sum())),
+        "below": float((rho < CLIP[0]).float().mean()),
+        "above": float((rho > CLIP[1]).float().mean()),
+        "tokens": len(rho),
+    }
+
+
+def formats(model: PreTrainedModel) -> Iterator[Format]:
+    """Yield the formats as they are used here. A group of int4 has 64 columns, as SmolLM2's widths need."""
+    for name in FORMATS:
+        fmt = get_format(name, weight_max_code(get_format(name), model.device))
+        yield replace(fmt, group=64) if name == "int4" else fmt
+
+
+def truth(count: int, new_tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the first table."""
+    spec, model = engines.smollm2()
+    names = quantized_parameters(model, load_config(CONFIG, []).quantization.keep)
+    measured, seen = answers(model, spec, count, new_tokens)
+    full = logprobs(model, measured)
+    ways = {"off": {}, "random tokens": measured_folds(model, names), "own answers": factors_from(model, names, seen)}
+    for fmt in formats(model):
+        for way, factors in ways.items():
+            coded = logprobs(with_codes(model, names, fmt, factors), measured)
+            yield {"format": fmt.name, "factors": way} | figures(full, coded, measured)
+
+
+def truth_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| format | factors from | KL(b‖p) | of off | ESS | p/b below 0.8 % | above 1.28 % |", "|" + "---|" * 7]
+    off = {row["format"]: row["kl"] for row in rows if row["factors"] == "off"}
+    return lines + [
+        f"| {r['format']} | {r['factors']} | {r['kl']:.4f} ± {r['error']:.4f} | {r['kl'] / off[r['format']]:.2f} | "
+        f"{r['ess']:.4f} | {100 * r['below']:.1f} | {100 * r['above']:.1f} |"
+        for r in rows
+    ]
+
+
+def learning_table(found: dict[str, list[Cell]]) -> list[str]:
+    lines = [
+        "| equalization | after %, per cold start | mean | INT8's % | KL(b‖p), median | ESS, least | clipped % |",
+        "|" + "---|" * 7,
+    ]
+    for name, runs in found.items():
+        after, coded = (
+            [100 * one.summary[key] for one in runs] for key in ("accuracy_after", "accuracy_after_quantized")
+        )
+        kl, ess, clipped = ([v for one in runs for v in one.series(key) if v == v] for key in COLUMNS)
+        lines.append(
+            f"| {name} | {', '.join(f'{a:.1f}' for a in after)} | {statistics.mean(after):.1f} | "
+            f"{statistics.mean(coded):.1f} | {statistics.median(kl):.5f} | {min(ess):.3f} | "
+            f"{100 * statistics.mean(clipped):.2f} |"
+        )
+    return lines
+
+
+COLUMNS = ("mismatch/kl", "mismatch/ess", "clip/upper")
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Only the first table, on a quarter of the answers.")] = False,
+    starts: Annotated[int, typer.Option(help="Cold starts of the second table.")] = 3,
+    runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "equalization",
+    out: Annotated[Path, typer.Option(help="The JSON file; the tables go beside it.")] = RESULTS / "equalization.json",
+) -> None:
+    """Measure how true codes are with equalization and without, and what a policy learns with each."""
+    rows = list(truth(16 if quick else 64, 32))
+    text = ["# Equalization", "", f"`python benchmarks/equalization.py`; {machine()}", "", *truth_table(rows), ""]
+    print("\n".join(text), flush=True)
+    found: dict[str, list[Cell]] = {}
+    if not quick:
+        for arm in ARMS:
+            for start in range(starts):
+                common = (f"model.seed={start}", "steps=120")
+                done = cell("equalization", "jobs/configs/quickstart.yaml", common, arm, 0, runs.resolve(), quiet=True)
+                found.setdefault(arm.name, []).append(done)
+        text += [*learning_table(found), ""]
+        print("\n".join(text[-4:]))
+    learned = {name: [one.summary for one in done] for name, done in found.items()}
+    out.write_text(json.dumps({"truth": rows, "learning": learned, "machine": machine()}, indent=2) + "\n")
+    out.with_suffix(".md").write_text("\n".join(text))
+
+
+if __name__ == "__main__":
+    typer.run(main)
