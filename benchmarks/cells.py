@@ -20,7 +20,6 @@ from shared import ROOT
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-RESULTS = ROOT / "benchmarks" / "results"
 WHOLE = ("evaluation.target_reward=null", "evaluation.every=0")
 """Settings that make all steps and evaluate nothing between them. Without them the quickstart ends at its target."""
 

@@ -23,9 +23,8 @@ import typer
 from chaos_faults import FAULTS
 from chaos_jobs import Finding, Job, Place, Row, Strike, without_places
 from chaos_soak import Sample, draw, overhead, soak, soak_lines
-from shared import ROOT, machine
+from shared import RESULTS, ROOT, machine
 
-RESULTS = ROOT / "benchmarks" / "results"
 _TIMES = {name: fault.times for name, fault in FAULTS.items()} | {"sync": 10, "rewards": 3}
 _ROWS = (*_TIMES, "soak", "overhead")
 _JUDGED = (

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 import ray
 import typer
-from shared import ROOT, machine
+from shared import RESULTS, machine
 
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.health import Heartbeat
@@ -30,7 +30,6 @@ from qurl_ray.loop.driver.prepare import check_run, prepare
 from qurl_ray.loop.messages import Offer
 from qurl_ray.types import Completion, TensorRecord, Verdict
 
-RESULTS = ROOT / "benchmarks" / "results"
 TOKENS = 32
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from shared import machine
+from shared import RESULTS, machine
 
 from qurl_ray.config.load import load_config
 from qurl_ray.planning.measure import Machine, measure
@@ -27,7 +27,6 @@ from qurl_ray.planning.show import as_point, figure
 from qurl_ray.planning.workload import Workload, configured_workload
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 RUNS = {
     "quickstart": {"steps": 24, "prompt": 6, "mean": 3.6, "kept": 0.85},
     "smollm2_135m": {"steps": 5, "prompt": 36, "mean": 13.0, "kept": 0.3},

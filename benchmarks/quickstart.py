@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from shared import ROOT, machine
+from shared import RESULTS, ROOT, machine
 
-RESULTS = ROOT / "benchmarks" / "results"
 CPUS = {"all": {}, "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}}
 """Environment variables of the run, which select the instructions that torch's and oneDNN's kernels may use."""
 PARTS = ("cold start", "start", "steps", "end")

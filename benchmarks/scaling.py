@@ -18,7 +18,7 @@ import ray
 import typer
 from matplotlib import pyplot as plt
 from peers import ours, step_values
-from shared import ROOT, machine
+from shared import RESULTS, ROOT, machine
 from simulation import Scenario, Simulation, call_cost
 
 from qurl_ray.config import load_config
@@ -28,7 +28,6 @@ from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import find_shape
 from qurl_ray.planning.workload import Workload
 
-RESULTS = ROOT / "benchmarks" / "results"
 SIZES = (16, 64, 256, 1024, 4096, 10_000)
 NETWORKS = {"400 Gb/s a GPU": 50e9 * NODE, "1 Gb/s a node": 0.125e9}
 ARMS = {"1 + 1": (1, 1), "2 rollout workers": (2, 1), "2 learner ranks": (1, 2)}

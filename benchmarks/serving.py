@@ -33,7 +33,7 @@ import matplotlib
 import openai
 import psutil
 import typer
-from shared import ROOT, machine
+from shared import RESULTS, ROOT, machine
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -45,7 +45,6 @@ from qurl_ray.policy.tiny import cached_tiny_policy
 from tests.conftest import SUMS
 from tests.serving.apps import KEY, Server, descendants, serving
 
-RESULTS = ROOT / "benchmarks" / "results"
 CLIENTS, STREAMS = 64, 16
 _SUM = [{"role": "user", "content": "12+34="}]
 _TALK = [{"role": "user", "content": "Write a long story about a ship that sails around the world."}]
