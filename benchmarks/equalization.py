@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import engines
 import torch
 import typer
-from cells import RESULTS, Arm, Cell, cell
-from shared import ROOT, machine
+from cells import Arm, Cell, cell
+from shared import RESULTS, ROOT, machine
 from transformers import PreTrainedModel
 
 from qurl_ray.config.load import load_config

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cells import RESULTS, Arm, Cell, cell, draw_series, percent
+from cells import Arm, Cell, cell, draw_series, percent
 from matplotlib import pyplot as plt
-from shared import ROOT, machine
+from shared import RESULTS, ROOT, machine
 
 CONFIG = "jobs/configs/jet_rl.yaml"
 _PLAIN = ("precision_flow=rollout_only", "rollout.quantization=none")

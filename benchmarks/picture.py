@@ -9,10 +9,10 @@ import matplotlib
 
 matplotlib.use("agg")
 import typer
-from cells import RESULTS, smooth
+from cells import smooth
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
-from shared import ROOT
+from shared import RESULTS, ROOT
 
 OUT = ROOT / "docs" / "results.png"
 COLORS = {

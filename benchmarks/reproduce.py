@@ -26,9 +26,9 @@ from typing import Annotated
 
 import frozen
 import typer
-from cells import RESULTS, Arm, Cell, cell, draw_series
+from cells import Arm, Cell, cell, draw_series
 from matplotlib import pyplot as plt
-from shared import ROOT, machine
+from shared import RESULTS, ROOT, machine
 
 FULL = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.correction=ignore")
 FORMATS = {

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cells import RESULTS, Arm, Cell, cell, draw_series
+from cells import Arm, Cell, cell, draw_series
 from matplotlib import pyplot as plt
-from shared import ROOT, machine
+from shared import RESULTS, ROOT, machine
 
 from qurl_ray.report.text import duration
 

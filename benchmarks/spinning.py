@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from cells import RESULTS
-from shared import machine
+from shared import RESULTS, machine
 
 COUNTS = {"default": {}, "1000 (qurl_ray's)": {"GOMP_SPINCOUNT": "1000"}, "0": {"GOMP_SPINCOUNT": "0"}}
 BUSY = (0, 1, 2)
