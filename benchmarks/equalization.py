@@ -29,8 +29,8 @@ from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import load_task
 from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.policy.logprobs import log_softmax
-from qurl_ray.policy.ranges import measured_folds, measuring
-from qurl_ray.quant.equalize import Fold, column_maxima, equalized_sites, exponents, folded, folds
+from qurl_ray.policy.ranges import factors_from, measured_factors, measuring
+from qurl_ray.quant.equalize import Factors, equalized, equalized_sites
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
 from qurl_ray.quant.quantize import quantize
@@ -74,14 +74,13 @@ def answers(model: PreTrainedModel, spec: Any, count: int, new_tokens: int) -> t
 
 
 @torch.inference_mode()
-def factors_from(model: PreTrainedModel, names: set[str], seen: Sequence[Answer]) -> Mapping[str, Fold]:
+def factors_on(model: PreTrainedModel, names: set[str], seen: Sequence[Answer]) -> Mapping[str, Factors]:
     """Return the factors that a learner computes from these answers."""
     sites, maxima = equalized_sites(model, names), {}
     with measuring(model, sites, maxima):
         for one in seen:
-            model(one.ids, use_cache=False)
-    weights = column_maxima(sites, model.named_parameters())
-    return folds(sites, {s.writer: exponents(maxima[s.writer], weights[s.writer], s.alpha) for s in sites})
+            model.base_model(one.ids, use_cache=False)
+    return factors_from(sites, maxima, model.named_parameters())
 
 
 @torch.inference_mode()
@@ -90,9 +89,9 @@ def logprobs(model: PreTrainedModel, measured: Sequence[Answer]) -> list[torch.T
     return [log_softmax(model(one.ids).logits[0, one.prompt - 1 : -1], 1.0) for one in measured]
 
 
-def with_codes(model: PreTrainedModel, names: set[str], fmt: Format, factors: Mapping[str, Fold]) -> PreTrainedModel:
+def with_codes(model: PreTrainedModel, names: set[str], fmt: Format, factors: Mapping[str, Factors]) -> PreTrainedModel:
     made = copy.deepcopy(model)
-    for name, parameter in folded(model.named_parameters(), factors):
+    for name, parameter in equalized(model.named_parameters(), factors):
         path, _, leaf = name.rpartition(".")
         if name in names:
             linear = made.get_submodule(path)
@@ -130,7 +129,7 @@ def truth(count: int, new_tokens: int) -> Iterator[dict[str, Any]]:
     names = quantized_parameters(model, load_config(CONFIG, []).quantization.keep)
     measured, seen = answers(model, spec, count, new_tokens)
     full = logprobs(model, measured)
-    ways = {"off": {}, "random tokens": measured_folds(model, names), "own answers": factors_from(model, names, seen)}
+    ways = {"off": {}, "random tokens": measured_factors(model, names), "own answers": factors_on(model, names, seen)}
     for fmt in formats(model):
         for way, factors in ways.items():
             coded = logprobs(with_codes(model, names, fmt, factors), measured)

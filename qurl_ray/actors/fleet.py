@@ -336,7 +336,7 @@ class Fleet:
         except RayTaskError as error:
             work.give_back(chunk, member.index)
             if isinstance(error.cause, StaleWeights):  # its process has restarted, which was not noticed yet
-                self._lost(member, "its requests go to others", error)
+                self._lost(member, f"{error.cause}; its requests go to others", error)
             else:
                 work.error = error.cause if isinstance(error.cause, QurlError) else EngineError(str(error))
             return {}

@@ -29,8 +29,8 @@ class QuantizationConfig(Section):
     and its weights multiplied by it, so that codes are truer at the same speed. `auto`: for int8, where the
     architecture is known; true: for every format, and an error if the architecture is not known."""
     equalize_every: int = Field(20, ge=1)
-    """Steps from one look at the factors of `equalize` to the next. They follow the activations of that step's
-    samples."""
+    """Steps from one look at the factors of `equalize` to the next. They follow the activations of the samples of that
+    step's first update."""
     weight_max_code: int | None = Field(None, ge=1)
     """Upper bound on weight codes, below the format's own; int4 with 1 has ternary weights. null leaves the format's.
     For experiments with a mismatch as large as that of large models and long answers."""

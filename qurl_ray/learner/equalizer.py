@@ -1,10 +1,11 @@
 """The learner's factors of equalization (quant.equalize): measured on rollouts, in forward passes that it makes anyway.
 
-Factors are looked at again every so many steps, from the largest activations of that step's samples. They move only
-where they are off by more than a factor of two, so that deltas stay small. All ranks compute the same ones.
+Factors are looked at again every so many steps, from the largest activations of the samples of that step's first
+update. They move only where they are off by more than a factor of two, so that deltas stay small. All ranks compute the
+same ones.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,23 +18,31 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.errors import CheckpointError, QuantizationError
 from qurl_ray.learner.backend import world
 from qurl_ray.policy.ranges import measuring
-from qurl_ray.quant.equalize import Fold, column_maxima, equalized_sites, exponents, folds
+from qurl_ray.quant.equalize import Factors, column_maxima, equalized_sites, factors_of, new_exponents
 
 _FILE = "equalization.safetensors"
 
 
 def equalizer_for(
-    model: PreTrainedModel, config: QuantizationConfig, quantized: Set[str], format_name: str
+    model: PreTrainedModel,
+    config: QuantizationConfig,
+    quantized: Set[str],
+    formats: Iterable[str],
+    *,
+    device: str = "cpu",
 ) -> "Equalizer | None":
-    """Return the equalizer of a model that becomes codes of this format; None where the settings ask for none.
+    """Return the equalizer of a model that becomes codes of these formats; None where the settings ask for none.
+
+    Args:
+        device: the learner's.
 
     Raises:
         QuantizationError: equalization was asked for, and the architecture is not known.
     """
-    if format_name == "none" or not config.equalizes(format_name):
+    if not any(config.equalizes(format_name) for format_name in formats):
         return None
     try:
-        return Equalizer(model, quantized, every=config.equalize_every)
+        return Equalizer(model, quantized, every=config.equalize_every, device=device)
     except QuantizationError:
         if config.equalize is True:
             raise
@@ -47,17 +56,20 @@ class Equalizer:
         model: the policy, before a backend wraps it.
         quantized: names of the parameters that are sent as codes.
         every: steps from one look at the factors to the next.
+        device: where the factors are, and device of collectives.
 
     Raises:
         QuantizationError: the architecture is not known.
     """
 
-    def __init__(self, model: PreTrainedModel, quantized: Set[str], *, every: int) -> None:
-        self.model, self._sites, self._every = model, equalized_sites(model, quantized), every
+    def __init__(self, model: PreTrainedModel, quantized: Set[str], *, every: int, device: str = "cpu") -> None:
+        self.model, self._sites = model, equalized_sites(model, quantized)
+        self._every, self._device = every, device
         self._maxima: dict[str, torch.Tensor] = {}
         self._exponents: dict[str, torch.Tensor] = {}
-        self.folds: dict[str, Fold] = {}
-        """Present factors by module; empty before the first `settle`. The same dictionary for good."""
+        self.factors: dict[str, Factors] = {}
+        """Present factors by module; empty before the first `settle`. The same dictionary for good, and the same
+        entries until some of them move."""
         self.moved = 0.0
         """Share of factors that the last `settle` changed."""
 
@@ -68,58 +80,57 @@ class Equalizer:
 
     def due(self, steps: int) -> bool:
         """Return True if factors are looked at in the step after so many."""
-        return steps % self._every == 0
+        return not self.settled or steps % self._every == 0
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Context in which the model's forward passes are measured."""
-        with measuring(self.model, self._sites, self._maxima):
+    def measuring(self, real_BT: torch.Tensor) -> Iterator[None]:
+        """Context in which the model's forward passes are measured, without padding as in policy.ranges.measuring."""
+        with measuring(self.model, self._sites, self._maxima, real_BT):
             yield
 
     @torch.no_grad()
-    def settle(self, parameters: Iterable[tuple[str, torch.Tensor]], device: str) -> None:
+    def settle(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Compute factors from what was measured since the last call, on all ranks, and from the weights.
 
         Args:
-            parameters: the learner's, whole and unfolded.
-            device: device of collectives.
+            parameters: the learner's, whole, and without factors.
         """
         weights = column_maxima(self._sites, parameters)
         # A rank may have had no samples: zeros are no maxima, and the sites are the same on all ranks.
-        heard = torch.cat([self._heard(site.writer, weights) for site in self._sites]).to(device)
+        own = [self._maxima.get(site.writer, torch.zeros_like(weights[site.writer])) for site in self._sites]
+        heard = torch.cat([maxima.to(self._device) for maxima in own])
         if world()[1] > 1:
             distributed.all_reduce(heard, op=distributed.ReduceOp.MAX)
         self._maxima.clear()
+        self.moved = 0.0
         if not bool(heard.any()):
             return
         parts = heard.cpu().split([len(weights[site.writer]) for site in self._sites])
-        found, changed, count = {}, 0, 0
-        for site, activations in zip(self._sites, parts, strict=True):
-            before = self._exponents.get(site.writer)
-            found[site.writer] = now = exponents(activations, weights[site.writer], site.alpha, before)
-            count += len(now)
-            changed += len(now) if before is None else int((now != before).sum())
-        self._adopt(found)
-        self.moved = changed / count
-
-    def _heard(self, writer: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._maxima[writer].cpu() if writer in self._maxima else torch.zeros_like(weights[writer])
+        activations = {site.writer: part for site, part in zip(self._sites, parts, strict=True)}
+        found = new_exponents(self._sites, activations, weights, self._exponents)
+        changed = sum(
+            int((now != self._exponents[writer]).sum()) if self.settled else len(now) for writer, now in found.items()
+        )
+        if changed:
+            self._adopt(found)
+        self.moved = changed / len(heard)
 
     def _adopt(self, found: dict[str, torch.Tensor]) -> None:
         self._exponents = found
-        self.folds.clear()
-        self.folds |= folds(self._sites, found)
+        self.factors.clear()
+        self.factors |= factors_of(self._sites, found, self._device)
 
     def save(self, folder: Path) -> None:
-        """Write the factors."""
+        """Write the factors, if there are any."""
         save_file(self._exponents, folder / _FILE)
 
     def load(self, folder: Path) -> None:
         """Read the factors that `save` wrote.
 
         Raises:
-            CheckpointError: they are not there.
+            CheckpointError: the file is not there.
         """
         if not (folder / _FILE).is_file():
             raise CheckpointError(f"{folder} has no {_FILE}: the run was not equalized; start again with --fresh")
-        self._adopt(load_file(folder / _FILE))
+        if found := load_file(folder / _FILE):
+            self._adopt(found)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qurl_ray.numerics.products import linear as product
-from qurl_ray.quant.equalize import Fold
+from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.unified import Backward, unified_linear
 
@@ -28,17 +28,19 @@ class UnifiedFlow:
     backward: Backward
     emulate: bool = False
     """True if the engines emulate the quantized linear instead of using a kernel; the learner then does the same."""
+    equalized: bool = False
+    """True if these codes are made with the learner's factors of equalization."""
 
 
 class FlowSwitch:
     """Makes the linears of `model` compute in a unified flow, permanently, also if a backend wraps the model later.
 
     Args:
-        folds: present factors of equalization, by module; read at every call.
+        factors: present factors of equalization, by module; read at every call.
     """
 
-    def __init__(self, model: nn.Module, flow: UnifiedFlow, folds: Mapping[str, Fold]) -> None:
-        self._flow, self._folds, self._on = flow, folds, True
+    def __init__(self, model: nn.Module, flow: UnifiedFlow, factors: Mapping[str, Factors]) -> None:
+        self._flow, self._factors, self._on = flow, factors, True
         for name, module in model.named_modules():
             if f"{name}.weight" in flow.quantized:
                 # Set on the instance: the hooks with which ZeRO-3 gathers the weight still run around it.
@@ -54,7 +56,7 @@ class FlowSwitch:
             self._on = True
 
     def _forward_of(self, name: str) -> Callable[[nn.Linear, torch.Tensor], torch.Tensor]:
-        flow, none = self._flow, Fold()
+        flow, none = self._flow, Factors()
 
         def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
             if not self._on:
@@ -68,7 +70,7 @@ class FlowSwitch:
                 linear.bias,
                 fmt=flow.fmt,
                 backward=flow.backward,
-                fold=self._folds.get(name, none).to(x.device),
+                factors=self._factors.get(name, none),
                 emulate=flow.emulate,
             )
 

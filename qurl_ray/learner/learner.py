@@ -27,7 +27,7 @@ from qurl_ray.learner.probe import through_codes
 from qurl_ray.learner.protocol import EnginePrecision, StepResult
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
 from qurl_ray.policy.ranges import range_ids
-from qurl_ray.quant.equalize import Fold
+from qurl_ray.quant.equalize import Factors
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats, merge
 from qurl_ray.types import Completion, Trajectory
@@ -88,14 +88,15 @@ class PolicyLearner:
                 yield name.removeprefix(MODEL_PREFIX), parameter
 
     @torch.no_grad()
-    def equalized(self) -> Mapping[str, Fold]:
+    def factors(self) -> Mapping[str, Factors]:
         if not self._equalizer:
             return {}
         if not self._equalizer.settled:
-            with self._out_of_flow(), self._equalizer.measuring():
-                self._pass_over(range_ids(self._equalizer.model.config))
-            self._equalizer.settle(self.named_parameters(), self._config.device)
-        return dict(self._equalizer.folds)
+            one = self._prompt_pass(range_ids(self._equalizer.model.config))
+            with self._out_of_flow(), self._equalizer.measuring(_real(one)):
+                self._policy(one.batch)
+            self._equalizer.settle(self.named_parameters())
+        return dict(self._equalizer.factors)
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         started = time.perf_counter()
@@ -110,8 +111,8 @@ class PolicyLearner:
         sums, norms, lr = [self._step_wide(strength)] if passes else [], [], 0.0
         measured = self._equalizer if passes and self._equalizer and self._equalizer.due(self._steps) else None
         for index, (mini_batch, chosen) in enumerate(zip(mini_batches, passes, strict=True)):
-            with measured.measuring() if measured and not index else nullcontext():
-                sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration))
+            equalizer = measured if not index else None
+            sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration, equalizer))
             share = schedule(
                 self._updates,
                 self._total_updates,
@@ -127,7 +128,7 @@ class PolicyLearner:
             nominal = self._settings.clip_low, self._settings.clip_high
             self._bounds = calibration.bounds(*nominal, device=self._config.device)
         if measured:
-            measured.settle(self.named_parameters(), self._config.device)
+            measured.settle(self.named_parameters())
             sums.append({"max_factors_moved": measured.moved})
         self._steps += 1
         finite = [norm for norm in norms if norm is not None]
@@ -176,12 +177,14 @@ class PolicyLearner:
         denominators: Denominators,
         strength: float,
         calibration: Calibration | None,
+        equalizer: Equalizer | None = None,
     ) -> dict[str, float]:
-        """Compute the gradients of a whole mini-batch. Return metric sums."""
+        """Compute the gradients of a whole mini-batch, and the ranges of its activations. Return metric sums."""
         low, high = self._bounds
         settings, found = replace(self._settings, clip_low=low, clip_high=high), []
         for index, one in enumerate(passes):
-            scores = Scores(*self._policy(one.batch))
+            with equalizer.measuring(_real(one)) if equalizer else nullcontext():
+                scores = Scores(*self._policy(one.batch))
             if one.prox_BT is None:
                 one.prox_BT = scores.logprobs_BT.detach()
             loss, sums = objective(
@@ -251,8 +254,10 @@ class PolicyLearner:
 
     def _pass_over(self, ids: Sequence[int]) -> None:
         """Run a forward pass over one sequence, through the backend: only there is a sharded module gathered."""
-        sample = replace(_SENTINEL, prompt_ids=np.array(ids, dtype=np.int32))
-        self._policy(self._make_pass([sample]).batch)
+        self._policy(self._prompt_pass(ids).batch)
+
+    def _prompt_pass(self, ids: Sequence[int]) -> Pass:
+        return self._make_pass([replace(_SENTINEL, prompt_ids=np.array(ids, dtype=np.int32))])
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -290,6 +295,14 @@ class PolicyLearner:
             self._critic.backend.reside(others)
         if resident is not Resident.ALL and self._config.device == "cuda":
             torch.cuda.empty_cache()  # otherwise this process would keep the freed memory
+
+
+def _real(one: Pass) -> torch.Tensor:
+    """Return bool [B, T - 1]: the tokens of a padded pass that are no padding, without the last of each sample, which a
+    pass without padding need not compute. Placeholders have none."""
+    device = one.batch.lengths_B.device
+    lengths_B = one.batch.lengths_B * torch.tensor([sample is not _SENTINEL for sample in one.samples], device=device)
+    return torch.arange(one.batch.token_ids_BT.shape[1] - 1, device=device) < (lengths_B[:, None] - 1)
 
 
 def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
@@ -340,7 +353,7 @@ def make_learner(
             precision.
         equalizer: factors of the model's codes, made from this model.
     """
-    switch = FlowSwitch(model, flow, equalizer.folds if equalizer else {}) if flow else None
+    switch = FlowSwitch(model, flow, equalizer.factors if equalizer and flow.equalized else {}) if flow else None
     critic = None
     if credit:
         separate = make_backend(ValueModel(value_body, config), config) if value_body else None

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.kv import MaximaRecorder, calibration_ids, rounded
-from qurl_ray.quant.equalize import Fold
+from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.linear import reference_linear
 from qurl_ray.quant.quantize import quantize
@@ -66,8 +66,8 @@ def _through_weights(model: nn.Module, precision: EnginePrecision) -> Iterator[N
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         if precision.fmt and f"{name}.weight" in precision.quantized:
-            fold = precision.folds.get(name, Fold())
-            forward = _quantized(precision.fmt, getattr(torch, precision.unquantized), fold)
+            factors = precision.factors.get(name, Factors())
+            forward = _quantized(precision.fmt, getattr(torch, precision.unquantized), factors)
         elif precision.unquantized == "bfloat16":  # factors are powers of two, and make no difference here
             forward = _rounded(module.forward)
         else:
@@ -83,13 +83,12 @@ def _through_weights(model: nn.Module, precision: EnginePrecision) -> Iterator[N
                 module.forward = before
 
 
-def _quantized(fmt: Format, unquantized: torch.dtype, fold: Fold) -> Callable:
+def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors) -> Callable:
     def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        here = fold.to(x.device)
-        bias = None if linear.bias is None else here.bias(linear.bias).to(unquantized).float()
+        bias = None if linear.bias is None else factors.bias(linear.bias).to(unquantized).float()
         with torch.autocast(x.device.type, enabled=False):
-            q = quantize(here.weight(linear.weight), fmt)
-            return here.outputs(reference_linear(here.inputs(x.float()), q, bias))
+            q = quantize(factors.weight(linear.weight), fmt)
+            return factors.outputs(reference_linear(factors.inputs(x.float()), q, bias))
 
     return forward
 

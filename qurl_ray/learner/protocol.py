@@ -10,7 +10,7 @@ import torch
 
 from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
-from qurl_ray.quant.equalize import Fold
+from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion
@@ -44,7 +44,7 @@ class EnginePrecision:
     """Type in which the other parameters were sent."""
     kv_cache: Literal["full", "fp8"] = "full"
     """Precision in which the engines hold keys and values."""
-    folds: Mapping[str, Fold] = field(default_factory=dict)
+    factors: Mapping[str, Factors] = field(default_factory=dict)
     """Factors of equalization, by module."""
 
 
@@ -60,7 +60,7 @@ class Learner(Protocol):
         A sharded parameter is gathered when it is yielded and may be freed at the next: use it at once, on all ranks.
         """
 
-    def equalized(self) -> Mapping[str, Fold]:
+    def factors(self) -> Mapping[str, Factors]:
         """Return the factors with which parameters become codes (quant.equalize), by module; {} if there are none.
 
         The first call measures them on a fixed sequence of tokens, later ones may return others after `learn`.

@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.functional import pad
 
-from qurl_ray.errors import EngineError
+from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics.rules import Rule
 from qurl_ray.numerics.selfcheck import linear_rule, onednn_packed, onednn_product
 
-PACK_AFTER = 48
+PACK_FLOATS_AFTER = 48
 """Calls after which a weight is packed for oneDNN: packing it and reading it back takes as long as that many calls save
 (docs/LOG.md)."""
 _NOTHING = Rule(kernel="mkl")
@@ -38,7 +38,8 @@ def bound(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Te
     """Return `linear` with this weight, as a function: the same bits, no gradient, faster if it is called often.
 
     It holds a copy of a float32 weight on a CPU: from the first call on, if the rule asks for a wider one, and from
-    the PACK_AFTER-th on in oneDNN's order. Calls raise EngineError if that copy differs from the weight.
+    the PACK_FLOATS_AFTER-th on in oneDNN's order. Calls raise StaleWeights if that copy differs from the weight, or a
+    product with it has other bits.
     """
     rule = _rule(weight, weight)
     if rule is None or rule == _NOTHING:
@@ -58,14 +59,16 @@ class _PackedLater:
         self._weight, self._bias, self._calls = weight, bias, 0
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
+        y_MN = onednn_product(x_MK, self._weight, self._bias)
         self._calls += 1
-        if self._calls == PACK_AFTER:
+        if self._calls == PACK_FLOATS_AFTER:
             packed = onednn_packed(self._weight)
-            if not torch.equal(packed.to_dense(), self._weight):
+            alike = torch.equal(packed.to_dense(), self._weight)
+            if not (alike and torch.equal(onednn_product(x_MK, packed, self._bias), y_MN)):
                 shape = tuple(self._weight.shape)
-                raise EngineError(f"a weight of {shape} is another one in oneDNN's order: its memory is damaged")
+                raise StaleWeights(f"a weight of {shape} is another one, or gives other products, in oneDNN's order")
             self._weight = packed
-        return onednn_product(x_MK, self._weight, self._bias)
+        return y_MN
 
 
 def _rule(x: torch.Tensor, weight: torch.Tensor) -> Rule | None:

@@ -283,7 +283,8 @@ class _Link:
         self, engine: TorchEngine, learner: PolicyLearner, publisher: Publisher, fmt: Format | None, work: Workload
     ) -> None:
         self._engine, self._learner, self._publisher, self._fmt = engine, learner, publisher, fmt
-        self._delta, self._version = work.delta, 0
+        self._delta, self._version = work.sends_changes(nodes=1), 0
+        self._probe_every = work.probe_every
         self._moved = work.lr * work.updates
         self._unquantized: Unquantized = "bfloat16" if self._fmt else "float32"
         self._probe = probe_requests(
@@ -295,7 +296,8 @@ class _Link:
         self._send()
 
     def seconds(self) -> float:
-        """Median seconds of one sync with its probe, after each weight moved by about the learning rate per update."""
+        """Median seconds of one sync with its share of a probe, after each weight moved by about the learning rate per
+        update."""
         found = []
         for _ in range(_TIMES):
             with torch.no_grad():
@@ -303,12 +305,13 @@ class _Link:
                     parameter.add_(torch.empty_like(parameter).uniform_(-1, 1), alpha=self._moved)
             started = time.perf_counter()
             self._send()
+            sent = time.perf_counter()
             completions = self._engine.generate(self._probe, version=self._version)
             precision = EnginePrecision(
                 fmt=self._fmt, quantized=self._publisher.quantized, unquantized=self._unquantized
             )
             self._learner.logprobs(completions, self._probe[0].prompt_ids, precision)
-            found.append(time.perf_counter() - started)
+            found.append(sent - started + (time.perf_counter() - sent) / self._probe_every)
         return statistics.median(found)
 
     def _send(self) -> None:

@@ -1,6 +1,7 @@
 """Workload of a cluster in one step: sequences, their lengths, and the learner's work on them."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
@@ -46,7 +47,10 @@ class Workload:
     """Most sequences that an engine decodes at a time."""
     staleness: int = 0
     """Steps that rollouts may run ahead of the learner."""
-    delta: bool = True
+    delta: bool | Literal["auto"] = "auto"
+    """As sync.delta."""
+    probe_every: int = 8
+    """As sync.probe_every."""
     lr: float = 1e-6
     """Learning rate of an update. It determines how far weights move, and so the size of a delta."""
 
@@ -114,6 +118,10 @@ class Workload:
         """Mean number of tokens that a running sequence has drawn, if finished sequences are replaced."""
         return self.square / (2 * self.answer)
 
+    def sends_changes(self, nodes: int) -> bool:
+        """Return True if syncs send changes on a cluster of so many nodes."""
+        return nodes > 1 if self.delta == "auto" else self.delta
+
     def longest(self, answers: float) -> float:
         """Expected tokens of the longest of n = `answers` answers: response · (the largest of n uniform numbers)^k."""
         return self.response * answers / (answers + self.spread)
@@ -147,7 +155,8 @@ def configured_workload(config: RunConfig) -> Workload:
         micro_tokens=learner.tokens_per_micro_batch,
         slots=rollout.slots,
         staleness=rollout.max_staleness,
-        delta=bool(config.sync.delta),
+        delta=config.sync.delta,
+        probe_every=config.sync.probe_every,
         lr=learner.lr,
     )
 

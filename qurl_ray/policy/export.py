@@ -20,7 +20,7 @@ from qurl_ray.errors import QuantizationError
 from qurl_ray.policy.save import replaced
 from qurl_ray.policy.settings import reading
 from qurl_ray.policy.weights import stored_tensors
-from qurl_ray.quant.equalize import Fold, folded
+from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.select import quantized_parameters
@@ -44,7 +44,7 @@ def save_quantized(
     folder: Path,
     fmt: Format,
     keep: Sequence[str],
-    factors: Mapping[str, Fold] | None = None,
+    factors: Mapping[str, Factors] | None = None,
 ) -> None:
     """Write codes, scales, settings and tokenizer. The folder is never half written.
 
@@ -63,7 +63,7 @@ def save_quantized(
         raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
     names = quantized_parameters(model, keep)
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in folded(model.named_parameters(), factors or {}):
+    for name, parameter in equalized(model.named_parameters(), factors or {}):
         if name in names:
             q = quantize(parameter, fmt)
             tensors |= {name: q.codes, name + _SCALE: q.scale}

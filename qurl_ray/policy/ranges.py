@@ -7,21 +7,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from qurl_ray.errors import QuantizationError
 from qurl_ray.policy.kv import calibration_ids
-from qurl_ray.quant.equalize import Fold, Site, column_maxima, equalized_sites, exponents, folds
+from qurl_ray.quant.equalize import Factors, Site, column_maxima, equalized_sites, factors_of, new_exponents
 
 _TOKENS = 512
 
 
 @contextmanager
-def measuring(model: nn.Module, sites: Iterable[Site], maxima: dict[str, torch.Tensor]) -> Iterator[None]:
+def measuring(
+    model: nn.Module, sites: Iterable[Site], maxima: dict[str, torch.Tensor], real_BT: torch.Tensor | None = None
+) -> Iterator[None]:
     """Context in which forward passes raise `maxima`: max|x| of each channel, float32 [K], by the site's writer.
 
-    Padding counts like any other token."""
+    Args:
+        real_BT: bool, False for padding of a pass over [B, T] tokens, which does not count. A pass over tokens in
+            another layout has no padding.
+    """
 
     def look(writer: str, x: torch.Tensor) -> None:
-        x = x.detach().flatten(0, -2)
+        x = x.detach()
+        x = x[real_BT] if real_BT is not None and x.shape[:-1] == real_BT.shape else x.flatten(0, -2)
         if len(x):
             top = torch.maximum(x.amax(dim=0), x.amin(dim=0).neg_()).float()
             maxima[writer] = torch.maximum(maxima[writer], top) if writer in maxima else top
@@ -41,21 +46,28 @@ def measuring(model: nn.Module, sites: Iterable[Site], maxima: dict[str, torch.T
 
 def range_ids(config: PreTrainedConfig) -> list[int]:
     """Return a fixed sequence of random tokens, on which the ranges of a model are measured that has generated nothing
-    yet. Ranges on text serve better (docs/results.md)."""
+    yet; the last one is not measured. Ranges on text serve better (docs/results.md)."""
     return calibration_ids(config, _TOKENS)
 
 
 @torch.no_grad()
-def measured_folds(model: PreTrainedModel, quantized: Set[str]) -> Mapping[str, Fold]:
+def measured_factors(model: PreTrainedModel, quantized: Set[str]) -> Mapping[str, Factors]:
     """Return factors for a model that generated nothing yet, from its activations on a fixed sequence of random tokens.
-    There are none for an architecture that is not known."""
-    try:
-        sites = equalized_sites(model, quantized)
-    except QuantizationError:
-        return {}
+
+    Raises:
+        QuantizationError: the architecture is not known.
+    """
+    sites = equalized_sites(model, quantized)
     maxima: dict[str, torch.Tensor] = {}
     with measuring(model, sites, maxima):
-        model(torch.tensor([range_ids(model.config)], device=model.device), use_cache=False)
-    weights = column_maxima(sites, model.named_parameters())
-    found = {site.writer: exponents(maxima[site.writer].cpu(), weights[site.writer], site.alpha) for site in sites}
-    return folds(sites, found)
+        model.base_model(torch.tensor([range_ids(model.config)[:-1]], device=model.device), use_cache=False)
+    return factors_from(sites, maxima, model.named_parameters())
+
+
+def factors_from(
+    sites: Iterable[Site], maxima: Mapping[str, torch.Tensor], parameters: Iterable[tuple[str, torch.Tensor]]
+) -> Mapping[str, Factors]:
+    """Return factors from what `measuring` found, and from the weights; there are none before."""
+    heard = {writer: largest.cpu() for writer, largest in maxima.items()}
+    sites = tuple(sites)
+    return factors_of(sites, new_exponents(sites, heard, column_maxima(sites, parameters), {}))

@@ -9,7 +9,7 @@ What writes the channel is divided by s_k: the gain of a norm, or a row of up_pr
 
 s_k is a power of two here. Scaling is then exact in every float type, so that only codes differ: without codes, the
 network computes the same bits, and a learner that divides x by s_k has the bits of an engine whose norm does. Masters
-and optimizer never see a factor: they are applied where codes are made (`folded`).
+and optimizer never see a factor: they are applied where codes are made (`equalized`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -42,36 +42,36 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
-    """Factors of one module, float32 powers of two: what engines hold is reads · weight / writes."""
+class Factors:
+    """Factors of one module, powers of two: the weight that engines hold is reads · weight / writes.
+
+    All methods return the type of their argument, in which these factors are exact.
+    """
 
     reads: torch.Tensor | None = None
-    """s of the channels that it reads, [K]."""
+    """s of the channels that it reads, float32 [K]."""
     writes: torch.Tensor | None = None
-    """s of the channels that it writes, [N]."""
+    """s of the channels that it writes, float32 [N]."""
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight [N, K], or the gain of a norm [N], as engines hold it."""
         if self.reads is not None:
-            weight = weight * self.reads
-        return weight if self.writes is None else weight / (self.writes[:, None] if weight.ndim == 2 else self.writes)
+            weight = weight * self.reads.to(weight)
+        if self.writes is not None:
+            weight = weight / (self.writes[:, None] if weight.ndim == 2 else self.writes).to(weight)
+        return weight
 
     def bias(self, bias: torch.Tensor) -> torch.Tensor:
         """Return a bias [N] as engines hold it."""
-        return bias if self.writes is None else bias / self.writes
+        return bias if self.writes is None else bias / self.writes.to(bias)
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [..., K] as it arrives in an engine."""
-        return x if self.reads is None else x / self.reads
+        return x if self.reads is None else x / self.reads.to(x)
 
     def outputs(self, y: torch.Tensor) -> torch.Tensor:
         """Return an engine's result [..., N] without the factors that its next module takes out."""
-        return y if self.writes is None else y * self.writes
-
-    def to(self, device: torch.device) -> "Fold":
-        """Return these factors on a device."""
-        reads, writes = (None if s is None else s.to(device) for s in (self.reads, self.writes))
-        return Fold(reads=reads, writes=writes)
+        return y if self.writes is None else y * self.writes.to(y)
 
 
 def equalized_sites(model: nn.Module, quantized: Set[str]) -> tuple[Site, ...]:
@@ -114,36 +114,54 @@ def exponents(
     """Return log2 of the factors of one site, int8 [K], centered: half of them are at most 1.
 
     Args:
-        activations_K: max|x_k|.
+        activations_K: max|x_k|. If one of them is not finite, the factors stay.
         weights_K: max_n|w_nk|.
-        before_K: present exponents, which stay unless they are off by more than a factor of two.
+        before_K: present exponents, which stay unless they are off by more than a factor of two; None for zeros.
     """
-    # Channels that were silent, or that nothing reads, get the factor of the faintest that was heard.
-    x, w = (v.float().clamp(min=max(1e-6 * float(v.max()), 1e-30)).log2() for v in (activations_K, weights_K))
-    wanted = alpha * x - (1 - alpha) * w
-    wanted = (wanted - wanted.median()).clamp_(-_LARGEST, _LARGEST).nan_to_num_(0.0)  # nan: of a broken policy
+    if not (activations_K.isfinite().all() and weights_K.isfinite().all()):
+        return torch.zeros(len(weights_K), dtype=torch.int8) if before_K is None else before_K
+    wanted = alpha * _log2(activations_K) - (1 - alpha) * _log2(weights_K)
+    wanted = (wanted - wanted.median()).clamp_(-_LARGEST, _LARGEST)
     nearest = wanted.round().to(torch.int8)
     return nearest if before_K is None else torch.where((wanted - before_K).abs() > _STAY, nearest, before_K)
 
 
-def folds(sites: Iterable[Site], found: Exponents) -> dict[str, Fold]:
+def _log2(maxima: torch.Tensor) -> torch.Tensor:
+    """Return log2 of the maxima. A channel that was silent, or that nothing reads, counts like the faintest other."""
+    heard = maxima[maxima > 0]
+    return maxima.float().clamp(min=float(heard.min()) if len(heard) else 1.0).log2()
+
+
+def new_exponents(
+    sites: Iterable[Site],
+    activations: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
+    before: Exponents,
+) -> dict[str, torch.Tensor]:
+    """Return the exponents of all sites, from max|x_k| and `column_maxima`, both by writer."""
+    return {
+        site.writer: exponents(activations[site.writer], weights[site.writer], site.alpha, before.get(site.writer))
+        for site in sites
+    }
+
+
+def factors_of(sites: Iterable[Site], found: Exponents, device: torch.device | str = "cpu") -> dict[str, Factors]:
     """Return the factors of each module that has any, by name."""
     reads: dict[str, torch.Tensor] = {}
     writes: dict[str, torch.Tensor] = {}
     for site in sites:
-        factors = torch.exp2(found[site.writer].float())
-        writes[site.writer] = factors
-        reads |= dict.fromkeys(site.readers, factors)
-    return {name: Fold(reads=reads.get(name), writes=writes.get(name)) for name in reads | writes}
+        scales = torch.exp2(found[site.writer].float()).to(device)
+        writes[site.writer] = scales
+        reads |= dict.fromkeys(site.readers, scales)
+    return {name: Factors(reads=reads.get(name), writes=writes.get(name)) for name in reads | writes}
 
 
-def folded(
-    parameters: Iterable[tuple[str, torch.Tensor]], factors: Mapping[str, Fold]
+def equalized(
+    parameters: Iterable[tuple[str, torch.Tensor]], factors: Mapping[str, Factors]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters as engines hold them, before they are quantized. Those without factors are not copied."""
     for name, parameter in parameters:
         path, _, leaf = name.rpartition(".")
-        if fold := factors.get(path):
-            fold, parameter = fold.to(parameter.device), parameter.detach()
-            parameter = fold.weight(parameter) if leaf == "weight" else fold.bias(parameter)
+        if one := factors.get(path):
+            parameter = one.weight(parameter.detach()) if leaf == "weight" else one.bias(parameter.detach())
         yield name, parameter

@@ -12,8 +12,9 @@ linear is computed as its format requires.
 | scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
 | scaled_mm_block | CUDA, compute capability 9.0, CUDA 12.9 | fp8_block | multiples of 128 |
 
-Packing codes for oneDNN or fbgemm takes as long as it saves in 75 to 300 calls (docs/LOG.md). Linears therefore begin
-with IN_PLACE, which multiplies codes as they are and has the same bits, and are packed if they are called that often.
+Packing codes for fbgemm takes as long as it saves in 75 to 300 calls (docs/LOG.md). Where IN_PLACE is exact, linears
+therefore begin with it: it multiplies codes as they are, and has the same bits. They are packed if they are called that
+often.
 
 The three CUDA kernels are checked on a CPU as far as torch has their operations there. They were not measured on a GPU.
 
@@ -230,14 +231,16 @@ class InPlace(Kernel):
         return _int8_by_row(fmt)
 
     def lacks(self, device: torch.device) -> str | None:
-        return None if _int_mm_is_exact() else "a CPU on which torch._int_mm adds 8-bit products exactly"
+        return None if _int_mm_is_exact(1) else "a CPU with torch._int_mm"
 
     def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
+        if found := super().objection(fmt, device, shape):
+            return found
+        if not _int_mm_is_exact(fmt.weight_max):
+            return f"torch._int_mm does not add products of codes to {fmt.weight_max} exactly on this CPU"
         # torch takes a matrix with an axis of 1 for its own transpose, and reads beyond it.
-        narrow = (
-            f"in_place needs widths of 2 and more, not {shape[0]} × {shape[1]}" if shape and min(shape) < 2 else None
-        )
-        return super().objection(fmt, device, shape) or narrow
+        narrow = shape and min(shape) < 2
+        return f"in_place needs widths of 2 and more, not {shape[0]} × {shape[1]}" if shape and narrow else None
 
     def pack(self, q: QTensor) -> QTensor:
         return QTensor(codes=q.codes.contiguous(), scale=q.scale.contiguous(), fmt=q.fmt)
@@ -248,16 +251,17 @@ class InPlace(Kernel):
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
         y = torch.mul(torch._int_mm(codes_MK, packed.codes.t()), _channel_scale(packed)).mul_(amax_M1)
-        return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], -1)
+        return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], len(packed.codes))
 
 
 @functools.cache
-def _int_mm_is_exact() -> bool:
-    """Return True if torch._int_mm adds products of extreme codes without saturating, as it would where pairs of them
-    are added in 16 bits."""
+def _int_mm_is_exact(weight_max: int) -> bool:
+    """Return True if torch._int_mm adds products of extreme codes without saturating. Without VNNI, pairs of products
+    are added in 16 bits, and weight codes up to 63 are exact."""
     for rows in (1, 2, 9, 33, 130):
         for sign in (1, -1):
-            a, b = torch.full((rows, 96), 127, dtype=torch.int8), torch.full((40, 96), sign * 127, dtype=torch.int8)
+            a = torch.full((rows, 96), 127, dtype=torch.int8)
+            b = torch.full((40, 96), sign * weight_max, dtype=torch.int8)
             b[::3] = -b[::3]
             try:
                 found = torch._int_mm(a, b.t())

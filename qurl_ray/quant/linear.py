@@ -7,11 +7,14 @@ computes it either in this way (emulation, on any device) or by a kernel of quan
 import torch
 from torch import nn
 
-from qurl_ray.errors import EngineError
+from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics.products import linear
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.kernels import IN_PLACE, kernel_for, named_kernel
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize_rows
+
+_ROWS = 5
+"""Rows with which a packed weight is compared with the one before."""
 
 
 def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -73,17 +76,18 @@ class QuantizedLinear(nn.Module):
         self.fmt = q.fmt
         self.out_features, self.in_features = shape = tuple(q.codes.shape)
         if emulate or kernel == "emulation":
-            self._kernel = None
+            self._fastest = None
         elif kernel == "auto":
-            self._kernel = kernel_for(q.fmt, q.codes.device, shape)
+            self._fastest = kernel_for(q.fmt, q.codes.device, shape)
         else:
-            self._kernel = named_kernel(kernel, q.fmt, q.codes.device, shape)
+            self._fastest = named_kernel(kernel, q.fmt, q.codes.device, shape)
         self.register_buffer("bias", bias)
-        in_place = self._kernel and kernel == "auto" and IN_PLACE.supports(q.fmt, q.codes.device, shape)
-        self._packed_for = IN_PLACE if in_place else self._kernel
+        self._kernel = self._fastest
         """Kernel that multiplies now; None if the linear is emulated."""
-        if self._packed_for:
-            self._packed = self._packed_for.pack(q)
+        if self._fastest and kernel == "auto" and IN_PLACE.supports(q.fmt, q.codes.device, shape):
+            self._kernel = IN_PLACE
+        if self._kernel:
+            self._packed = self._kernel.pack(q)
         else:
             # Emulation multiplies floats: codes are stored as floats, exactly, and not converted at every call.
             self.register_buffer("_codes", floats(q.codes))
@@ -92,30 +96,36 @@ class QuantizedLinear(nn.Module):
     @property
     def kernel(self) -> str | None:
         """Name of the kernel that multiplies once codes are packed; None if the linear is emulated."""
-        return self._kernel.name if self._kernel else None
+        return self._fastest.name if self._fastest else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed_for is None:
+        if self._kernel is None:
             return reference_linear(x, QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt), self.bias)
-        return self._packed_for.forward(x, self._packed, self.bias)
+        return self._kernel.forward(x, self._packed, self.bias)
 
     def pack(self) -> None:
         """Bring the codes into the layout of the kernel that is fastest in the long run, if they are not in it.
 
         Raises:
-            EngineError: the codes read back from that layout are others.
+            StaleWeights: the codes read back from that layout are others, or some products with them have other bits.
         """
-        if self._kernel is None or self._packed_for is self._kernel:
+        if self._fastest is None or self._kernel is None or self._kernel is self._fastest:
             return
-        before = self.resident()
-        packed = self._kernel.pack(before)
-        after = self._kernel.unpack(packed)
-        if not (torch.equal(after.codes, before.codes) and torch.equal(after.scale, before.scale)):
-            raise EngineError(f"codes of {tuple(before.shape)} are others as {self._kernel.name} holds them")
-        self._packed, self._packed_for = packed, self._kernel
+        before = self._kernel.unpack(self._packed)
+        packed = self._fastest.pack(before)
+        after = self._fastest.unpack(packed)
+        alike = torch.equal(after.codes, before.codes) and torch.equal(after.scale, before.scale)
+        x = torch.arange(_ROWS * self.in_features, device=before.codes.device).sin().view(_ROWS, -1)
+        if not alike or not torch.equal(
+            self._fastest.forward(x, packed, None), self._kernel.forward(x, self._packed, None)
+        ):
+            raise StaleWeights(
+                f"codes of {tuple(before.shape)} are others, or give other products, as {self._fastest.name} holds them"
+            )
+        self._packed, self._kernel = packed, self._fastest
 
     def resident(self) -> QTensor:
         """Return the codes and scales that the next forward pass will use, read back from the kernel's own memory."""
-        if self._packed_for is None:
+        if self._kernel is None:
             return QTensor(codes=self._codes.to(self.fmt.dtype), scale=self.scale, fmt=self.fmt)
-        return self._packed_for.unpack(self._packed)
+        return self._kernel.unpack(self._packed)

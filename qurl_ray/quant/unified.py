@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType, pad
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant.equalize import Fold
+from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.kernels import KERNELS
 from qurl_ray.quant.linear import QuantizedLinear
@@ -34,7 +34,7 @@ from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats
 
 Backward = Literal["quantized", "straight_through", "full"]
 BACKWARDS = get_args(Backward)
-_NO_FOLD = Fold()
+_NO_FACTORS = Factors()
 
 
 def unified_linear(
@@ -45,7 +45,7 @@ def unified_linear(
     fmt: Format,
     backward: Backward,
     codes: QTensor | None = None,
-    fold: Fold = _NO_FOLD,
+    factors: Factors = _NO_FACTORS,
     emulate: bool = False,
 ) -> torch.Tensor:
     """Return y = QuantizedLinear(quantize(weight, fmt), bias)(x), with the same bits as an engine, with a gradient.
@@ -67,7 +67,7 @@ def unified_linear(
         bias: [N].
         backward: one of BACKWARDS. "quantized" is for square blocks (fp8_block).
         codes: the codes of this weight, if they exist already; it is then not quantized again.
-        fold: factors of equalization, with which the weight is quantized and x rounded. The network stays the same.
+        factors: of equalization, with which the weight is quantized and x rounded. The network stays the same.
         emulate: compute the definition even if there is a kernel, as an engine that emulates does.
 
     Returns:
@@ -78,7 +78,7 @@ def unified_linear(
             format, or the weight cannot be quantized.
     """
     _check(weight, fmt, backward, codes)
-    how = _How(fmt=fmt, backward=backward, fold=fold, emulate=emulate)
+    how = _How(fmt=fmt, backward=backward, factors=factors, emulate=emulate)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _UnifiedLinear.apply(x, weight, bias, codes, how)
     return _forward(x, codes or how.quantize(weight), bias, how)
@@ -88,11 +88,11 @@ def unified_linear(
 class _How:
     fmt: Format
     backward: Backward
-    fold: Fold
+    factors: Factors
     emulate: bool
 
     def quantize(self, weight: torch.Tensor) -> QTensor:
-        return quantize(self.fold.weight(weight), self.fmt)
+        return quantize(self.factors.weight(weight), self.fmt)
 
 
 def _check(weight: torch.Tensor, fmt: Format, backward: str, codes: QTensor | None) -> None:
@@ -122,7 +122,7 @@ class _UnifiedLinear(torch.autograd.Function):
         # The caller's codes may differ from those of the weight now, and their memory is the caller's.
         ctx.from_codes = codes is not None and how.backward != "full"
         kept = (codes.codes, codes.scale) if ctx.from_codes else (weight,)
-        ctx.save_for_backward(*kept, *(_saved_inputs(how.fold.inputs(x), how) if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(*kept, *(_saved_inputs(how.factors.inputs(x), how) if ctx.needs_input_grad[1] else ()))
         return _forward(x, codes or how.quantize(weight), bias, how)
 
     @staticmethod
@@ -133,13 +133,13 @@ class _UnifiedLinear(torch.autograd.Function):
         weight, inputs = saved[:first], saved[first:]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         unfolded_MN = dy.reshape(-1, dy.shape[-1])
-        dy_MN = how.fold.outputs(unfolded_MN)
+        dy_MN = how.factors.outputs(unfolded_MN)
         dx = dw = db = None
         with torch.autocast(dy.device.type, enabled=False):
             if needs_dx:
-                dx = how.fold.inputs(_dgrad(dy_MN, weight, how)).to(x_dtype).view(ctx.shape)
+                dx = how.factors.inputs(_dgrad(dy_MN, weight, how)).to(x_dtype).view(ctx.shape)
             if needs_dw:
-                dw = how.fold.weight(_wgrad(dy_MN, inputs, how)).to(weight_dtype)
+                dw = how.factors.weight(_wgrad(dy_MN, inputs, how)).to(weight_dtype)
             if needs_db:
                 db = unfolded_MN.float().sum(dim=0).to(bias_dtype)
         return dx, dw, db, None, None
@@ -148,8 +148,8 @@ class _UnifiedLinear(torch.autograd.Function):
 def _forward(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None, how: _How) -> torch.Tensor:
     """Compute y with the engine's own module, which may use a kernel, on a CPU and on CUDA."""
     with torch.autocast(x.device.type, enabled=False):
-        bias = bias if bias is None else how.fold.bias(bias)
-        return how.fold.outputs(QuantizedLinear(q, bias, emulate=how.emulate)(how.fold.inputs(x)))
+        bias = bias if bias is None else how.factors.bias(bias)
+        return how.factors.outputs(QuantizedLinear(q, bias, emulate=how.emulate)(how.factors.inputs(x)))
 
 
 def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
@@ -164,7 +164,7 @@ def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
 def _dgrad(dy_MN: torch.Tensor, weight: tuple[torch.Tensor, ...], how: _How) -> torch.Tensor:
     """Return dy · W, [M, K]; `weight` is the parameter, or its codes and scales."""
     if how.backward == "full":
-        return dy_MN.float() @ how.fold.weight(weight[0].float())
+        return dy_MN.float() @ how.factors.weight(weight[0].float())
     q = QTensor(codes=weight[0], scale=weight[1], fmt=how.fmt) if len(weight) > 1 else how.quantize(weight[0])
     if how.backward == "straight_through":
         return dy_MN.float() @ dequantize(q)

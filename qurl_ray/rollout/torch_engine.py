@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from qurl_ray.errors import EngineError
+from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.settings import head_dim
@@ -31,9 +31,9 @@ from qurl_ray.types import Completion, Manifest, PolicySpec, Request
 
 _PREFILL_TOKENS = 8192  # limit of padded tokens in one prefill pass, which bounds its memory
 _FEW_ROWS = range(2, 64)
-_PACK_AFTER = 128
-"""Decode steps of _FEW_ROWS after which codes are packed. To pack them takes as long as 75 (1.1B) to 300 (135M) such
-steps save (docs/LOG.md); steps of more rows, or of one, are as fast without."""
+_PACK_CODES_AFTER = 128
+"""Decode steps of _FEW_ROWS after which codes are packed. This takes as long as 75 (1.1B) to 300 (135M) such steps save
+(without AMX, docs/LOG.md); steps of more rows, or of one, are as fast without."""
 _ADMIT_SHARE = 8  # new requests are admitted when an eighth of the slots is free
 
 Waiting = deque[tuple[int, Request]]
@@ -218,15 +218,22 @@ class TorchEngine:
         Args:
             admitted: (index in the batch, request), not more than there are free slots.
             cancelled: indices in the batch of requests that end before this step.
+
+        Raises:
+            StaleWeights: weights were other ones in the layout of a faster kernel; the engine has no version now.
         """
         cache = self._cache
         assert cache, "a batch has slots"
         if cancelled:
             batch.end(cancelled, "cancelled")
             self._retire(cache, batch)
-        for group in _prefill_groups(admitted):
-            self._prefill(cache, batch, group)
-        self._decode(cache, batch)
+        try:
+            for group in _prefill_groups(admitted):
+                self._prefill(cache, batch, group)
+            self._decode(cache, batch)
+        except StaleWeights:  # the weights did not survive packing
+            self.version = None
+            raise
 
     def _prefill(self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]]) -> None:
         """Compute each different prompt once, fill a row per request, and draw the first tokens."""
@@ -249,7 +256,7 @@ class TorchEngine:
             return
         if batch.count in _FEW_ROWS:
             self._steps_of_few += 1
-            if self._steps_of_few == _PACK_AFTER:
+            if self._steps_of_few == _PACK_CODES_AFTER:
                 self._weights.pack()
         last, positions = batch.last_tokens(), batch.positions()
         if self._graphs:

@@ -214,7 +214,7 @@ class EngineWeights:
         """Bring all codes into the layout that is fastest in the long run (quant.linear).
 
         Raises:
-            EngineError: codes read back from there are others.
+            StaleWeights: codes or products are others there.
         """
         linears = [module for module in self._model.modules() if isinstance(module, QuantizedLinear)]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing is single-threaded

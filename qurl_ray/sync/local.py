@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.errors import QuantizationError
 from qurl_ray.policy.export import QuantizedPolicy
-from qurl_ray.policy.ranges import measured_folds
-from qurl_ray.quant.equalize import folded
+from qurl_ray.policy.ranges import measured_factors
+from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.quant.select import quantized_parameters
@@ -96,9 +97,20 @@ def quantize_into(
     """Quantize the linears of a transformers model as configured, and send the whole model. With `quantization` "none",
     no linear is quantized."""
     fmt, names = chosen_codes(engine, model, quantization, config.kept(model.config.num_hidden_layers))
-    factors = measured_folds(model, names) if fmt and config.equalizes(fmt.name) else {}
-    parameters = folded(model.named_parameters(), factors)
+    parameters = equalized(model.named_parameters(), _factors(model, names, fmt, config))
     return load_into(engine, parameters, fmt, quantized=names, unquantized=unquantized)
+
+
+def _factors(model: Any, names: Set[str], fmt: Format | None, config: QuantizationConfig) -> Mapping[str, Factors]:
+    """Return factors of equalization as configured, measured on random tokens; {} for none."""
+    if not fmt or not config.equalizes(fmt.name):
+        return {}
+    try:
+        return measured_factors(model, names)
+    except QuantizationError:
+        if config.equalize is True:
+            raise
+        return {}
 
 
 def chosen_codes(

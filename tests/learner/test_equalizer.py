@@ -1,5 +1,7 @@
 """Equalized codes in the loop: learner and engine keep equal bits, and all ranks and resumed runs the same factors."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.load import load_model
-from qurl_ray.quant.equalize import folded
+from qurl_ray.quant.equalize import equalized
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import send_into
 from qurl_ray.sync.publish import Publisher
@@ -27,14 +29,14 @@ ON = QuantizationConfig(equalize=True, equalize_every=2)
 
 def learner_of(model, *, format_name: str = "int8", unified: bool = False, quantization=ON, **config):
     flow = flow_of(model, format_name)
-    equalizer = equalizer_for(model, quantization, flow.quantized, format_name)
+    equalizer = equalizer_for(model, quantization, flow.quantized, {format_name})
     made = make_learner(
         model,
         LearnerConfig(**({"lr": 1e-3} | config)),
         SETTINGS,
         temperature=1.0,
         total_updates=10,
-        flow=flow if unified else None,
+        flow=replace(flow, equalized=True) if unified else None,
         equalizer=equalizer,
     )
     return made, flow
@@ -42,17 +44,17 @@ def learner_of(model, *, format_name: str = "int8", unified: bool = False, quant
 
 def sent(learner, flow, engine, publisher, version: int, unquantized: str = "float32"):
     """Send a version as the loop's sender does. Return the precision in which the learner scores it."""
-    folds = learner.equalized()
+    factors = learner.factors()
     send_into(
         publisher,
         engine,
-        folded(learner.named_parameters(), folds),
+        equalized(learner.named_parameters(), factors),
         flow.fmt,
         version=version,
         base_version=version - 1 if version > 1 else None,
         unquantized=unquantized,
     )
-    return EnginePrecision(fmt=flow.fmt, quantized=flow.quantized, unquantized=unquantized, folds=folds)
+    return EnginePrecision(fmt=flow.fmt, quantized=flow.quantized, unquantized=unquantized, factors=factors)
 
 
 def learn(learner, seed: int) -> None:
@@ -127,12 +129,12 @@ def test_factors_follow_the_samples_and_only_when_they_are_due(tiny_spec, model)
 
 
 def test_masters_and_updates_know_no_factor(tiny_spec):
-    """Equal parameters after updates, equalized or not."""
+    """Equal parameters after a version was sent and updates were made, equalized or not."""
 
     def after(quantization) -> torch.Tensor:
         model = load_model(tiny_spec)
-        learner, _ = learner_of(model, quantization=quantization)
-        learner.equalized()
+        learner, flow = learner_of(model, quantization=quantization)
+        sent(learner, flow, TorchEngine(tiny_spec, slots=4), Publisher(flow.quantized), 1)
         learn(learner, 1)
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -141,7 +143,7 @@ def test_masters_and_updates_know_no_factor(tiny_spec):
 
 def test_a_resumed_learner_has_the_factors_of_the_one_that_stopped(tiny_spec, model, tmp_path):
     learner, _ = learner_of(model)
-    learner.equalized()
+    learner.factors()
     learn(learner, 1)
     learner.save(tmp_path)
     resumed, _ = learner_of(load_model(tiny_spec))
@@ -151,17 +153,52 @@ def test_a_resumed_learner_has_the_factors_of_the_one_that_stopped(tiny_spec, mo
         learn(one, 2)
         learn(one, 3)
     assert exponents_of(resumed) == exponents_of(learner)
+    moved = learner._equalizer
+    before = dict(moved.factors)
+    learner.factors()
+    assert all(before[name] is one for name, one in learner.factors().items()), "the same objects until some move"
     (tmp_path / "equalization.safetensors").unlink()
     with pytest.raises(CheckpointError, match="equalization"):
         resumed.load(tmp_path)
 
 
+def test_a_run_without_factors_yet_resumes_and_measures_them_at_the_next_step(tiny_spec, model, tmp_path):
+    """As with an export alone, and a first step of which no group teaches."""
+    learner, _ = learner_of(model)
+    learner.learn([])
+    learner.save(tmp_path)
+    resumed, _ = learner_of(load_model(tiny_spec))
+    resumed.load(tmp_path)
+    assert not resumed._equalizer.settled
+    learn(resumed, 1)
+    assert resumed._equalizer.settled
+    assert resumed._equalizer.moved == 1.0
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_factors_do_not_depend_on_micro_batches_padding_and_placeholders(tiny_spec, packing):
+    """Sizes of micro-batches pad samples more or less; a backend in lockstep fills up with placeholders."""
+
+    def after(token_budget: int, lockstep: bool) -> dict[str, list[float]]:
+        model = load_model(tiny_spec)
+        scale_channels(model)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] *= 100  # the id of padding
+        learner, _ = learner_of(model, share_prompts=False, packing=packing)
+        learner._policy.lockstep = lockstep
+        (mini_batch,) = plan(groups(), updates=1, ranks=1, token_budget=token_budget, seed=3)[0]
+        learner.learn([replace(mini_batch, micro_batches=[*mini_batch.micro_batches, []])])
+        return exponents_of(learner)
+
+    assert after(1000, False) == after(20, False) == after(60, True)
+
+
 def exponents_of(learner) -> dict[str, list[float]]:
     return {
-        f"{name}.{side}": getattr(fold, side).tolist()
-        for name, fold in learner.equalized().items()
+        f"{name}.{side}": getattr(one, side).tolist()
+        for name, one in learner.factors().items()
         for side in ("reads", "writes")
-        if getattr(fold, side) is not None
+        if getattr(one, side) is not None
     }
 
 
@@ -173,7 +210,7 @@ def shared(rank: int, ranks: int, spec, out: str, zero_stage: int) -> None:
     scale_channels(model)
     backend = {"backend": "deepspeed", "zero_stage": zero_stage} if zero_stage else {}
     learner, _ = learner_of(model, lr=1e-9, **backend)
-    learner.equalized()
+    learner.factors()
     learner.learn(plan(groups(), updates=1, ranks=ranks, token_budget=60, seed=3)[rank])
     torch.save(exponents_of(learner), f"{out}/{ranks}-{rank}.pt")
 

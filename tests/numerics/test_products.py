@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from qurl_ray.cache import read_only
-from qurl_ray.errors import EngineError
+from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics import products
 from qurl_ray.numerics.activations import GELU, SiLU, gelu, shares_of_gelu, shares_of_silu, silu, whole_rows
 from qurl_ray.numerics.products import Linear, bound, linear, queries_to_add
@@ -61,20 +61,29 @@ def test_a_weight_that_is_used_often_gives_the_same_bits(rule, shape, with_bias)
         assert torch.equal(bound(weight, bias)(x), linear(x, weight, bias))
 
 
-def test_a_weight_that_its_memory_changes_is_an_error(monkeypatch):
-    monkeypatch.setattr(products, "linear_rule", lambda *_: Rule(kernel="onednn", rows=2))
-    monkeypatch.setattr(products, "onednn_packed", lambda weight: onednn_packed(weight + 1))
+ONEDNN = Rule(kernel="onednn", rows=2)
+
+
+@pytest.mark.parametrize("fault", ["another weight", "other products"])
+def test_a_weight_that_packing_changes_is_an_error(monkeypatch, fault):
+    monkeypatch.setattr(products, "linear_rule", lambda *_: ONEDNN)
+    if fault == "another weight":
+        monkeypatch.setattr(products, "onednn_packed", lambda weight: onednn_packed(weight + 1))
+    else:
+        broken = lambda x, weight, bias: onednn_product(x, weight, bias) * (1.5 if weight.is_mkldnn else 1)  # noqa: E731
+        monkeypatch.setattr(products, "onednn_product", broken)
     product, x = bound(torch.randn(30, 20), None), torch.randn(2, 20)
-    for _ in range(products.PACK_AFTER - 1):
+    for _ in range(products.PACK_FLOATS_AFTER - 1):
         product(x)
-    with pytest.raises(EngineError, match="its memory is damaged"):
+    with pytest.raises(StaleWeights, match="is another one, or gives other products"):
         product(x)
 
 
-def test_a_weight_that_is_packed_gives_the_bits_that_it_gave_before():
+def test_a_weight_that_is_packed_gives_the_bits_that_it_gave_before(monkeypatch):
+    monkeypatch.setattr(products, "linear_rule", lambda *_: ONEDNN)
     weight, bias, x = torch.randn(30, 20), torch.randn(30), torch.randn(5, 20)
     product = bound(weight, bias)
-    found = [product(x) for _ in range(2 * products.PACK_AFTER)]
+    found = [product(x) for _ in range(2 * products.PACK_FLOATS_AFTER)]
     assert all(torch.equal(y, linear(x, weight, bias)) for y in found)
 
 

@@ -19,8 +19,8 @@ from transformers import (
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.errors import QuantizationError
 from qurl_ray.learner.equalizer import equalizer_for
-from qurl_ray.policy.ranges import measured_folds, measuring
-from qurl_ray.quant.equalize import Fold, column_maxima, equalized_sites, exponents, folded, folds
+from qurl_ray.policy.ranges import measured_factors, measuring
+from qurl_ray.quant.equalize import Factors, column_maxima, equalized, equalized_sites, exponents, factors_of
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import dequantize, dequantize_rows, quantize, quantize_rows
@@ -66,8 +66,8 @@ def test_folding_keeps_every_bit_of_the_network(architecture):
     before = logits_of(model)
     names = quantized_parameters(model, KEEP)
     assert len(equalized_sites(model, names)) == SITES[architecture]
-    factors = measured_folds(model, names)
-    changed = {name: value.clone() for name, value in folded(model.named_parameters(), factors)}
+    factors = measured_factors(model, names)
+    changed = {name: value.clone() for name, value in equalized(model.named_parameters(), factors)}
     moved = [name for name, value in model.named_parameters() if not torch.equal(value, changed[name])]
     assert len(moved) >= 2 * SITES[architecture], "a fold that changes nothing would pass"
     model.load_state_dict(changed, strict=False)
@@ -81,7 +81,7 @@ def test_codes_are_truer():
 
     def error(factors) -> float:
         made = AutoModelForCausalLM.from_config(CONFIGS["qwen3"], attn_implementation="eager").eval()
-        made.load_state_dict(dict(folded(model.state_dict().items(), factors)))
+        made.load_state_dict(dict(equalized(model.state_dict().items(), factors)))
         for name in names:
             path = name.removesuffix(".weight")
             linear = made.get_submodule(path)
@@ -90,7 +90,7 @@ def test_codes_are_truer():
             )
         return float((logits_of(made) - exact).norm() / exact.norm())
 
-    assert error(measured_folds(model, names)) < 0.6 * error({}), (error(measured_folds(model, names)), error({}))
+    assert error(measured_factors(model, names)) < 0.6 * error({}), (error(measured_factors(model, names)), error({}))
 
 
 @settings(max_examples=60)
@@ -118,15 +118,19 @@ def test_a_factor_moves_only_if_it_is_off_by_more_than_two():
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_ranges_that_are_not_finite_fold_nothing(broken):
-    activations = torch.tensor([1.0, broken, 8.0])
-    assert exponents(activations, torch.ones(3), 0.5).abs().max() <= 12
-    assert all(0 < float(s) < math.inf for s in torch.exp2(exponents(activations, torch.ones(3), 0.5).float()))
+def test_ranges_that_are_not_finite_change_nothing(broken):
+    activations, before = torch.tensor([1.0, broken, 8.0]), torch.tensor([6, 0, -6], dtype=torch.int8)
+    assert exponents(activations, torch.ones(3), 0.5).tolist() == [0, 0, 0]
+    assert exponents(activations, torch.ones(3), 0.5, before).tolist() == [6, 0, -6]
+    assert exponents(torch.ones(3), activations, 0.5, before).tolist() == [6, 0, -6]
 
 
-def test_silent_channels_stay_in_range():
-    found = exponents(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 0.0, 1.0]), 0.5)
-    assert found.abs().max() <= 12
+def test_silent_channels_count_like_the_faintest_other():
+    """Else a channel that speaks later would take all the codes of its token."""
+    assert exponents(torch.tensor([0.0, 1.0, 2.0, 16.0]), torch.ones(4), 0.5).tolist() == [0, 0, 0, 2]
+    assert exponents(torch.ones(4), torch.tensor([0.0, 0.25, 0.25, 4.0]), 0.5).tolist() == [0, 0, 0, -2]
+    assert exponents(torch.zeros(3), torch.ones(3), 0.5).tolist() == [0, 0, 0]
+    assert exponents(torch.tensor([1e-30, 1.0, 1e30]), torch.ones(3), 0.5).abs().max() <= 12
 
 
 def test_maxima_are_those_of_what_the_linears_read():
@@ -161,8 +165,8 @@ def test_a_unified_linear_has_the_engines_bits_and_the_straight_gradient(format_
     fmt = get_format(format_name, 63 if format_name == "int8" else None)
     x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((5, 128), (128, 128), (128,)))
     reads, writes = (torch.exp2(torch.randint(-3, 4, (128,)).float()) for _ in range(2))
-    fold = Fold(reads=reads, writes=writes)
-    y = unified_linear(x, weight, bias, fmt=fmt, backward=backward, fold=fold, emulate=True)
+    factors = Factors(reads=reads, writes=writes)
+    y = unified_linear(x, weight, bias, fmt=fmt, backward=backward, factors=factors, emulate=True)
     engine = QuantizedLinear(quantize(weight.detach() * reads / writes[:, None], fmt), bias / writes, emulate=True)
     assert torch.equal(y, engine(x / reads) * writes)
     assert not torch.equal(y, unified_linear(x, weight, bias, fmt=fmt, backward=backward, emulate=True))
@@ -178,14 +182,33 @@ def test_a_unified_linear_has_the_engines_bits_and_the_straight_gradient(format_
     assert torch.allclose(weight.grad, dy.t() @ seen_x, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_factors_keep_the_type_of_what_they_scale(dtype):
+    """Or a learner under autocast would compute in float32 what a bfloat16 engine rounds."""
+    factors = Factors(reads=torch.exp2(torch.arange(-8.0, 8.0)), writes=torch.exp2(torch.arange(8.0, -8.0, -1)))
+    x, weight = torch.randn(3, 16, dtype=dtype), torch.randn(16, 16, dtype=dtype)
+    for found, before in (
+        (factors.inputs(x), x),
+        (factors.outputs(x), x),
+        (factors.bias(x[0]), x[0]),
+        (factors.weight(weight), weight),
+    ):
+        assert found.dtype == dtype
+        assert not torch.equal(found, before)
+    assert torch.equal(factors.inputs(x).float(), x.float() / factors.reads), "exact"
+    y = unified_linear(x, weight, None, fmt=FORMATS["fp8"], backward="straight_through", factors=factors, emulate=True)
+    assert y.dtype == dtype
+
+
 def test_an_unknown_architecture_has_no_factors_or_an_error():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2))
     names = quantized_parameters(model, KEEP)
-    assert measured_folds(model, names) == {}
-    assert equalizer_for(model, QuantizationConfig(), names, "int8") is None
     with pytest.raises(QuantizationError, match="not known"):
-        equalizer_for(model, QuantizationConfig(equalize=True), names, "int8")
+        measured_factors(model, names)
+    assert equalizer_for(model, QuantizationConfig(), names, {"int8"}) is None
+    with pytest.raises(QuantizationError, match="not known"):
+        equalizer_for(model, QuantizationConfig(equalize=True), names, {"int8"})
 
 
 def test_auto_equalizes_what_it_makes_truer():
@@ -200,11 +223,11 @@ def test_layers_that_are_kept_are_left_alone():
     assert {site.writer.split(".")[2] for site in equalized_sites(model, names)} == {"1"}
 
 
-def test_folds_join_what_a_module_reads_and_writes():
+def test_factors_join_what_a_module_reads_and_writes():
     sites = equalized_sites(
         model_of("llama"), {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"}
     )
-    found = folds(sites, {s.writer: torch.tensor([1, -2], dtype=torch.int8) for s in sites})
+    found = factors_of(sites, {s.writer: torch.tensor([1, -2], dtype=torch.int8) for s in sites})
     assert found["model.layers.0.mlp.up_proj"].reads.tolist() == [2.0, 0.25]
     assert found["model.layers.0.mlp.up_proj"].writes.tolist() == [2.0, 0.25]
     assert found["model.layers.0.post_attention_layernorm"].reads is None

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.errors import EngineError, QuantizationError
+from qurl_ray.errors import QuantizationError, StaleWeights
 from qurl_ray.quant import kernels
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.kernels import IN_PLACE, KERNELS, kernel_for, named_kernel, why_emulated
@@ -214,33 +215,47 @@ def test_kernels_of_this_processor_agree_on_every_bit(rows, columns, outputs, to
             assert torch.equal(found.scale, q.scale)
 
 
-@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
+TAKEN = get_format("int8", weight_max_code(FORMATS["int8"], CPU))
+"""INT8 as this processor's kernel takes it."""
+NEEDS_IN_PLACE = pytest.mark.skipif(
+    not (ON_X86 and IN_PLACE.supports(TAKEN, CPU)), reason="needs fbgemm, and an exact torch._int_mm"
+)
+
+
+@NEEDS_IN_PLACE
 @pytest.mark.parametrize("shape", [(18, 256), (96, 2500), (2, 2), (577, 33)])
 def test_packing_changes_no_bit_of_a_result(shape):
     """At any width, and with what a rank of 16-bit sums would saturate."""
     torch.manual_seed(0)
-    q = quantize(torch.randn(shape), get_format("int8", weight_max_code(FORMATS["int8"], CPU)))
+    q = quantize(torch.randn(shape), TAKEN)
     q.codes[0] = q.fmt.weight_max
     one = QuantizedLinear(q, torch.randn(shape[0]))
-    assert one._packed_for is IN_PLACE
+    assert one._kernel is IN_PLACE
     xs = [torch.cat((torch.ones(1, shape[1]), torch.randn(rows, shape[1]))) for rows in (0, 1, 8, 40, 130)]
+    xs.append(torch.zeros(0, shape[1]))
     before = [one(x) for x in xs]
     held = one.resident()
     one.pack()
-    assert one._packed_for.name == one.kernel
+    assert one._kernel.name == one.kernel
     assert all(torch.equal(one(x), y) for x, y in zip(xs, before, strict=True))
     assert torch.equal(one.resident().codes, held.codes)
     one.pack()  # again: nothing happens
 
 
-@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
-def test_codes_that_packing_changes_are_an_error(monkeypatch):
-    one = QuantizedLinear(quantize(torch.randn(8, 16), FORMATS["int8"]), None)
-    damage = lambda q: type(q)(codes=q.codes + 1, scale=q.scale, fmt=q.fmt)  # noqa: E731
-    unpack = one._kernel.unpack
-    monkeypatch.setattr(type(one._kernel), "unpack", lambda _, packed: damage(unpack(packed)))
-    with pytest.raises(EngineError, match=r"codes of \(8, 16\) are others"):
+@NEEDS_IN_PLACE
+@pytest.mark.parametrize("fault", ["other codes", "other products"])
+def test_a_weight_that_packing_changes_is_an_error(monkeypatch, fault):
+    one = QuantizedLinear(quantize(torch.randn(8, 16), TAKEN), None)
+    faster = type(one._fastest)
+    unpack, forward = faster.unpack, faster.forward
+    if fault == "other codes":
+        damaged = lambda self, packed: replace(unpack(self, packed), codes=unpack(self, packed).codes + 1)  # noqa: E731
+        monkeypatch.setattr(faster, "unpack", damaged)
+    else:
+        monkeypatch.setattr(faster, "forward", lambda *arguments: 1.5 * forward(*arguments))
+    with pytest.raises(StaleWeights, match=r"codes of \(8, 16\) are others, or give other products"):
         one.pack()
+    assert one._kernel is IN_PLACE
 
 
 def test_a_product_that_saturates_is_not_used(monkeypatch):
@@ -250,8 +265,9 @@ def test_a_product_that_saturates_is_not_used(monkeypatch):
     kernels._int_mm_is_exact.cache_clear()
     try:
         assert "exactly" in IN_PLACE.objection(FORMATS["int8"], CPU)
+        assert IN_PLACE.supports(get_format("int8", 2), CPU), "96 products of 127 · 2 fit into 16 bits"
         if ON_X86:
-            assert QuantizedLinear(quantize(torch.randn(8, 16), FORMATS["int8"]), None)._packed_for is not IN_PLACE
+            assert QuantizedLinear(quantize(torch.randn(8, 16), FORMATS["int8"]), None)._kernel is not IN_PLACE
     finally:
         kernels._int_mm_is_exact.cache_clear()
 

@@ -219,17 +219,36 @@ def test_damaged_weights_are_refused_and_leave_the_engine_stale(tiny_spec, token
 def test_packing_in_mid_answer_changes_no_bit(tiny_spec, tokenizer, model, format_name, monkeypatch):
     requests = requests_for(tokenizer, 4, 2)
     expected = engine_with(tiny_spec, model, format_name).generate(requests, version=1)
-    monkeypatch.setattr(torch_engine, "_PACK_AFTER", 2)
-    monkeypatch.setattr(products, "PACK_AFTER", 3)
+    monkeypatch.setattr(torch_engine, "_PACK_CODES_AFTER", 2)
+    monkeypatch.setattr(products, "PACK_FLOATS_AFTER", 3)
     engine = engine_with(tiny_spec, model, format_name)
     name = "model.layers.0.mlp.up_proj.weight"
     before = engine.resident(name)
     found = engine.generate(requests, version=1)
-    assert all(linear._packed_for is linear._kernel for linear in linears_of(engine))
+    assert all(linear._kernel is linear._fastest for linear in linears_of(engine))
     assert all(np.array_equal(a.logprobs, b.logprobs) for a, b in zip(found, expected, strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(engine.resident(name), before, strict=True))
     engine.load(*weights_of(model, format_name, version=2))
-    assert not any(linear._packed_for is linear._kernel for linear in linears_of(engine)), "a new version is not packed"
+    assert all(linear._kernel is QuantizedLinear(linear.resident(), None)._kernel for linear in linears_of(engine)), (
+        "a new version is not packed"
+    )
+
+
+@pytest.mark.parametrize("format_name", ["none", "int8"])
+def test_an_engine_whose_weights_do_not_survive_packing_is_stale(tiny_spec, tokenizer, model, format_name, monkeypatch):
+    def fails(*_) -> None:
+        raise StaleWeights("others")
+
+    engine = engine_with(tiny_spec, model, format_name)
+    if format_name == "int8":
+        monkeypatch.setattr(torch_engine, "_PACK_CODES_AFTER", 2)
+        monkeypatch.setattr(QuantizedLinear, "pack", fails)
+    else:
+        engine._head = fails
+    with pytest.raises(StaleWeights, match="others"):
+        engine.generate(requests_for(tokenizer, 4, 2), version=1)
+    with pytest.raises(StaleWeights, match="unverified weights"):
+        engine.generate(requests_for(tokenizer, 4, 2), version=1)
 
 
 def linears_of(engine):

@@ -20,7 +20,7 @@ from qurl_ray.config.model import TinyModel
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
-from qurl_ray.policy.ranges import measured_folds
+from qurl_ray.policy.ranges import measured_factors
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
@@ -63,7 +63,7 @@ def save_run(runs: Path, name: str, *, seed: int) -> Path:
     save_policy(model, tokenizer, run / "policy")
     fmt = get_format("int8", weight_max_code(get_format("int8"), torch.device("cpu")))
     keep = QuantizationConfig().keep
-    factors = measured_folds(model, quantized_parameters(model, keep))
+    factors = measured_factors(model, quantized_parameters(model, keep))
     save_quantized(model, tokenizer, run / "policy-int8", fmt, keep, factors)
     (run / "config.yaml").write_text("name: " + name)
     (run / "summary.json").write_text(json.dumps({"name": name}))

@@ -150,6 +150,18 @@ def check_reward(config: TaskConfig, reward: str, problem: Problem | None) -> No
         )
 
 
+def unequalized(config: RunConfig, model: PreTrainedModel) -> list[str]:
+    """Return a sentence if `quantization.equalize=auto` leaves out this model, whose architecture is not known."""
+    name = config.rollout.quantization
+    if config.quantization.equalize != "auto" or name == "none" or not config.quantization.equalizes(name):
+        return []
+    try:
+        norm_fed(model)
+    except QuantizationError as error:
+        return [f"quantization.equalize=auto has no effect here, and codes are coarser than they could be: {error}"]
+    return []
+
+
 def check_model(config: RunConfig, model: PreTrainedModel) -> None:
     """Check that the architecture can be quantized and scaled as configured.
 

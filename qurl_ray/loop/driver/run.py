@@ -30,7 +30,7 @@ from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
-from qurl_ray.loop.driver.prepare import Checked, Prepared, check_run, prepare
+from qurl_ray.loop.driver.prepare import Checked, Prepared, check_run, prepare, unequalized
 from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import summarize
 from qurl_ray.loop.driver.watch import Fit, Watch
@@ -98,7 +98,7 @@ def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopReque
             if promise := prepared.promise:  # of this machine: a resumed run may have started on another
                 _announce([promise.sentence()], "info" if promise.kept else "warning", tracker)
             if not resume:  # else metrics.jsonl has them already
-                _announce(idle_settings(config), "warning", tracker)
+                _announce([*idle_settings(config), *unequalized(config, checked.model)], "warning", tracker)
                 _announce(prepared.task.notes, "info", tracker)
             with _cluster(config, stops):
                 totals = _train(config, prepared, place, totals, tracker, stops)

@@ -21,7 +21,7 @@ from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
-from qurl_ray.quant.equalize import Fold
+from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.uaq import unfold
 from qurl_ray.types import PolicySpec
@@ -74,7 +74,8 @@ class Saver:
         """Write policy/, and policy-<format>/ if a quantized policy is exported."""
         self._gather()
         exported = self._config.export.format(self._config.rollout.quantization)
-        factors = self._learner.equalized() if exported != "none" else {}
+        equalizes = exported != "none" and self._config.quantization.equalizes(exported)
+        factors = self._learner.factors() if equalizes else {}
         if self._policy is None:
             return
         with _writing("the final policy", self._run_dir):
@@ -84,7 +85,7 @@ class Saver:
             finally:  # even if the export fails
                 self._save_policy(self._run_dir / "policy")
 
-    def _save_quantized(self, format_name: str, factors: Mapping[str, Fold]) -> None:
+    def _save_quantized(self, format_name: str, factors: Mapping[str, Factors]) -> None:
         """Write the quantized policy, still folded by UAQ, and equalized: its codes are those that the engines hold
         and that the evaluation judges."""
         fmt = get_format(format_name, fleet_weight_max_code(self._config, self._coordinator, format_name))

@@ -16,7 +16,7 @@ from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.protocol import EnginePrecision, Learner
 from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
-from qurl_ray.quant.equalize import Fold, folded
+from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import get_format
 from qurl_ray.sync.publish import Bucket, Publisher
 from qurl_ray.sync.transport import Link, Probes, Transport, connect
@@ -83,13 +83,13 @@ class Sender:
             quantized=self._publisher.quantized,
             unquantized=unquantized,
             kv_cache=self._config.rollout.kv_cache,
-            folds=self._learner.equalized() if fmt else {},
+            factors=self._learner.factors() if fmt and self._config.quantization.equalizes(fmt.name) else {},
         )
         buckets = self._publisher.prepare(
             self._parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
         )
         self._attempt = 0
-        usual = self.sent == format_name and before is not None and _same(before.folds, self._precision.folds)
+        usual = self.sent == format_name and before is not None and _same(before.factors, self._precision.factors)
         self._unprobed += 1
         self._probed = not usual or self._unprobed >= self._config.sync.probe_every
         self._unprobed = 0 if self._probed else self._unprobed
@@ -100,7 +100,7 @@ class Sender:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the learner's parameters as the engines are to hold them, before they are quantized."""
-        return folded(self._learner.named_parameters(), self._precision.folds if self._precision else {})
+        return equalized(self._learner.named_parameters(), self._precision.factors if self._precision else {})
 
     def _sends_changes(self) -> bool:
         delta = self._config.sync.delta
@@ -183,9 +183,9 @@ class Sender:
         return gaps
 
 
-def _same(before: Mapping[str, Fold], after: Mapping[str, Fold]) -> bool:
+def _same(before: Mapping[str, Factors], after: Mapping[str, Factors]) -> bool:
     """Return True if the factors are equal; they are the same objects unless some have moved."""
-    return before.keys() == after.keys() and all(after[name] is fold for name, fold in before.items())
+    return before.keys() == after.keys() and all(after[name] is one for name, one in before.items())
 
 
 def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str]) -> UnifiedFlow | None:
@@ -198,6 +198,7 @@ def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str
         quantized=quantized,
         backward=config.backward(),
         emulate=config.quantization.kernel == "emulation",
+        equalized=config.quantization.equalizes(name),
     )
 
 

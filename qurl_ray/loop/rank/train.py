@@ -88,7 +88,9 @@ def train_loop(context: dict[str, Any]) -> None:
         reference=reference,
         penalty=penalty(config.algorithm),
         flow=unified_flow(config, coordinator, names),
-        equalizer=equalizer_for(model, config.quantization, names, rollouts if rollouts != "none" else exported),
+        equalizer=equalizer_for(
+            model, config.quantization, names, {rollouts, exported} - {"none"}, device=config.learner.device
+        ),
         calibrate_every=config.algorithm.calibrate_every,
     )
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)

@@ -62,7 +62,9 @@ class Rig:
         self.model = load_model(spec)
         settings = objective_settings(self.config)
         names = quantized_parameters(self.model, self.config.quantization.keep)
-        self.equalizer = equalizer_for(self.model, self.config.quantization, names, self.config.rollout.quantization)
+        self.equalizer = equalizer_for(
+            self.model, self.config.quantization, names, {self.config.rollout.quantization} - {"none"}
+        )
         learner = make_learner(
             self.model, self.config.learner, settings, temperature=1.0, total_updates=1, equalizer=self.equalizer
         )
