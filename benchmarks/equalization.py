@@ -1,4 +1,4 @@
-"""Are codes truer with equalization? python benchmarks/equalization.py (40 minutes), or --quick (5, the first table).
+"""Are codes truer with equalization? python benchmarks/equalization.py (40 minutes), --only a table, or --quick (5).
 
 The first table is SmolLM2-135M-Instruct on answers that it draws itself, at temperature 1, to the problems of
 jobs/configs/smollm2_135m.yaml: for each format, KL(b‖p) over the vocabulary, ESS and the share of tokens whose ratio
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import engines
 import torch
@@ -37,6 +37,7 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.types import Request, SamplingParams
 
+Part = Literal["truth", "learning"]
 CONFIG = ROOT / "jobs" / "configs" / "smollm2_135m.yaml"
 FORMATS = ("int8", "fp8", "fp8_block", "int4")
 CLIP = (0.8, 1.28)
@@ -167,28 +168,41 @@ def learning_table(found: dict[str, list[Cell]]) -> list[str]:
 COLUMNS = ("mismatch/kl", "mismatch/ess", "clip/upper")
 
 
+def learning(starts: int, runs: Path) -> dict[str, list[Cell]]:
+    """Run the quickstart from several cold starts, without equalization and with it."""
+    found: dict[str, list[Cell]] = {}
+    for start in range(starts):
+        for arm in ARMS:
+            common = (f"model.seed={start}", "steps=120")
+            done = cell("equalization", "jobs/configs/quickstart.yaml", common, arm, 0, runs.resolve(), quiet=True)
+            found.setdefault(arm.name, []).append(done)
+    return found
+
+
 def main(
-    quick: Annotated[bool, typer.Option(help="Only the first table, on a quarter of the answers.")] = False,
+    only: Annotated[Part | None, typer.Option(help="A table, beside what FILE has of the other.")] = None,
+    quick: Annotated[bool, typer.Option(help="The first table alone, on a quarter of the answers.")] = False,
     starts: Annotated[int, typer.Option(help="Cold starts of the second table.")] = 3,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "equalization",
     out: Annotated[Path, typer.Option(help="The JSON file; the tables go beside it.")] = RESULTS / "equalization.json",
 ) -> None:
     """Measure how true codes are with equalization and without, and what a policy learns with each."""
-    rows = list(truth(16 if quick else 64, 32))
-    text = ["# Equalization", "", f"`python benchmarks/equalization.py`; {machine()}", "", *truth_table(rows), ""]
-    print("\n".join(text), flush=True)
-    found: dict[str, list[Cell]] = {}
-    if not quick:
-        for arm in ARMS:
-            for start in range(starts):
-                common = (f"model.seed={start}", "steps=120")
-                done = cell("equalization", "jobs/configs/quickstart.yaml", common, arm, 0, runs.resolve(), quiet=True)
-                found.setdefault(arm.name, []).append(done)
-        text += [*learning_table(found), ""]
-        print("\n".join(text[-4:]))
-    learned = {name: [one.summary for one in done] for name, done in found.items()}
-    out.write_text(json.dumps({"truth": rows, "learning": learned, "machine": machine()}, indent=2) + "\n")
-    out.with_suffix(".md").write_text("\n".join(text))
+    figures = json.loads(out.read_text()) if only and out.exists() else {"tables": {}, "machines": {}}
+    for part in [only] if only else ["truth"] if quick else list(get_args(Part)):
+        if part == "truth":
+            rows = list(truth(16 if quick else 64, 32))
+            figures["truth"], figures["tables"][part] = rows, truth_table(rows)
+        else:
+            found = learning(starts, runs)
+            figures["learning"] = {name: [one.summary for one in done] for name, done in found.items()}
+            figures["tables"][part] = learning_table(found)
+        figures["machines"][part] = machine()
+        out.write_text(json.dumps(figures, indent=2) + "\n")  # keeps the measured table if the next one fails
+    lines = ["# Equalization", "", "`python benchmarks/equalization.py`"]
+    lines += [f"- {part}: {where}" for part, where in figures["machines"].items()]
+    lines += [line for table in figures["tables"].values() for line in ("", *table)]
+    print("\n".join(lines))
+    out.with_suffix(".md").write_text("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":
