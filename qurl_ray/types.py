@@ -141,7 +141,7 @@ class TensorRecord:
     bytes: int
     """Bytes that are sent: encoded size of a delta or of the whole tensor."""
     changed: int = 0
-    """Number of codes (or values) that differ from the last version sent; 0 if none was sent in this format."""
+    """Number of codes that differ from the last version sent; 0 if none was sent in this format, and without codes."""
     base_version: int | None = None
     """Version that the delta is relative to; None if the whole tensor is sent."""
     tied: bool = False

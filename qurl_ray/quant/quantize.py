@@ -4,6 +4,7 @@ Rounding is to nearest (ties to even). The learner's master weights stay in floa
 quantizations, and no calibration is needed: scales are computed from the values themselves.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,17 @@ class QTensor:
 
     @classmethod
     def from_numpy(cls, codes: np.ndarray, scale: np.ndarray, fmt: Format) -> "QTensor":
-        """Invert `to_numpy`. It copies, because buffers from an object store are read-only."""
-        return cls(codes=torch.tensor(codes).view(fmt.dtype), scale=torch.tensor(scale), fmt=fmt)
+        """Invert `to_numpy`. Without a copy, too: what must outlive a buffer of an object store has to be copied."""
+        return cls(codes=shared(codes).view(fmt.dtype), scale=shared(scale), fmt=fmt)
+
+
+def shared(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor that shares the array's memory. If that is read-only, nothing may be written to the tensor."""
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable")
+        return torch.from_numpy(array)
 
 
 _MIDDLE = 128.0
@@ -83,7 +93,11 @@ def quantize_by(
         raise QuantizationError(f"{fmt.name}: weight has nan or inf in {bad} of {rows} rows")
     scale = amax * clip / fmt.weight_max
     scale = torch.where(scale > 0, scale, 1.0)
-    codes = rounding((blocks / scale).clamp_(-fmt.weight_max, fmt.weight_max))
+    ratios = blocks / scale
+    # Elsewhere, a ratio exceeds the largest code by an error of rounding at most. Subnormal scales have few bits.
+    if clip < 1 or bool((scale < _LEAST).any()):
+        ratios.clamp_(-fmt.weight_max, fmt.weight_max)
+    codes = rounding(ratios)
     codes_NK = codes.flatten(2).flatten(0, 1)[:rows, :columns]
     return QTensor(codes=codes_NK.to(fmt.dtype).contiguous(), scale=scale[:, 0, :, 0].contiguous(), fmt=fmt)
 

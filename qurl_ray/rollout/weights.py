@@ -22,7 +22,7 @@ from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.kernels import kernel_for
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, concatenate, rows
+from qurl_ray.quant.quantize import QTensor, concatenate, rows, shared
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.types import Manifest, TensorRecord
 
@@ -136,9 +136,7 @@ class EngineWeights:
         if record.format == "none":
             if leaf == "weight" and isinstance(module, QuantizedLinear | RowsOf):
                 module = self._swap(path, self._plain_linear(record.shape, module.bias))
-            # torch warns about buffers from an object store, which are read-only, unless it copies them.
-            values = torch.from_numpy(parts[0]) if parts[0].flags.writeable else torch.tensor(parts[0])
-            getattr(module, leaf).copy_(values)
+            getattr(module, leaf).copy_(shared(parts[0]))
             return
         codes, scale = parts
         q = QTensor.from_numpy(codes, scale, get_format(record.format, max_code))
@@ -181,7 +179,8 @@ class EngineWeights:
         return [f"{parent}.{name}" for name in names]
 
     def _linear(self, parts: Sequence[QTensor]) -> QuantizedLinear:
-        """Return one linear that computes all parts, without a bias, because biases may still arrive."""
+        """Return one linear that computes all parts, without a bias, because biases may still arrive. `concatenate`
+        copies them out of the buffers in which they came."""
         return QuantizedLinear(concatenate(parts), None, emulate=self._emulate)
 
     def _biases(self, paths: Sequence[str], sizes: Sequence[int]) -> torch.Tensor | None:

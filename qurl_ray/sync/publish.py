@@ -199,8 +199,9 @@ def _compared(
     if before is None or before.encoding != whole.encoding or before.arrays[0].shape != whole.arrays[0].shape:
         return record, whole
     deltas = tuple(map(encode_delta, before.arrays, whole.arrays)) if base is not None else (None,)
-    changed = deltas[0].count if deltas[0] else int(np.count_nonzero(before.arrays[0] != whole.arrays[0]))
-    record = replace(record, changed=changed)
+    if whole.encoding == "codes":  # of other tensors nobody asks
+        changed = deltas[0].count if deltas[0] else int(np.count_nonzero(before.arrays[0] != whole.arrays[0]))
+        record = replace(record, changed=changed)
     if not any(deltas):
         return record, whole
     parts = tuple(delta or part for delta, part in zip(deltas, whole.parts, strict=True))
