@@ -1,7 +1,9 @@
 """Environment variables of the libraries that torch computes with. They are set when `qurl_ray` is imported."""
 
+import ctypes
 import os
 import sys
+from contextlib import suppress
 
 TORCH_WAS_FIRST = "torch" in sys.modules and "MKL_CBWR" not in os.environ
 """True if torch was imported before MKL_CBWR was set, so that MKL may have computed in another mode."""
@@ -14,3 +16,20 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # one waits for another that does not run (benchmarks/spinning.py). libgomp reads this when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# glibc gives memory back to the system as soon as it is free. Tensors of megabytes are then fetched again, page by
+# page, in every operation: most of the time of a sync, and part of an update (docs/LOG.md). With these values it keeps
+# up to 2 GiB, and the threads of a process share them. It reads the variables when a process starts: this process is
+# told by a call, those that it starts find them.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": (-3, 2**30),
+    "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1),
+    "MALLOC_ARENA_MAX": (-8, 1),
+}
+"""Variables of glibc's malloc: the numbers of these parameters in mallopt(3), and their values."""
+if sys.platform == "linux" and not _MALLOC.keys() & os.environ.keys():
+    with suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for name, (parameter, value) in _MALLOC.items():
+            mallopt(parameter, value)
+            os.environ[name] = str(value)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -128,3 +129,34 @@ def test_openmp_s_threads_sleep_soon_unless_told_otherwise(given, found):
     counts = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     assert counts
     assert set(counts) == {found} if found else "1000" not in counts
+
+
+PAGES = """
+import qurl_ray
+from resource import RUSAGE_SELF, getrusage
+from threading import Thread
+
+def work():
+    for _ in range(9):
+        found.append(getrusage(RUSAGE_SELF).ru_minflt)
+        bytearray(96 * 2**20)
+
+found = []
+thread = Thread(target=work)
+thread.start()
+thread.join()
+print(found[-1] - found[3])
+"""
+"""Program that prints how many pages it fetched for five blocks of 24,576 pages each, in a thread, as learners do."""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+@pytest.mark.parametrize("start", ["told by a call", "told by its parent", "told otherwise"])
+def test_memory_that_returns_is_kept_unless_told_otherwise(start):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    code = PAGES
+    if start == "told by its parent":
+        code = f"import qurl_ray, subprocess, sys; subprocess.run([sys.executable, '-c', {PAGES!r}], check=True)"
+    given = {"MALLOC_TRIM_THRESHOLD_": "131072"} if start == "told otherwise" else {}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 100_000) == (start == "told otherwise"), done.stdout

@@ -8,6 +8,8 @@ linear is computed as its format requires.
 |---|---|---|---|
 | onednn | x86 CPU with AMX | int8 | rows of more than 16 |
 | fbgemm | x86 CPU | int8 | any |
+| in_place | CPU where torch's 8-bit product is exact | int8, until codes are packed | 2 and more |
+| numerics.products: oneDNN or MKL, by the self-check | CPU | none (float32) | any |
 | int_mm | CUDA | int8 | multiples of 8 |
 | scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
 | scaled_mm_block | CUDA, compute capability 9.0, CUDA 12.9 | fp8_block | multiples of 128 |
