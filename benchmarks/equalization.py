@@ -4,7 +4,7 @@ The first table is SmolLM2-135M-Instruct on answers that it draws itself, at tem
 jobs/configs/smollm2_135m.yaml: for each format, KL(b‖p) over the vocabulary, ESS and the share of tokens whose ratio
 p/b leaves the clip range. Rows are without equalization, with factors from random tokens, as in the first step of a
 run, and with factors from other answers, as in the steps after it. The second table is the
-quickstart from three cold starts, with INT8 rollouts. `make smollm2` installs the weights. Writes
+quickstart from three cold starts, 120 steps with INT8 rollouts. `make smollm2` installs the weights. Writes
 benchmarks/results/equalization.{json,md}.
 """
 
@@ -173,7 +173,7 @@ def learning(starts: int, runs: Path) -> dict[str, list[Cell]]:
     found: dict[str, list[Cell]] = {}
     for start in range(starts):
         for arm in ARMS:
-            common = (f"model.seed={start}", "steps=120")
+            common = (f"model.seed={start}", "steps=120", "rollout.threads=1", "learner.threads=1")
             done = cell("equalization", "jobs/configs/quickstart.yaml", common, arm, 0, runs.resolve(), quiet=True)
             found.setdefault(arm.name, []).append(done)
     return found
