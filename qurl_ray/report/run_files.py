@@ -115,6 +115,12 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         return None
 
 
+def has_finished(summary: dict[str, Any]) -> bool:
+    """True if a summary says that its run ended by itself, after a number of steps. One without these words does not
+    say it."""
+    return is_step(summary.get("steps")) and summary.get("interrupted") is False
+
+
 def run_name(run_dir: Path) -> str:
     """Return the run's name from config.yaml, else that of the folder."""
     return str(_config(run_dir / "config.yaml").get("name") or run_dir.resolve().name)

@@ -88,7 +88,6 @@ def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) ->
 
 def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopRequests) -> RunResult:
     run_dir, resume = place.path, place.resume
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now resumes
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
         try:
@@ -129,7 +128,6 @@ def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopReque
 def rewound(place: RunDir, tracker: Tracker) -> RunTotals:
     """Remove from the run's files what came after the checkpoint that it resumes from. Return the totals up to it."""
     if not place.resume:
-        tracker.rewind(-1)  # an earlier start that failed may have left messages
         return RunTotals()
     tracker.rewind(place.resume.step)
     return RunTotals.of(place.resume.state()["totals"])
