@@ -135,7 +135,8 @@ def test_no_run_is_an_error_with_the_way_out(tmp_path):
 
 NOT_FINISHED = [
     b"[]", b"3", b"null", b"{", b"", b"\xff", b"[" * 100_000, b"{}", b'{"steps": 3}',
-    b'{"steps": 3, "interrupted": null}', b'{"steps": null, "interrupted": false}', b'{"steps": 3, "interrupted": true}',
+    b'{"steps": 3, "interrupted": null}', b'{"steps": null, "interrupted": false}',
+    b'{"steps": 3, "interrupted": true}',
 ]  # fmt: skip
 
 

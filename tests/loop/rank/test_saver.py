@@ -1,6 +1,5 @@
 """What is left when a checkpoint cannot be written."""
 
-import resource
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +12,6 @@ from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.loop.rank.saver import Saver
 from qurl_ray.policy.load import load_model
 from tests.loop.test_checkpoint import hold_open, write
-
-
-@pytest.fixture
-def small_files():
-    """No file may have more than 100 kB, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
