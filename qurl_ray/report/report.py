@@ -29,7 +29,7 @@ _WARNINGS = 20
 _STATES = {
     "finished": "It made all its steps, or reached its target.",
     "interrupted": "It was asked to stop before its last step; it evaluated and saved what it had.",
-    "unfinished": "There is no summary.json: the run is still going on, or something ended it.",
+    "unfinished": "No summary.json says how it ended: the run is still going on, or something ended it.",
     "failed": "An error ended it; what follows is what it had recorded until then.",
 }
 
@@ -102,7 +102,7 @@ def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
         "name": settings.get("name") or run_dir.resolve().name,
         "state": state,
         "state_sentence": _STATES[state],
-        "done": len(record.rows),
+        "done": record.done,
         "planned": record.planned,
         "began": _utc(record.began),
         "ended": _utc(record.ended),

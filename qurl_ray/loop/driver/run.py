@@ -128,8 +128,9 @@ def rewound(place: RunDir, tracker: Tracker) -> RunTotals:
     """Remove from the run's files what came after the checkpoint that it resumes from. Return the totals up to it."""
     if not place.resume:
         return RunTotals()
-    tracker.rewind(place.resume.step)
-    return RunTotals.of(place.resume.state()["totals"])
+    totals = RunTotals.of(place.resume.state()["totals"])
+    tracker.rewind(place.resume.step, totals.evaluations)
+    return totals
 
 
 def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracker: Tracker) -> None:

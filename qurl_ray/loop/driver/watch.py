@@ -114,7 +114,7 @@ class Watch:
         if event.kind == "rewind":  # the learner resumes from a checkpoint: later events will come again
             state = event.values["totals"]
             self._totals = RunTotals.of(state) if state else RunTotals()
-            self._tracker.rewind(event.step)
+            self._tracker.rewind(event.step, self._totals.evaluations)
         else:
             self._totals.add(event)
             self._tracker.handle(event)

@@ -13,13 +13,25 @@ import yaml
 from qurl_ray.config import load_config
 from qurl_ray.errors import CheckpointError, ConfigError
 from qurl_ray.loop.checkpoint import complete, partial_folder
+from qurl_ray.loop.driver.run import rewound
 from qurl_ray.loop.driver.run_dir import look_at_run_dir, open_run_dir
 from qurl_ray.loop.rank.saver import check_shared
+from qurl_ray.loop.totals import RunTotals
+from qurl_ray.tracking.tracker import Tracker
+from qurl_ray.types import Event
 from tests.loop.test_checkpoint import write
 
 
 def config(folder, *overrides):
     return load_config(None, [f"output_dir={folder}", "name=mine", *overrides])
+
+
+def write_state(run_dir, step, state):
+    """Write a checkpoint with a state of the coordinator."""
+    partial = partial_folder(run_dir, step)
+    (partial / "learner").mkdir(parents=True)
+    (partial / "loop.json").write_text(json.dumps(state))
+    complete(partial, step=step, reward=None)
 
 
 FINISHED = {"steps": 100, "interrupted": False}
@@ -288,10 +300,7 @@ def test_failed_starts_leave_no_folders_behind(tmp_path):
 @pytest.mark.parametrize(("reached", "resumes"), [(3, False), (None, True), (2, True), ("damaged", True)], ids=str)
 def test_whether_a_run_reached_its_target_is_a_question_to_its_checkpoint(tmp_path, reached, resumes):
     run_dir = unfinished(tmp_path)
-    partial = partial_folder(run_dir, 3)
-    (partial / "learner").mkdir(parents=True)
-    (partial / "loop.json").write_text(json.dumps({"totals": {"reached_at": reached}} if reached != "damaged" else {}))
-    complete(partial, step=3, reward=None)
+    write_state(run_dir, 3, {"totals": {"reached_at": reached}} if reached != "damaged" else {})
     summary = {"steps": 3, "interrupted": False, "target_reached_at_step": 3}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     with open_run_dir(config(tmp_path)) as place:
@@ -332,6 +341,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path):
     with open_run_dir(config(tmp_path)) as place:
         assert place.resume.step == 3
         assert "loop.json is damaged" in place.notes[0]
+
+
+def test_a_resumed_run_says_which_evaluation_its_log_has_lost(tmp_path):
+    totals = RunTotals(steps=3)
+    totals.add(Event(kind="evaluation", step=0, message="before", values={}))
+    write_state(unfinished(tmp_path), 3, {"totals": totals.state()})
+    with open_run_dir(config(tmp_path)) as place:
+        quiet = config(tmp_path, "tracking.console=none", "tracking.mlflow=false")
+        with Tracker(place.path, quiet, resolved={}) as tracker:
+            assert rewound(place, tracker) == totals
+    assert "lacks the evaluation before: reports leave it out" in (place.path / "metrics.jsonl").read_text()
 
 
 def test_a_run_that_is_going_on_is_not_moved(tmp_path):

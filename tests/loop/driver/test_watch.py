@@ -58,7 +58,7 @@ class Driver:
     def request(self, number: signal.Signals, *, in_s: float) -> None:
         threading.Timer(in_s, self.stops.signals.append, [number]).start()
 
-    def seconds(self, error: type[BaseException], match: str = "") -> float:
+    def seconds(self, error: type[BaseException], match: str | None = None) -> float:
         """Run until the loop raises this error, and return how long that took."""
         started = time.monotonic()
         with pytest.raises(error, match=match):
