@@ -13,9 +13,9 @@ from qurl_ray.config.shown import redacted
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_p_value
+from qurl_ray.files import write_whole
 from qurl_ray.report.compare import Difference, Run, compare, newest, read_runs
 from qurl_ray.report.compare_page import console_table, render_comparison
-from qurl_ray.report.page import write_page
 
 NEWEST = 4
 
@@ -43,7 +43,7 @@ def main(
         found = chosen(names or [], experiment, mlflow_address(uri, place), place)
         comparison = compare(found, difference)
         path = (out or place / "compare.html").expanduser().resolve()
-        write_page(path, render_comparison(comparison, experiment or "Comparison of runs"))
+        write_whole(path, render_comparison(comparison, experiment or "Comparison of runs"))
     except QurlError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

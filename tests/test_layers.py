@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
-    {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache"},
+    {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache", "files"},
     {"numerics"},
     {"rl", "quant", "rewards", "report"},
     {"policy", "data", "tracking"},
@@ -64,6 +64,7 @@ SIBLINGS = {
     ("config", "errors"),
     ("config", "tables"),
     ("config", "extensions"),
+    ("config", "files"),
 }
 """Pairs (importer, imported) inside a layer; nothing goes the other way."""
 

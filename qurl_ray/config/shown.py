@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from qurl_ray.files import write_whole
+
 _USERINFO = re.compile(r"(?<=://)(?:[^/\s]*|[^/\s:]*:[^\s@]*)@")
 """User and password of an address. The second form is a password with a slash, which databases accept."""
 _QUERY_SECRET = re.compile(
@@ -30,11 +32,7 @@ def shortened(text: str, limit: int = 200) -> str:
 
 def write_settings(path: Path, text: str) -> None:
     """Replace a file of settings, atomically. Only this user can read it if one of them holds a password."""
-    whole = path.with_name(f".{path.name}")
-    whole.unlink(missing_ok=True)
-    whole.touch(mode=0o600 if redacted(text) != text else 0o666)
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(path)
+    write_whole(path, text, mode=0o600 if redacted(text) != text else 0o666)
 
 
 def reason(error: Exception, limit: int = 300) -> str:

@@ -16,16 +16,22 @@ import hashlib
 import json
 import os
 import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from qurl_ray.errors import CheckpointError
 
 LOOP = "loop.json"
 """Name of the file with the coordinator's state."""
 _MANIFEST = "manifest.json"
+_OLD = ".old-"
+"""Beginning of the names of folders that are being removed."""
 _DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """Errors of reading that are about what is there; any other OSError is about the access to it."""
 _CHUNK = 1 << 22
@@ -65,10 +71,31 @@ def complete(partial: Path, *, step: int, reward: float | None) -> Checkpoint:
         os.fsync(file.fileno())
     folder = partial.with_name(partial.name.removeprefix("."))
     if folder.exists():  # of a run that continued a little after it was given up
-        shutil.rmtree(folder)
+        discard(folder)
     partial.rename(folder)
     _sync(folder.parent)
     return Checkpoint(folder=folder, step=step, reward=reward)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder, by its name at once. Files that cannot be removed, such as those that a reader holds open on
+    NFS, stay in a hidden folder beside it, whose name begins with `.old-`.
+
+    Raises:
+        OSError: the folder cannot be renamed.
+    """
+    hidden = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_OLD))
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def step_folders(run_dir: Path) -> list[Path]:
+    """Return the folders of complete checkpoints, the oldest first; none if the run has made none.
+
+    Raises:
+        OSError: the folder of checkpoints cannot be read.
+    """
+    return _listed(run_dir / "checkpoints", "step-")
 
 
 def verify(folder: Path) -> Checkpoint:
@@ -102,7 +129,7 @@ def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """
     rejected: dict[Path, CheckpointError] = {}
     try:
-        for folder in sorted((run_dir / "checkpoints").glob("step-*"), reverse=True):
+        for folder in reversed(step_folders(run_dir)):
             try:
                 found = verify(folder)
             except CheckpointError as error:
@@ -110,7 +137,8 @@ def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
                 continue
             for damaged in rejected:
                 aside = damaged.with_name(f"damaged.{damaged.name}")
-                shutil.rmtree(aside, ignore_errors=True)
+                if aside.exists():
+                    discard(aside)
                 damaged.rename(aside)
             return found, [f"checkpoint passed over: {error}" for error in rejected.values()]
     except OSError as error:
@@ -126,23 +154,32 @@ def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def prune(run_dir: Path, keep: int) -> None:
     """Delete all checkpoints except the latest `keep` and the one with the best held-out reward. Half-written ones are
-    deleted, too."""
-    root = run_dir / "checkpoints"
+    deleted, too. What cannot be deleted stays until the next call, and costs nothing else."""
     found = []
-    for folder in sorted(root.glob("step-*")):
-        try:
-            found.append(_read(folder)[0])
-        except (CheckpointError, OSError):
-            continue  # left for the user to inspect
+    with suppress(OSError):
+        for folder in step_folders(run_dir):
+            with suppress(CheckpointError, OSError):  # left for the user to inspect
+                found.append(_read(folder)[0])
     measured = [checkpoint for checkpoint in found if checkpoint.reward is not None]
     kept = {checkpoint.step for checkpoint in found[-keep:]}
     if measured:
         kept.add(max(measured, key=lambda checkpoint: (checkpoint.reward, checkpoint.step)).step)
     for checkpoint in found:
         if checkpoint.step not in kept:
-            shutil.rmtree(checkpoint.folder)
-    for partial in root.glob(".step-*"):
-        shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):
+                discard(checkpoint.folder)
+    with suppress(OSError):
+        for left in _listed(run_dir / "checkpoints", ".step-", _OLD):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _listed(folder: Path, *prefixes: str) -> list[Path]:
+    """Sorted entries of a folder whose names begin with a prefix; none if the folder is absent. Unlike Path.glob, this
+    raises if the folder cannot be read."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if name.startswith(prefixes))
+    except FileNotFoundError:
+        return []
 
 
 def _read(folder: Path) -> tuple[Checkpoint, dict[str, str]]:
@@ -166,13 +203,23 @@ def _own_sum(manifest: dict[str, Any]) -> str:
 def _sums(folder: Path) -> dict[str, str]:
     """SHA-256 of every file except the manifest and what file systems leave there, by relative path. Each file is
     flushed to disk first: a checksum would be worth nothing if a power cut then emptied the file."""
-    paths = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and path != folder / _MANIFEST and not path.name.startswith((".nfs", ".DS_Store"))
-    )
+    paths = sorted(path for path in _files(folder) if path != folder / _MANIFEST)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
         return dict(zip([str(path.relative_to(folder)) for path in paths], pool.map(_sum, paths), strict=True))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, but for what file systems leave there. Unlike Path.rglob, this raises if a
+    folder cannot be read."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for parent, _, names in os.walk(folder, onerror=fail):
+        for path in (Path(parent, name) for name in names if not name.startswith((".nfs", ".DS_Store"))):
+            with suppress(*_DAMAGE):  # a link to nothing
+                if stat.S_ISREG(path.stat().st_mode):
+                    yield path
 
 
 def _sum(path: Path) -> str:

@@ -183,7 +183,7 @@ def _warnings(runs: Sequence[Run]) -> Iterator[str]:
 
 def _steps(run: Run) -> str:
     planned = f" of {run.record.planned:,}" if run.record.planned else ""
-    return f"{len(run.record.rows):,}{planned}"
+    return f"{run.record.done:,}{planned}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

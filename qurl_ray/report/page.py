@@ -7,7 +7,6 @@ The content security policy of a page forbids everything outside the file: other
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -46,20 +45,6 @@ def script_data(value: Any) -> Markup:
     """JSON for a <script type="application/json">. Without "<", no text can end the element or begin a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write a page atomically: a reader sees the old page or the new one, never a partial one.
-
-    Raises:
-        OSError: the folder is missing or not writable.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 @cache  # a run has a page per step

@@ -10,10 +10,11 @@ from typing import Any
 from markupsafe import Markup
 
 from qurl_ray.config.shown import redacted
+from qurl_ray.files import write_whole
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short, signed
 from qurl_ray.report.charts import Chart, Series, StepValues, draw, present
-from qurl_ray.report.page import render_page, write_page
+from qurl_ray.report.page import render_page
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run, read_samples
 from qurl_ray.report.text import MISSING, duration, format_setting
 from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
@@ -28,7 +29,7 @@ _WARNINGS = 20
 _STATES = {
     "finished": "It made all its steps, or reached its target.",
     "interrupted": "It was asked to stop before its last step; it evaluated and saved what it had.",
-    "unfinished": "There is no summary.json: the run is still going on, or something ended it.",
+    "unfinished": "No summary.json says how it ended: the run is still going on, or something ended it.",
     "failed": "An error ended it; what follows is what it had recorded until then.",
 }
 
@@ -79,7 +80,7 @@ def write_report(run_dir: Path, *, outcome: Outcome | None = None) -> Path:
         OSError: the folder is missing or not writable.
     """
     path = run_dir / NAME
-    write_page(path, render_report(run_dir, outcome=outcome))
+    write_whole(path, render_report(run_dir, outcome=outcome))
     return path
 
 
@@ -101,7 +102,7 @@ def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
         "name": settings.get("name") or run_dir.resolve().name,
         "state": state,
         "state_sentence": _STATES[state],
-        "done": len(record.rows),
+        "done": record.done,
         "planned": record.planned,
         "began": _utc(record.began),
         "ended": _utc(record.ended),

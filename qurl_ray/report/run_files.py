@@ -76,12 +76,19 @@ class RunRecord:
         return int(found) if found else None
 
     @property
+    def done(self) -> int:
+        """Number of steps done: the summary's, else that of the recorded ones."""
+        steps: Any = (self.summary or {}).get("steps")
+        return steps if is_step(steps) else len(self.rows)
+
+    @property
     def state(self) -> Literal["finished", "interrupted", "unfinished"]:
-        """State of the run. "unfinished" means that it has not ended, or that it ended without a summary.json."""
-        if self.summary is None:
-            return "unfinished"
-        stopped_early = self.planned is not None and len(self.rows) < self.planned
-        return "interrupted" if self.summary.get("interrupted", stopped_early) else "finished"
+        """State of the run, as summary.json has it. "unfinished" means that it has not ended, or that it ended without
+        a summary that says how."""
+        summary = self.summary or {}
+        if has_finished(summary):
+            return "finished"
+        return "interrupted" if summary.get("interrupted") is True else "unfinished"
 
 
 def read_run(run_dir: Path) -> RunRecord:
@@ -113,6 +120,12 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         return json_object((run_dir / "summary.json").read_bytes())
     except FileNotFoundError:
         return None
+
+
+def has_finished(summary: dict[str, Any]) -> bool:
+    """True if a summary says that its run ended by itself, after a number of steps. One without these words does not
+    say it."""
+    return is_step(summary.get("steps")) and summary.get("interrupted") is False
 
 
 def run_name(run_dir: Path) -> str:

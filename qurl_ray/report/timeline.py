@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.report.page import render_page, script_data, write_page
+from qurl_ray.files import write_whole
+from qurl_ray.report.page import render_page, script_data
 from qurl_ray.report.run_files import finite, read_spans, run_name
 from qurl_ray.report.text import one_line
 from qurl_ray.spans import EVALUATION, ROLLOUTS, STEPS
@@ -71,8 +72,8 @@ def write_timeline(run_dir: Path) -> Path | None:
     spans = read_timeline(run_dir)
     if not spans:
         return None
-    write_page(run_dir / TRACE, json.dumps(chrome_trace(spans), allow_nan=False, separators=(",", ":")))
-    write_page(run_dir / PAGE, timeline_page(run_name(run_dir), spans))
+    write_whole(run_dir / TRACE, json.dumps(chrome_trace(spans), allow_nan=False, separators=(",", ":")))
+    write_whole(run_dir / PAGE, timeline_page(run_name(run_dir), spans))
     return run_dir / PAGE
 
 

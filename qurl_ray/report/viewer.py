@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.report.page import TEXT_LIMIT, render_page, script_data, write_page
+from qurl_ray.files import write_whole
+from qurl_ray.report.page import TEXT_LIMIT, render_page, script_data
 from qurl_ray.report.run_files import finite, run_name, sample_places, samples_at
 from qurl_ray.report.text import one_line
 from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch, numbers
@@ -65,10 +66,10 @@ def write_rollouts(run_dir: Path, *, limit_bytes: float = math.inf) -> Path | No
     for i, step in enumerate(steps):
         samples = [card(sample) for sample in samples_at(run_dir, places[step])]
         around = {"before": steps[i - 1] if i else None, "after": steps[i + 1] if i + 1 < len(steps) else None}
-        write_page(folder / page_name(step), step_page(name, step, samples, links, **around))
+        write_whole(folder / page_name(step), step_page(name, step, samples, links, **around))
         rows.append(step_row(step, samples))
     page = render_page("viewer_index.html.j2", styles=_STYLES, name=name, rows=rows, links=links, page_name=page_name)
-    write_page(folder / "index.html", page)
+    write_whole(folder / "index.html", page)
     return folder / "index.html"
 
 

@@ -10,7 +10,7 @@ from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError
-from qurl_ray.report.run_files import read_summary
+from qurl_ray.report.run_files import has_finished, read_summary
 
 _MODELS = "models:/"
 
@@ -124,7 +124,7 @@ def _latest_run(folder: Path) -> Path:
 
 def _finished(run: Path) -> bool:
     summary = read_summary(run)
-    return summary is not None and not summary.get("interrupted", False)
+    return summary is not None and has_finished(summary)
 
 
 def _of_run(run: Path, quantization: str) -> Path:

@@ -18,7 +18,6 @@ from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
 from qurl_ray.tracking.mlflow_client import mlflow_at
 
 _FILES = ("metrics.jsonl", "config.yaml", "summary.json")
-_ENDED = ("FINISHED", "KILLED")
 
 
 def experiment_runs(uri: str, experiment: str) -> list[Run]:
@@ -66,10 +65,15 @@ def _from_metrics(client: MlflowClient, run: MlflowRun) -> RunRecord:
                 rows.setdefault(metric.step, {})[name] = finite(metric.value)
     return RunRecord(
         config={key: _plain(value) for key, value in run.data.params.items()},
-        summary={} if run.info.status in _ENDED else None,
+        summary=_summary(run.info.status, max(rows, default=0)),
         rows=sorted(rows.items()),
         evaluations=[_evaluation(*place, values) for place, values in sorted(evaluations.items())],
     )
+
+
+def _summary(status: str, steps: int) -> dict[str, Any] | None:
+    """What of a summary follows from MLflow's status of a run; None if it has not ended or has failed."""
+    return {"steps": steps, "interrupted": status == "KILLED"} if status in ("FINISHED", "KILLED") else None
 
 
 def _evaluation(part: str, step: int, values: Mapping[str, float | None]) -> Evaluation:

@@ -82,10 +82,14 @@ class MetricsFile:
     def close(self, outcome: Outcome) -> None:
         self._lines.close()
 
-    def rewind(self, step: int) -> list[str]:
+    def rewind(self, step: int, evaluations: Iterable[str] = ()) -> list[str]:
         """Remove the events after `step`, so that a run can resume from there. Warnings and messages are kept.
-        Return a sentence on each kind of damage that was found."""
-        lacking = set(range(1, step + 1))
+        Return a sentence on each kind of damage that was found.
+
+        Args:
+            evaluations: labels of the evaluations up to `step`.
+        """
+        lacking, unseen = set(range(1, step + 1)), set(evaluations)
 
         def wanted(line: dict[str, Any]) -> bool | None:
             kind, message = line.get("kind"), line.get("message")
@@ -97,12 +101,17 @@ class MetricsFile:
                 lacking.discard(line["step"])
             # A run that was asked to stop made its final evaluation then; on resuming, it is no longer final.
             final = kind == "summary" or (kind == "evaluation" and message.startswith("after"))
-            return line["step"] <= step and not final
+            kept = line["step"] <= step and not final
+            if kept and kind == "evaluation":
+                unseen.discard(message)
+            return kept
 
         notes = _damage(self.name, self._lines.keep(wanted))
         if lacking:
             shown = ", ".join(map(str, sorted(lacking)[:8])) + (", …" if len(lacking) > 8 else "")
             notes.append(f"{self.name} lacks {len(lacking)} of {step} steps ({shown}): reports leave them out")
+        if unseen:
+            notes.append(f"{self.name} lacks the evaluation {' and '.join(sorted(unseen))}: reports leave it out")
         return notes
 
 

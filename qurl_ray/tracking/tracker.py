@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -74,15 +74,24 @@ class Tracker:
             self._deliver(event)
             self._pass_on_notices()
 
-    def rewind(self, step: int) -> None:
-        """Remove events after `step` from the files: these steps are repeated. Warn of damage in them."""
-        with self._lock:
-            self._step = max(0, step)
-            for file in self._files:
-                self._guarded(file, partial(self._rewind_one, file, step))
+    def rewind(self, step: int, evaluations: Iterable[str] = ()) -> None:
+        """Remove events after `step` from the files: these steps are repeated. Warn of damage in them.
 
-    def _rewind_one(self, file: MetricsFile | StepsFile, step: int) -> None:
-        for sentence in file.rewind(step):
+        Args:
+            evaluations: labels of the evaluations up to `step`.
+        """
+        metrics, *others = self._files
+        with self._lock:
+            self._step = step
+            self._guarded(metrics, lambda: self._warn_of(metrics.rewind(step, evaluations)))
+            for file in others:
+                self._guarded(file, partial(self._rewind_steps, file, step))
+
+    def _rewind_steps(self, file: StepsFile, step: int) -> None:
+        self._warn_of(file.rewind(step))
+
+    def _warn_of(self, sentences: Iterable[str]) -> None:
+        for sentence in sentences:
             self._warn(sentence)
 
     def mlflow_run_id(self, timeout_s: float = _RUN_ID_S) -> str | None:

@@ -1,4 +1,6 @@
-"""A Ray for the tests of a module."""
+"""A Ray for the tests of a module, and a disk that is full."""
+
+import resource
 
 import pytest
 import ray
@@ -14,3 +16,12 @@ def cluster():
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def small_files():
+    """No file may have more than 100 kB, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

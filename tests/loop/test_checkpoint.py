@@ -142,6 +142,64 @@ def test_one_that_cannot_be_read_is_an_error_and_stays(tmp_path, monkeypatch, nu
     assert latest(tmp_path)[0].step == 2
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("what", ["checkpoints", "step-000002/learner"])
+def test_a_folder_that_cannot_be_listed_is_an_error_and_all_stays(tmp_path, monkeypatch, number, what):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+
+    def failing(listed):
+        def call(path="."):
+            if str(path).endswith(what):
+                raise OSError(number, os.strerror(number), str(path))
+            return listed(path)
+
+        return call
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    with pytest.raises(CheckpointError, match=f"{what} cannot be read"):
+        latest(tmp_path)
+    monkeypatch.undo()
+    assert steps(tmp_path) == [1, 2]
+    assert latest(tmp_path)[0].step == 2
+
+
+def hold_open(monkeypatch, name: str) -> None:
+    """Let files of that name not be removed, as on NFS where they are open elsewhere: their folders stay."""
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", lambda path, **how: None if str(path).endswith(name) else unlink(path, **how))
+
+
+def test_an_old_one_that_cannot_be_removed_is_out_of_the_way_and_costs_nothing(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    hold_open(monkeypatch, "parameters")
+    prune(tmp_path, 1)
+    assert steps(tmp_path) == [2]
+    assert write(tmp_path, 2, reward=0.5).reward == 0.5  # takes the place of one that cannot be removed either
+    assert latest(tmp_path)[0].reward == 0.5
+    monkeypatch.undo()
+    prune(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_folder_that_cannot_be_renamed_or_listed_does_not_stop_a_clean_up(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+
+    def failing(path, *_):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(Path, "rename", failing)
+    prune(tmp_path, 1)
+    monkeypatch.setattr(os, "listdir", failing)
+    monkeypatch.setattr(os, "scandir", failing)
+    prune(tmp_path, 1)
+    monkeypatch.undo()
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_zero(tmp_path):
     for step in (1, 2):
         (write(tmp_path, step).folder / "loop.json").unlink()

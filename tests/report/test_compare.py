@@ -44,6 +44,9 @@ def whole(after: str = "1110", rolled: str = "1100") -> list[dict]:
     ]
 
 
+FINISHED = {"steps": 3, "interrupted": False}
+
+
 def a_run(folder: Path, events: list[dict], *, summary: dict | None = None, **config) -> Path:
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -68,8 +71,8 @@ def cells(comparison, title: str) -> dict[str, list[str]]:
 
 
 def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_path):
-    a_run(tmp_path / "a", whole(), summary={})
-    a_run(tmp_path / "b", whole(after="1111"), summary={}, rollout={"quantization": "none"})
+    a_run(tmp_path / "a", whole(), summary=FINISHED)
+    a_run(tmp_path / "b", whole(after="1111"), summary=FINISHED, rollout={"quantization": "none"})
     found = compared(tmp_path, "a", "b")
     assert cells(found, "Run") == {"state": ["finished"] * 2, "steps": ["3 of 3"] * 2}
     accuracy = found.tables["Held-out problems solved, %"]
@@ -110,7 +113,7 @@ def test_graded_rewards_are_compared_by_their_means_beside_the_problems_solved(t
     first, second = graded(0.25, 0.25, 0.625, 0.625), graded(0.5, 0.5, 1.0, 1.0)
     for name, after in (("a", first), ("b", second)):
         before = evaluation(0, "before", "0000", **graded(0, 0, 0, 0))
-        a_run(tmp_path / name, [before, step(1), evaluation(3, "after", "0011", **after)], summary={})
+        a_run(tmp_path / name, [before, step(1), evaluation(3, "after", "0011", **after)], summary=FINISHED)
     found = compared(tmp_path, "a", "b")
     assert [(measure.label, measure.cells) for measure in found.tables["Held-out reward"]] == [
         ("before", ["0.000 [−0.250, 0.250]"] * 2),
@@ -125,9 +128,9 @@ def test_graded_rewards_are_compared_by_their_means_beside_the_problems_solved(t
 
 
 def test_runs_of_earlier_versions_are_compared_by_problems_solved_alone(tmp_path):
-    a_run(tmp_path / "old", whole(), summary={})
-    a_run(tmp_path / "older", whole(after="1111"), summary={})
-    a_run(tmp_path / "new", [step(1), evaluation(3, "after", "0011", **graded(0.25, 0.25, 1, 1))], summary={})
+    a_run(tmp_path / "old", whole(), summary=FINISHED)
+    a_run(tmp_path / "older", whole(after="1111"), summary=FINISHED)
+    a_run(tmp_path / "new", [step(1), evaluation(3, "after", "0011", **graded(0.25, 0.25, 1, 1))], summary=FINISHED)
     assert "Held-out reward" not in compared(tmp_path, "old", "older").tables
     assert "Held-out reward" not in render_comparison(compared(tmp_path, "old", "older"), "x")
     found = compared(tmp_path, "old", "new")
@@ -138,14 +141,14 @@ def test_runs_of_earlier_versions_are_compared_by_problems_solved_alone(tmp_path
 
 def test_the_numbers_are_the_runs_and_not_each_others(tmp_path):
     a_run(tmp_path / "slow", [step(n) for n in (1, 2)], summary={"interrupted": True})
-    a_run(tmp_path / "fast", [step(n, **{"time/step": 0.5}) for n in (1, 2, 3)], summary={})
+    a_run(tmp_path / "fast", [step(n, **{"time/step": 0.5}) for n in (1, 2, 3)], summary=FINISHED)
     speed = cells(compared(tmp_path, "fast", "slow"), "Speed")
     assert (speed["seconds per step"], speed["samples per second"]) == (["0.5", "2"], ["200", "50"])
 
 
 def test_runs_of_other_problems_and_unfinished_ones_are_included_and_marked(tmp_path):
-    a_run(tmp_path / "a", whole(), summary={})
-    a_run(tmp_path / "b", whole(), summary={}, task=CONFIG["task"] | {"max_operand": 9})
+    a_run(tmp_path / "a", whole(), summary=FINISHED)
+    a_run(tmp_path / "b", whole(), summary=FINISHED, task=CONFIG["task"] | {"max_operand": 9})
     torn = a_run(tmp_path / "c", [evaluation(0, "before", "1000"), step(1), evaluation(1, "during", "1100")])
     with (torn / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "st')
@@ -163,10 +166,10 @@ def test_runs_of_other_problems_and_unfinished_ones_are_included_and_marked(tmp_
 
 
 def test_problems_that_were_not_recorded_one_by_one_are_not_paired(tmp_path):
-    a_run(tmp_path / "a", whole(), summary={})
+    a_run(tmp_path / "a", whole(), summary=FINISHED)
     events = whole()
     events[-1]["values"].pop("outcomes")
-    a_run(tmp_path / "b", events, summary={})
+    a_run(tmp_path / "b", events, summary=FINISHED)
     found = compared(tmp_path, "a", "b").tables["Held-out problems solved, %"]
     assert [measure.cells[1] for measure in found if measure.label == "  difference from the first run"] == [
         "+0.0 [−12.5, +12.5]"
@@ -235,7 +238,7 @@ class Page(HTMLParser):
 def test_the_page_draws_every_run_in_a_colour_of_its_own_and_needs_nothing_else(tmp_path):
     names = [f"run-{i}" for i in range(10)]
     for name in names:
-        a_run(tmp_path / name, whole(), summary={})
+        a_run(tmp_path / name, whole(), summary=FINISHED)
     page = Page(source := render_comparison(compared(tmp_path, *names), "Ten"))
     lines = re.findall(r'class="(line(?: dashed)? c\d)"', source.split("Reward</h3>")[1].split("</svg>")[0])
     assert lines == [f"line c{i}" for i in range(1, 9)] + ["line dashed c1", "line dashed c2"]
@@ -251,9 +254,9 @@ def test_the_page_draws_every_run_in_a_colour_of_its_own_and_needs_nothing_else(
 
 
 def test_lines_lead_from_evaluation_to_evaluation_over_the_steps_of_others(tmp_path):
-    a_run(tmp_path / "a", whole(), summary={})
+    a_run(tmp_path / "a", whole(), summary=FINISHED)
     events = [evaluation(0, "before", "1000"), step(1), evaluation(2, "during", "1100"), evaluation(5, "after", "1110")]
-    a_run(tmp_path / "b", events, summary={}, rollout={"quantization": "none"})
+    a_run(tmp_path / "b", events, summary=FINISHED, rollout={"quantization": "none"})
     source = render_comparison(compared(tmp_path, "a", "b"), "x")
     drawing = source.split("full precision</h3>")[1].split("</svg>")[0]
     lines = re.findall(r'class="line c\d" d="([^"]*)"', drawing)
@@ -265,8 +268,8 @@ def test_no_text_of_a_run_becomes_markup_or_moves_the_cursor(tmp_path):
     harmless = "harmless"
     for folder, text in (("hostile", hostile), ("harmless", harmless)):
         place = tmp_path / folder
-        a_run(place / "a", whole(), summary={}, **{"rollout": {"quantization": text}, "task": {"type": text}})
-        a_run(place / "b", whole(), summary={}, **{text: {text: text}})
+        a_run(place / "a", whole(), summary=FINISHED, **{"rollout": {"quantization": text}, "task": {"type": text}})
+        a_run(place / "b", whole(), summary=FINISHED, **{text: {text: text}})
     pages = {}
     for folder, text in (("hostile", hostile), ("harmless", harmless)):
         found = compared(tmp_path / folder, "a", "b")
@@ -310,7 +313,7 @@ def test_the_runs_of_an_experiment_are_read_from_their_artifacts_or_else_from_th
                 event["values"] |= graded(0.5, 0.5, 0.75, 1.0)
             tracker.handle(Event(**{key: event[key] for key in ("kind", "step", "message", "values")}))
         if name == "whole":
-            (tmp_path / name / "summary.json").write_text("{}")
+            (tmp_path / name / "summary.json").write_text(json.dumps(FINISHED))
             tracker.close("finished")
         else:
             tracker._mlflow._background.drain(30.0)  # all but the end

@@ -278,14 +278,24 @@ def test_rewards_of_0_and_1_are_told_once(tmp_path):
     [
         (None, None, "unfinished"),
         ({"interrupted": True}, None, "interrupted"),
-        ({"interrupted": False}, None, "finished"),
-        ({}, None, "interrupted"),  # no word on it, and a step is missing
+        ({"steps": 2, "interrupted": False}, None, "finished"),  # though metrics.jsonl lacks a step
+        ({"steps": 2}, None, "unfinished"),  # no word on it
+        ({"steps": None, "interrupted": False}, None, "unfinished"),
         (None, "failed", "failed"),
     ],
 )
 def test_how_the_run_ended(tmp_path, summary, outcome, state):
     folder = a_run(tmp_path / "run", [step(1)], config={"steps": 2}, summary=summary)
     assert Page(write_report(folder, outcome=outcome)).text("span.state") == state
+
+
+def test_the_number_of_steps_is_the_summarys_where_metrics_has_lost_some(tmp_path):
+    folder = a_run(
+        tmp_path / "run", [step(1), step(3)], config={"steps": 3}, summary={"steps": 3, "interrupted": False}
+    )
+    assert read_run(folder).done == 3
+    (folder / "summary.json").write_text('{"steps": null}')
+    assert read_run(folder).done == 2
 
 
 def test_torn_and_foreign_lines_are_left_out_and_counted(tmp_path):

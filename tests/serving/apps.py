@@ -66,7 +66,7 @@ def save_run(runs: Path, name: str, *, seed: int) -> Path:
     factors = measured_factors(model, quantized_parameters(model, keep))
     save_quantized(model, tokenizer, run / "policy-int8", fmt, keep, factors)
     (run / "config.yaml").write_text("name: " + name)
-    (run / "summary.json").write_text(json.dumps({"name": name}))
+    (run / "summary.json").write_text(json.dumps({"name": name, "steps": 1, "interrupted": False}))
     return run
 
 

@@ -133,12 +133,19 @@ def test_no_run_is_an_error_with_the_way_out(tmp_path):
         pinned(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"{", b"", b"\xff", b"[" * 100_000])
-def test_a_summary_that_is_none_counts_as_absent(tmp_path, content):
+NOT_FINISHED = [
+    b"[]", b"3", b"null", b"{", b"", b"\xff", b"[" * 100_000, b"{}", b'{"steps": 3}',
+    b'{"steps": 3, "interrupted": null}', b'{"steps": null, "interrupted": false}',
+    b'{"steps": 3, "interrupted": true}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NOT_FINISHED)
+def test_a_summary_that_does_not_say_that_the_run_finished_does_not_count(tmp_path, content):
     for name in ("a", "b"):
         (tmp_path / name / "policy").mkdir(parents=True)
         (tmp_path / name / "policy" / "config.json").write_text("{}")
-        (tmp_path / name / "summary.json").write_text("{}")
+        (tmp_path / name / "summary.json").write_text('{"steps": 3, "interrupted": false}')
         os.utime(tmp_path / name / "summary.json", (1, 1))
     (tmp_path / "b" / "summary.json").write_bytes(content)
     assert pinned(tmp_path).name == "a"

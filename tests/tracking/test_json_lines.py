@@ -98,7 +98,7 @@ def test_rewinding_keeps_what_came_before_whatever_it_holds(tmp_path):
     metrics.handle(Event(kind="warning", step=3, message="a worker died"), at=0.0)
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write('{"answer": "é'.encode()[:-1])  # torn inside a character
-    assert metrics.rewind(2) == []
+    assert metrics.rewind(2, ["during"]) == []
     assert samples.rewind(2) == ["samples.jsonl: 1 damaged or incomplete line(s) removed"]
     kept = strict_lines(tmp_path / "metrics.jsonl")
     assert [(line["kind"], line["step"], line["message"]) for line in kept] == [
@@ -139,6 +139,15 @@ def test_a_damaged_line_is_removed_and_what_it_held_is_named(tmp_path, line):
         "metrics.jsonl lacks 1 of 13 steps (3): reports leave them out",
     ]
     assert [found["step"] for found in strict_lines(tmp_path / "metrics.jsonl")] == [1, 2, *range(4, 14)]
+
+
+def test_an_evaluation_that_is_lost_is_named(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    for step, label in ((1, "during"), (1, "after")):
+        metrics.handle(Event(kind="evaluation", step=step, message=label), at=0.0)
+    assert metrics.rewind(0, ["before"]) == ["metrics.jsonl lacks the evaluation before: reports leave it out"]
+    metrics.handle(Event(kind="evaluation", step=0, message="before"), at=0.0)
+    assert metrics.rewind(0, ["before"]) == []
 
 
 def test_many_lost_steps_are_counted(tmp_path):

@@ -49,7 +49,7 @@ def a_run(folder: Path, steps: int = 3, *, name: str = "demo", **tracking) -> Pa
             tracker.handle(Event(kind="samples", step=n, values={"samples": [SAMPLE | {"proximal_logprobs": [-0.3]}]}))
         tracker.handle(Event(kind="warning", step=2, message="odd"))
         summary = {"accuracy_after": 0.5, "interrupted": False}
-        (run_dir / "summary.json").write_text(json.dumps(summary))
+        (run_dir / "summary.json").write_text(json.dumps(summary | {"steps": steps}))
         tracker.handle(Event(kind="summary", step=steps, values=summary))
     return run_dir
 

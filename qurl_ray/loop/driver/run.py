@@ -4,7 +4,6 @@
 the driver creates outlive a train worker; actors created inside a train worker would die with it.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,7 @@ from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import Checked, Prepared, check_run, prepare, unequalized
 from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
-from qurl_ray.loop.driver.summary import summarize
+from qurl_ray.loop.driver.summary import summarize, write_summary
 from qurl_ray.loop.driver.watch import Fit, Watch
 from qurl_ray.loop.messages import Material
 from qurl_ray.loop.rank.entry import train_entry
@@ -88,7 +87,6 @@ def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) ->
 
 def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopRequests) -> RunResult:
     run_dir, resume = place.path, place.resume
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now resumes
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
         try:
@@ -103,17 +101,17 @@ def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopReque
             with _cluster(config, stops):
                 totals = _train(config, prepared, place, totals, tracker, stops)
                 summary = summarize(config, totals)
+            # A request to stop that came after the last step does not count.
+            interrupted = summary["steps"] < config.steps and summary["target_reached_at_step"] is None
+            summary |= {
+                "interrupted": interrupted,
+                "initial_policy": prepared.spec.source,
+                "mlflow_run_id": tracker.mlflow_run_id(),
+            }
+            write_summary(run_dir, summary)
         except BaseException as error:
             _report(run_dir, tracker, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
-        # A request to stop that came after the last step does not count.
-        interrupted = summary["steps"] < config.steps and summary["target_reached_at_step"] is None
-        summary |= {
-            "interrupted": interrupted,
-            "initial_policy": prepared.spec.source,
-            "mlflow_run_id": tracker.mlflow_run_id(),
-        }
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         outcome: Outcome = "interrupted" if interrupted else "finished"
         places = {
             "policy": str(run_dir / "policy"),
@@ -129,10 +127,10 @@ def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopReque
 def rewound(place: RunDir, tracker: Tracker) -> RunTotals:
     """Remove from the run's files what came after the checkpoint that it resumes from. Return the totals up to it."""
     if not place.resume:
-        tracker.rewind(-1)  # an earlier start that failed may have left messages
         return RunTotals()
-    tracker.rewind(place.resume.step)
-    return RunTotals.of(place.resume.state()["totals"])
+    totals = RunTotals.of(place.resume.state()["totals"])
+    tracker.rewind(place.resume.step, totals.evaluations)
+    return totals
 
 
 def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracker: Tracker) -> None:

@@ -1,9 +1,10 @@
 """The run's folder, and whether a run resumes there. Light: imports neither torch nor Ray."""
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -14,11 +15,19 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.load import read_settings, validated_run
 from qurl_ray.config.shown import write_settings
 from qurl_ray.errors import ConfigError
-from qurl_ray.loop.checkpoint import Checkpoint, latest
-from qurl_ray.report.run_files import read_summary
+from qurl_ray.files import PART
+from qurl_ray.loop.checkpoint import LOOP, Checkpoint, discard, latest, step_folders
+from qurl_ray.report.run_files import has_finished, lines, read_summary
 
 _MARKER = "config.yaml"
 """The file that makes a folder a run's: it is written first, and only a folder with it is ever moved."""
+_MARKER_PARTS = f".{_MARKER}.*{PART}"
+_KEYS = frozenset({"name", "steps", "model", "task", "rollout", "algorithm", "learner"})
+"""Keys that the marker has in runs of every version, as it holds all settings. A file without them is not ours."""
+_LOGS = ("metrics.jsonl", "samples.jsonl", "prompts.jsonl")
+"""Files with a line for what happened in a step."""
+_OF_A_START = (*_LOGS, "timeline.jsonl", "mlflow_run_id", "summary.json")
+"""Files that a failed start leaves, and that the next one must not append to or read."""
 _MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 """Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
 threads may differ as well."""
@@ -33,6 +42,8 @@ class RunDir:
     resume: Checkpoint | None = None
     notes: list[str] = field(default_factory=list)
     """Sentences on what was found in the folder and what was done about it."""
+    older: Path | None = None
+    """Folder to which the run that was there has been moved."""
 
 
 @contextmanager
@@ -41,12 +52,12 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
 
     An unfinished run of the same name and settings resumes from its latest whole checkpoint. The folder of a start that
     failed before its first step is used again. Any other run, and with `fresh` every run, is moved to <name>.<n>, never
-    overwritten. What is no run is left alone.
+    overwritten; it is moved back if the block fails before its first step. What is no run is left alone.
 
     Raises:
         CheckpointError: the run has checkpoints, and none of them can be used.
         ConfigError: a run of that name is still active there, an unfinished one has other settings, or the folder
-            cannot be created.
+            is no run's, or cannot be created or read.
     """
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
@@ -56,8 +67,11 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
     except OSError as error:
         raise ConfigError(f"cannot write to {config.output_dir}: {error.strerror}; set output_dir") from None
     with lock:
-        _take(lock, fcntl.LOCK_EX, run_dir)
-        yield _resume_or_create(config, run_dir, fresh)
+        with _explained(run_dir):
+            _take(lock, fcntl.LOCK_EX, run_dir)
+            place = _resume_or_create(config, run_dir, fresh)
+        with _put_back_on_failure(run_dir, place.older):
+            yield place
 
 
 def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> str:
@@ -68,17 +82,30 @@ def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> str:
     """
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
-    there = next(folder for folder in (config.output_dir, *config.output_dir.parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"cannot write to {config.output_dir}: {there} is no folder to write in; set output_dir")
-    if (lock := config.output_dir / f".{config.name}.lock").is_file():
-        with lock.open() as held:
-            _take(held, fcntl.LOCK_SH, run_dir)
-    _check_is_run(run_dir)
-    if run_dir.exists() and not fresh and not _finished(run_dir) and any((run_dir / "checkpoints").glob("step-*")):
-        _check_same(config, run_dir)
-        return f"the folder {run_dir} (its run resumes)"
-    return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})"
+    with _explained(run_dir):
+        there = next(folder for folder in (config.output_dir, *config.output_dir.parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot write to {config.output_dir}: {there} is no folder to write in; set output_dir")
+        if (lock := config.output_dir / f".{config.name}.lock").is_file():
+            with lock.open() as held:
+                _take(held, fcntl.LOCK_SH, run_dir)
+        old = _settings_of_run(run_dir)
+        if old and not fresh and not _finished(run_dir, old) and step_folders(run_dir):
+            _check_same(config, run_dir, old)
+            return f"the folder {run_dir} (its run resumes)"
+        return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})"
+
+
+@contextmanager
+def _explained(run_dir: Path) -> Iterator[None]:
+    """Turn errors of the file system into a ConfigError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {run_dir} cannot be used: {error.filename or run_dir}: {error.strerror}; mend that, or "
+            "set another name or output_dir"
+        ) from error
 
 
 def _take(lock: IO[str], kind: int, run_dir: Path) -> None:
@@ -88,65 +115,119 @@ def _take(lock: IO[str], kind: int, run_dir: Path) -> None:
         raise ConfigError(f"a run named {run_dir.name} is still going on in {run_dir}; set another name") from None
 
 
-def _check_is_run(run_dir: Path) -> None:
-    if run_dir.exists() and not (run_dir / _MARKER).is_file() and not _empty(run_dir):
+def _settings_of_run(run_dir: Path) -> dict[str, Any] | None:
+    """Return the settings of the run in a folder; None if the folder is absent or empty.
+
+    Raises:
+        ConfigError: what is there is no run.
+    """
+    marker = run_dir / _MARKER
+    if not run_dir.exists() or _empty(run_dir):
+        return None
+    if not marker.is_file():
         raise ConfigError(f"{run_dir} is there and is no run (it has no {_MARKER}): set another name or output_dir")
+    try:
+        settings = read_settings(marker)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run_dir} is there, and its {_MARKER} cannot be read as a run's settings: {error}; set another name or "
+            "output_dir"
+        ) from None
+    if absent := sorted(_KEYS - settings.keys()):
+        lacks = f"its {_MARKER} lacks {', '.join(absent)}"
+        raise ConfigError(f"{run_dir} is there and is no run ({lacks}): set another name or output_dir")
+    return settings
 
 
 def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
     notes: list[str] = []
-    _check_is_run(run_dir)
-    if run_dir.exists() and not fresh and not _finished(run_dir):
+    old = _settings_of_run(run_dir)
+    if old and not fresh and not _finished(run_dir, old):
         checkpoint, notes = latest(run_dir)
         if checkpoint:
-            _check_same(config, run_dir)
+            _check_same(config, run_dir, old)
             _write_settings(config, run_dir)  # those that may differ, such as the name
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
             return RunDir(path=run_dir, resume=checkpoint, notes=notes)
-    if (run_dir / _MARKER).exists():
-        if _has_steps(run_dir):
-            notes.append(f"the run that was in {run_dir} is now in {_move_aside(run_dir)}")
-        else:
-            (run_dir / "mlflow_run_id").unlink(missing_ok=True)  # the settings may be others
-    _write_settings(config, run_dir)
-    return RunDir(path=run_dir, notes=notes)
+    older = None
+    if old and _has_steps(run_dir):
+        older = _move_aside(run_dir)
+        notes.append(f"the run that was in {run_dir} is now in {older}")
+    elif old:
+        for name in _OF_A_START:
+            (run_dir / name).unlink(missing_ok=True)
+    with _put_back_on_failure(run_dir, older):
+        _write_settings(config, run_dir)
+    return RunDir(path=run_dir, notes=notes, older=older)
+
+
+@contextmanager
+def _put_back_on_failure(run_dir: Path, older: Path | None) -> Iterator[None]:
+    """Move an older run back to its folder if the block fails and the new run has made no step."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # the block's error is the one to report
+            if older and not _has_steps(run_dir):
+                if run_dir.exists():
+                    discard(run_dir)
+                older.rename(run_dir)
+        raise
 
 
 def _write_settings(config: RunConfig, run_dir: Path) -> None:
+    """Create the folder if it is absent, and write the settings into it. If that fails, no empty folder is left."""
+    run_dir.mkdir(exist_ok=True)
     try:
-        run_dir.mkdir(exist_ok=True)
+        for part in run_dir.glob(_MARKER_PARTS):  # of a start that was killed
+            part.unlink()
         write_settings(run_dir / _MARKER, settings_text(config))
-    except OSError as error:
-        raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
+    except OSError:
+        with suppress(OSError):
+            run_dir.rmdir()  # fails if it holds something
+        raise
 
 
 def _empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
+    """True for a folder without files, other than settings that were not written to their end."""
+    return folder.is_dir() and all(path.match(_MARKER_PARTS) for path in folder.iterdir())
 
 
 def _has_steps(run_dir: Path) -> bool:
-    """True if something was learned or saved there: a start that failed leaves messages, and no more."""
-    prompts = run_dir / "prompts.jsonl"  # which each step adds a line to
-    drew = prompts.is_file() and prompts.stat().st_size > 0
-    return drew or any((run_dir / made).exists() for made in ("checkpoints", "policy"))
+    """True if the folder holds anything of a step, which the next run would overwrite. A start that failed leaves
+    messages and an evaluation before the first step, and no more. Lines that cannot be read may be of a step."""
+    if any((run_dir / made).exists() for made in ("checkpoints", "policy")):
+        return True
+    if (read_summary(run_dir) or {"steps": 0}).get("steps") != 0:
+        return True
+    found = (line for name in _LOGS for _, line in lines(run_dir / name))
+    return any(line is None or (line["step"] > 0 and line.get("kind") not in ("info", "warning")) for line in found)
 
 
-def _finished(run_dir: Path) -> bool:
-    """True if summary.json says so, and agrees with itself and with the settings beside it. Else the run resumes, which
-    for one that did finish repeats only its end."""
-    try:
-        found, asked = read_summary(run_dir) or {}, read_settings(run_dir / _MARKER).get("steps")
-    except (OSError, ConfigError):
+def _finished(run_dir: Path, settings: dict[str, Any]) -> bool:
+    """True if summary.json says so, and agrees with the settings beside it: the run took all its steps, or reached its
+    target. The newest checkpoint, which a run that ends early always writes, has the last word on the latter. Else the
+    run resumes, which for one that did finish repeats only its end."""
+    summary = read_summary(run_dir)
+    if summary is None or not has_finished(summary):
         return False
-    over = "steps" in found and found["steps"] in (asked, found.get("target_reached_at_step"))
-    return over and found.get("interrupted") is False
+    if summary["steps"] == settings["steps"]:
+        return True
+    reached = summary.get("target_reached_at_step")
+    if folders := step_folders(run_dir):
+        reached = _target_reached_at(folders[-1])
+    return summary["steps"] == reached
 
 
-def _check_same(config: RunConfig, run_dir: Path) -> None:
+def _target_reached_at(checkpoint: Path) -> Any:
     try:
-        old = read_settings(run_dir / _MARKER)
-    except ConfigError as error:
-        raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
+        return json.loads((checkpoint / LOOP).read_bytes())["totals"]["reached_at"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # damaged
+
+
+def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any]) -> None:
     try:  # settings that were added since then get their defaults
         known = validated_run(old, "config.yaml").model_dump(mode="json")
     except ConfigError as error:
@@ -185,10 +266,7 @@ def _move_aside(run_dir: Path) -> Path:
     number = 1
     while (older := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
         number += 1
-    try:
-        return run_dir.rename(older)
-    except OSError as error:
-        raise ConfigError(f"cannot move {run_dir} aside: {error.strerror}; set another name") from None
+    return run_dir.rename(older)
 
 
 def settings_text(config: RunConfig) -> str:

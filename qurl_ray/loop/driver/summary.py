@@ -1,10 +1,14 @@
-"""Summary of a run, computed from its totals."""
+"""Summary of a run, computed from its totals, and its file."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from qurl_ray.config import RunConfig
+from qurl_ray.errors import CheckpointError
 from qurl_ray.evaluation.statistics import paired_p_value
+from qurl_ray.files import write_whole
 from qurl_ray.loop.messages import Level
 from qurl_ray.loop.totals import PHASES, RunTotals
 
@@ -48,6 +52,22 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
         "stopped_by_guard": totals.guard_level == Level.STOP,
         "max_rho": totals.max_rho,
     }
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json, atomically.
+
+    Raises:
+        CheckpointError: it cannot be written. The run then counts as unfinished.
+    """
+    path = run_dir / "summary.json"
+    try:
+        write_whole(path, json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}. Checkpoints and policy are kept: make room, and give the "
+            "same command again, which repeats the end of the run"
+        ) from error
 
 
 def _held_out(totals: RunTotals, name: str, per_problem: Callable[[dict[str, Any]], list[float]]) -> dict[str, Any]:

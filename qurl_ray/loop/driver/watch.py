@@ -3,8 +3,10 @@
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.train.torch import TorchTrainer
@@ -23,6 +25,7 @@ from qurl_ray.types import Event
 
 _POLL_S = 0.2
 _DRAIN_S = 120.0
+_SLICE_S = 1.0
 _LOOK_S = 3.0
 _LOOKS = 3  # checks in a row without room: at a single one, Ray Train may just be placing its ranks
 
@@ -111,7 +114,7 @@ class Watch:
         if event.kind == "rewind":  # the learner resumes from a checkpoint: later events will come again
             state = event.values["totals"]
             self._totals = RunTotals.of(state) if state else RunTotals()
-            self._tracker.rewind(event.step)
+            self._tracker.rewind(event.step, self._totals.evaluations)
         else:
             self._totals.add(event)
             self._tracker.handle(event)
@@ -120,7 +123,7 @@ class Watch:
         """Return the coordinator's events and state; None while it restarts."""
         limit = max(_DRAIN_S, self._config.rollout.start_timeout_s)  # it starts together with the rollout workers
         try:
-            found = ray.get(self._coordinator.drain.remote(), timeout=limit)
+            found = self._answer(self._coordinator.drain.remote(), limit)
         except GetTimeoutError:
             raise DeadlineExceeded(f"the coordinator did not answer for {limit:g} s; log {self._log}") from None
         except RayActorError as error:
@@ -130,6 +133,21 @@ class Watch:
             return None
         self._heard, self._log = time.monotonic(), found.log
         return found
+
+    def _answer(self, call: ObjectRef, limit: float) -> Any:
+        """Return the coordinator's answer. Requests to stop are heeded meanwhile, as it may hang.
+
+        Raises:
+            GetTimeoutError: it took longer than `limit` seconds.
+        """
+        until = time.monotonic() + limit
+        while True:
+            try:
+                return ray.get(call, timeout=min(_SLICE_S, limit))
+            except GetTimeoutError:
+                if time.monotonic() >= until:
+                    raise
+            self._heed_requests()
 
     def _complete_fleet(self, found: Drained) -> None:
         """Place colocated workers where the ranks are, or add a worker if there is room for one. Send the coordinator
@@ -157,7 +175,7 @@ class Watch:
             self._worker_group.withdraw_request()
         if self._short == _LOOKS and self._worker_group.spare:
             with suppress(RayActorError, GetTimeoutError):  # a coordinator that restarts knows none of them
-                ray.get(self._coordinator.leave.remote(len(self._worker_group.actors) - 1), timeout=_DRAIN_S)
+                self._answer(self._coordinator.leave.remote(len(self._worker_group.actors) - 1), _DRAIN_S)
             self._worker_group.shrink()
             self._short = 0
         elif self._short == 2 * _LOOKS:

@@ -55,7 +55,8 @@ class Saver:
         with _writing(f"the checkpoint of step {step}", partial.parent):
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-                (partial / "learner").mkdir(parents=True)
+                # Of files that are open elsewhere, NFS leaves `.nfs…`, and with it the folder.
+                (partial / "learner").mkdir(parents=True, exist_ok=True)
             barrier()
             self._learner.save(partial / "learner")
             self._gather()

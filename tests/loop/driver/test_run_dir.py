@@ -1,22 +1,37 @@
 """Run folders: finished runs are kept, running ones left alone, unfinished ones gone on with."""
 
+import errno
 import json
 import os
 import stat
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import yaml
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import CheckpointError, ConfigError
-from qurl_ray.loop.driver.run_dir import open_run_dir
+from qurl_ray.loop.checkpoint import complete, partial_folder
+from qurl_ray.loop.driver.run import rewound
+from qurl_ray.loop.driver.run_dir import look_at_run_dir, open_run_dir
 from qurl_ray.loop.rank.saver import check_shared
+from qurl_ray.loop.totals import RunTotals
+from qurl_ray.tracking.tracker import Tracker
+from qurl_ray.types import Event
 from tests.loop.test_checkpoint import write
 
 
 def config(folder, *overrides):
     return load_config(None, [f"output_dir={folder}", "name=mine", *overrides])
+
+
+def write_state(run_dir, step, state):
+    """Write a checkpoint with a state of the coordinator."""
+    partial = partial_folder(run_dir, step)
+    (partial / "learner").mkdir(parents=True)
+    (partial / "loop.json").write_text(json.dumps(state))
+    complete(partial, step=step, reward=None)
 
 
 FINISHED = {"steps": 100, "interrupted": False}
@@ -140,6 +155,10 @@ def test_fresh_starts_anew_and_keeps_the_old_run(tmp_path):
     assert (tmp_path / "mine.1" / "checkpoints" / "step-000003").is_dir()
 
 
+def write_lines(run_dir, log, **line):
+    (run_dir / f"{log}.jsonl").write_text(json.dumps(line | {"time": 1.0, "message": "", "values": {}}) + "\n")
+
+
 def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
     with open_run_dir(config(tmp_path)) as place:
         (place.path / "prompts.jsonl").write_text('{"step": 1}')
@@ -148,16 +167,144 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew(tmp_path):
     assert (tmp_path / "mine.1").is_dir()
 
 
+@pytest.mark.parametrize("log", ["metrics", "samples", "prompts"])
+def test_a_run_with_a_step_in_any_log_is_kept_whatever_the_others_lost(tmp_path, log):
+    with open_run_dir(config(tmp_path)) as place:
+        write_lines(place.path, log, step=1, **({"kind": "step"} if log == "metrics" else {}))
+    with open_run_dir(config(tmp_path)) as place:
+        assert place.notes == [f"the run that was in {place.path} is now in {place.path}.1"]
+    assert '"step": 1' in (tmp_path / "mine.1" / f"{log}.jsonl").read_text()
+
+
+@pytest.mark.parametrize("content", ["a torn lin", '{"steps": 3}'])
+def test_lines_and_summaries_that_may_be_of_a_step_are_kept(tmp_path, content):
+    with open_run_dir(config(tmp_path)) as place:
+        (place.path / ("summary.json" if "steps" in content else "metrics.jsonl")).write_text(content)
+    with open_run_dir(config(tmp_path)):
+        assert (tmp_path / "mine.1").is_dir()
+
+
+def finished(folder):
+    with open_run_dir(config(folder)) as place:
+        write(place.path, 3)
+        (place.path / "summary.json").write_text(json.dumps(FINISHED))
+    return place.path
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def test_a_start_that_fails_puts_the_older_run_back(tmp_path):
+    finished(tmp_path)
+    before = tree(tmp_path)
+    with suppress(KeyboardInterrupt), open_run_dir(config(tmp_path, "steps=7")) as place:
+        assert place.older == tmp_path / "mine.1"
+        write_lines(place.path, "metrics", kind="info", step=0)
+        (place.path / "report.html").write_text("failed")
+        raise KeyboardInterrupt
+    assert tree(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.lock", "mine"]
+
+
+def test_a_run_that_fails_after_a_step_stays(tmp_path):
+    finished(tmp_path)
+    with suppress(ZeroDivisionError), open_run_dir(config(tmp_path)) as place:
+        write_lines(place.path, "prompts", step=1)
+        raise ZeroDivisionError
+    assert (tmp_path / "mine" / "prompts.jsonl").is_file()
+    assert (tmp_path / "mine.1" / "checkpoints").is_dir()
+
+
+def fill_disk(monkeypatch, name):
+    """Let writes to files of that name fail, after the file was made."""
+    written = Path.write_text
+
+    def write_text(path, *args, **kwargs):
+        if name in path.name:
+            path.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_nothing_and_moves_nothing(tmp_path, monkeypatch, there):
+    if there:
+        finished(tmp_path)
+    before = tree(tmp_path)
+    fill_disk(monkeypatch, "config.yaml")
+    with pytest.raises(ConfigError, match=r"mine cannot be used: .*No space left"), open_run_dir(config(tmp_path)):
+        pass
+    assert tree(tmp_path) == before
+    assert (tmp_path / "mine").exists() == there
+    monkeypatch.undo()
+    with open_run_dir(config(tmp_path)) as place:
+        assert place.path.is_dir()
+
+
+def test_settings_that_a_killed_start_wrote_in_part_do_not_matter(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".config.yaml.123.part").write_text("name: mi")
+    with open_run_dir(config(tmp_path)) as place:
+        assert [path.name for path in place.path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("what", ["mine", "mine/config.yaml", "mine/summary.json", "mine/prompts.jsonl"])
+@pytest.mark.parametrize("look", [open_run_dir, lambda config: nullcontext(look_at_run_dir(config))])
+def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path, monkeypatch, number, what, look):
+    with open_run_dir(config(tmp_path)) as place:
+        (place.path / "summary.json").write_text("{}")
+        write_lines(place.path, "prompts", step=0)
+    before = tree(tmp_path)
+    stat, opened = os.stat, Path.open
+
+    def failing(call):
+        def attempt(path, *args, **kwargs):
+            if f"{path}/".startswith(f"{tmp_path}/{what}/"):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *args, **kwargs)
+
+        return attempt
+
+    monkeypatch.setattr(os, "stat", failing(stat))
+    monkeypatch.setattr(Path, "open", failing(opened))
+    with pytest.raises(ConfigError, match=what), look(config(tmp_path)):
+        pass
+    monkeypatch.undo()
+    assert tree(tmp_path) == before
+
+
+def test_a_folder_in_the_place_of_a_summary_is_an_error_that_names_it(tmp_path):
+    (unfinished(tmp_path) / "summary.json").mkdir()
+    with pytest.raises(ConfigError, match=r"mine/summary\.json: Is a directory"), open_run_dir(config(tmp_path)):
+        pass
+
+
 def test_failed_starts_leave_no_folders_behind(tmp_path):
     for lr in ("1e-3", "1e-4", "1e-5"):
         with suppress(ZeroDivisionError), open_run_dir(config(tmp_path, f"learner.lr={lr}")) as place:
-            (place.path / "metrics.jsonl").write_text("a failed start")
+            write_lines(place.path, "metrics", kind="info", step=0)
+            write_lines(place.path, "timeline", step=1)
+            (place.path / "summary.json").write_text('{"steps": 0, "interrupted": true}')
             (place.path / "mlflow_run_id").write_text("of other settings")
             raise ZeroDivisionError
     with open_run_dir(config(tmp_path)) as place:
         assert place.notes == []
-        assert not (place.path / "mlflow_run_id").exists()
+        assert [path.name for path in place.path.iterdir()] == ["config.yaml"]
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["mine"]
+
+
+@pytest.mark.parametrize(("reached", "resumes"), [(3, False), (None, True), (2, True), ("damaged", True)], ids=str)
+def test_whether_a_run_reached_its_target_is_a_question_to_its_checkpoint(tmp_path, reached, resumes):
+    run_dir = unfinished(tmp_path)
+    write_state(run_dir, 3, {"totals": {"reached_at": reached}} if reached != "damaged" else {})
+    summary = {"steps": 3, "interrupted": False, "target_reached_at_step": 3}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    with open_run_dir(config(tmp_path)) as place:
+        assert bool(place.resume) == resumes
 
 
 def mutilated(summary: dict) -> list[bytes]:
@@ -166,6 +313,7 @@ def mutilated(summary: dict) -> list[bytes]:
         json.dumps(summary | {"interrupted": False}).encode(),  # contradicts its number of steps
         json.dumps(summary | {"steps": 100}).encode(),  # contradicts that it was interrupted
         json.dumps({key: value for key, value in summary.items() if key != "interrupted"}).encode(),
+        b'{"steps": null, "interrupted": false}', b'{"interrupted": false}', b'{"steps": 3.0, "interrupted": false}',
         b"[]", b"null", b"7", b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"steps": 1e999, "interrupted": 0}',
     ]  # fmt: skip
 
@@ -193,6 +341,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path):
     with open_run_dir(config(tmp_path)) as place:
         assert place.resume.step == 3
         assert "loop.json is damaged" in place.notes[0]
+
+
+def test_a_resumed_run_says_which_evaluation_its_log_has_lost(tmp_path):
+    totals = RunTotals(steps=3)
+    totals.add(Event(kind="evaluation", step=0, message="before", values={}))
+    write_state(unfinished(tmp_path), 3, {"totals": totals.state()})
+    with open_run_dir(config(tmp_path)) as place:
+        quiet = config(tmp_path, "tracking.console=none", "tracking.mlflow=false")
+        with Tracker(place.path, quiet, resolved={}) as tracker:
+            assert rewound(place, tracker) == totals
+    assert "lacks the evaluation before: reports leave it out" in (place.path / "metrics.jsonl").read_text()
 
 
 def test_a_run_that_is_going_on_is_not_moved(tmp_path):
@@ -228,6 +387,26 @@ def test_what_is_no_run_is_never_moved(tmp_path, fresh):
         with pytest.raises(ConfigError, match=f"{name} is there and is no run"), asked:
             pass
     assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".lock"] == before
+
+
+FOREIGN = ["title: my site\n", "name: mine\nsteps: 3\n", "model: {}\ntask: x\n", "", "[]", "a: [", "\x00"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("content", FOREIGN)
+@pytest.mark.parametrize("beside", [None, "checkpoints/last.ckpt"])
+def test_the_settings_of_something_else_do_not_make_a_folder_a_run(tmp_path, fresh, content, beside):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text(content)
+    if beside:
+        (tmp_path / "mine" / beside).parent.mkdir()
+        (tmp_path / "mine" / beside).write_text("weights")
+    before = tree(tmp_path)
+    with pytest.raises(ConfigError, match=r"mine is there.*config\.yaml"), open_run_dir(config(tmp_path), fresh=fresh):
+        pass
+    with pytest.raises(ConfigError, match=r"mine is there.*config\.yaml"):
+        look_at_run_dir(config(tmp_path), fresh=fresh)
+    assert tree(tmp_path) == before
 
 
 def test_an_empty_folder_becomes_the_run(tmp_path):

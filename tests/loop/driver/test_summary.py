@@ -6,8 +6,9 @@ from fractions import Fraction
 import pytest
 
 from qurl_ray.config import RunConfig
+from qurl_ray.errors import CheckpointError
 from qurl_ray.loop.coordinator.figures import evaluation_figures
-from qurl_ray.loop.driver.summary import summarize
+from qurl_ray.loop.driver.summary import summarize, write_summary
 from qurl_ray.loop.totals import RunTotals
 from qurl_ray.types import Event, Verdict
 
@@ -86,3 +87,18 @@ def test_final_evaluations_are_not_final_any_more_where_a_run_resumes():
 
 def test_a_number_that_json_cannot_hold_counts_as_0():
     assert summary(step(1, time__step=None, rollout__samples=1))["train_seconds"] == 0
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_summary(tmp_path, small_files):
+    write_summary(tmp_path, {"steps": 3})
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"summary\.json cannot be written: File too large.*same command"):
+            write_summary(tmp_path, {"name": "x" * 200_000})
+        assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+        assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
+
+
+def test_a_folder_in_the_place_of_a_summary_is_an_error(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"summary\.json cannot be written: Is a directory"):
+        write_summary(tmp_path, {})
