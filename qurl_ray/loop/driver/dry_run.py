@@ -11,6 +11,7 @@ from qurl_ray.data.files import hub_sources
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import (
     check_model,
+    check_problems,
     check_prompts,
     check_reward,
     find_policy,
@@ -47,13 +48,15 @@ def dry_run(config: RunConfig, *, fresh: bool) -> DryRun:
     config = resolve(config, submitted=submitted())
     found = DryRun(settings=redacted(settings_text(config)))
     try_functions(config)
-    found.checked += ["settings", "functions", look_at_run_dir(config, fresh=fresh)]
+    folder, resume = look_at_run_dir(config, fresh=fresh)
+    found.checked += ["settings", "functions", folder]
     task = None
     if isinstance(config.task, DatasetTask) and (hub := hub_sources(config.task)):
         check_reward(config.task, config.task.reward or TASKS.entries[config.task.type].reward, None)
         found.unchecked.append(f"problems and prompts, as {' and '.join(hub)} would come from the hub")
     else:
         task = prepare_task(config)
+        check_problems(task, resume)
         counts = f"{len(task.train)} training and {len(task.held_out)} held-out problems"
         found.checked.append(f"{counts} with reward {task.reward}")
     policy = _outline(config.model)

@@ -12,8 +12,9 @@ from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
-from qurl_ray.errors import ConfigError, QuantizationError, RewardError
+from qurl_ray.errors import ConfigError, DataError, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
+from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import Outline, outline
@@ -88,6 +89,22 @@ def prepare_task(config: RunConfig) -> Task:
     task = load_task(config.task, eval_problems=config.evaluation.problems)
     check_reward(config.task, task.reward, task.held_out[0])
     return task
+
+
+def check_problems(task: Task, resume: Checkpoint | None) -> None:
+    """Check that the task has the problems, also the held-out ones, of the run that resumes.
+
+    Raises:
+        DataError: a problem or the order differs from the checkpoint's.
+    """
+    if resume is None:
+        return
+    recorded = resume.state().get("collector", {}).get("problems")
+    if recorded is not None and recorded != task.digest():  # a checkpoint of an earlier version records none
+        raise DataError(
+            f"the task's problems, held-out ones included, or their order differ from those of {resume.folder}: give "
+            "the task that the run began with, or start again with --fresh"
+        )
 
 
 def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:

@@ -30,7 +30,7 @@ from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
-from qurl_ray.loop.driver.prepare import Checked, Prepared, check_run, prepare
+from qurl_ray.loop.driver.prepare import Checked, Prepared, check_problems, check_run, prepare
 from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import summarize
 from qurl_ray.loop.driver.watch import Fit, Watch
@@ -88,6 +88,7 @@ def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) ->
 
 def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopRequests) -> RunResult:
     run_dir, resume = place.path, place.resume
+    check_problems(checked.task, resume)
     (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped and now resumes
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:

@@ -60,11 +60,12 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
         yield _resume_or_create(config, run_dir, fresh)
 
 
-def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> str:
-    """Return what `open_run_dir` would do, in words, and change nothing. Checksums of checkpoints are not compared.
+def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> tuple[str, Checkpoint | None]:
+    """Return what `open_run_dir` would do, in words, and the checkpoint that the run would resume from. Nothing is
+    changed.
 
     Raises:
-        ConfigError: see `open_run_dir`.
+        CheckpointError, ConfigError: see `open_run_dir`.
     """
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
@@ -75,10 +76,12 @@ def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> str:
         with lock.open() as held:
             _take(held, fcntl.LOCK_SH, run_dir)
     _check_is_run(run_dir)
-    if run_dir.exists() and not fresh and not _finished(run_dir) and any((run_dir / "checkpoints").glob("step-*")):
-        _check_same(config, run_dir)
-        return f"the folder {run_dir} (its run resumes)"
-    return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})"
+    if run_dir.exists() and not fresh and not _finished(run_dir):
+        checkpoint, _ = latest(run_dir, set_aside=False)
+        if checkpoint:
+            _check_same(config, run_dir)
+            return f"the folder {run_dir} (its run resumes after step {checkpoint.step})", checkpoint
+    return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})", None
 
 
 def _take(lock: IO[str], kind: int, run_dir: Path) -> None:

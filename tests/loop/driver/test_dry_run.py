@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from qurl_ray.config import load_config
-from qurl_ray.errors import ConfigError, DataError, QuantizationError, QurlError, RewardError
+from qurl_ray.errors import CheckpointError, ConfigError, DataError, QuantizationError, QurlError, RewardError
 from qurl_ray.loop.driver.dry_run import dry_run
 from qurl_ray.loop.driver.prepare import check_run
 from qurl_ray.loop.driver.run_dir import open_run_dir
@@ -121,11 +121,19 @@ def test_it_tells_what_a_run_would_do_with_a_run_of_its_name(here):
     assert "mine (new)" in dry_run(config("seed=4"), fresh=False).checked[2]  # that start failed before its first step
     write(here / "runs" / "mine", 3)
     before = tree(here)
-    assert "mine (its run resumes)" in dry_run(config("seed=3"), fresh=False).checked[2]
+    assert "mine (its run resumes after step 3)" in dry_run(config("seed=3"), fresh=False).checked[2]
     with pytest.raises(ConfigError, match="with other settings: seed: 3 → 4"):
         dry_run(config("seed=4"), fresh=False)
     assert "mine (its run is moved aside)" in dry_run(config("seed=4"), fresh=True).checked[2]
     assert tree(here) == before
+    write(here / "runs" / "mine", 4)
+    os.truncate(here / "runs" / "mine" / "checkpoints" / "step-000004" / "loop.json", 0)
+    before = tree(here)
+    assert "mine (its run resumes after step 3)" in dry_run(config("seed=3"), fresh=False).checked[2]
+    os.truncate(here / "runs" / "mine" / "checkpoints" / "step-000003" / "loop.json", 0)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* is whole"):
+        dry_run(config("seed=3"), fresh=False)
+    assert tree(here).keys() == before.keys()
 
 
 def test_the_hub_is_left_to_the_run(here):
