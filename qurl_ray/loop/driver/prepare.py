@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
+from qurl_ray.config.paths import absolute
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
@@ -114,10 +114,10 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
         ConfigError: a GGUF file is not there, or is damaged.
     """
     if isinstance(model, GgufModel):
-        source = cached_gguf_policy(model.path)
+        source = str(cached_gguf_policy(model.path))
     else:
-        source = Path(model.path).expanduser()  # made absolute: ranks and engines work in other folders
-    return PolicySpec(source=str(source.resolve()) if source.is_dir() else model.path, max_length=model.max_length)
+        source = absolute(model.path)
+    return PolicySpec(source=source, max_length=model.max_length)
 
 
 def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:

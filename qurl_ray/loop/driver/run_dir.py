@@ -11,8 +11,8 @@ from typing import IO, Any
 import yaml
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.load import read_settings, validated_run
-from qurl_ray.config.shown import write_settings
+from qurl_ray.config.load import read_settings, validated_run, with_absolute_paths
+from qurl_ray.config.shown import shown, write_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 from qurl_ray.report.run_files import read_summary
@@ -118,7 +118,8 @@ def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
 def _write_settings(config: RunConfig, run_dir: Path) -> None:
     try:
         run_dir.mkdir(exist_ok=True)
-        write_settings(run_dir / _MARKER, settings_text(config))
+        settings = config.model_dump(mode="json")
+        write_settings(run_dir / _MARKER, settings_text(settings), private=shown(settings) != settings)
     except OSError as error:
         raise ConfigError(f"cannot make the run folder {run_dir}: {error.strerror}; set output_dir") from None
 
@@ -151,13 +152,14 @@ def _check_same(config: RunConfig, run_dir: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"{run_dir} holds an unfinished run, but its config.yaml cannot be read: {error}") from None
     try:  # settings that were added since then get their defaults
-        known = validated_run(old, "config.yaml").model_dump(mode="json")
+        known = validated_run(old, "config.yaml")
     except ConfigError as error:
         raise ConfigError(
             f"{run_dir} holds an unfinished run of another version, whose settings are not all known here: {error}. "
             "Set another name, or start again with --fresh (the old run is kept)"
         ) from None
-    differing = differences(known, config.model_dump(mode="json"))
+    before, now = (with_absolute_paths(settings).model_dump(mode="json") for settings in (known, config))
+    differing = differences(before, now)
     if differing:
         raise ConfigError(
             f"{run_dir} holds an unfinished run with other settings: {'; '.join(differing)}. "
@@ -170,7 +172,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     before, now = dict(_leaves(old)), dict(_leaves(new))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return [
-        f"{key}: {before.get(key, 'absent')} → {now.get(key, 'absent')}"
+        f"{key}: {shown(before.get(key, 'absent'), key)} → {shown(now.get(key, 'absent'), key)}"
         for key in keys
         if key.split(".")[0] not in _MAY_DIFFER and key.split(".")[-1] not in _MAY_DIFFER_ANYWHERE
     ]
@@ -194,9 +196,9 @@ def _move_aside(run_dir: Path) -> Path:
         raise ConfigError(f"cannot move {run_dir} aside: {error.strerror}; set another name") from None
 
 
-def settings_text(config: RunConfig) -> str:
-    """The resolved settings as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def settings_text(settings: dict[str, Any]) -> str:
+    """The settings, as plain nested values, as YAML."""
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
 def submitted() -> bool:

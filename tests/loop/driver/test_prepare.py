@@ -83,7 +83,6 @@ def nothing(policy):
         (settings(vocab_size=17), [], ConfigError, r"\[18, 128\], expected \[17, 128\]"),
         (nothing, ["model.max_length=65"], ConfigError, "max_length=65 exceeds the context"),
         (nothing, ["rollout.max_new_tokens=63"], DataError, "exceeds the context 64"),
-        (nothing, ["task.template=no place"], DataError, "task.template must contain {prompt}"),
         (chat_template("{% if %}"), ["task.chat=true"], DataError, "the tokenizer's chat template failed on train-"),
         (chat_template("{{ 1 // 0 }}"), ["task.chat=true"], DataError, "chat template failed on .*: ZeroDivisionError"),
         (chat_template(""), ["task.chat=true"], DataError, "has no tokens"),
