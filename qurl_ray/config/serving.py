@@ -203,7 +203,9 @@ def serving_app(serve: Callable[..., int], about: str | None = None) -> typer.Ty
         context: typer.Context,
         overrides: Overrides = None,
         config: Annotated[Path | None, typer.Option(help="YAML file with settings; defaults if absent.")] = None,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Make the checks of a start, print the settings, and stop.")] = False,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Make the checks of a start, print the settings, and stop.")
+        ] = False,
         swap: Annotated[
             bool, typer.Option("--swap", help="Swap the app that runs on this machine to `policy`, and return.")
         ] = False,
