@@ -130,6 +130,8 @@ def test_what_cannot_be_sent_is_an_error_that_says_why(tmp_path):
             replay(run_dir)
     with pytest.raises(ConfigError, match="MLflow failed"):
         replay(run_dir, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="the URI of MLflow is no address"):
+        replay(run_dir, "nosuchhost")
     (run_dir / "config.yaml").write_text("steps: 3\nlearner: {no_such: 1}\n")
     with pytest.raises(ConfigError, match=r"another version.*learner\.no_such"):
         replay(run_dir)
