@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from qurl_ray.config.load import runs_folder
-from qurl_ray.config.shown import redacted
+from qurl_ray.config.shown import shown_address
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_p_value
@@ -38,9 +38,9 @@ def main(
     Held-out reward and problems solved (reward > 0.5) with intervals, differences on the same problems, speed,
     mismatch, and the settings that differ.
     """
-    place = runs_folder(folder)
     try:
-        found = chosen(names or [], experiment, mlflow_address(uri, place), place)
+        place = runs_folder(folder)
+        found = chosen(names or [], experiment, uri, place)
         comparison = compare(found, difference)
         path = (out or place / "compare.html").expanduser().resolve()
         write_whole(path, render_comparison(comparison, experiment or "Comparison of runs"))
@@ -56,18 +56,20 @@ def main(
     print(path)
 
 
-def chosen(names: list[str], experiment: str | None, uri: str, folder: Path) -> list[Run]:
+def chosen(names: list[str], experiment: str | None, given: str | None, folder: Path) -> list[Run]:
     """Return the runs that the arguments name.
 
     Raises:
-        ConfigError: a run or the database does not exist, or both runs and an experiment are given.
+        ConfigError: a run or the database does not exist, `given` is no address of MLflow, or both runs and an
+            experiment are given.
     """
     if experiment is None:
         return read_runs(names or newest(folder, NEWEST), folder)
     if names:
         raise ConfigError("give runs or --experiment, not both")
+    uri = mlflow_address(given, folder)
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).is_file():
-        raise ConfigError(f"no MLflow database {redacted(uri)}; give --uri")  # MLflow would make an empty one
+        raise ConfigError(f"no MLflow database {shown_address(uri)}; give --uri")  # MLflow would make an empty one
     from qurl_ray.tracking.compare_mlflow import experiment_runs  # the import takes over a second
 
     return experiment_runs(uri, experiment)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from qurl_ray.config.shown import redacted
+from qurl_ray.config.shown import shown_address
 from qurl_ray.errors import QurlError
 from qurl_ray.tracking.replay import replay
 
@@ -28,7 +28,7 @@ def main(
         except QurlError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
-        print(f"{run} is run {done.run_id} in {redacted(done.uri)}")
+        print(f"{run} is run {done.run_id} in {shown_address(done.uri)}")
         for notice in done.notices:
             typer.echo(f"warning: {notice}", err=True)
 

@@ -11,8 +11,8 @@ writable: ContextVar[bool] = ContextVar("writable", default=True)
 
 
 def cache_root() -> Path:
-    """Return the path of the cache folder, which may not exist yet."""
-    return Path(os.environ.get("QURL_CACHE") or "~/.cache/qurl-ray").expanduser()
+    """Return the absolute path of the cache folder, which may not exist yet."""
+    return Path(os.environ.get("QURL_CACHE") or "~/.cache/qurl-ray").expanduser().resolve()
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from qurl_ray.config.algorithm import CLIP_BOUNDS, PRESETS
+from qurl_ray.config.paths import absolute
 from qurl_ray.config.run import RunConfig
 from qurl_ray.config.section import DEFAULT_TYPES
-from qurl_ray.config.shown import redacted, shortened
+from qurl_ray.config.shown import MARK, names_secret, redacted, shortened
 from qurl_ray.config.tracking import known_uri
 from qurl_ray.config.yaml_text import read_yaml, read_yaml_file
 from qurl_ray.errors import ConfigError
@@ -65,7 +66,8 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str,
     settings = _read(path) if path else {}
     for override in overrides:
         key, equals, value = override.partition("=")
-        told = f"override {shortened(redacted(override))!r}"
+        text = f"{key}={MARK}" if equals and names_secret(key) else redacted(override)
+        told = f"override {shortened(text)!r}"
         if not equals or not key:
             raise ConfigError(f"{told} is not of the form key=value")
         _assign(settings, key.split("."), read_yaml(value, f"{told}: the value") if value else "")
@@ -73,15 +75,30 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str,
 
 
 def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
-    """Return the settings with an absolute `output_dir`, as Ray moves train workers and submitted jobs to temporary
-    folders, and with the address of MLflow that is used.
+    """Return the settings with absolute paths, as Ray moves train workers and submitted jobs to temporary folders, and
+    with the address of MLflow that is used.
 
     Args:
         submitted: the driver runs as a Ray job, in a copy of the working directory that is deleted afterwards.
+
+    Raises:
+        ConfigError: see runs_folder and known_uri.
     """
     resolved: dict[str, Any] = {"output_dir": runs_folder(config.output_dir, submitted=submitted)}
-    if (uri := known_uri(config.tracking.mlflow_uri)) != config.tracking.mlflow_uri:
-        resolved["tracking"] = config.tracking.model_copy(update={"mlflow_uri": uri})
+    tracking = config.tracking
+    if tracking.mlflow or tracking.mlflow_uri:
+        resolved["tracking"] = tracking.model_copy(update={"mlflow_uri": known_uri(tracking.mlflow_uri)})
+    return with_absolute_paths(config).model_copy(update=resolved)
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the settings with absolute paths of the model and the problems, where these are on this machine."""
+    paths = {"model": ("path",), "task": ("path", "held_out_path")}
+    resolved = {}
+    for name, fields in paths.items():
+        section = getattr(config, name)
+        found = {field: absolute(path) for field in fields if (path := getattr(section, field, None))}
+        resolved[name] = section.model_copy(update=found)
     return config.model_copy(update=resolved)
 
 
@@ -89,10 +106,10 @@ def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
     """Absolute path of the folder of runs: `asked`, else $QURL_RUNS, else ./runs (~/qurl-runs for submitted jobs).
 
     Raises:
-        ConfigError: it is a URL.
+        ConfigError: it is a URL. A folder whose name only looks like one can be given by its absolute path.
     """
     folder = asked or os.environ.get("QURL_RUNS") or ("~/qurl-runs" if submitted else "runs")
-    if re.match(r"[A-Za-z][\w+.-]+:/", str(folder)):  # pathlib makes one slash of two
+    if re.match(r"[A-Za-z][\w+.-]+:", str(folder)):  # pathlib makes one slash of two
         raise ConfigError(f"output_dir={folder} is a URL: give a folder that all nodes can write, or mount it")
     return Path(folder).expanduser().resolve()
 

@@ -9,10 +9,11 @@ import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
-from qurl_ray.config.load import explain, given, read_settings
+from qurl_ray.config.load import explain, given, read_settings, runs_folder
+from qurl_ray.config.paths import absolute
 from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.section import Section
-from qurl_ray.config.tracking import MlflowUri
+from qurl_ray.config.tracking import MlflowUri, known_uri
 from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.extensions import did_you_mean
 from qurl_ray.tables import ENGINES
@@ -161,6 +162,17 @@ def load_serving(path: Path | None, overrides: Sequence[str] = ()) -> ServingCon
     return validated(read_settings(path, overrides), str(path) if path else "settings")
 
 
+def resolve_serving(config: ServingConfig) -> ServingConfig:
+    """Return the settings with absolute paths, since the processes of an app work in other folders.
+
+    Raises:
+        ConfigError: see runs_folder and known_uri.
+    """
+    resolved = {"output_dir": runs_folder(config.output_dir), "mlflow_uri": known_uri(config.mlflow_uri)}
+    policy = config.policy and absolute(config.policy)
+    return config.model_copy(update={**resolved, "policy": policy})
+
+
 def validated(settings: dict[str, Any], source: str) -> ServingConfig:
     """Return the settings, or raise a ConfigError with a line for each error."""
     try:
@@ -191,7 +203,9 @@ def serving_app(serve: Callable[..., int], about: str | None = None) -> typer.Ty
         context: typer.Context,
         overrides: Overrides = None,
         config: Annotated[Path | None, typer.Option(help="YAML file with settings; defaults if absent.")] = None,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the settings; stop.")] = False,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Make the checks of a start, print the settings, and stop.")
+        ] = False,
         swap: Annotated[
             bool, typer.Option("--swap", help="Swap the app that runs on this machine to `policy`, and return.")
         ] = False,

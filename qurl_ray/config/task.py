@@ -32,6 +32,13 @@ class TaskBase(Section):
     chat: bool = False
     """Wrap the prompt with the tokenizer's chat template, as one user message."""
 
+    @field_validator("template")
+    @classmethod
+    def _prompt_has_a_place(cls, template: str) -> str:
+        if "{prompt}" not in template:
+            raise ValueError("must contain {prompt}")
+        return template
+
 
 class ArithmeticTask(TaskBase):
     """Sums (or differences, products) generated from a seed; no problem is both trained on and held out."""

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PlainSerializer, field_validator
 
+from qurl_ray.config.paths import absolute_address
 from qurl_ray.config.section import Section
-from qurl_ray.config.shown import MARK, redacted
+from qurl_ray.config.shown import MARK, shown_address
 from qurl_ray.errors import ConfigError
 from qurl_ray.tables import SINKS
 
@@ -20,25 +21,38 @@ def _address(value: str) -> str:
     return value
 
 
-MlflowUri = Annotated[str, AfterValidator(_address), PlainSerializer(redacted)]
+MlflowUri = Annotated[str, AfterValidator(_address), PlainSerializer(shown_address)]
 """Address of MLflow, which may hold a password: `model_dump` returns it without, so that no file of a run has it."""
 
 
 def known_uri(given: str | None) -> str | None:
-    """Return `given`, or $MLFLOW_TRACKING_URI, if that is set, where `given` is None or lacks its password."""
-    return given if given and MARK not in given else os.environ.get(_VARIABLE) or given
+    """Return `given`, or $MLFLOW_TRACKING_URI, if that is set, where `given` is None or lacks its password. The path of
+    a local database is made absolute.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    uri = given if given and MARK not in given else os.environ.get(_VARIABLE) or given
+    if not uri:
+        return None
+    try:
+        return absolute_address(_address(uri))
+    except ValueError as error:
+        raise ConfigError(f"{'the URI of MLflow' if uri == given else f'${_VARIABLE}'} {error}") from None
 
 
 def mlflow_address(given: str | None, folder: Path) -> str:
     """Return the address of MLflow: `known_uri`, else that of mlflow.db in `folder`.
 
     Raises:
-        ConfigError: `given` lacks its password, as in the config.yaml of a run, and the variable is not set.
+        ConfigError: it is no address, or `given` lacks its password, as in the config.yaml of a run, and the variable
+            is not set.
     """
     uri = known_uri(given)
     if uri and MARK in uri:
         raise ConfigError(
-            f"the address of MLflow, {uri}, was written without its password: set ${_VARIABLE}, or give it whole"
+            f"the address of MLflow, {shown_address(uri)}, was written without its password: set ${_VARIABLE}, or give "
+            "it whole"
         )
     return uri or f"sqlite:///{folder / 'mlflow.db'}"
 

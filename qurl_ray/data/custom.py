@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from qurl_ray.config.shown import shown
 from qurl_ray.config.task import CustomTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError, QurlError
@@ -39,9 +40,8 @@ def custom_split(task: CustomTask) -> Split:
     except QurlError as error:
         raise DataError(f"task.problems={task.problems}: {error}") from error
     except Exception as error:  # a user's function may raise anything
-        raise DataError(
-            f"task.problems={task.problems} failed with task.params {task.params}: {type(error).__name__}: {error}"
-        ) from error
+        made_with = f"task.problems={task.problems} failed with task.params {shown(task.params)}"
+        raise DataError(f"{made_with}: {type(error).__name__}: {error}") from error
     uids = Counter(problem.uid for problem in (*train, *held_out))
     if repeated := [uid for uid, count in uids.items() if count > 1]:
         raise DataError(f"task.problems={task.problems} gave several problems with the uid {repeated[0]!r}")

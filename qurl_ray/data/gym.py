@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from qurl_ray.config.shown import shown
 from qurl_ray.config.task import ReasoningGymTask
 from qurl_ray.data.split import Split, disjoint
 from qurl_ray.errors import DataError
@@ -40,7 +41,7 @@ def _problems(task: ReasoningGymTask, *, prefix: str, seed: int, size: int) -> I
         raise
     except Exception as error:  # generators assert, raise ValueError, or break on a parameter's type
         raise DataError(
-            f"reasoning-gym {task.dataset} cannot make problems with task.params {task.params}: "
+            f"reasoning-gym {task.dataset} cannot make problems with task.params {shown(task.params)}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -9,7 +9,6 @@ import numpy as np
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
-_PLACE = "{prompt}"
 _MOST_CHECKED = 20_000
 
 
@@ -21,7 +20,7 @@ def encode_prompt(problem: Problem, tokenizer: Any, *, template: str, chat: bool
     other braces, as in \boxed{}, are kept.
 
     Raises:
-        DataError: the template lacks {prompt}, the chat template fails, or the prompt has no tokens.
+        DataError: the chat template fails, or the prompt has no tokens.
     """
     if chat and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": problem.prompt}]
@@ -30,10 +29,8 @@ def encode_prompt(problem: Problem, tokenizer: Any, *, template: str, chat: bool
         except Exception as error:  # the template is a program, which may raise anything
             message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
             raise DataError(message) from error
-    elif _PLACE in template:
-        ids = tokenizer(template.replace(_PLACE, problem.prompt))["input_ids"]
     else:
-        raise DataError(f"task.template must contain {_PLACE}, got {template!r}")
+        ids = tokenizer(template.replace("{prompt}", problem.prompt))["input_ids"]
     if len(ids) == 0:
         raise DataError(f"the prompt of {problem.uid} has no tokens: {problem.prompt[:80]!r}")
     return np.asarray(ids, dtype=np.int32)

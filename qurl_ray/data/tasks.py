@@ -24,10 +24,11 @@ class Task:
     """Notes on skipped problems (empty rows, duplicates), one sentence each; a run reports them at its start."""
 
     def digest(self) -> str:
-        """Return a digest of the names, prompts and answers of all problems in their order: 32 hexadecimal digits."""
+        """Return a digest of all problems, with their answers and meta, in their order: 32 hexadecimal digits."""
         digest = hashlib.blake2b(f"{len(self.train)} {len(self.held_out)}\n".encode(), digest_size=16)
         for problem in chain(self.train, self.held_out):
-            digest.update(json.dumps([problem.uid, problem.prompt, problem.answer]).encode() + b"\n")
+            parts = [problem.uid, problem.prompt, problem.answer, *([problem.meta] if problem.meta else [])]
+            digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()
 
 

@@ -117,11 +117,12 @@ def verify(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+def latest(run_dir: Path, *, set_aside: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest whole checkpoint of a run (None if it has made none), and one sentence on each newer one that
     was rejected.
 
-    Rejected ones are renamed to damaged.step-<n>, so that `prune` does not keep them in place of later checkpoints.
+    Rejected ones are renamed to damaged.step-<n>, so that `prune` does not keep them in place of later checkpoints;
+    with `set_aside=False` nothing is renamed.
 
     Raises:
         CheckpointError: a checkpoint cannot be read, which says nothing about its contents, or none is whole. Nothing
@@ -135,7 +136,7 @@ def latest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
             except CheckpointError as error:
                 rejected[folder] = error
                 continue
-            for damaged in rejected:
+            for damaged in rejected if set_aside else ():
                 aside = damaged.with_name(f"damaged.{damaged.name}")
                 if aside.exists():
                     discard(aside)

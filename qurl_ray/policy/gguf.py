@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from qurl_ray.cache import cache_root
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.load import Outline, outline, outline_of
+from qurl_ray.policy.load import Outline, outline_of
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.settings import reading
 from qurl_ray.policy.weights import check_loaded
@@ -48,8 +48,14 @@ def cached_gguf_policy(path: str) -> Path:
     return folder
 
 
+def converted(path: str) -> Path | None:
+    """Return the folder of the dequantized policy; None if it does not exist yet. See `cached_gguf_policy`."""
+    folder = _folder(find_gguf(path))
+    return folder if (folder / "config.json").is_file() else None
+
+
 def gguf_outline(path: str, max_length: int | None) -> Outline:
-    """Return the policy without its weights, which are neither read nor written.
+    """Return what the file's header says of the policy. Tensors are neither read, nor compared with it, nor written.
 
     Args:
         path: see `cached_gguf_policy`.
@@ -59,8 +65,6 @@ def gguf_outline(path: str, max_length: int | None) -> Outline:
         ConfigError: see `cached_gguf_policy` and `outline_of`.
     """
     file = find_gguf(path)
-    if ((folder := _folder(file)) / "config.json").is_file():
-        return outline(PolicySpec(source=str(folder), max_length=max_length))
     with reading(str(file)):
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -16,7 +16,7 @@ from qurl_ray.report.axes import short, signed
 from qurl_ray.report.charts import Chart, Series, StepValues, draw, present
 from qurl_ray.report.page import render_page
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run, read_samples
-from qurl_ray.report.text import MISSING, duration, format_setting
+from qurl_ray.report.text import MISSING, duration, format_setting, listed
 from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
 from qurl_ray.report.values import flatten
 from qurl_ray.types import Outcome
@@ -92,7 +92,7 @@ def render_report(run_dir: Path, *, outcome: Outcome | None = None) -> str:
 
 def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
     record = read_run(run_dir)
-    settings = {key: redacted(value) for key, value in flatten(record.config, ".")}
+    settings = {key: listed(value) for key, value in flatten(record.config, ".")}
     samples = [
         (step, [view(sample) for sample in found[:_SAMPLES_PER_STEP]])
         for step, found in read_samples(run_dir, _SAMPLED_STEPS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from qurl_ray.config.shown import shown
 from qurl_ray.config.yaml_text import read_yaml_file
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.charts import StepValues
@@ -93,7 +94,7 @@ class RunRecord:
 
 def read_run(run_dir: Path) -> RunRecord:
     """Read config.yaml, metrics.jsonl and summary.json. Missing or incomplete files count as empty."""
-    record = RunRecord(config=_config(run_dir / "config.yaml"), summary=read_summary(run_dir))
+    record = RunRecord(config=read_config(run_dir), summary=read_summary(run_dir))
     steps: dict[int, StepValues] = {}
     for _, event in lines(run_dir / "metrics.jsonl"):
         if event is None:
@@ -130,7 +131,7 @@ def has_finished(summary: dict[str, Any]) -> bool:
 
 def run_name(run_dir: Path) -> str:
     """Return the run's name from config.yaml, else that of the folder."""
-    return str(_config(run_dir / "config.yaml").get("name") or run_dir.resolve().name)
+    return str(read_config(run_dir).get("name") or run_dir.resolve().name)
 
 
 def read_samples(run_dir: Path, limit: int) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -240,9 +241,10 @@ def json_object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _config(path: Path) -> dict[str, Any]:
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the run's settings without their secrets; empty if config.yaml is missing or damaged."""
     try:
-        found = read_yaml_file(path)
+        found = shown(read_yaml_file(run_dir / "config.yaml"))
     except (FileNotFoundError, ConfigError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qurl_ray.config.shown import redacted
 from qurl_ray.report.values import number
 
 MISSING = "–"
@@ -33,8 +32,13 @@ def pairs(values: Mapping[str, Any], prefix: str = "") -> str:
     return "  ".join(f"{one_line(key)} {value:.4g}" for key, value in found if value is not None)
 
 
+def listed(value: Any) -> Any:
+    """Return a list as text; other values are unchanged."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
 def format_setting(value: Any) -> Any:
-    """Format a setting as in config.yaml, without credentials."""
+    """Format a setting as in config.yaml."""
     if value is None:
         return MISSING
-    return str(value).lower() if isinstance(value, bool) else redacted(value)
+    return str(value).lower() if isinstance(value, bool) else listed(value)

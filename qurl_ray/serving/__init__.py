@@ -15,10 +15,10 @@ def app(args: dict[str, str]) -> "Application":
     Raises:
         QurlError: a setting is wrong, or there is no such policy.
     """
-    from qurl_ray.config.serving import load_serving
+    from qurl_ray.config.serving import load_serving, resolve_serving
     from qurl_ray.serving.deploy import application
     from qurl_ray.serving.policies import pin
 
-    config = load_serving(None, [f"{key}={value}" for key, value in args.items()])
+    config = resolve_serving(load_serving(None, [f"{key}={value}" for key, value in args.items()]))
     pinned = pin(config)
     return application(config, pinned, name=config.name or pinned.name)

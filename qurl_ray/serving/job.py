@@ -1,13 +1,13 @@
 """Work of jobs/serve.py after its settings are read."""
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 import yaml
 
-from qurl_ray.config.serving import ServingConfig
+from qurl_ray.config.serving import ServingConfig, resolve_serving
+from qurl_ray.config.shown import shown
 from qurl_ray.errors import ConfigError
 from qurl_ray.serving.control import ask_to_swap, listening
 from qurl_ray.signals import StopRequests
@@ -17,20 +17,18 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
-    """Serve, or print the settings, or swap the policy of the running app. Return the exit status.
+    """Serve, or check and print the settings, or swap the policy of the running app. Return the exit status.
 
     It serves until it is asked to stop, as by Ctrl-C. Requests in flight then end, and the status is 0; after another
     request, or one while it starts, the status is 128 and the signal's number.
     """
+    config = resolve_serving(config)
     if dry:
-        typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), nl=False)
-        return 0
+        return _dry_run(config)
     if swap:
         if config.policy is None:
             raise ConfigError("--swap needs policy=…, the policy to swap to")
-        here = Path(config.policy)  # the serving job may run in another folder
-        policy = str(here.resolve()) if here.exists() else config.policy
-        typer.echo(ask_to_swap(config.port, policy, timeout_s=config.start_timeout_s))
+        typer.echo(ask_to_swap(config.port, config.policy, timeout_s=config.start_timeout_s))
         return 0
     stops = StopRequests()
     try:
@@ -44,6 +42,23 @@ def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
     except KeyboardInterrupt:
         typer.echo("aborted", err=True)
         return stops.exit_status
+    return 0
+
+
+def _dry_run(config: ServingConfig) -> int:
+    from qurl_ray.serving.deploy import api_key
+    from qurl_ray.serving.policies import MODELS, pin
+
+    api_key(config)
+    checked, unchecked = ["settings", "host and key"], None
+    if config.policy and config.policy.startswith(MODELS):
+        unchecked = f"the policy, as MLflow would be asked for {config.policy}"
+    else:
+        checked.append(f"the policy {pin(config).source}")
+    typer.echo(yaml.safe_dump(shown(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True), nl=False)
+    typer.echo(f"# checked: {'; '.join(checked)}")
+    if unchecked:
+        typer.echo(f"# not checked: {unchecked}")
     return 0
 
 

@@ -12,7 +12,8 @@ from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.run_files import has_finished, read_summary
 
-_MODELS = "models:/"
+MODELS = "models:/"
+"""Beginning of the address of a registered model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def pin(config: ServingConfig) -> Pinned:
         ConfigError: there is no such policy.
     """
     asked = config.policy
-    if asked is not None and asked.startswith(_MODELS):
+    if asked is not None and asked.startswith(MODELS):
         return _registered(asked, tracking_uri(config))
     if asked is None:
         run = _latest_run(runs_folder(config.output_dir))
@@ -143,7 +144,7 @@ def _registered(uri: str, tracking: str) -> Pinned:
     """Resolve models:/name/latest and models:/name@alias to models:/name/<version>."""
     from qurl_ray.tracking.mlflow_client import mlflow_at  # takes over a second, so only if needed
 
-    path = uri.removeprefix(_MODELS)
+    path = uri.removeprefix(MODELS)
     with mlflow_at(tracking, f"find {uri} in") as client:
         if "@" in path:
             name, _, alias = path.rpartition("@")
@@ -154,7 +155,7 @@ def _registered(uri: str, tracking: str) -> Pinned:
                 versions = client.search_model_versions(f"name='{name}'")
                 version = str(max((int(one.version) for one in versions), default=0))
             found = client.get_model_version(name, version)
-    pinned = Pinned(source=f"{_MODELS}{name}/{found.version}", name=name)
+    pinned = Pinned(source=f"{MODELS}{name}/{found.version}", name=name)
     place = urlsplit(found.source)
     folder = Path(unquote(place.path))
     if place.scheme not in ("", "file") or not folder.is_absolute() or not folder.is_dir():
@@ -165,7 +166,7 @@ def _registered(uri: str, tracking: str) -> Pinned:
 def _download(uri: str, tracking: str) -> str:
     from qurl_ray.tracking.mlflow_client import mlflow_at
 
-    name, _, version = uri.removeprefix(_MODELS).rpartition("/")
+    name, _, version = uri.removeprefix(MODELS).rpartition("/")
     with mlflow_at(tracking, f"fetch {uri} from") as client:
         from mlflow.artifacts import download_artifacts
 

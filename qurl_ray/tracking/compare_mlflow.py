@@ -11,7 +11,7 @@ from typing import Any
 from mlflow.entities import Run as MlflowRun
 from mlflow.tracking import MlflowClient
 
-from qurl_ray.config.shown import redacted
+from qurl_ray.config.shown import shown, shown_address
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.compare import MOST, Run, named
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
@@ -39,7 +39,7 @@ def _no_experiment(client: MlflowClient, uri: str, experiment: str) -> str:
     known = [entry.name for entry in client.search_experiments()]
     nearest = difflib.get_close_matches(experiment, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(sorted(known))}"
-    return f"no experiment {experiment!r} in {redacted(uri)}; {hint}"
+    return f"no experiment {experiment!r} in {shown_address(uri)}; {hint}"
 
 
 def _record(client: MlflowClient, run: MlflowRun) -> RunRecord:
@@ -64,7 +64,7 @@ def _from_metrics(client: MlflowClient, run: MlflowRun) -> RunRecord:
             elif part not in ("summary", "system"):
                 rows.setdefault(metric.step, {})[name] = finite(metric.value)
     return RunRecord(
-        config={key: _plain(value) for key, value in run.data.params.items()},
+        config={key: shown(_plain(value), key) for key, value in run.data.params.items()},
         summary=_summary(run.info.status, max(rows, default=0)),
         rows=sorted(rows.items()),
         evaluations=[_evaluation(*place, values) for place, values in sorted(evaluations.items())],

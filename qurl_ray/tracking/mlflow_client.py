@@ -13,7 +13,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 from mlflow.tracking import MlflowClient
 
-from qurl_ray.config.shown import reason, redacted
+from qurl_ray.config.shown import reason, shown_address
 from qurl_ray.errors import ConfigError, QurlError
 
 
@@ -32,4 +32,6 @@ def mlflow_at(uri: str, attempt: str) -> Iterator[MlflowClient]:
     except QurlError:
         raise
     except Exception as error:  # MLflow passes on whatever the clients of its stores raise
-        raise ConfigError(f"cannot {attempt} MLflow at {redacted(uri)}: {reason(error, 500)}") from None
+        raise ConfigError(
+            f"cannot {attempt} MLflow at {shown_address(uri)}: {reason(error, 500, address=uri)}"
+        ) from None

@@ -35,9 +35,10 @@ from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_B
 from sqlalchemy.exc import OperationalError
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.shown import reason, redacted
+from qurl_ray.config.shown import reason, shown, shown_address
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.report.plots import plots
+from qurl_ray.report.run_files import read_config
 from qurl_ray.report.text import one_line
 from qurl_ray.report.values import flatten, plain
 from qurl_ray.tracking import mlflow_policy
@@ -56,7 +57,7 @@ from qurl_ray.tracking.recorded import events, message_lines, samples
 from qurl_ray.types import Event, Outcome
 
 _STATUS = {"finished": RunStatus.FINISHED, "failed": RunStatus.FAILED, "interrupted": RunStatus.KILLED}
-_ARTIFACTS = ("config.yaml", "config.json", "summary.json", "samples.jsonl", "metrics.jsonl", "report.html")
+_ARTIFACTS = ("summary.json", "samples.jsonl", "metrics.jsonl", "report.html")
 _RUN_ID_FILE = "mlflow_run_id"
 _DRAIN_S = 30.0
 _NUMBERS = ("step", "evaluation", "warning", "info", "summary")
@@ -99,7 +100,7 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
         experiment=config.tracking.experiment,
         name=config.name,
         artifact_root=None if uri.startswith(("http", "databricks")) else folder / "mlartifacts",
-        params={metric_name(key): param_text(value) for key, value in flatten(resolved, ".")},
+        params={metric_name(key): param_text(value) for key, value in flatten(shown(resolved), ".")},
         tags={
             "quantization": config.rollout.quantization,
             "correction": config.algorithm.correction.type,
@@ -127,7 +128,7 @@ class MlflowSink:
         Args:
             run_dir: folder in which summary.json, policy/ and other artifacts are looked for at the end. Its file
                 mlflow_run_id holds the id of the MLflow run.
-            resolved: config that is logged as the artifact config.json, unless the folder has such a file.
+            resolved: config that is logged, without its secrets, as the artifact config.json.
             drain_s: deadline of close(), in seconds.
             watch: True to record the utilisation of this machine.
         """
@@ -208,7 +209,7 @@ class MlflowSink:
         except MlflowException as error:
             if is_transient(error):
                 raise
-            store = redacted(self.uri)
+            store = shown_address(self.uri)
             self._notices.append(
                 f"MLflow run {run_id}, which this run resumes, is not in {store}: a new one was created"
             )
@@ -266,8 +267,10 @@ class MlflowSink:
         for name in _ARTIFACTS:
             if (self._run_dir / name).is_file():
                 run.client.log_artifact(run.run_id, str(self._run_dir / name))
-        if not (self._run_dir / "config.json").is_file():
-            run.client.log_dict(run.run_id, plain(self._resolved), "config.json")
+        settings = {"config.yaml": read_config(self._run_dir), "config.json": plain(shown(self._resolved))}
+        for name, found in settings.items():
+            if found:
+                run.client.log_dict(run.run_id, found, name)
         if messages := "".join(message_lines(self._run_dir)):
             run.client.log_text(run.run_id, messages, "events.jsonl")
         for name, drawing in plots(self._run_dir).items():

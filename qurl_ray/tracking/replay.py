@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.load import read_settings, validated_run
-from qurl_ray.config.shown import redacted
+from qurl_ray.config.shown import shown_address
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.run_files import RunRecord, read_run
 from qurl_ray.types import Outcome
@@ -45,13 +45,14 @@ def replay(run_dir: Path, uri: str | None = None) -> Replayed:
     if _going_on(run_dir):
         raise ConfigError(f"the run in {run_dir} is still going on, and sends its records itself")
     config = _config(run_dir, uri)
-    plan = plan_run(run_dir, config, config.model_dump(mode="json"))
-    sink = MlflowSink(plan, run_dir=run_dir, resolved={}, drain_s=_SEND_S, watch=False)
+    resolved = config.model_dump(mode="json")
+    plan = plan_run(run_dir, config, resolved)
+    sink = MlflowSink(plan, run_dir=run_dir, resolved=resolved, drain_s=_SEND_S, watch=False)
     run_id = sink.run_id(_OPEN_S)
     if run_id is None:
         told = sink.notices()
         sink.close("failed")  # else it would continue to retry
-        raise ConfigError(" ".join(told) or f"{redacted(plan.uri)} has not answered within {_OPEN_S:.0f} s")
+        raise ConfigError(" ".join(told) or f"{shown_address(plan.uri)} has not answered within {_OPEN_S:.0f} s")
     sink.close(_outcome(read_run(run_dir)))
     return Replayed(uri=plan.uri, run_id=run_id, notices=sink.notices())
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.shown import reason, redacted
+from qurl_ray.config.shown import reason, redacted, shown_address
 from qurl_ray.errors import ConfigError
 from qurl_ray.tables import SINKS
 from qurl_ray.tracking.console import open_console
@@ -102,7 +102,7 @@ class Tracker:
     def mlflow_uri(self) -> str | None:
         """Address of MLflow's store without its password, the argument of `mlflow ui --backend-store-uri`; None if
         MLflow is off."""
-        return redacted(self._mlflow.uri) if self._mlflow else None
+        return shown_address(self._mlflow.uri) if self._mlflow else None
 
     def close(self, outcome: Outcome) -> None:
         """Write all outstanding records and end the MLflow run. Later calls and events do nothing."""

@@ -324,6 +324,18 @@ def test_heads_that_do_not_divide_the_width_are_refused(load):
     assert "hidden_size must be a multiple of heads" in complaint(load, "model: {hidden_size: 66}")
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        "{template: Q}",
+        "{type: dataset, path: openai/gsm8k, template: Q}",
+        "{type: custom, problems: 'a:b', template: ''}",
+    ],
+)
+def test_a_template_without_the_prompt_is_refused(load, task):
+    assert "template: must contain {prompt} (got " in complaint(load, f"task: {task}")
+
+
 # --- where runs go ---------------------------------------------------------------------------------------------
 
 
@@ -617,7 +629,7 @@ def test_a_target_needs_evaluations_on_the_way():
     assert load_config(quickstart, ["evaluation.target_reward=null"]).evaluation.target_reward is None
 
 
-@pytest.mark.parametrize("where", ["s3://bucket/runs", "gs://bucket", "s3:/bucket"])
+@pytest.mark.parametrize("where", ["s3://bucket/runs", "gs://bucket", "s3:/bucket", "s3:bucket/x"])
 def test_a_url_is_no_folder_of_runs(where, monkeypatch):
     with pytest.raises(ConfigError, match="is a URL: give a folder"):
         resolve(RunConfig(output_dir=Path(where)), submitted=False)

@@ -53,11 +53,6 @@ def test_the_template_serves_where_chat_is_off_or_the_tokenizer_has_none(tokeniz
     assert text(encode_prompt(problem("1+2="), tokenizer, template="Q:{prompt}", chat=chat)) == "Q:1+2="
 
 
-def test_a_template_without_the_prompt_is_an_error(tokenizer):
-    with pytest.raises(DataError, match=r"must contain \{prompt\}, got 'Q:'"):
-        encode_prompt(problem("1+2="), tokenizer, template="Q:", chat=False)
-
-
 def test_a_prompt_without_tokens_is_an_error(tokenizer):
     with pytest.raises(DataError, match="prompt of train-0 has no tokens"):
         encode_prompt(problem(""), tokenizer, template="{prompt}", chat=False)

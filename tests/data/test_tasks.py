@@ -1,6 +1,8 @@
 """Tasks: what is trained on, what is held out, and what bad input says."""
 
+import hashlib
 import json
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -9,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.config.task import ArithmeticTask, DatasetTask, ReasoningGymTask
-from qurl_ray.data.tasks import load_task
+from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import DataError
 from qurl_ray.tables import REWARDS
+from qurl_ray.types import Problem
 
 
 def prompts(problems):
@@ -103,6 +106,19 @@ def test_arithmetic_too_large_to_list_is_sampled(largest):
 def test_impossible_arithmetic_is_an_error(fields, message):
     with pytest.raises(DataError, match=message):
         load_task(ArithmeticTask(**fields), eval_problems=5)
+
+
+def test_the_digest_tells_apart_all_that_a_run_is_about():
+    """Answers, order and meta of both parts; a problem without meta counts as before there was meta in it."""
+    one, two = Problem(uid="a", prompt="p", answer="1"), Problem(uid="b", prompt="q", answer="2")
+    changed = [replace(two, answer="3"), replace(two, meta={"tests": [1]}), replace(two, meta={"tests": [2]})]
+    tasks = [([one], [two]), ([two], [one]), ([one, two], []), ([one], []), *(([one], [other]) for other in changed)]
+    digests = [Task(train=train, held_out=held_out, reward="exact").digest() for train, held_out in tasks]
+    assert len(set(digests)) == len(tasks)
+    orders = [replace(two, meta=meta) for meta in ({"m": 1, "n": 2}, {"n": 2, "m": 1})]
+    assert len({Task(train=[one], held_out=[other], reward="exact").digest() for other in orders}) == 1
+    known = hashlib.blake2b(b'1 1\n["a", "p", "1"]\n["b", "q", "2"]\n', digest_size=16)
+    assert digests[0] == known.hexdigest()
 
 
 # --- reasoning-gym -------------------------------------------------------------------------------

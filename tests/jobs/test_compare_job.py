@@ -63,6 +63,7 @@ def test_the_difference_of_graded_rewards_is_that_of_their_means():
         (["one"], "can compare 2 to 16 runs, not 1"),
         (["one", "two", "--experiment", "x"], "not both"),
         (["--experiment", "x"], "no MLflow database"),
+        (["--experiment", "x", "--uri", "nosuchhost"], "the URI of MLflow is no address"),
         (["one", "two", "--out", "/no/such/folder/page.html"], "cannot read or write"),
     ],
 )
@@ -72,3 +73,10 @@ def test_errors_are_one_line(folder, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_url_is_no_folder_of_runs(monkeypatch):
+    for settings, variable in ((["--folder", "s3://b/x"], ""), ([], "s3://b/x")):
+        monkeypatch.setenv("QURL_RUNS", variable)
+        done = invoke(*settings)
+        assert (done.exit_code, done.stderr.startswith("error: output_dir=s3:/")) == (2, True), done.output

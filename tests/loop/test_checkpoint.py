@@ -12,11 +12,11 @@ from qurl_ray.errors import CheckpointError
 from qurl_ray.loop.checkpoint import complete, latest, partial_folder, prune, verify
 
 
-def write(run_dir, step: int, reward: float | None = None):
+def write(run_dir, step: int, reward: float | None = None, state: str = "{}"):
     partial = partial_folder(run_dir, step)
     (partial / "learner").mkdir(parents=True)
     (partial / "learner" / "parameters").write_bytes(bytes([step]) * 1000)
-    (partial / "loop.json").write_text("{}")
+    (partial / "loop.json").write_text(state)
     return complete(partial, step=step, reward=reward)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.gguf import cached_gguf_policy, find_gguf, gguf_outline
-from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.gguf import cached_gguf_policy, converted, find_gguf, gguf_outline
+from qurl_ray.policy.load import load_model, load_tokenizer, outline, stop_ids
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.sync.local import load_into
@@ -95,11 +95,13 @@ def test_a_file_that_lacks_a_tensor_is_named(tmp_path):
 
 
 def test_the_outline_is_that_of_the_policy_and_needs_no_conversion(spec, tmp_path, monkeypatch):
-    converted = gguf_outline(SMOLLM2, 64)
+    whole = outline(spec)
+    assert converted(SMOLLM2) == Path(spec.source)
     monkeypatch.setenv("QURL_CACHE", str(tmp_path))
+    assert converted(SMOLLM2) is None
     header = gguf_outline(SMOLLM2, 64)
     assert not any(tmp_path.iterdir())
-    assert header.context == converted.context == 64
-    assert header.tokenizer("12 + 30 = ").input_ids == converted.tokenizer("12 + 30 = ").input_ids
-    shapes = [{name: p.shape for name, p in found.model.named_parameters()} for found in (header, converted)]
+    assert header.context == whole.context == 64
+    assert header.tokenizer("12 + 30 = ").input_ids == whole.tokenizer("12 + 30 = ").input_ids
+    shapes = [{name: p.shape for name, p in found.model.named_parameters()} for found in (header, whole)]
     assert shapes[0] == shapes[1]

@@ -180,7 +180,9 @@ def test_replicas_get_the_whole_address_and_a_dry_run_shows_none_of_its_password
     config = ServingConfig(output_dir=runs, policy="first", mlflow_uri="http://me:sesame@host")
     (settings,) = application(config, pin(config), name="x")._bound_deployment.init_args
     assert ServingConfig.model_validate(settings).mlflow_uri == "http://me:sesame@host"
-    done = CliRunner().invoke(serving_app(serve), ["--dry-run", "mlflow_uri=http://me:sesame@host"])
+    done = CliRunner().invoke(
+        serving_app(serve), ["--dry-run", f"policy={runs / 'first'}", "mlflow_uri=http://me:sesame@host"]
+    )
     assert "mlflow_uri: http://…@host\n" in done.stdout
     assert "sesame" not in done.output
 
@@ -282,10 +284,30 @@ def test_wrong_settings_are_one_clear_line(settings, message):
     assert message in done.stderr
 
 
-def test_a_dry_run_prints_the_settings_and_help_explains_them():
-    done = CliRunner().invoke(serving_app(serve), ["--dry-run", "slots=7"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["policy=first", "output_dir=s3://b/x"], "output_dir=s3:/b/x is a URL"),
+        (["policy=nosuch"], "nosuch is neither the folder of a model nor that of a run"),
+        (["policy=first", "host=0.0.0.0"], "set an API key in"),
+        (["policy=first", "mlflow_uri=nosuchhost"], "is no address"),
+    ],
+)
+def test_a_dry_run_ends_in_the_error_of_the_start(runs, monkeypatch, settings, message):
+    monkeypatch.delenv("QURL_API_KEY", raising=False)
+    done = CliRunner().invoke(serving_app(serve), ["--dry-run", f"output_dir={runs}", *settings])
+    assert (done.exit_code, message in done.stderr) == (2, True), done.output
+
+
+def test_a_dry_run_prints_the_settings_and_help_explains_them(runs, tmp_path):
+    done = CliRunner().invoke(serving_app(serve), ["--dry-run", "slots=7", f"output_dir={runs}", "policy=first"])
     assert done.exit_code == 0
     assert "slots: 7\n" in done.stdout
+    assert done.stdout.endswith(f"# checked: settings; host and key; the policy {pinned(runs, 'first').source}\n")
+    asked = "models:/nosuch/1"
+    done = CliRunner().invoke(serving_app(serve), ["--dry-run", f"output_dir={tmp_path}", f"policy={asked}"])
+    assert done.stdout.endswith(f"# not checked: the policy, as MLflow would be asked for {asked}\n")
+    assert not any(tmp_path.iterdir())
     shown = " ".join(CliRunner().invoke(serving_app(serve), ["--help", "slots"]).stdout.split())
     assert "slots = 32 Answers that a replica generates at a time" in shown
 

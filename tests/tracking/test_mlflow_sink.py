@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +124,23 @@ def test_two_runs_share_an_experiment_also_in_a_folder_with_odd_characters(tmp_p
     client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
     assert len({client.get_run(run_id).info.experiment_id for run_id in ids}) == 1
     assert len(list((folder / "mlartifacts").rglob("config.json"))) == 2
+
+
+def test_secrets_of_settings_are_not_sent_to_mlflow(tmp_path):
+    resolved = {"task": {"params": {"api_key": "sesame", "url": "postgresql://me:sesame@db", "n": 3}}}
+    config, folder = RunConfig(output_dir=tmp_path), tmp_path / "one"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(resolved))
+    run = sink.MlflowSink(sink.plan_run(folder, config, resolved), run_dir=folder, resolved=resolved)
+    run_id = run.run_id(30.0)
+    run.close("finished")
+    assert run.notices() == []
+    told = {"api_key": "…", "url": "postgresql://…@db", "n": 3}
+    for name, read in (("config.yaml", yaml.safe_load), ("config.json", json.loads)):
+        (sent,) = (tmp_path / "mlartifacts").rglob(name)
+        assert read(sent.read_text()) == {"task": {"params": told}}
+    params = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(run_id).data.params
+    assert params == {f"task.params.{key}": str(value) for key, value in told.items()}
 
 
 def test_more_values_than_fit_in_one_request_are_all_kept(tmp_path):

@@ -21,7 +21,6 @@ from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
-from qurl_ray.errors import DataError
 from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
@@ -79,16 +78,7 @@ class Collector:
         return {"cursor": self._cursor.state(), "problems": self._problems}
 
     def restore(self, state: dict) -> None:
-        """Continue from a state that `state` returned.
-
-        Raises:
-            DataError: the task's problems, or their order, are not those of the state.
-        """
-        if state.get("problems", self._problems) != self._problems:  # a state of an earlier version has none
-            raise DataError(
-                "the task's problems or their order differ from those of the checkpoint: give the task that it was "
-                "made with, or start again with --fresh"
-            )
+        """Continue from a state that `state` returned. The driver has checked that the problems are the same."""
         self._cursor.load_state(state["cursor"])
 
     def probe(self) -> list[Request]:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field, replace
 from qurl_ray.cache import read_only
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
-from qurl_ray.config.shown import redacted
+from qurl_ray.config.shown import shown
 from qurl_ray.config.task import DatasetTask
 from qurl_ray.data.files import hub_sources
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import (
     check_model,
+    check_problems,
     check_prompts,
     check_reward,
     find_policy,
@@ -18,7 +19,7 @@ from qurl_ray.loop.driver.prepare import (
     row_promise,
 )
 from qurl_ray.loop.driver.run_dir import look_at_run_dir, settings_text, submitted
-from qurl_ray.policy.gguf import gguf_outline
+from qurl_ray.policy.gguf import converted, gguf_outline
 from qurl_ray.policy.load import Outline, local_copy, outline
 from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.tables import TASKS
@@ -45,18 +46,20 @@ def dry_run(config: RunConfig, *, fresh: bool) -> DryRun:
         QurlError: a run would end in this error.
     """
     config = resolve(config, submitted=submitted())
-    found = DryRun(settings=redacted(settings_text(config)))
+    found = DryRun(settings=settings_text(shown(config.model_dump(mode="json"))))
     try_functions(config)
-    found.checked += ["settings", "functions", look_at_run_dir(config, fresh=fresh)]
+    folder, resume = look_at_run_dir(config, fresh=fresh)
+    found.checked += ["settings", "functions", folder]
     task = None
     if isinstance(config.task, DatasetTask) and (hub := hub_sources(config.task)):
         check_reward(config.task, config.task.reward or TASKS.entries[config.task.type].reward, None)
         found.unchecked.append(f"problems and prompts, as {' and '.join(hub)} would come from the hub")
     else:
         task = prepare_task(config)
+        check_problems(task, resume)
         counts = f"{len(task.train)} training and {len(task.held_out)} held-out problems"
         found.checked.append(f"{counts} with reward {task.reward}")
-    policy = _outline(config.model)
+    policy = _outline(config.model, found)
     if policy is None:
         found.unchecked.append("the model and prompts, as model.path would come from the hub")
         return found
@@ -71,11 +74,13 @@ def dry_run(config: RunConfig, *, fresh: bool) -> DryRun:
     return found
 
 
-def _outline(model: ModelConfig) -> Outline | None:
-    """Return the policy without its weights; None if it is of the hub and not here."""
+def _outline(model: ModelConfig, found: DryRun) -> Outline | None:
+    """Return the policy without its weights; None if it is of the hub and not here. Say in `found` if its tensors are
+    not checked."""
     if isinstance(model, TinyModel):
         return tiny_outline(model)
-    if isinstance(model, GgufModel):
+    if isinstance(model, GgufModel) and not converted(model.path):
+        found.unchecked.append("the tensors of the GGUF file, as the run would convert it")
         return gguf_outline(model.path, model.max_length)
     spec = find_policy(model)
     here = local_copy(spec.source)

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
+from qurl_ray.config.paths import absolute
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
-from qurl_ray.errors import ConfigError, QuantizationError, RewardError
+from qurl_ray.errors import ConfigError, DataError, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
+from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import Outline, outline
@@ -90,6 +91,22 @@ def prepare_task(config: RunConfig) -> Task:
     return task
 
 
+def check_problems(task: Task, resume: Checkpoint | None) -> None:
+    """Check that the task has the problems, also the held-out ones, of the run that resumes.
+
+    Raises:
+        DataError: a problem or the order differs from the checkpoint's.
+    """
+    if resume is None:
+        return
+    recorded = resume.state().get("collector", {}).get("problems")
+    if recorded is not None and recorded != task.digest():  # a checkpoint of an earlier version records none
+        raise DataError(
+            f"the task's problems, held-out ones included, or their order differ from those of {resume.folder}: give "
+            "the task that the run began with, or start again with --fresh"
+        )
+
+
 def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
     """Return where the policy is. A GGUF file is converted if it was not yet.
 
@@ -97,10 +114,10 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
         ConfigError: a GGUF file is not there, or is damaged.
     """
     if isinstance(model, GgufModel):
-        source = cached_gguf_policy(model.path)
+        source = str(cached_gguf_policy(model.path))
     else:
-        source = Path(model.path).expanduser()  # made absolute: ranks and engines work in other folders
-    return PolicySpec(source=str(source.resolve()) if source.is_dir() else model.path, max_length=model.max_length)
+        source = absolute(model.path)
+    return PolicySpec(source=source, max_length=model.max_length)
 
 
 def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:

@@ -29,8 +29,8 @@ from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
-from qurl_ray.loop.driver.prepare import Checked, Prepared, check_run, prepare, unequalized
-from qurl_ray.loop.driver.run_dir import RunDir, open_run_dir, submitted
+from qurl_ray.loop.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
+from qurl_ray.loop.driver.run_dir import RunDir, forget_summary, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import summarize, write_summary
 from qurl_ray.loop.driver.watch import Fit, Watch
 from qurl_ray.loop.messages import Material
@@ -87,6 +87,8 @@ def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) ->
 
 def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopRequests) -> RunResult:
     run_dir, resume = place.path, place.resume
+    check_problems(checked.task, resume)
+    forget_summary(run_dir)
     torch.set_num_threads(os.cpu_count() or 1)
     with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
         try:

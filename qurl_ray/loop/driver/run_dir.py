@@ -12,8 +12,8 @@ from typing import IO, Any
 import yaml
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.load import read_settings, validated_run
-from qurl_ray.config.shown import write_settings
+from qurl_ray.config.load import read_settings, validated_run, with_absolute_paths
+from qurl_ray.config.shown import shown, write_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.files import PART
 from qurl_ray.loop.checkpoint import LOOP, Checkpoint, discard, latest, step_folders
@@ -74,11 +74,12 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
             yield place
 
 
-def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> str:
-    """Return what `open_run_dir` would do, in words, and change nothing. Checksums of checkpoints are not compared.
+def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> tuple[str, Checkpoint | None]:
+    """Return what `open_run_dir` would do, in words, and the checkpoint that the run would resume from. Nothing is
+    changed.
 
     Raises:
-        ConfigError: see `open_run_dir`.
+        CheckpointError, ConfigError: see `open_run_dir`.
     """
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
@@ -90,10 +91,18 @@ def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> str:
             with lock.open() as held:
                 _take(held, fcntl.LOCK_SH, run_dir)
         old = _settings_of_run(run_dir)
-        if old and not fresh and not _finished(run_dir, old) and step_folders(run_dir):
-            _check_same(config, run_dir, old)
-            return f"the folder {run_dir} (its run resumes)"
-        return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})"
+        if old and not fresh and not _finished(run_dir, old):
+            checkpoint, _ = latest(run_dir, set_aside=False)
+            if checkpoint:
+                _check_same(config, run_dir, old)
+                return f"the folder {run_dir} (its run resumes after step {checkpoint.step})", checkpoint
+        return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})", None
+
+
+def forget_summary(run_dir: Path) -> None:
+    """Remove the summary of a run that was stopped and now resumes."""
+    with _explained(run_dir):
+        (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -147,7 +156,6 @@ def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
         if checkpoint:
             _check_same(config, run_dir, old)
             _write_settings(config, run_dir)  # those that may differ, such as the name
-            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that was stopped
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
             return RunDir(path=run_dir, resume=checkpoint, notes=notes)
     older = None
@@ -182,7 +190,8 @@ def _write_settings(config: RunConfig, run_dir: Path) -> None:
     try:
         for part in run_dir.glob(_MARKER_PARTS):  # of a start that was killed
             part.unlink()
-        write_settings(run_dir / _MARKER, settings_text(config))
+        settings = config.model_dump(mode="json")
+        write_settings(run_dir / _MARKER, settings_text(settings), private=shown(settings) != settings)
     except OSError:
         with suppress(OSError):
             run_dir.rmdir()  # fails if it holds something
@@ -229,13 +238,14 @@ def _target_reached_at(checkpoint: Path) -> Any:
 
 def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any]) -> None:
     try:  # settings that were added since then get their defaults
-        known = validated_run(old, "config.yaml").model_dump(mode="json")
+        known = validated_run(old, "config.yaml")
     except ConfigError as error:
         raise ConfigError(
             f"{run_dir} holds an unfinished run of another version, whose settings are not all known here: {error}. "
             "Set another name, or start again with --fresh (the old run is kept)"
         ) from None
-    differing = differences(known, config.model_dump(mode="json"))
+    before, now = (with_absolute_paths(settings).model_dump(mode="json") for settings in (known, config))
+    differing = differences(before, now)
     if differing:
         raise ConfigError(
             f"{run_dir} holds an unfinished run with other settings: {'; '.join(differing)}. "
@@ -248,7 +258,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     before, now = dict(_leaves(old)), dict(_leaves(new))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return [
-        f"{key}: {before.get(key, 'absent')} → {now.get(key, 'absent')}"
+        f"{key}: {shown(before.get(key, 'absent'), key)} → {shown(now.get(key, 'absent'), key)}"
         for key in keys
         if key.split(".")[0] not in _MAY_DIFFER and key.split(".")[-1] not in _MAY_DIFFER_ANYWHERE
     ]
@@ -269,9 +279,9 @@ def _move_aside(run_dir: Path) -> Path:
     return run_dir.rename(older)
 
 
-def settings_text(config: RunConfig) -> str:
-    """The resolved settings as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def settings_text(settings: dict[str, Any]) -> str:
+    """The settings, as plain nested values, as YAML."""
+    return yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 
 def submitted() -> bool:

@@ -9,12 +9,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from qurl_ray.config import load_config
-from qurl_ray.errors import ConfigError, DataError, QuantizationError, QurlError, RewardError
+from qurl_ray.errors import CheckpointError, ConfigError, DataError, QuantizationError, QurlError, RewardError
+from qurl_ray.loop.driver import dry_run as module
 from qurl_ray.loop.driver.dry_run import dry_run
 from qurl_ray.loop.driver.prepare import check_run
 from qurl_ray.loop.driver.run_dir import open_run_dir
-from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy import gguf
+from qurl_ray.policy.load import load_model, load_tokenizer, outline
 from qurl_ray.policy.save import save_policy
+from qurl_ray.types import PolicySpec
 from tests.loop.test_checkpoint import write
 
 
@@ -85,7 +88,6 @@ def test_it_says_what_it_checked_and_writes_nothing(here, given, problems):
         (["task.reward=tests.loop.rewards:no_such"], RewardError, "no_such"),
         (["task.reward=operator:truediv"], RewardError, r"ended in error on the expected answer"),
         (["task.template=Q {prompt}"], ConfigError, "task.template is for pretrained models"),
-        ([*PRETRAINED, *SUMS, "task.template=Q"], DataError, "task.template must contain"),
         ([*PRETRAINED, *SUMS, "rollout.max_new_tokens=62"], DataError, "exceeds the context 64"),
         ([*PRETRAINED, "model.max_length=65"], ConfigError, "max_length=65 exceeds"),
         (["model.type=pretrained", "model.path=/no/such"], ConfigError, "model '/no/such' cannot be loaded"),
@@ -121,11 +123,19 @@ def test_it_tells_what_a_run_would_do_with_a_run_of_its_name(here):
     assert "mine (new)" in dry_run(config("seed=4"), fresh=False).checked[2]  # that start failed before its first step
     write(here / "runs" / "mine", 3)
     before = tree(here)
-    assert "mine (its run resumes)" in dry_run(config("seed=3"), fresh=False).checked[2]
+    assert "mine (its run resumes after step 3)" in dry_run(config("seed=3"), fresh=False).checked[2]
     with pytest.raises(ConfigError, match="with other settings: seed: 3 → 4"):
         dry_run(config("seed=4"), fresh=False)
     assert "mine (its run is moved aside)" in dry_run(config("seed=4"), fresh=True).checked[2]
     assert tree(here) == before
+    write(here / "runs" / "mine", 4)
+    os.truncate(here / "runs" / "mine" / "checkpoints" / "step-000004" / "loop.json", 0)
+    before = tree(here)
+    assert "mine (its run resumes after step 3)" in dry_run(config("seed=3"), fresh=False).checked[2]
+    os.truncate(here / "runs" / "mine" / "checkpoints" / "step-000003" / "loop.json", 0)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* is whole"):
+        dry_run(config("seed=3"), fresh=False)
+    assert tree(here).keys() == before.keys()
 
 
 def test_the_hub_is_left_to_the_run(here):
@@ -139,6 +149,41 @@ def test_the_hub_is_left_to_the_run(here):
     found = dry_run(config("model.type=pretrained", "model.path=org/name"), fresh=False)
     assert found.unchecked == ["the model and prompts, as model.path would come from the hub"]
     assert "500 held-out problems" in found.checked[3]
+
+
+def test_a_template_without_the_prompt_is_refused_though_the_hub_is_not_asked(here):
+    hub = ["model.type=pretrained", "model.path=org/name", "task.type=dataset", "task.path=openai/gsm8k"]
+    with pytest.raises(ConfigError, match=r"template: must contain \{prompt\}"):
+        dry_run(config(*hub, "task.template=Q"), fresh=False)
+
+
+def test_secrets_are_not_shown_and_an_address_without_one_is_shown_whole(here):
+    reference = "tests.loop.driver.test_dry_run:problems"
+    given = ["task.type=custom", f"task.problems={reference}", "task.reward=exact"]
+    given += ["task.params={api_key: sk-1, url: 'http://me:sesame@host/x'}", "tracking.mlflow_uri=http://host:5000/x@y"]
+    settings = yaml.safe_load(dry_run(config(*given), fresh=False).settings)
+    assert settings["task"]["params"] == {"api_key": "…", "url": "http://…@host/x"}
+    assert settings["tracking"]["mlflow_uri"] == "http://host:5000/x@y"
+    with pytest.raises(DataError, match=r"failed with task\.params") as caught:
+        dry_run(config(*given, "task.params.fail=true"), fresh=False)
+    assert "sk-1" not in str(caught.value)
+    assert "sesame" not in str(caught.value)
+
+
+def problems(fail=False, **params):
+    assert not fail
+    return [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
+
+
+def test_a_gguf_file_that_was_not_converted_has_unchecked_tensors(here, monkeypatch):
+    (here / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(module, "gguf_outline", lambda *_: outline(PolicySpec(source=str(here / "policy"))))
+    given = config("model.type=gguf", "model.path=model.gguf", *SUMS)
+    found = dry_run(given, fresh=False)
+    assert found.unchecked == ["the tensors of the GGUF file, as the run would convert it"]
+    assert "the model (Qwen2ForCausalLM)" in found.checked
+    (here / "policy").rename(gguf._folder(here / "model.gguf"))
+    assert dry_run(given, fresh=False).unchecked == []
 
 
 def test_a_policy_in_the_cache_of_the_hub_is_checked(here, monkeypatch):

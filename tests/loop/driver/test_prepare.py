@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from qurl_ray.config import load_config
+from qurl_ray.config import load_config, resolve
+from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError, DataError, QurlError
 from qurl_ray.loop.driver import prepare
+from qurl_ray.loop.driver.dry_run import dry_run
 from qurl_ray.loop.driver.prepare import check_run
 from qurl_ray.loop.driver.run import run
+from qurl_ray.loop.driver.run_dir import open_run_dir
 from tests.loop.runs import SMALL
+from tests.loop.test_checkpoint import write
 
 
 @pytest.fixture
@@ -79,7 +83,6 @@ def nothing(policy):
         (settings(vocab_size=17), [], ConfigError, r"\[18, 128\], expected \[17, 128\]"),
         (nothing, ["model.max_length=65"], ConfigError, "max_length=65 exceeds the context"),
         (nothing, ["rollout.max_new_tokens=63"], DataError, "exceeds the context 64"),
-        (nothing, ["task.template=no place"], DataError, "task.template must contain {prompt}"),
         (chat_template("{% if %}"), ["task.chat=true"], DataError, "the tokenizer's chat template failed on train-"),
         (chat_template("{{ 1 // 0 }}"), ["task.chat=true"], DataError, "chat template failed on .*: ZeroDivisionError"),
         (chat_template(""), ["task.chat=true"], DataError, "has no tokens"),
@@ -91,6 +94,31 @@ def test_a_policy_that_cannot_be_used_leaves_no_folder(policy, monkeypatch, dama
     with pytest.raises(kind, match=message):
         run(of(policy, *given))
     assert not (policy.parent / "runs").exists()
+
+
+def test_a_held_out_file_that_grew_ends_a_resume_before_anything_is_changed(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "held_out")}
+    for place, file in enumerate(files.values()):
+        file.write_text("".join(f'{{"prompt": "{n}+{place}=", "answer": "1"}}\n' for n in range(9)))
+    given = ["task.type=dataset", *(f"task.{key}={files[name]}" for key, name in KEYS), "task.reward=exact"]
+    config = resolve(of(policy, *given), submitted=False)
+    state = {"collector": {"problems": load_task(config.task, eval_problems=40).digest()}, "totals": {}}
+    with open_run_dir(config) as place:
+        write(place.path, 3, state=json.dumps(state))
+    for file in ("summary.json", "metrics.jsonl"):
+        (place.path / file).write_text("{}\n")
+    assert "its run resumes after step 3" in dry_run(config, fresh=False).checked[2]
+    with files["held_out"].open("a") as held_out:
+        held_out.write('{"prompt": "9+9=", "answer": "18"}\n')
+    for start in (dry_run, run):
+        with pytest.raises(DataError, match=r"held-out ones included, .* differ from those of .*step-000003"):
+            start(config, fresh=False)
+    assert [(place.path / file).read_text() for file in ("summary.json", "metrics.jsonl")] == ["{}\n", "{}\n"]
+    assert "its run is moved aside" in dry_run(config, fresh=True).checked[2]
+
+
+KEYS = [("path", "train"), ("held_out_path", "held_out")]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qurl_ray.config import load_config
+from qurl_ray.config import load_config, resolve
 from qurl_ray.errors import CheckpointError, ConfigError
 from qurl_ray.loop.checkpoint import complete, partial_folder
 from qurl_ray.loop.driver.run import rewound
@@ -124,6 +124,44 @@ def test_settings_that_hold_a_password_are_for_this_user_alone(tmp_path, path, m
             assert stat.S_IMODE((place.path / "config.yaml").stat().st_mode) == mode
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(("key", "mode"), [("api_key", 0o600), ("max_tokens", 0o644)])
+def test_a_setting_with_the_name_of_a_secret_is_kept_for_the_resume_and_not_shown(tmp_path, key, mode):
+    custom = ["task.type=custom", "task.problems=some.module:problems"]
+    before = os.umask(0o022)
+    try:
+        run_dir = unfinished(tmp_path, *custom, f"task.params={{{key}: sk-1}}")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((run_dir / "config.yaml").stat().st_mode) == mode
+    with open_run_dir(load_config(run_dir / "config.yaml")) as place:
+        assert place.resume.step == 3
+    with pytest.raises(ConfigError, match=key) as caught, open_run_dir(config(tmp_path, *custom)):
+        pass
+    assert ("sk-1" in str(caught.value)) == (key == "max_tokens")
+
+
+def test_a_relative_path_is_the_same_setting_as_the_absolute_one_and_not_as_that_of_another_folder(
+    tmp_path, monkeypatch
+):
+    given = ["model.type=pretrained", "model.path=pol"]
+    for folder in ("one", "two"):
+        (tmp_path / folder / "pol").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "one")
+    with open_run_dir(resolve(config(tmp_path, *given), submitted=False)) as place:
+        write(place.path, 3)
+    absolute = ["model.type=pretrained", f"model.path={tmp_path / 'one' / 'pol'}"]
+    for same in (given, absolute):
+        with open_run_dir(config(tmp_path, *same)) as place:
+            assert place.resume.step == 3
+    (place.path / "config.yaml").write_text(yaml.safe_dump(config(tmp_path, *given).model_dump(mode="json")))
+    with open_run_dir(resolve(config(tmp_path, *absolute), submitted=False)) as place:  # written by an earlier version
+        assert place.resume.step == 3
+    monkeypatch.chdir(tmp_path / "two")
+    other = resolve(config(tmp_path, *given), submitted=False)
+    with pytest.raises(ConfigError, match=r"other settings: model\.path: .*/one/pol → .*/two/pol"), open_run_dir(other):
+        pass
 
 
 def test_a_removed_setting_is_ignored_with_the_value_that_every_run_has_now(tmp_path):

@@ -1,0 +1,35 @@
+"""Absolute paths for settings, since the processes of a run work in other folders."""
+
+import re
+from pathlib import Path
+
+_FILE_ADDRESS = re.compile(r"(sqlite(?:\+\w+)?:///|file:)(?!/|:|file:)([^?]+)(.*)", re.DOTALL)
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a file or folder that exists; other text, such as a hub id, is returned unchanged.
+
+    The name of a file that is a link is kept: its target may lack the suffix.
+    """
+    try:
+        here = Path(path).expanduser()
+        if here.is_dir():
+            return str(here.resolve())
+        return str(here.parent.resolve() / here.name) if here.is_file() else path
+    except (OSError, RuntimeError):  # too long for a path, or of a user that does not exist
+        return path
+
+
+def absolute_address(uri: str) -> str:
+    """Return the address of a local database or folder with an absolute path; other addresses are unchanged.
+
+    Example:
+        absolute_address("sqlite:///mlflow.db") == "sqlite:////here/mlflow.db"
+    """
+    if found := _FILE_ADDRESS.fullmatch(uri):
+        return f"{found[1]}{_resolved(found[2])}{found[3]}"
+    return uri if ":" in uri or uri.startswith("databricks") else _resolved(uri)
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
