@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from qurl_ray.actors.cluster import attach
+from qurl_ray.actors.cluster import attach, start
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig, is_loopback
 from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
@@ -237,9 +237,7 @@ def _start_ray(config: ServingConfig) -> None:
         return
     threads = config.threads or 1
     cpus = max(os.cpu_count() or 1, config.most_replicas * threads)
-    ray.init(
-        "local", num_cpus=cpus, namespace="serve", include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
+    start(num_cpus=cpus, namespace="serve", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 
 def _start_serve(config: ServingConfig) -> None:
