@@ -4,10 +4,13 @@ import json
 import os
 import re
 import socket
+import sys
+from functools import partial
 from typing import Any
 
 import grpc
 import ray
+from ray._private import services
 from ray._private.gcs_utils import create_gcs_channel
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state
@@ -74,6 +77,22 @@ def attach(**settings: Any) -> None:
                 "docs/clusters.md for where the token comes from"
             )
         raise ConfigError(f"cannot attach to the Ray cluster at RAY_ADDRESS={address}: {reason}") from None
+
+
+def start(**settings: Any) -> None:
+    """Call `ray.init` with these settings, to start a Ray that ends with this process.
+
+    Each of Ray's processes leads a process group of its own. In the group of this process they would get the signals
+    that a closing terminal, `timeout` or the first process of a container sends to it, and end at once. On Linux the
+    kernel kills them if this process is killed; elsewhere a process of Ray's does so, by their group.
+    """
+    popen = services.ConsolePopen
+    if sys.platform == "linux":
+        services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        ray.init("local", **settings)  # "local": do not use another Ray that was left running on this machine
+    finally:
+        services.ConsolePopen = popen
 
 
 def check_room(asked: Demand) -> None:

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from qurl_ray.actors.cluster import attach
+from qurl_ray.actors.cluster import attach, start
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.serving import ServingConfig, is_loopback
 from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
@@ -46,7 +46,7 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path 
     The key is read from the environment of this process. Replicas get only its digest.
 
     Args:
-        kept: folder with links to the policy's files; see kept.keep.
+        kept: folder with the policy's files, or links to them; see kept.keep.
 
     Raises:
         ConfigError: as api_key.
@@ -113,13 +113,13 @@ def running(config: ServingConfig, stops: StopRequests) -> Iterator["App"]:
     Raises:
         QurlError: the policy cannot be found or loaded, or the port is taken.
     """
-    pinned = pin(config)
-    api_key(config)
-    try:
-        with stops.kept():
-            _start_ray(config)
-        _start_serve(config)
-        with keeping(runs_folder(config.output_dir)) as kept:
+    with keeping(runs_folder(config.output_dir)) as kept:
+        pinned = pin(config, kept)
+        api_key(config)
+        try:
+            with stops.kept():
+                _start_ray(config)
+            _start_serve(config)
             app = App(config, pinned, name=config.name or pinned.name, kept=kept)
             try:
                 app.deploy(pinned)
@@ -128,8 +128,8 @@ def running(config: ServingConfig, stops: StopRequests) -> Iterator["App"]:
                 stops.raising = len(stops.signals) < 2
                 app.end(config.drain_s + _MARGIN_S if stops.raising else 0.0)
                 stops.raising = False
-    finally:
-        ray.shutdown()  # ends a Ray of its own with all that runs in it; on a cluster, others may use Ray Serve, too
+        finally:
+            ray.shutdown()  # ends a Ray of its own with all that runs in it; on a cluster, others may use Ray Serve
 
 
 class App:
@@ -138,12 +138,12 @@ class App:
     Args:
         pinned: policy that answers.
         name: name of the model for clients, whatever the policy is.
-        kept: folder for links to the files of policies, if there can be one.
+        kept: folder for the files of policies, if there can be one; see kept.keep.
     """
 
     def __init__(self, config: ServingConfig, pinned: Pinned, *, name: str, kept: Path | None) -> None:
         self.config, self.pinned, self.name, self._kept = config, pinned, name, kept
-        self._swapping = threading.Lock()
+        self._swapping = threading.RLock()  # held while a policy is pinned, too: keep_only would remove its files
         self._ending = False
 
     def deploy(self, pinned: Pinned) -> None:
@@ -166,9 +166,10 @@ class App:
 
     def swap_to(self, policy: str) -> str:
         """Swap to `policy`, given as in the setting, and return a message. Thread-safe. Raises as `swap`."""
-        pinned = pin(self.config.model_copy(update={"policy": policy}))
-        began = time.monotonic()
-        self.swap(pinned)
+        with self._swapping:
+            pinned = pin(self.config.model_copy(update={"policy": policy}), self._kept)
+            began = time.monotonic()
+            self.swap(pinned)
         return f"{self.name} now uses the policy {pinned.source} ({time.monotonic() - began:.1f} s)"
 
     def swap(self, pinned: Pinned) -> None:
@@ -223,10 +224,12 @@ class App:
         while True:
             time.sleep(every_s)
             try:
-                before, newest = newest, pin(self.config)
-                if newest != before:  # a refused policy is not tried again
+                with self._swapping:
+                    before, newest = newest, pin(self.config, self._kept, newest)
+                    if newest == before:  # also if it was refused: it is not tried again
+                        continue
                     self.swap(newest)
-                    yield f"{self.name} now uses the policy {newest.source}"
+                yield f"{self.name} now uses the policy {newest.source}"
             except QurlError as error:
                 yield str(error)
 
@@ -237,9 +240,7 @@ def _start_ray(config: ServingConfig) -> None:
         return
     threads = config.threads or 1
     cpus = max(os.cpu_count() or 1, config.most_replicas * threads)
-    ray.init(
-        "local", num_cpus=cpus, namespace="serve", include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
+    start(num_cpus=cpus, namespace="serve", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 
 def _start_serve(config: ServingConfig) -> None:

@@ -1,4 +1,5 @@
-"""Hard links to the files of served policies: a new run of the same name changes nothing of what is served.
+"""The files of served policies, as hard links or as downloaded: a new run of the same name changes nothing of what is
+served.
 
 Links hold the files of folders that are moved or replaced, and need no space while these exist. Writing in place
 changes them, too: a replica compares contents before it loads them, and refuses what has changed.
@@ -23,8 +24,8 @@ _LOCK = "lock"
 
 @contextmanager
 def keeping(runs: Path) -> Iterator[Path | None]:
-    """Yield a new folder for links in the folder of runs; None if none can be made. It is removed at the end, and with
-    it those that jobs left which were killed."""
+    """Yield a new folder for files of policies in the folder of runs; None if none can be made. It is removed at the
+    end, and with it those that jobs left which were killed."""
     try:
         kept = Path(tempfile.mkdtemp(dir=runs, prefix=_PREFIX))
         kept.chmod(0o755)  # replicas may be another user's
@@ -42,9 +43,9 @@ def keeping(runs: Path) -> Iterator[Path | None]:
 
 def keep(pinned: Pinned, kept: Path) -> None:
     """Link the policy's files into a folder named after their content, where replicas look first. Files outside the
-    folder of runs stay where they are: no run replaces them."""
+    folder of runs stay where they are: no run replaces them. Downloaded files are there already; see policies.pin."""
     folder, target = Path(pinned.folder), kept / pinned.sha256
-    if not folder.is_relative_to(kept.parent) or target.is_dir():
+    if not pinned.folder or not folder.is_relative_to(kept.parent) or target.is_dir():
         return
     aside = Path(tempfile.mkdtemp(dir=kept))
     try:
@@ -60,7 +61,7 @@ def keep(pinned: Pinned, kept: Path) -> None:
 
 
 def keep_only(pinned: Pinned, kept: Path) -> None:
-    """Remove the links of all other policies."""
+    """Remove the files of all other policies."""
     for folder in kept.iterdir():
         if folder.name not in (_LOCK, pinned.sha256):
             shutil.rmtree(folder, ignore_errors=True)

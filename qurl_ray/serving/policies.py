@@ -1,6 +1,7 @@
 """Resolve the setting `policy` to a policy that stays the same, and that policy to a folder on this machine."""
 
 import hashlib
+import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,10 +25,10 @@ class Pinned:
     """Absolute path of a folder, or the URI of a registered version: models:/name/7."""
     name: str
     """Name of the run, the folder or the registered model."""
-    folder: str = ""
-    """Absolute path of the folder that holds the files; empty if MLflow must fetch them."""
-    sha256: str = ""
-    """SHA-256 of the names and contents of these files, since others may replace them; empty without a folder."""
+    folder: str
+    """Absolute path of the folder that holds the files; empty if they are downloaded from MLflow."""
+    sha256: str
+    """SHA-256 of the names and contents of the files, since others may replace them."""
 
 
 def tracking_uri(config: ServingConfig) -> str:
@@ -35,15 +36,20 @@ def tracking_uri(config: ServingConfig) -> str:
     return mlflow_address(config.mlflow_uri, runs_folder(config.output_dir))
 
 
-def pin(config: ServingConfig) -> Pinned:
+def pin(config: ServingConfig, kept: Path | None = None, known: Pinned | None = None) -> Pinned:
     """Return the policy that `config.policy` means now.
 
+    Args:
+        kept: folder for what is downloaded, in which replicas look for it; see kept.keep.
+        known: policy that was pinned before. If it is a version of the registry that `config.policy` still means, it is
+            returned, and not downloaded again.
+
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or MLflow cannot be reached.
     """
     asked = config.policy
     if asked is not None and asked.startswith(MODELS):
-        return _registered(asked, tracking_uri(config))
+        return _registered(asked, tracking_uri(config), kept, known)
     if asked is None:
         run = _latest_run(runs_folder(config.output_dir))
     elif (Path(asked).expanduser() / "config.json").is_file():
@@ -61,27 +67,36 @@ def _in_folder(folder: Path, name: str) -> Pinned:
 
 
 def folder_of(pinned: Pinned, uri: str, kept: Path | None) -> Path:
-    """Return the folder with the policy's files on this machine. A registered model is fetched if needed.
+    """Return the folder with the policy's files on this machine. A registered model is downloaded if needed.
 
     Args:
-        kept: folder with links to the files; see kept.keep.
+        kept: folder with the files, or links to them; see kept.keep.
 
     Raises:
         ConfigError: the files are not there, are not those that were pinned, or cannot be fetched.
     """
-    links = kept / pinned.sha256 if kept and pinned.sha256 else None
-    if links and links.is_dir():
-        folder = links
+    if kept and (kept / pinned.sha256).is_dir():
+        folder = kept / pinned.sha256
     else:
-        folder = Path(pinned.folder or _download(pinned.source, uri))
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{pinned.source} holds no policy: config.json is missing")
-    if pinned.sha256 and _sha256(folder) != pinned.sha256:
+        folder = Path(pinned.folder) if pinned.folder else _download(pinned.source, uri)
+    check_files(pinned, folder)
+    return folder
+
+
+def check_files(pinned: Pinned, folder: Path) -> None:
+    """Raise ConfigError unless the folder holds the files that were pinned. Files that have not changed since the last
+    check are not read again."""
+    _check_policy(pinned.source, folder)
+    if _sha256(folder) != pinned.sha256:
         raise ConfigError(
             f"the files in {folder} have changed since {pinned.source} was chosen: swap to the policy that is meant "
             f"(--swap policy={pinned.source} takes it as it is now)"
         )
-    return folder
+
+
+def _check_policy(source: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{source} holds no policy: config.json is missing")
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -140,8 +155,9 @@ def _of_run(run: Path, quantization: str) -> Path:
     return run / "policy"
 
 
-def _registered(uri: str, tracking: str) -> Pinned:
-    """Resolve models:/name/latest and models:/name@alias to models:/name/<version>."""
+def _registered(uri: str, tracking: str, kept: Path | None, known: Pinned | None) -> Pinned:
+    """Resolve models:/name/latest and models:/name@alias to models:/name/<version>, and pin its files. A server may
+    replace the files of a version, so the version alone does not pin them."""
     from qurl_ray.tracking.mlflow_client import mlflow_at  # takes over a second, so only if needed
 
     path = uri.removeprefix(MODELS)
@@ -155,15 +171,31 @@ def _registered(uri: str, tracking: str) -> Pinned:
                 versions = client.search_model_versions(f"name='{name}'")
                 version = str(max((int(one.version) for one in versions), default=0))
             found = client.get_model_version(name, version)
-    pinned = Pinned(source=f"{MODELS}{name}/{found.version}", name=name)
+    source = f"{MODELS}{name}/{found.version}"
     place = urlsplit(found.source)
     folder = Path(unquote(place.path))
-    if place.scheme not in ("", "file") or not folder.is_absolute() or not folder.is_dir():
-        return pinned
-    return replace(_in_folder(folder, name), source=pinned.source)
+    if place.scheme in ("", "file") and folder.is_absolute() and folder.is_dir():
+        return replace(_in_folder(folder, name), source=source)
+    if known and known.source == source and not known.folder:
+        return known
+    return Pinned(source=source, name=name, folder="", sha256=_fetch(source, tracking, kept))
 
 
-def _download(uri: str, tracking: str) -> str:
+def _fetch(uri: str, tracking: str, kept: Path | None) -> str:
+    """Download the files of a registered version, and return their SHA-256, which is the name of their folder in
+    `kept`. Without `kept` they are deleted: each replica downloads them again, and compares them."""
+    with tempfile.TemporaryDirectory(dir=kept, ignore_cleanup_errors=True) as aside:
+        folder = _download(uri, tracking, aside)
+        _check_policy(uri, folder)
+        sha256 = _sha256(folder)
+        if kept and not (kept / sha256).is_dir():
+            folder.chmod(0o755)  # replicas may be another user's
+            folder.rename(kept / sha256)
+    return sha256
+
+
+def _download(uri: str, tracking: str, into: str | None = None) -> Path:
+    """Download the files of a registered version into a folder, or into a new temporary one."""
     from qurl_ray.tracking.mlflow_client import mlflow_at
 
     name, _, version = uri.removeprefix(MODELS).rpartition("/")
@@ -171,4 +203,4 @@ def _download(uri: str, tracking: str) -> str:
         from mlflow.artifacts import download_artifacts
 
         source = client.get_model_version(name, version).source
-        return download_artifacts(source, tracking_uri=tracking, registry_uri=tracking)
+        return Path(download_artifacts(source, dst_path=into, tracking_uri=tracking, registry_uri=tracking))

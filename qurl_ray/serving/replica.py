@@ -26,7 +26,7 @@ class Replica:
         settings: resolved settings of the app.
         key_digest: see http_app.
         threads: CPU threads of the engine.
-        kept: folder with links to the files of policies, if there is one; see kept.keep.
+        kept: folder with the files of policies, if there is one; see kept.keep.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it

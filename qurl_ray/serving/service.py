@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qurl_ray.config.serving import ServingConfig
-from qurl_ray.errors import EngineError
+from qurl_ray.errors import ConfigError, EngineError
 from qurl_ray.serving.load import LoadedPolicy, load_policy
 from qurl_ray.serving.meters import Meters
-from qurl_ray.serving.policies import Pinned, folder_of, tracking_uri
+from qurl_ray.serving.policies import Pinned, check_files, folder_of, tracking_uri
 from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, unavailable
 from qurl_ray.serving.served import Answer, Served
 from qurl_ray.tables import ENGINES
@@ -27,7 +27,7 @@ class Service:
     Args:
         name: name of the model for clients.
         threads: CPU threads of an engine.
-        kept: folder with links to the files of policies; see kept.keep.
+        kept: folder with the files of policies; see kept.keep.
     """
 
     def __init__(
@@ -149,7 +149,13 @@ class Service:
     async def _load(self, pinned: Pinned) -> Served:
         def load() -> LoadedPolicy:
             folder = folder_of(pinned, tracking_uri(self.config), self._kept)
-            return load_policy(folder, self.config, threads=self._threads)
+            loaded = load_policy(folder, self.config, threads=self._threads)
+            try:
+                check_files(pinned, folder)  # they may have changed while they were read
+            except ConfigError:
+                loaded.engine.close()
+                raise
+            return loaded
 
         # In a thread that ends, and so releases its OpenMP threads. While another thread kept some, there would be more
         # threads than cores, and libgomp would put the engine's to sleep after every operation.

@@ -64,7 +64,7 @@ def forget_after(run_dir: Path, step: int) -> None:
 
 
 def start_job(*settings: str, address: str | None = None, **environment: str) -> subprocess.Popen:
-    """jobs/qurl_dapo.py in a process of its own; `address`: of this process's cluster, that it attaches to."""
+    """jobs/qurl_dapo.py in a process group of its own; `address`: of this process's cluster, that it attaches to."""
     # Once this process has started a Ray by `ray.init`, its clusters ask for a token.
     attached = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
     return subprocess.Popen(
@@ -74,6 +74,7 @@ def start_job(*settings: str, address: str | None = None, **environment: str) ->
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 

@@ -142,7 +142,9 @@ def started(runs: Path, *settings: str, **extra: str) -> Iterator[Server]:
     port, log = free_port(), runs / "serve.log"
     command = [sys.executable, "jobs/serve.py", f"output_dir={runs}", f"port={port}", "threads=1", *settings]
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(**extra), stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(**extra), stdout=output, stderr=output, start_new_session=True
+        )
     try:
         yield Server(process=process, port=port, runs=runs, log=log)
     finally:

@@ -18,6 +18,7 @@ from qurl_ray.serving.policies import Pinned, folder_of, pin, tracking_uri
 from qurl_ray.serving.prompts import tokenize_prompt
 from qurl_ray.serving.protocol import ApiError
 from qurl_ray.types import Manifest, TensorRecord
+from tests.mlflow_server import Server
 from tests.serving.apps import save_run
 
 
@@ -170,7 +171,7 @@ def test_an_mlflow_that_cannot_be_reached_is_named_soon_and_without_its_password
         assert str(caught.value).startswith(f"cannot find {policy} in MLflow at {uri.replace('me:sesame', '…')}: ")
         assert "sesame" not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot fetch models:/x/1 from MLflow at") as caught:
-        folder_of(Pinned(source="models:/x/1", name="x"), uri, None)
+        folder_of(Pinned(source="models:/x/1", name="x", folder="", sha256=""), uri, None)
     assert "sesame" not in str(caught.value)
 
 
@@ -204,6 +205,52 @@ def test_a_registered_model_is_pinned_to_its_version_and_fetched(runs):
         runs / "second" / "policy" / "model.safetensors"
     ).read_bytes()
     assert latest == replace(pinned(runs, "second", quantization="none"), source=latest.source, name=latest.name)
+
+
+@pytest.fixture(params=["database", pytest.param("server", marks=pytest.mark.slow)])
+def mlflow_uri(request, tmp_path):
+    if request.param == "database":
+        yield f"sqlite:///{tmp_path}/mlflow.db"
+        return
+    server = Server(tmp_path)
+    server.start()
+    yield server.uri
+    server.kill()
+
+
+def test_a_version_that_is_downloaded_is_pinned_by_its_files(runs, tmp_path, mlflow_uri):
+    """Its artifact is replaced after it was pinned, as by a run that resumes."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(mlflow_uri, registry_uri=mlflow_uri)
+    place = None if mlflow_uri.startswith("http") else (tmp_path / "artifacts").as_uri()
+    run_id = client.create_run(client.create_experiment("sums", place)).info.run_id
+    client.log_artifacts(run_id, str(runs / "first" / "policy-int8"), "policy")
+    client.create_registered_model("sums")
+    artifact = f"runs:/{run_id}/policy" if place else f"{client.get_run(run_id).info.artifact_uri}/policy"
+    client.create_model_version("sums", artifact, run_id=run_id)
+    config = ServingConfig(output_dir=runs, policy="models:/sums/latest", mlflow_uri=mlflow_uri)
+    weights = {name: (runs / name / "policy-int8" / "model.safetensors").read_bytes() for name in ("first", "second")}
+    with keeping(runs) as kept:
+        before = pin(config, kept)
+        assert before == Pinned(source="models:/sums/1", name="sums", folder="", sha256=before.sha256)
+        assert pin(config) == before
+        assert sorted(path.name for path in kept.iterdir()) == sorted(["lock", before.sha256])
+
+        client.log_artifacts(run_id, str(runs / "second" / "policy-int8"), "policy")
+        keep(before, kept)
+        folder = folder_of(before, mlflow_uri, kept)
+        assert (folder / "model.safetensors").read_bytes() == weights["first"]
+        with pytest.raises(ConfigError, match=r"have changed since models:/sums/1 was chosen"):
+            folder_of(before, mlflow_uri, None)
+        assert pin(config, kept, before) is before, "who follows the registry does not download again"
+
+        after = pin(config, kept)
+        assert after != before
+        folder = folder_of(after, mlflow_uri, None)
+        assert (folder / "model.safetensors").read_bytes() == weights["second"]
+        keep_only(after, kept)
+        assert sorted(path.name for path in kept.iterdir()) == sorted(["lock", after.sha256])
 
 
 # --- loading -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from qurl_ray.serving.http import HURRIED_S, MOST_BODIES, digest, http_app
 from qurl_ray.serving.meters import Meters, merged
 from qurl_ray.serving.policies import Pinned, pin
 from qurl_ray.serving.service import Service
-from tests.serving.apps import BREAKING
+from tests.serving.apps import BREAKING, save_run
 
 JSON = {"content-type": "application/json"}
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "12+34="}], "max_tokens": 8, "seed": 1}
@@ -191,7 +192,7 @@ def test_a_policy_that_is_refused_leaves_the_old_one(runs, tmp_path):
     async def main():
         async with service_of(runs) as service, client_of(service) as client:
             old = service.current
-            await service.swap(Pinned(source=str(tmp_path), name="nothing", folder=str(tmp_path)))
+            await service.swap(Pinned(source=str(tmp_path), name="nothing", folder=str(tmp_path), sha256=""))
             assert service.current is old
             assert "config.json is missing" in service.status()["refused"]
             assert (await client.post("/v1/chat/completions", json=ASKED)).status_code == 200
@@ -201,13 +202,40 @@ def test_a_policy_that_is_refused_leaves_the_old_one(runs, tmp_path):
     asyncio.run(main())
 
 
+def test_files_that_change_while_they_are_loaded_are_not_served(runs, monkeypatch):
+    """Those of a policy without links, which a new run of the same name replaces in the middle."""
+    run = save_run(runs, "replaced", seed=3)
+    load, engines = service_module.load_policy, []
+
+    def loads(folder, *args, **kwargs):
+        shutil.rmtree(run)
+        save_run(runs, "replaced", seed=4)
+        loaded = load(folder, *args, **kwargs)
+        engines.append(loaded.engine)
+        return loaded
+
+    async def main():
+        async with service_of(runs) as service:
+            old = service.current
+            monkeypatch.setattr(service_module, "load_policy", loads)
+            await service.swap(pinned(runs, "replaced"))
+            assert service.current is old
+            return service.status()["refused"]
+
+    try:
+        assert "have changed since" in asyncio.run(main())
+        assert engines[0].version is None, "the engine was not closed"
+    finally:
+        shutil.rmtree(run)
+
+
 def test_without_any_policy_a_replica_does_not_start(tmp_path):
     async def main():
         service = Service(ServingConfig(output_dir=tmp_path), name="policy", threads=1, meters=Meters())
         async with client_of(service) as client:
             assert (await client.get("/health")).status_code == 503
             with pytest.raises(QurlError, match=r"config\.json is missing"):
-                await service.swap(Pinned(source=str(tmp_path), name="nothing", folder=str(tmp_path)))
+                await service.swap(Pinned(source=str(tmp_path), name="nothing", folder=str(tmp_path), sha256=""))
 
     asyncio.run(main())
 

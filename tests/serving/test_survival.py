@@ -192,10 +192,14 @@ def test_a_replica_that_starts_again_has_the_weights_that_were_chosen(server, ru
         assert server.swap("first").returncode == 0
 
 
-def ended(server, number: signal.Signals) -> int:
-    """The status with which the job ends after a signal. Nothing that it started is left."""
+def ended(server, number: signal.Signals, *, group: bool = False) -> int:
+    """The status with which the job ends after a signal. Nothing that it started is left.
+
+    Args:
+        group: send it to all processes of the job's group, as a closing terminal and `timeout` do.
+    """
     below = [pid for pid, _ in descendants(server.process.pid)]
-    server.process.send_signal(number)
+    (os.killpg if group else os.kill)(server.process.pid, number)
     status = server.process.wait(120)
     wait_for(lambda: not any(map(alive, below)), 10, "processes are left")
     assert "Traceback" not in server.log.read_text()
@@ -224,7 +228,7 @@ def test_what_was_asked_is_answered_before_the_server_ends(runs, number):
             wholes = [asyncio.ensure_future(whole(client, seed)) for seed in range(35)]
             streams = await asyncio.gather(*(client.chat.completions.create(**LONG, stream=True) for _ in range(35)))
             began = time.monotonic()
-            status = asyncio.ensure_future(asyncio.to_thread(ended, server, number))
+            status = asyncio.ensure_future(asyncio.to_thread(ended, server, number, group=True))
             assert await refused(server) == "1"
             finishes = [[chunk async for chunk in stream][-1].choices[0].finish_reason for stream in streams]
             took = time.monotonic() - began

@@ -19,7 +19,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from qurl_ray.actors.cluster import attach, check_address, check_room
+from qurl_ray.actors.cluster import attach, check_address, check_room, start
 from qurl_ray.actors.placement import demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
 from qurl_ray.actors.worker_group import WorkerGroup
@@ -256,8 +256,7 @@ def _cluster(config: RunConfig, stops: StopRequests) -> Iterator[None]:
                 os.environ |= variables
                 # Phases alternate, so workers may share cores; Ray counts one core for each worker.
                 cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
-                # "local": do not use another Ray that was left running on this machine.
-                ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+                start(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
         yield
     finally:
         ray.shutdown()

@@ -30,12 +30,15 @@ def wait_for(path: Path, text: str, job: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def end(job: subprocess.Popen, *numbers: signal.Signals, pause_s: float = 0.0) -> str:
-    """Send the signals, and return the job's output. Nothing that it started is left after a moment."""
+def end(job: subprocess.Popen, *numbers: signal.Signals, group: bool = False) -> str:
+    """Send the signals, and return the job's output. Nothing that it started is left after a moment.
+
+    Args:
+        group: send them to all processes of the job's group, as a closing terminal and `timeout` do.
+    """
     below = [pid for pid, _ in descendants(job.pid)]
     for number in numbers:
-        job.send_signal(number)
-        time.sleep(pause_s)
+        (os.killpg if group else os.kill)(job.pid, number)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 128 + numbers[0], output
     assert "Traceback" not in output
@@ -50,7 +53,7 @@ def end(job: subprocess.Popen, *numbers: signal.Signals, pause_s: float = 0.0) -
 def test_a_request_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number):
     job = start_job(*SMALL, *STEPS, f"output_dir={tmp_path}")
     wait_for_steps(tmp_path / "run", 2, job)
-    end(job, number)
+    end(job, number, group=True)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     checkpoint, notes = latest(tmp_path / "run")
     assert (summary["interrupted"], notes) == (True, [])
