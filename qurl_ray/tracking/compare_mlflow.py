@@ -72,7 +72,7 @@ def _from_metrics(client: MlflowClient, run: MlflowRun) -> RunRecord:
 
 
 def _summary(status: str, steps: int) -> dict[str, Any] | None:
-    """What of a summary follows from MLflow's status of a run; None if it has not ended or has failed."""
+    """Return what MLflow's status of a run says of its summary; None if it has not ended or has failed."""
     return {"steps": steps, "interrupted": status == "KILLED"} if status in ("FINISHED", "KILLED") else None
 
 
