@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from ray.exceptions import TaskCancelledError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -130,7 +131,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float, arriving:
     except TimeoutError:
         reason = f"the body did not arrive within {timeout_s:g} s, or {HURRIED_S:g} s as one of more than {MOST_BODIES}"
         raise ApiError(408, reason, code="request_timeout") from None
-    except ClientDisconnect:
+    except (ClientDisconnect, TaskCancelledError):  # Ray Serve cancels what brings the body, if the client has left
         raise ApiError(400, "the body is shorter than its content-length") from None
     finally:
         arriving.pop(deadline, None)

@@ -144,8 +144,9 @@ def writes_to_every_open_file(answer, problem):
     """Among them is the socket to the parent. The answer says what is written, and how often."""
     if "*" in answer:
         text, _, times = answer.partition("*")
+        places = [fd for fd in map(int, os.listdir("/dev/fd")) if fd > 2]
         for _ in range(int(times)):
-            for fd in range(3, 32):
+            for fd in places:
                 with contextlib.suppress(OSError):
                     os.write(fd, text.encode())
     return _exact(answer, problem)

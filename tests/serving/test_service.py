@@ -12,13 +12,16 @@ from functools import partial
 
 import httpx
 import pytest
+from ray.exceptions import TaskCancelledError
+from starlette.requests import Request
 
 import qurl_ray.serving.service as service_module
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError, QurlError
-from qurl_ray.serving.http import HURRIED_S, MOST_BODIES, digest, http_app
+from qurl_ray.serving.http import HURRIED_S, MOST_BODIES, digest, http_app, read_body
 from qurl_ray.serving.meters import Meters, merged
 from qurl_ray.serving.policies import Pinned, pin
+from qurl_ray.serving.protocol import ApiError
 from qurl_ray.serving.service import Service
 from tests.serving.apps import BREAKING, save_run
 
@@ -145,6 +148,21 @@ def test_bodies_that_do_not_come_make_room_for_those_that_do(runs):
             assert (await post(json=ASKED)).status_code == 200
             for one in late[3:]:
                 one.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_amid_its_body_is_no_error_of_the_server():
+    """Ray Serve then cancels the task that brings the body, and raises that."""
+
+    async def main():
+        async def receive():
+            raise TaskCancelledError
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"10")]
+        request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+        with pytest.raises(ApiError, match="shorter than its content-length"):
+            await read_body(request, limit=100, timeout_s=5, arriving={})
 
     asyncio.run(main())
 
