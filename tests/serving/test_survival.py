@@ -198,10 +198,13 @@ def ended(server, number: signal.Signals, *, group: bool = False) -> int:
     Args:
         group: send it to all processes of the job's group, as a closing terminal and `timeout` do.
     """
-    below = [pid for pid, _ in descendants(server.process.pid)]
+    below = dict(descendants(server.process.pid))
     (os.killpg if group else os.kill)(server.process.pid, number)
     status = server.process.wait(120)
-    wait_for(lambda: not any(map(alive, below)), 10, "processes are left")
+    deadline = time.monotonic() + 10
+    while left := {pid: command for pid, command in below.items() if alive(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     assert "Traceback" not in server.log.read_text()
     return status
 
