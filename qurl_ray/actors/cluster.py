@@ -3,9 +3,10 @@
 import json
 import os
 import re
+import signal
 import socket
 import sys
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -85,14 +86,36 @@ def start(**settings: Any) -> None:
     Each of Ray's processes leads a process group of its own. In the group of this process they would get the signals
     that a closing terminal, `timeout` or the first process of a container sends to it, and end at once. On Linux the
     kernel kills them if this process is killed; elsewhere a process of Ray's does so, by their group.
+
+    If the start fails or is interrupted, all of them are killed here: their agents would go on for up to a minute.
     """
-    popen = services.ConsolePopen
+    popen, started = services.ConsolePopen, []
+
+    def start_one(*arguments: Any, **options: Any) -> Any:
+        started.append(popen(*arguments, process_group=0, **options))
+        return started[-1]
+
     if sys.platform == "linux":
-        services.ConsolePopen = partial(popen, process_group=0)
+        services.ConsolePopen = start_one
     try:
         ray.init("local", **settings)  # "local": do not use another Ray that was left running on this machine
+    except BaseException:
+        for process in started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
     finally:
         services.ConsolePopen = popen
+
+
+def kill_actors(class_name: str) -> None:
+    """Kill the processes on this node of this job's actors of a class. For actors whose handles Ray keeps to itself."""
+    context = ray.get_runtime_context()
+    for actor in state.actor_table(None).values():
+        ours = (actor["JobID"], actor["Address"]["NodeID"]) == (context.get_job_id(), context.get_node_id())
+        if ours and actor["ActorClassName"] == class_name and actor["State"] == "ALIVE":
+            with suppress(ProcessLookupError):
+                os.kill(actor["Pid"], signal.SIGKILL)
 
 
 def check_room(asked: Demand) -> None:

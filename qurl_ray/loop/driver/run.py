@@ -178,6 +178,7 @@ def _train(
         judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb
     )
     coordinator: ActorHandle | None = None
+    fit: Fit | None = None
     tokenizer = load_tokenizer(prepared.spec)
     material = Material(task=prepared.task, tokenizer=tokenizer, stop_ids=stop_ids(prepared.spec, tokenizer))
     reference = ray.put(material)  # it is held while the run lasts
@@ -199,7 +200,11 @@ def _train(
         fit = _fit_in_thread(config, context, place.path)
         return Watch(config, coordinator, worker_group, totals, tracker, stops).until_over(fit)
     finally:
-        _end(worker_group, verifiers, coordinator)
+        try:
+            if fit:
+                fit.end()
+        finally:
+            _end(worker_group, verifiers, coordinator)
 
 
 def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> Fit:

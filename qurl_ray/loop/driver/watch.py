@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from qurl_ray.actors.cluster import there_is, without_room
+from qurl_ray.actors.cluster import kill_actors, there_is, without_room
 from qurl_ray.actors.placement import counts, demand
 from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig
@@ -26,6 +26,7 @@ from qurl_ray.types import Event
 _POLL_S = 0.2
 _DRAIN_S = 120.0
 _SLICE_S = 1.0
+_END_S = 10.0
 _LOOK_S = 3.0
 _LOOKS = 3  # checks in a row without room: at a single one, Ray Train may just be placing its ranks
 
@@ -43,6 +44,12 @@ class Fit(threading.Thread):
             self._trainer.fit()
         except BaseException as error:  # handed to the main thread, which raises it
             self.error = error
+
+    def end(self) -> None:
+        """End the training if it still goes on. While this thread waits for an actor, ray.shutdown would crash."""
+        if self.is_alive():
+            kill_actors("TrainController")
+            self.join(_END_S)
 
 
 class Watch:
