@@ -23,7 +23,7 @@ from qurl_ray.environment import TORCH_WAS_FIRST
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, MatmulLibrary, Rule, find_rows
 
-_RECIPE = 2  # raise when a change below, or in numerics.rules, alters the result
+_RECIPE = 3  # raise when a change below, or in numerics.rules, alters the result
 _WIDE = 192  # with at least so many outputs, MKL's kernels were seen to share one order of sums (docs/LOG.md)
 _FEW_ROWS = 8  # if a rule requires more, padded outputs are tried as well
 _MOST_OUTPUTS = 512  # wider products are measured at this width plus their own modulo 64
@@ -112,22 +112,26 @@ def find_linear_rule(
 def find_attention_rule(head_dim: int, bmm: Multiply, threads: Iterable[int]) -> Rule | None:
     """Measure and return the rule that requires the fewest rows, for queries · keys and for probabilities · values.
 
-    A call with one product may use another kernel than a call with several, so both are tried.
+    A call with one product may use another kernel than a call with several, and either may need more rows. So the rule
+    is measured with calls of several products alone, and with those of one, too; the latter wins if it asks for no more
+    rows. Products must have the same bits whatever their number.
     """
     threads = tuple(threads)
+    queries = _random(_BATCHES[-1], WHOLE, head_dim)
+    pairs = [(queries, _random(len(queries), keys, head_dim).transpose(1, 2)) for keys in _KEYS]
+    for keys in _CHUNKS:
+        probabilities = torch.softmax(_random(len(queries), WHOLE, keys), dim=-1)
+        pairs.append((probabilities, _random(len(queries), keys, head_dim)))
+    wholes = [(x, factor, bmm(x, factor)) for x, factor in pairs]
     best: Rule | None = None
-    for least, batches in ((2, _BATCHES), (1, (1,))):
-        computes = []
-        for batch in batches:
-            queries = _random(batch, WHOLE, head_dim)
-            times = _times(bmm)
-            computes += [(times(_random(batch, keys, head_dim).transpose(1, 2)), queries) for keys in _KEYS]
-            for keys in _CHUNKS:
-                probabilities = torch.softmax(_random(batch, WHOLE, keys), dim=-1)
-                computes.append((times(_random(batch, keys, head_dim)), probabilities))
+    for batches in (_BATCHES, (1, *_BATCHES)):
+        parts = [(x[:n], factor[:n], whole[:n]) for n in batches for x, factor, whole in wholes]
+        if not all(torch.equal(bmm(x, factor), whole) for x, factor, whole in parts):
+            continue
+        computes = [(_times(bmm)(factor), x) for x, factor, _ in parts]
         found = find_rows(computes, at_most=best.rows if best else MOST_ROWS, threads=threads)
         if found and (best is None or found <= (best.rows, best.multiple)):
-            best = Rule(kernel="mkl", rows=found[0], multiple=found[1], batch=least)
+            best = Rule(kernel="mkl", rows=found[0], multiple=found[1], batch=batches[0])
     return best
 
 

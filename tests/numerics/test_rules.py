@@ -131,6 +131,17 @@ def test_attention_computes_several_products_at_once_only_where_one_alone_needs_
     assert find_attention_rule(16, all_the_same, (1,)) == Rule(kernel="mkl", rows=2)
 
 
+def test_attention_takes_the_rows_that_several_products_need_even_if_one_alone_needs_fewer():
+    """As on an Intel processor of model 207 without AMX."""
+    several_need_two = bmm_broken_at(lambda batch, M: batch > 1 and M < 2)
+    assert find_attention_rule(16, several_need_two, (1,)) == Rule(kernel="mkl", rows=2)
+
+
+def test_attention_has_no_rule_where_bits_depend_on_the_number_of_products():
+    assert find_attention_rule(16, bmm_broken_at(lambda batch, _: batch == 1), (1,)) == Rule(kernel="mkl", batch=2)
+    assert find_attention_rule(16, bmm_broken_at(lambda batch, _: batch == 2), (1,)) is None
+
+
 def test_rows_are_padded_up_to_the_least_and_to_a_multiple():
     rule = Rule(kernel="mkl", rows=4, multiple=4)
     assert [rule.padded(rows) for rows in (1, 4, 5, 8, 9)] == [4, 4, 8, 8, 12]
