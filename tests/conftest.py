@@ -1,6 +1,10 @@
 """Shared by all tests: few threads, private caches, a tiny policy made once."""
 
 import os
+import signal
+
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup: jobs that tests start would ignore it, too
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
