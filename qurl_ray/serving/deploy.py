@@ -30,6 +30,8 @@ from qurl_ray.serving.policies import Pinned, pin, tracking_uri
 from qurl_ray.serving.replica import ReplicaDeployment
 from qurl_ray.signals import StopRequests
 
+logger = logging.getLogger(__name__)
+
 APP = "qurl"
 _SPARE = 32  # requests beyond slots, queue and bodies that a replica accepts, to reject them with OpenAI's errors
 _WITHOUT_REPLICA = 1024  # requests that a proxy queues while no replica accepts any; it rejects more with its own 429
@@ -204,15 +206,20 @@ class App:
             time.sleep(_PAUSE_S)
 
     def end(self, wait_s: float) -> None:
-        """Remove the app, and wait for its requests to end: serve.shutdown would close their connections."""
+        """Remove the app, and wait for its requests to end: serve.shutdown would close their connections.
+
+        Says so if Ray Serve had to abort some, which it does after `drain_s`.
+        """
         self._ending = True
-        until = time.monotonic() + wait_s
+        began = time.monotonic()
         while app := serve.status().applications.get(APP):
             if app.status != ApplicationStatus.DELETING:  # also if a swap has deployed it again meanwhile
                 serve.delete(APP, _blocking=False)
-            if time.monotonic() > until:
+            if time.monotonic() > began + wait_s:
                 break
             time.sleep(_PAUSE_S)
+        if self.config.drain_s < time.monotonic() - began:
+            logger.warning("requests that had not ended after drain_s=%g s were aborted", self.config.drain_s)
 
     def statuses(self) -> list[dict[str, Any]]:
         """Return the statuses of all replicas; see Service.status."""

@@ -200,7 +200,7 @@ def ended(server, number: signal.Signals, *, group: bool = False) -> int:
     """
     below = dict(descendants(server.process.pid))
     (os.killpg if group else os.kill)(server.process.pid, number)
-    status = server.process.wait(120)
+    status = server.process.wait(240)
     deadline = time.monotonic() + 10
     while left := {pid: command for pid, command in below.items() if alive(pid)}:
         assert time.monotonic() < deadline, left
@@ -230,7 +230,7 @@ def test_what_was_asked_is_answered_before_the_server_ends(runs, number):
         return found.headers["retry-after"]
 
     async def main(server):
-        async with server.async_client(timeout=120) as client:
+        async with server.async_client(timeout=220) as client:
             wholes = [asyncio.ensure_future(whole(client, seed)) for seed in range(35)]
             streams = await asyncio.gather(*(client.chat.completions.create(**asked, stream=True) for _ in range(35)))
             began = time.monotonic()
@@ -245,7 +245,18 @@ def test_what_was_asked_is_answered_before_the_server_ends(runs, number):
         assert (tokens, finishes) == ([250] * 35, ["length"] * 35)
         assert took > 4, "Ray's own handler would have let all end in its three seconds"
         assert status == 0
-        assert f"{number.name}: requests in flight end first" in server.log.read_text()
+        log = server.log.read_text()
+        assert f"{number.name}: requests in flight end first" in log
+        assert "aborted" not in log
+
+
+@pytest.mark.slow
+def test_a_server_says_that_it_aborted_what_took_too_long(runs):
+    with serving(runs, "policy=first", "slots=1", "queue=80", "drain_s=3") as server, server.client() as client:
+        streams = [client.chat.completions.create(**LONG | {"max_tokens": 1000}, stream=True) for _ in range(40)]
+        assert ended(server, signal.SIGTERM) == 0
+        assert "requests that had not ended after drain_s=3 s were aborted" in server.log.read_text()
+        assert streams
 
 
 @pytest.mark.slow
