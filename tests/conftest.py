@@ -19,11 +19,18 @@ import torch
 from qurl_ray.config.model import TinyModel
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
+from qurl_ray.quant.formats import Format, get_format
+from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.types import PolicySpec, Problem, Request, SamplingParams
 
 SUMS = [
     Problem(uid=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(0, 100, 3) for b in range(0, 100, 7)
 ]
+
+
+def taken(format_name: str) -> Format:
+    """The format with codes that the kernel of this processor takes, as a run asks for them."""
+    return get_format(format_name, weight_max_code(get_format(format_name), torch.device("cpu")))
 
 
 LINEARS = {(256, 18): 1, (256, 768): 4, (512, 256): 4}

@@ -8,15 +8,15 @@ linear is computed as its format requires.
 |---|---|---|---|
 | onednn | x86 CPU with AMX | int8 | rows of more than 16 |
 | fbgemm | x86 CPU | int8 | any |
-| in_place | CPU where torch's 8-bit product is exact | int8, until codes are packed | 2 and more |
+| in_place | CPU where torch's 8-bit product is exact and fast | int8, until codes are packed | 2 and more |
 | numerics.products: oneDNN or MKL, by the self-check | CPU | none (float32) | any |
 | int_mm | CUDA | int8 | multiples of 8 |
 | scaled_mm | CUDA, compute capability 8.9 and up | fp8 | multiples of 16 |
 | scaled_mm_block | CUDA, compute capability 9.0, CUDA 12.9 | fp8_block | multiples of 128 |
 
-Packing codes for fbgemm takes as long as it saves in 75 to 300 calls (docs/LOG.md). Where IN_PLACE is exact, linears
-therefore begin with it: it multiplies codes as they are, and has the same bits. They are packed if they are called that
-often.
+Packing codes for fbgemm takes as long as it saves in 75 to 300 calls (docs/LOG.md). Where IN_PLACE is exact and
+fast, linears therefore begin with it: it multiplies codes as they are, and has the same bits. They are packed if they
+are called that often.
 
 The three CUDA kernels are checked on a CPU as far as torch has their operations there. They were not measured on a GPU.
 
@@ -27,6 +27,7 @@ emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but i
 
 import functools
 import os
+import timeit
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -75,7 +76,8 @@ class Kernel(ABC):
         return fmt.weight_max
 
     def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
-        """Return why it cannot multiply weights [N, K] of this format here (shape None: of some shape), or None."""
+        """Return why it cannot multiply weights [N, K] of this format here, or None. With shape None: why it multiplies
+        none of them, whatever their shape and largest code."""
         if not self.takes(fmt):
             return f"{self.name} does not multiply {fmt.name}"
         if device.type != self.device_type:
@@ -84,6 +86,8 @@ class Kernel(ABC):
             return f"{self.name} needs {missing}"
         if shape and any(width % self.multiple for width in shape):
             return f"{self.name} needs widths that are multiples of {self.multiple}, not {shape[0]} × {shape[1]}"
+        if shape and fmt.weight_max > (largest := self.weight_max(fmt)):
+            return f"{self.name} would saturate with weight codes to {fmt.weight_max}: here it takes them to {largest}"
         return None
 
     def supports(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> bool:
@@ -233,7 +237,7 @@ class InPlace(Kernel):
         return _int8_by_row(fmt)
 
     def lacks(self, device: torch.device) -> str | None:
-        return None if _int_mm_is_exact(1) else "a CPU with torch._int_mm"
+        return None if _int_mm_is_exact(1) and _int_mm_is_fast() else "a CPU on which torch._int_mm is fast"
 
     def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
         if found := super().objection(fmt, device, shape):
@@ -272,6 +276,16 @@ def _int_mm_is_exact(weight_max: int) -> bool:
             if not torch.equal(found.double(), a.double() @ b.double().t()):
                 return False
     return True
+
+
+@functools.cache
+def _int_mm_is_fast() -> bool:
+    """Return True if torch._int_mm takes at most twice as long as the same product in float32. Without VNNI, oneDNN
+    computes it by a plain loop, which takes 20 times as long; a busy machine does not change that."""
+    a, b = torch.ones(32, 512, dtype=torch.int8), torch.ones(512, 512, dtype=torch.int8)
+    x, y = a.float(), b.float()
+    integers = min(timeit.repeat(lambda: torch._int_mm(a, b.t()), number=1, repeat=5))
+    return integers <= 2 * min(timeit.repeat(lambda: x @ y.t(), number=1, repeat=5))
 
 
 # --- CUDA, not measured on a GPU ------------------------------------------------------------------------------------

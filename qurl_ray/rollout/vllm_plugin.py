@@ -38,11 +38,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.platforms import current_platform
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.numerics import products
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
+from qurl_ray.quant.linear import weight_max_code as largest_code
 from qurl_ray.quant.quantize import QTensor, quantize, row_maximum
 from qurl_ray.rollout.vllm_shards import TensorShard, cut, fuse
 
@@ -194,7 +196,7 @@ class QurlConfig(QuantizationConfig):
     Args:
         format: format of the linears of a float checkpoint; "none" leaves them as floats until codes are loaded.
         keep: patterns of checkpoint names that stay in full precision, as in quant/select.py.
-        weight_max_code: bound of weight codes, 63 where the kernel would saturate.
+        weight_max_code: largest code of weights; None means the largest that the kernel here takes without saturating.
         kernel: "auto" or "emulation", as in the torch engine.
     """
 
@@ -202,9 +204,11 @@ class QurlConfig(QuantizationConfig):
         self, format: str = "none", keep: Sequence[str] = (), weight_max_code: int | None = None, kernel: str = "auto"
     ) -> None:
         super().__init__()
-        self.fmt = None if format == "none" else get_format(format, weight_max_code)
         self.keep = tuple(keep)
         self.emulate = kernel == "emulation"
+        self.fmt = None if format == "none" else get_format(format, weight_max_code)
+        if self.fmt and weight_max_code is None and not self.emulate:
+            self.fmt = get_format(format, largest_code(self.fmt, torch.device(current_platform.device_type)))
 
     def get_name(self) -> str:
         return NAME

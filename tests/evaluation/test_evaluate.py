@@ -12,8 +12,8 @@ from qurl_ray.evaluation.evaluate import Report, evaluate
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.types import Completion
+from tests.conftest import taken
 
 CONFIG = RunConfig.model_validate({"rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}})
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def figures(report: Report) -> tuple:
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_an_exported_policy_is_evaluated_with_the_codes_that_it_holds(model, tokenizer, tmp_path, monkeypatch, name):
-    fmt = get_format(name, weight_max_code(get_format(name), CPU))
+    fmt = taken(name)
     save_policy(model, tokenizer, tmp_path / "policy")
     save_quantized(model, tokenizer, tmp_path / "codes", fmt, CONFIG.quantization.keep)
     quantized_now = report_of(tmp_path / "policy", name)

@@ -20,13 +20,13 @@ from qurl_ray.policy.load import empty_model, load_model
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import FORMATS, get_format
-from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
+from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
 from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import PolicySpec
-from tests.conftest import SUMS
+from tests.conftest import SUMS, taken
 
 KEEP = (r"(^|\.)lm_head\.",)
 EXPORTED = [get_format("int8"), get_format("int8", 63), get_format("fp8")]
@@ -191,7 +191,7 @@ def test_stock_vllm_serves_it_with_our_log_probs(shape, tokenizer, tmp_path, req
     prompts = [tokenizer(problem.prompt).input_ids for problem in SUMS[:40:5]]
     folders = [tmp_path / "int8", tmp_path / "fp8"]
     for folder in folders:
-        fmt = get_format(folder.name, weight_max_code(get_format(folder.name), torch.device("cpu")))
+        fmt = taken(folder.name)
         save_quantized(model, tokenizer, folder, fmt, KEEP)
     for folder, served in zip(folders, vllm_greedy(folders, prompts), strict=True):
         answers, found = [s["ids"] for s in served], np.array([s["logprobs"] for s in served])

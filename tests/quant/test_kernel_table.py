@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+import timeit
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,6 +24,8 @@ from qurl_ray.quant.quantize import QTensor, quantize, quantize_rows, quantize_r
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON_X86 = "fbgemm" in torch.backends.quantized.supported_engines
 HAS_AMX = KERNELS["onednn"].lacks(CPU) is None
+TAKEN = get_format("int8", weight_max_code(FORMATS["int8"], CPU))
+"""INT8 as this processor's kernel takes it."""
 
 
 def weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -128,9 +132,23 @@ def test_kernels_that_cannot_be_used_are_refused_by_name():
 
 @pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
 def test_a_kernel_can_be_asked_for():
-    q = quantize(weight(8, 32), FORMATS["int8"])
+    q = quantize(weight(8, 32), TAKEN)
     assert QuantizedLinear(q, None, kernel="fbgemm").kernel == "fbgemm"
     assert QuantizedLinear(q, None).kernel == ("onednn" if HAS_AMX else "fbgemm")
+
+
+@pytest.mark.skipif(not ON_X86, reason="fbgemm is for x86")
+def test_codes_that_a_kernel_would_saturate_with_are_emulated(monkeypatch):
+    """As on processors without VNNI, whose fbgemm adds pairs of products in 16 bits."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    q, x = quantize(weight(8, 32), FORMATS["int8"]), inputs(3, 32)
+    linear = QuantizedLinear(q, None)
+    assert linear.kernel is None
+    assert torch.equal(linear(x), reference_linear(x, q, None))
+    with pytest.raises(QuantizationError, match="saturate with weight codes to 127: here it takes them to 63"):
+        QuantizedLinear(q, None, kernel="fbgemm")
+    assert QuantizedLinear(quantize(weight(8, 32), get_format("int8", 63)), None).kernel == "fbgemm"
 
 
 def test_a_processor_kept_from_its_amx_uses_the_next_kernel(monkeypatch):
@@ -167,6 +185,8 @@ def int8_by_integers(x: np.ndarray, q: QTensor, bias: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("columns", [64, 1024, 4096])
 def test_integers_are_summed_exactly(name, rows, columns):
+    if name == "onednn" and not torch.cpu._is_vnni_supported():
+        pytest.skip("without VNNI, oneDNN adds pairs of products in 16 bits; the kernel is used with AMX only")
     kernel, q = KERNELS[name], quantize(weight(24, columns), FORMATS["int8"])
     x, bias = inputs(rows, columns), weight(1, 24)[0]
     found = kernel.forward(x, kernel.pack(q), bias)
@@ -215,8 +235,6 @@ def test_kernels_of_this_processor_agree_on_every_bit(rows, columns, outputs, to
             assert torch.equal(found.scale, q.scale)
 
 
-TAKEN = get_format("int8", weight_max_code(FORMATS["int8"], CPU))
-"""INT8 as this processor's kernel takes it."""
 NEEDS_IN_PLACE = pytest.mark.skipif(
     not (ON_X86 and IN_PLACE.supports(TAKEN, CPU)), reason="needs fbgemm, and an exact torch._int_mm"
 )
@@ -262,6 +280,7 @@ def test_a_product_that_saturates_is_not_used(monkeypatch):
     """As on processors that add pairs of products in 16 bits."""
     exact = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp(-(2**15), 2**15 - 1))
+    monkeypatch.setattr(kernels, "_int_mm_is_fast", lambda: True)
     kernels._int_mm_is_exact.cache_clear()
     try:
         assert "exactly" in IN_PLACE.objection(FORMATS["int8"], CPU)
@@ -270,6 +289,27 @@ def test_a_product_that_saturates_is_not_used(monkeypatch):
             assert QuantizedLinear(quantize(torch.randn(8, 16), FORMATS["int8"]), None)._kernel is not IN_PLACE
     finally:
         kernels._int_mm_is_exact.cache_clear()
+
+
+def test_a_product_that_is_a_plain_loop_is_not_used(monkeypatch):
+    """As in oneDNN without VNNI."""
+    fast = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: time.sleep(0.01) or fast(a, b))
+    kernels._int_mm_is_fast.cache_clear()
+    try:
+        assert "fast" in IN_PLACE.objection(TAKEN, CPU)
+    finally:
+        kernels._int_mm_is_fast.cache_clear()
+
+
+@pytest.mark.skipif(not ON_X86, reason="needs a kernel")
+def test_a_linear_is_fast_from_its_first_product():
+    """Before it is packed, it takes as long as afterwards on most processors, and 5 times as long for a few shapes."""
+    linear, x = QuantizedLinear(quantize(torch.randn(1536, 576), TAKEN), None), torch.randn(32, 576)
+    seconds = lambda: min(timeit.repeat(lambda: linear(x), number=1, repeat=9))  # noqa: E731
+    first = seconds()
+    linear.pack()
+    assert first < 8 * seconds()
 
 
 SMALL_PRODUCTS = """
@@ -305,7 +345,7 @@ def test_small_products_have_the_bits_of_large_ones(isa):
 def test_rows_that_are_too_short_for_onednn_are_left_to_fbgemm(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert kernel_for(FORMATS["int8"], CPU, (64, 17)).name == "onednn"
-    assert kernel_for(FORMATS["int8"], CPU, (64, 16)).name == "fbgemm"
+    assert kernel_for(TAKEN, CPU, (64, 16)).name == "fbgemm"
     with pytest.raises(QuantizationError, match="onednn needs rows of more than 16, not 16"):
         named_kernel("onednn", FORMATS["int8"], CPU, (64, 16))
 

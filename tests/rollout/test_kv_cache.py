@@ -16,12 +16,11 @@ from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.attention import invariant_attention
 from qurl_ray.policy.kv import calibration_ids
 from qurl_ray.policy.load import load_model
-from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.slots import Fp8SlotCache, SlotCache
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import PolicySpec, Request, SamplingParams
-from tests.conftest import requests_for
+from tests.conftest import requests_for, taken
 from tests.ranks import run_ranks
 from tests.rollout.test_torch_engine import KEEP, assert_same, learner_logprobs, weights_of, with_quantized_linears
 
@@ -243,7 +242,7 @@ def learner_of(model, **config):
 
 
 def codes_of(model, format_name: str, kv_cache="fp8") -> EnginePrecision:
-    fmt = None if format_name == "none" else get_format(format_name)
+    fmt = None if format_name == "none" else taken(format_name)
     names = {f"{name}.weight" for name in quantized_linears(model, KEEP)} if fmt else set()
     return EnginePrecision(fmt=fmt, quantized=names, unquantized="float32", kv_cache=kv_cache)
 

@@ -15,7 +15,7 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout import torch_engine
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Manifest, TensorRecord
-from tests.conftest import requests_for
+from tests.conftest import requests_for, taken
 from tests.rollout.damage import dropped, swapped, transposed
 
 KEEP = (r"lm_head\.",)
@@ -24,7 +24,7 @@ FORMATS = ["none", "int8", "fp8", "fp8_block", "int4"]
 
 def weights_of(model, format_name: str, version: int = 1):
     """(manifest, buckets) of a policy, as a sender makes them."""
-    fmt = None if format_name == "none" else get_format(format_name)
+    fmt = None if format_name == "none" else taken(format_name)
     names = {f"{name}.weight" for name in quantized_linears(model, KEEP)} if fmt else set()
     buffers, records = {}, []
     for name, parameter in model.named_parameters():
@@ -64,7 +64,7 @@ def with_quantized_linears(model, format_name: str):
     for name in quantized_linears(model, KEEP):
         linear = model.get_submodule(name)
         bias = linear.bias.detach() if linear.bias is not None else None
-        model.set_submodule(name, QuantizedLinear(quantize(linear.weight, get_format(format_name)), bias, emulate=True))
+        model.set_submodule(name, QuantizedLinear(quantize(linear.weight, taken(format_name)), bias, emulate=True))
     return model
 
 

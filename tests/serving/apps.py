@@ -23,11 +23,9 @@ from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.ranges import measured_factors
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import cached_tiny_policy
-from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.types import PolicySpec
-from tests.conftest import SUMS
+from tests.conftest import SUMS, taken
 from tests.loop.runs import ROOT, descendants
 
 KEY = "sk-test-0123456789"
@@ -61,7 +59,7 @@ def save_run(runs: Path, name: str, *, seed: int) -> Path:
                 parameter.mul_(4).add_(0.05 * torch.randn(parameter.shape, generator=generator))
     run = runs / name
     save_policy(model, tokenizer, run / "policy")
-    fmt = get_format("int8", weight_max_code(get_format("int8"), torch.device("cpu")))
+    fmt = taken("int8")
     keep = QuantizationConfig().keep
     factors = measured_factors(model, quantized_parameters(model, keep))
     save_quantized(model, tokenizer, run / "policy-int8", fmt, keep, factors)

@@ -1,4 +1,7 @@
-"""One app for all tests that need one: to start it takes longer than most of them."""
+"""One app for all tests that need one: to start it takes longer than most of them.
+
+It ends with them, because it takes a quarter of a core even when nobody asks it anything.
+"""
 
 import pytest
 
@@ -8,7 +11,7 @@ SLOTS, QUEUE = 4, 8
 LIMITS = (f"slots={SLOTS}", f"queue={QUEUE}", "max_body_kb=64", "body_timeout_s=1", "max_choices=8")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def runs(tmp_path_factory, _quiet_machine):
     """Two finished runs, "first" and "second"."""
     folder = tmp_path_factory.mktemp("runs")
@@ -17,7 +20,7 @@ def runs(tmp_path_factory, _quiet_machine):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(runs):
     """Answers with the run "first"; whoever swaps it swaps it back."""
     with serving(runs, "policy=first", *LIMITS) as server:

@@ -25,11 +25,10 @@ from qurl_ray.loop.rank import sender as sender_module
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
-from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.publish import Publisher
 from tests.actors.local import LocalActor
-from tests.conftest import requests_for
+from tests.conftest import requests_for, taken
 from tests.rollout.vllm_process import EngineProcess
 from tests.sync import cpu_collectives
 
@@ -135,7 +134,7 @@ class Rig:
         remote = lambda f: SimpleNamespace(remote=lambda *a: asyncio.run_coroutine_threadsafe(f(*a), loop))  # noqa: E731
 
         async def largest_code(name: str) -> int:
-            return 0 if name == "none" else get_format(name).weight_max
+            return 0 if name == "none" else taken(name).weight_max
 
         self.calls: list[str] = []
 

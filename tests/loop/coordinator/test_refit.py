@@ -25,7 +25,6 @@ from qurl_ray.loop.rank import sender as sender_module
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, tied_head
-from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.delta import Delta
 from qurl_ray.sync.publish import Publisher
@@ -79,7 +78,7 @@ class Rig:
         remote = lambda f: SimpleNamespace(remote=lambda *a: loop.run_until_complete(f(*a)))  # noqa: E731
 
         async def largest_code(name):
-            return 0 if name == "none" else get_format(name).weight_max
+            return self.workers[0].weight_max_code(name)
 
         coordinator = SimpleNamespace(
             offer=remote(self.refit.offer), conclude=remote(self.refit.conclude), weight_max_code=remote(largest_code)
