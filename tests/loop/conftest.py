@@ -1,11 +1,14 @@
-"""A Ray for the tests of a module, and a disk that is full."""
+"""A Ray for the tests of a module, the end of jobs that a failed test left, and a disk that is full."""
 
+import os
 import resource
+import signal
+from contextlib import suppress
 
 import pytest
 import ray
 
-from tests.loop.runs import ROOT
+from tests.loop.runs import JOBS, ROOT, descendants
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +19,19 @@ def cluster():
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _no_job_outlives_its_test():
+    """Those of a failed test would take the processor from all others, until these fail, too."""
+    yield
+    while JOBS:
+        job = JOBS.pop()
+        if job.poll() is None:
+            for pid in [*(pid for pid, _ in descendants(job.pid)), job.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            job.communicate()
 
 
 @pytest.fixture

@@ -38,6 +38,8 @@ FOLDED = [*WHOLE, "quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"]
 
 ALONE = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
 """Environment of jobs that start a Ray of their own."""
+JOBS: list[subprocess.Popen] = []
+"""Jobs that the current test has started. Those that still run at its end are killed."""
 
 
 def events(run_dir: Path, kind: str) -> list[dict]:
@@ -67,7 +69,7 @@ def start_job(*settings: str, address: str | None = None, **environment: str) ->
     """jobs/qurl_dapo.py in a process group of its own; `address`: of this process's cluster, that it attaches to."""
     # Once this process has started a Ray by `ray.init`, its clusters ask for a token.
     attached = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
-    return subprocess.Popen(
+    job = subprocess.Popen(
         [sys.executable, "jobs/qurl_dapo.py", *settings],
         cwd=ROOT,
         env=ALONE | (attached if address else {}) | environment,
@@ -76,6 +78,8 @@ def start_job(*settings: str, address: str | None = None, **environment: str) ->
         text=True,
         start_new_session=True,
     )
+    JOBS.append(job)
+    return job
 
 
 def wait_for_steps(run_dir: Path, count: int, job: subprocess.Popen) -> None:
