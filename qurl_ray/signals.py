@@ -31,15 +31,20 @@ class StopRequests:
         return 128 + (self.signals[0] if self.signals else signal.SIGINT)
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch requests while the context lasts. Does nothing off the main thread, which alone may do it."""
+    def caught(self, *, then_exit: bool = False) -> Iterator[None]:
+        """Catch requests while the context lasts. Does nothing off the main thread, which alone may do it.
+
+        Args:
+            then_exit: the process ends after the context. If a request has come, later ones are ignored until then:
+                else they would end it with their own status, while the interpreter still shuts down.
+        """
         before = {number: signal.getsignal(number) for number in _asking()}
         self.install()
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if then_exit and self.signals else handler)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -50,6 +51,28 @@ def test_handlers_are_put_back_and_installed_again():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert {number: signal.getsignal(number) for number in ALL} == before
+
+
+ENDS = """
+import os, signal, sys, time
+from qurl_ray.signals import StopRequests
+stops = StopRequests()
+try:
+    with stops.caught(then_exit=True):
+        if len(sys.argv) > 1:
+            os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    pass
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.1)
+sys.exit(stops.exit_status)
+"""
+
+
+def test_a_process_that_was_asked_to_end_keeps_its_exit_status():
+    """Whatever it is sent while it ends; one that was not asked ends as any other."""
+    assert subprocess.run([sys.executable, "-c", ENDS, "asked"]).returncode == 128 + signal.SIGINT
+    assert subprocess.run([sys.executable, "-c", ENDS]).returncode == -signal.SIGTERM
 
 
 def test_what_ray_makes_of_sigterm_while_it_starts_is_a_request():

@@ -17,7 +17,7 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
         return _dry_run(config, fresh=fresh)
     stops = StopRequests()
     try:
-        with stops.caught():
+        with stops.caught(then_exit=True):
             from qurl_ray.loop.driver.run import run_until
 
             result = run_until(stops, config, fresh=fresh)
