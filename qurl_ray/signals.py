@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_RAY_ABORTS_S = 3
+
 
 class StopRequests:
     """Signals that ask this process to stop: SIGINT, SIGTERM, and SIGHUP unless it is ignored, as under nohup.
@@ -50,8 +52,8 @@ class StopRequests:
     def kept(self) -> Iterator[None]:
         """Keep catching requests through the start of something that replaces the handlers.
 
-        Ray does so when it starts or attaches. Its Python handler of SIGTERM raises SystemExit; later its C++ handler
-        ends the process within three seconds.
+        Ray does so when it starts or attaches. Its Python handler of SIGTERM raises SystemExit; its C++ handler aborts
+        the process after three seconds, whatever is done meanwhile.
         """
         try:
             try:
@@ -62,6 +64,7 @@ class StopRequests:
             if ended.code != signal.SIGTERM:
                 raise
             self.install()  # the request may have come while that was done
+            _disarm()
             self.signals.append(signal.SIGTERM)
             self.raising = False
             raise KeyboardInterrupt from None
@@ -72,10 +75,17 @@ class StopRequests:
             signal.signal(number, self._record)
 
     def _record(self, number: int, _frame: object) -> None:
+        _disarm()
         self.signals.append(signal.Signals(number))
         if self.raising:
             self.raising = False
             raise KeyboardInterrupt
+
+
+def _disarm() -> None:
+    """Cancel the alarm that Ray's C++ handler has set. A longer one is somebody else's."""
+    if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= _RAY_ABORTS_S:
+        signal.alarm(0)
 
 
 def _asking() -> list[signal.Signals]:

@@ -75,6 +75,27 @@ def test_a_process_that_was_asked_to_end_keeps_its_exit_status():
     assert subprocess.run([sys.executable, "-c", ENDS]).returncode == -signal.SIGTERM
 
 
+ARMED = """
+import os, signal, sys
+from qurl_ray.signals import StopRequests
+signal.signal(signal.SIGALRM, lambda *_: None)
+stops = StopRequests()
+with stops.caught():
+    signal.alarm(int(sys.argv[1]))
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt:
+        print(signal.getitimer(signal.ITIMER_REAL)[0] > 0)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(3, False), (60, True)])
+def test_ray_does_not_abort_what_takes_longer_than_its_alarm(seconds, left):
+    """Ray's C++ handler sets an alarm of three seconds before ours is called; a longer one stays."""
+    command = [sys.executable, "-c", ARMED, str(seconds)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{left}\n"
+
+
 def test_what_ray_makes_of_sigterm_while_it_starts_is_a_request():
     stops = StopRequests()
     with stops.caught():
