@@ -280,8 +280,10 @@ def _int_mm_is_exact(weight_max: int) -> bool:
 
 @functools.cache
 def _int_mm_is_fast() -> bool:
-    """Return True if torch._int_mm takes at most four times as long as the same product in float32. Without VNNI, oneDNN
-    computes it by a plain loop, which takes 20 times as long; a busy machine does not change that."""
+    """Return True if torch._int_mm takes at most four times as long as the same product in float32.
+
+    Without VNNI, oneDNN computes it by a plain loop, which takes 20 times as long; a busy machine does not change that.
+    """
     a, b = torch.ones(32, 512, dtype=torch.int8), torch.ones(512, 512, dtype=torch.int8)
     x, y = a.float(), b.float()
     integers = min(timeit.repeat(lambda: torch._int_mm(a, b.t()), number=1, repeat=5))
