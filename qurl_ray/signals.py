@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _RAY_ABORTS_S = 3
+"""Seconds from SIGTERM until Ray's C++ handler aborts the process, by an alarm."""
 
 
 class StopRequests:
@@ -52,8 +53,8 @@ class StopRequests:
     def kept(self) -> Iterator[None]:
         """Keep catching requests through the start of something that replaces the handlers.
 
-        Ray does so when it starts or attaches. Its Python handler of SIGTERM raises SystemExit; its C++ handler aborts
-        the process after three seconds, whatever is done meanwhile.
+        Ray does so when it starts or attaches. Its Python handler of SIGTERM raises SystemExit; its C++ handler also
+        sets an alarm that would abort the process while it cleans up.
         """
         try:
             try:

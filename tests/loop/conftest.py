@@ -1,14 +1,11 @@
 """A Ray for the tests of a module, the end of jobs that a failed test left, and a disk that is full."""
 
-import os
 import resource
-import signal
-from contextlib import suppress
 
 import pytest
 import ray
 
-from tests.loop.runs import JOBS, ROOT, descendants
+from tests.loop.runs import JOBS, ROOT, kill_all
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +25,7 @@ def _no_job_outlives_its_test():
     while JOBS:
         job = JOBS.pop()
         if job.poll() is None:
-            for pid in [*(pid for pid, _ in descendants(job.pid)), job.pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(job)
             job.communicate()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -113,6 +114,13 @@ def descendants(pid: int) -> Iterator[tuple[int, str]]:
             ancestor = parents[ancestor]
         if ancestor == pid:
             yield candidate, command
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """Kill a process and all that it has started."""
+    for pid in [process.pid, *(pid for pid, _ in descendants(process.pid))]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def strike(job: subprocess.Popen, name: str, with_signal: int = signal.SIGKILL) -> int:

@@ -236,7 +236,7 @@ def test_kernels_of_this_processor_agree_on_every_bit(rows, columns, outputs, to
 
 
 NEEDS_IN_PLACE = pytest.mark.skipif(
-    not (ON_X86 and IN_PLACE.supports(TAKEN, CPU)), reason="needs fbgemm, and an exact torch._int_mm"
+    not (ON_X86 and IN_PLACE.supports(TAKEN, CPU)), reason="needs fbgemm, and an exact and fast torch._int_mm"
 )
 
 
@@ -304,7 +304,7 @@ def test_a_product_that_is_a_plain_loop_is_not_used(monkeypatch):
 
 @pytest.mark.skipif(not ON_X86, reason="needs a kernel")
 def test_a_linear_is_fast_from_its_first_product():
-    """Before it is packed, it takes as long as afterwards on most processors, and 5 times as long for a few shapes."""
+    """Before it is packed, too: 1.1 times as long as afterwards on an AMD Zen 5, 44 times by a plain loop."""
     linear, x = QuantizedLinear(quantize(torch.randn(1536, 576), TAKEN), None), torch.randn(32, 576)
     seconds = lambda: min(timeit.repeat(lambda: linear(x), number=1, repeat=9))  # noqa: E731
     first = seconds()

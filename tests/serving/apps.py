@@ -26,7 +26,7 @@ from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.types import PolicySpec
 from tests.conftest import SUMS, taken
-from tests.loop.runs import ROOT, descendants
+from tests.loop.runs import ROOT, descendants, kill_all
 
 KEY = "sk-test-0123456789"
 START_S = 180
@@ -151,10 +151,7 @@ def started(runs: Path, *settings: str, **extra: str) -> Iterator[Server]:
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
-            left = [process.pid, *(pid for pid, _ in descendants(process.pid))]
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(process)
             raise
 
 
