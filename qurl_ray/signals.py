@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _RAY_ABORTS_S = 3
 """Seconds from SIGTERM until Ray's C++ handler aborts the process, by an alarm."""
@@ -51,24 +52,31 @@ class StopRequests:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep catching requests through the start of something that replaces the handlers.
+        """Keep the handlers through the start of Ray, and raise KeyboardInterrupt at its end if a request has come.
 
-        Ray does so when it starts or attaches. Its Python handler of SIGTERM raises SystemExit; its C++ handler also
-        sets an alarm that would abort the process while it cleans up.
+        Ray would replace the handler of SIGTERM when it starts or attaches, by one whose exception may be dropped (see
+        `check`): the request would be lost. So `signal.signal` takes no handler of SIGTERM meanwhile. Ray's C++ handler
+        is replaced at the end; it has called ours until then.
         """
+        change = signal.signal
+
+        def keeping(number: int, handler: Any) -> Any:
+            return signal.getsignal(number) if number == signal.SIGTERM else change(number, handler)
+
+        if _asking():
+            signal.signal = keeping
         try:
-            try:
-                yield
-            finally:
-                self.install()
-        except SystemExit as ended:
-            if ended.code != signal.SIGTERM:
-                raise
-            self.install()  # the request may have come while that was done
-            _disarm()
-            self.signals.append(signal.SIGTERM)
-            self.raising = False
-            raise KeyboardInterrupt from None
+            yield
+        finally:
+            signal.signal = change
+            self.install()
+        self.check()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a request has come. Python drops the one that was raised by the handler if it ran
+        inside a hook of a fork, as logging has them."""
+        if self.signals:
+            raise KeyboardInterrupt
 
     def install(self) -> None:
         """Set the handlers. Does nothing off the main thread."""

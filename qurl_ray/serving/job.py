@@ -65,6 +65,7 @@ def _dry_run(config: ServingConfig) -> int:
 def _serve_until(stops: StopRequests, app: "App") -> None:
     config = app.config
     try:
+        stops.check()
         typer.echo(f"{app.name}: {app.pinned.source}")
         typer.echo(f"serving http://{config.host}:{config.port}/v1 (Ctrl-C ends it)")
         if config.follow_s:
