@@ -1,13 +1,18 @@
 """Requests to stop, as terminals (SIGINT, SIGHUP), Kubernetes, Slurm and spot instances (SIGTERM) send them."""
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 _RAY_ABORTS_S = 3
 """Seconds from SIGTERM until Ray's C++ handler aborts the process, by an alarm."""
+_AGAIN_S = 0.05
+_forks: list[int] = []
+"""Forks of the main thread that are under way, once `_watch_forks` was called."""
 
 
 class StopRequests:
@@ -55,8 +60,8 @@ class StopRequests:
         """Keep the handlers through the start of Ray, and raise KeyboardInterrupt at its end if a request has come.
 
         Ray would replace the handler of SIGTERM when it starts or attaches, by one whose exception may be dropped (see
-        `check`): the request would be lost. So `signal.signal` takes no handler of SIGTERM meanwhile. Ray's C++ handler
-        is replaced at the end; it has called ours until then.
+        `_watch_forks`): the request would be lost. So `signal.signal` takes no handler of SIGTERM meanwhile. Ray's C++
+        handler is replaced at the end; it has called ours until then.
         """
         change = signal.signal
 
@@ -64,7 +69,8 @@ class StopRequests:
             return signal.getsignal(number) if number == signal.SIGTERM else change(number, handler)
 
         if _asking():
-            signal.signal = keeping
+            _watch_forks()
+            signal.signal = keeping  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -73,8 +79,8 @@ class StopRequests:
         self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a request has come. Python drops the one that was raised by the handler if it ran
-        inside a hook of a fork, as logging has them."""
+        """Raise KeyboardInterrupt if a request has come: where its handler ran, Python may have dropped the exception,
+        as it does in finalizers."""
         if self.signals:
             raise KeyboardInterrupt
 
@@ -85,6 +91,9 @@ class StopRequests:
 
     def _record(self, number: int, _frame: object) -> None:
         _disarm()
+        if _forks:
+            threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+            return
         self.signals.append(signal.Signals(number))
         if self.raising:
             self.raising = False
@@ -95,6 +104,19 @@ def _disarm() -> None:
     """Cancel the alarm that Ray's C++ handler has set. A longer one is somebody else's."""
     if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= _RAY_ABORTS_S:
         signal.alarm(0)
+
+
+@cache
+def _watch_forks() -> None:
+    """Note forks of the main thread from now on. Python drops what a handler raises while it runs the hooks of a fork,
+    such as logging's, so the handler comes back a moment later. Hooks that are registered later are not covered."""
+
+    def note(change: Callable[[], object]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            change()
+
+    end = partial(note, _forks.clear)
+    os.register_at_fork(before=partial(note, partial(_forks.append, 1)), after_in_parent=end, after_in_child=end)
 
 
 def _asking() -> list[signal.Signals]:
