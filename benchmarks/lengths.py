@@ -89,6 +89,7 @@ def steps(earlier: Path, rounds: int, tokens: Sequence[int], threads: int) -> di
             for name, (tree, settings) in arms.items():
                 seconds = step_seconds(tree, ROOT / "runs" / "lengths", *common, *sizes, *settings)
                 found[str(new)][name].append(statistics.median(seconds))
+                print(f"{new} tokens, {name}: {found[str(new)][name][-1]:.3g} s", flush=True)
     return found
 
 
