@@ -11,6 +11,7 @@ from typing import Any
 _RAY_ABORTS_S = 3
 """Seconds from SIGTERM until Ray's C++ handler aborts the process, by an alarm."""
 _AGAIN_S = 0.05
+"""Seconds after which a request that came amid a fork is sent again: by then the fork is over."""
 _forks: list[int] = []
 """Forks of the main thread that are under way, once `_watch_forks` was called."""
 
