@@ -103,7 +103,9 @@ def _onednn(x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 class _OneDnnLinear(torch.autograd.Function):
-    """oneDNN's product with a gradient by oneDNN, which is on AMD about twice as fast as MKL's (docs/results.md)."""
+    """oneDNN's product with a gradient by the faster library: on AMD with AVX-512 oneDNN, by about 2; with AVX2 MKL, by
+    1.1 for inputs and 1.4 to 2 for weights (docs/LOG.md). The instructions decide, not a measurement: a resumed run has
+    the same gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -116,8 +118,9 @@ class _OneDnnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_MK, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad
-        dx = onednn_product(dy_MN, weight.t()) if needs_dx else None
-        dw = onednn_product(dy_MN.t(), x_MK.t()) if needs_dw else None
+        multiply = onednn_product if torch.backends.cpu.get_cpu_capability() == "AVX512" else functional.linear
+        dx = multiply(dy_MN, weight.t()) if needs_dx else None
+        dw = multiply(dy_MN.t(), x_MK.t()) if needs_dw else None
         return dx, dw, dy_MN.sum(dim=0) if needs_db else None
 
 
