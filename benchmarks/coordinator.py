@@ -58,7 +58,7 @@ class Engine(Modelled):
 
     def _load(self, manifest: Any, *_: Any) -> LoadReport:
         self._version = manifest.version
-        return LoadReport(kernels=["modelled"], probe=[])
+        return LoadReport(kernels=["modelled"], hardware="modelled", probe=[])
 
     def _weight_max_code(self, _: str) -> int:
         return 127

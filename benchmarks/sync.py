@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.config.run import RunConfig
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.equalizer import Equalizer, equalizer_for
@@ -104,7 +105,7 @@ def make(spec: Any, model: PreTrainedModel, tokens: int) -> Sync:
     learner = make_learner(model, config, settings, temperature=1.0, total_updates=100, equalizer=equalizer)
     prompt = np.random.default_rng(0).integers(model.config.vocab_size, size=PROMPT).astype(np.int32)
     problem = Problem(uid="0", prompt="", answer="")
-    probe = probe_requests(problem, lambda _: prompt, tokens=SyncConfig().probe_tokens, seed=0)
+    probe = probe_requests(problem, lambda _: prompt, tokens=RunConfig().probe_tokens, longest=ANSWER, seed=0)
     return Sync(
         learner=learner,
         publisher=Publisher(quantized, bucket_bytes=SyncConfig().bucket_mb << 20),

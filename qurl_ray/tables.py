@@ -173,7 +173,12 @@ class EngineEntry(Entry):
     tensor_parallel: bool = False
     """Several processes may share the weights of one engine."""
     captures: bool = False
-    """It can capture decode steps as CUDA graphs and compile functions."""
+    """It can capture decode steps as CUDA graphs."""
+    compiles: bool = False
+    """It can compile functions between the products; engines that compile anyway need not be asked."""
+    graphs_on_cuda: bool = False
+    """On CUDA it captures decode steps unless the settings say otherwise, and holds one number format at a time: a load
+    in another one restarts it."""
     bfloat16_on_cpu: bool = False
     """It computes in bfloat16 on a CPU, too."""
     sleeps_on_cpu: bool = True
@@ -198,6 +203,7 @@ ENGINES = Table[EngineEntry](
             kv_cache=("full", "fp8"),
             equal_bits=True,
             captures=True,
+            compiles=True,
         ),
         "vllm": EngineEntry(
             reference="qurl_ray.rollout.make:vllm_engine",
@@ -205,6 +211,8 @@ ENGINES = Table[EngineEntry](
             stream="qurl_ray.serving.vllm_stream:VllmStream",
             check="qurl_ray.rollout.vllm_check:check",
             tensor_parallel=True,
+            captures=True,
+            graphs_on_cuda=True,
             bfloat16_on_cpu=True,
             sleeps_on_cpu=False,
             takes_free_memory=True,

@@ -51,6 +51,8 @@ class Fleet:
         self.members: list[Member] = []
         self.version = -1
         """Version of the weights that healthy workers hold; -1 before the first."""
+        self._format: str = config.quantization
+        """Number format of the weights that were loaded last, or with which engines start."""
         self.counts, self.spans = FleetCounts(), Spans()
         self.recovery_seconds: list[float] = []
         """Seconds from the death of a worker to its verified refit, one per recovery."""
@@ -150,11 +152,11 @@ class Fleet:
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
+            async with asyncio.timeout(self._config.start_limit_s):
                 while not condition():
                     await self._changed.wait()
         except TimeoutError:
-            message = f"waited {self._config.start_timeout_s:g} s for {what}: {self.roster()}"
+            message = f"waited {self._config.start_limit_s:g} s for {what}: {self.roster()}"
             raise DeadlineExceeded(message) from None
 
     def roster(self) -> str:
@@ -166,7 +168,7 @@ class Fleet:
     async def weight_max_code(self, format_name: str) -> int:
         """Return the largest weight code that every worker that is up can take."""
         calls = {m.index: m.actor.weight_max_code.remote(format_name) for m in self.members if m.alive}
-        found = await self._gather(calls, self._config.start_timeout_s, "say what codes they take", "ask")
+        found = await self._gather(calls, self._config.start_limit_s, "say what codes they take", "ask")
         return min(value for value in found.values() if isinstance(value, int))
 
     async def load(
@@ -181,8 +183,13 @@ class Fleet:
         through a direct transport.
 
         Returns each worker's result by index, or an error if it refused the weights, died or was late. All of them are
-        STALE until `holds` is called.
+        STALE until `holds` is called. Engines that hold one number format at a time may take as long as a start.
         """
+        if self._config.restarts_for_formats and {self._format, self._config.quantization} != {manifest.precision}:
+            timeout_s += self._config.start_limit_s
+            if self._format != manifest.precision:
+                self._log("info", f"engines restart, as planned: from format {self._format} to {manifest.precision}")
+        self._format = manifest.precision
         for member in members:
             member.turn(Health.STALE)
             member.doing, member.awake = "load", True
@@ -240,7 +247,7 @@ class Fleet:
             while not work.over:
                 await _wait(self._changed, 1.0)
                 # Repeated requests may take twice as long, and wait for a worker to start.
-                again = self._config.start_timeout_s + self._config.timeout_s if work.repeated else 0.0
+                again = self._config.start_limit_s + self._config.timeout_s if work.repeated else 0.0
                 limit = self._config.timeout_s + again
                 if time.monotonic() - began > limit + _MARGIN_S:
                     work.error = DeadlineExceeded(

@@ -16,6 +16,7 @@ from qurl_ray.actors.health import Heartbeat
 from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import SyncError
+from qurl_ray.numerics.processor import processor_name
 from qurl_ray.rollout.engine import DirectEngine
 from qurl_ray.rollout.make import make_engine, rollout_options
 from qurl_ray.sync.receive import decode_buckets
@@ -38,6 +39,8 @@ class LoadReport:
 
     kernels: list[str]
     """Kernels in use now."""
+    hardware: str
+    """Name of the GPU or of the processor that the engine computes on."""
     probe: list[Completion]
 
 
@@ -55,6 +58,7 @@ class RolloutWorker:
         *,
         kernel: str,
         threads: int,
+        keep: Sequence[str] = (),
         transport: str = "object_store",
         colocated: bool = False,
     ) -> None:
@@ -62,8 +66,12 @@ class RolloutWorker:
         self._boot = uuid.uuid4().hex
         direct = TRANSPORTS[transport].direct
         self._receive = ObjectStore.receive if direct else transport_named(transport).receive
-        options = rollout_options(config, kernel=kernel, threads=threads, transport=transport, colocated=colocated)
+        options = rollout_options(
+            config, kernel=kernel, threads=threads, keep=keep, transport=transport, colocated=colocated
+        )
         self._engine = make_engine(spec, config.engine, options)
+        on_gpu = config.device == "cuda" and torch.cuda.is_available()
+        self._hardware = torch.cuda.get_device_name() if on_gpu else processor_name()
         if colocated:
             self._engine.sleep()
 
@@ -106,7 +114,8 @@ class RolloutWorker:
             cast(DirectEngine, self._engine).accept(manifest)
         else:
             self._load(manifest, tickets)
-        return LoadReport(kernels=self._engine.kernels(), probe=self._engine.generate(probe, version=manifest.version))
+        drawn = self._engine.generate(probe, version=manifest.version)
+        return LoadReport(kernels=self._engine.kernels(), hardware=self._hardware, probe=drawn)
 
     def _load(self, manifest: Manifest, tickets: Sequence[Any]) -> None:
         base = manifest.base_version

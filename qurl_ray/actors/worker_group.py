@@ -42,6 +42,8 @@ class WorkerGroup:
     spec: PolicySpec
     kernel: str
     threads: int
+    keep: tuple[str, ...] = ()
+    """Patterns of the parameters that stay in full precision."""
     transport: str = "object_store"
     colocated: bool = False
     worker: type = RolloutWorker
@@ -65,7 +67,7 @@ class WorkerGroup:
         """
         if self.colocated:
             return
-        limit = self.config.start_timeout_s
+        limit = self.config.start_limit_s
         groups = [self._place() for _ in range(self.config.workers)]
         ends = time.monotonic() + limit
         missing = [group for group in groups if not group.wait(max(_GLANCE_S, ends - time.monotonic()))]
@@ -181,6 +183,7 @@ class WorkerGroup:
                 self.config,
                 kernel=self.kernel,
                 threads=self.threads,
+                keep=self.keep,
                 transport=self.transport,
                 colocated=self.colocated,
             )

@@ -10,6 +10,8 @@ from qurl_ray.tables import ENGINES, EngineEntry
 FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4"]
 """Number formats of quantized linears; the help is at RolloutConfig.quantization."""
 
+_START_S, _CAPTURE_START_S = 180.0, 900.0  # vLLM's first start on a machine compiles for minutes
+
 
 class VllmConfig(Section):
     """Settings of vLLM engines, used with `rollout.engine=vllm`."""
@@ -73,9 +75,10 @@ class RolloutConfig(Section):
     of the memory of float32, with one scale per layer and key head that is measured again for every weight version.
     `fp8` needs engine=torch, and applies to all rollouts and evaluations of the run, whatever the format of the weights
     is. On a CPU it is an emulation, slower than `full`."""
-    cuda_graphs: bool = False
-    """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. They are captured again after
-    each sync, so it is for long answers. Needs engine=torch and device=cuda; not measured yet."""
+    cuda_graphs: bool | None = None
+    """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. null is true with engine=vllm
+    and device=cuda, else false. The torch engine captures them again after each sync, so there it is for long answers;
+    vLLM compiles the model as well, and keeps its graphs. Needs device=cuda; not measured yet."""
     compile: bool = False
     """Compile norms, rotary embeddings and activations with torch.compile; for use with `cuda_graphs`. Needs
     engine=torch and device=cuda; not measured yet."""
@@ -85,8 +88,9 @@ class RolloutConfig(Section):
     timeout_s: float = Field(600.0, gt=0)
     """Deadline for the rollouts of one round of prompts, or of an evaluation, in seconds; missing it ends the run. If
     requests were repeated, because a worker died or weights changed, it is twice as long plus `start_timeout_s`."""
-    start_timeout_s: float = Field(180.0, gt=0)
-    """Deadline for placing and starting the workers, and for one to come back when none is left, in seconds."""
+    start_timeout_s: float | None = Field(None, gt=0)
+    """Deadline for placing and starting the workers, and for one to come back when none is left, in seconds. null is
+    900 for an engine that compiles and captures at its start (`cuda_graphs`), else 180."""
     heartbeat_s: float = Field(2.0, gt=0)
     """Time between two heartbeats of a worker, in seconds; never less than 2 ms times the number of workers."""
     silent_s: float = Field(60.0, gt=0)
@@ -117,18 +121,33 @@ class RolloutConfig(Section):
             raise ValueError(f"max_workers ({self.max_workers}) is below workers ({self.workers})")
         return self
 
+    @property
+    def graphs(self) -> bool:
+        """True if decode steps are captured as CUDA graphs: `cuda_graphs`, with null resolved."""
+        default = self.engine_entry.graphs_on_cuda and self.device == "cuda"
+        return default if self.cuda_graphs is None else self.cuda_graphs
+
+    @property
+    def start_limit_s(self) -> float:
+        """Deadline for a start in seconds: `start_timeout_s`, with null resolved."""
+        return self.start_timeout_s or (_CAPTURE_START_S if self.graphs else _START_S)
+
+    @property
+    def restarts_for_formats(self) -> bool:
+        """True if an engine holds one number format at a time, and is restarted for another one."""
+        return self.engine_entry.graphs_on_cuda and self.device == "cuda"
+
     @model_validator(mode="after")
     def _made_for_gpus(self) -> "RolloutConfig":
-        able = self.engine_entry.captures and self.device == "cuda"
-        those = ", ".join(name for name, entry in ENGINES.entries.items() if entry.captures)
-        needs = f"needs engine={those} and device=cuda, not engine={self.engine} and device={self.device}"
-        if self.cuda_graphs and not able:
-            raise ValueError(f"cuda_graphs {needs}")
-        if self.compile and not able:
-            raise ValueError(
-                f"compile {needs}: on a CPU, engine and learner agree bit for bit, and compiled functions round "
-                "differently"
-            )
+        for setting, able in (("cuda_graphs", "captures"), ("compile", "compiles")):
+            fits = getattr(self.engine_entry, able) and self.device == "cuda"
+            if getattr(self, setting) and not fits:
+                those = " or ".join(name for name, entry in ENGINES.entries.items() if getattr(entry, able))
+                raise ValueError(
+                    f"{setting} needs engine={those} and device=cuda, not engine={self.engine} and "
+                    f"device={self.device}: on a CPU, engine and learner agree bit for bit, and compiled functions "
+                    "round differently"
+                )
         if self.kv_cache not in self.engine_entry.kv_cache:
             raise ValueError(
                 f"engine={self.engine} cannot store keys and values as kv_cache={self.kv_cache}: use "

@@ -84,6 +84,7 @@ class RunConfig(Section):
             raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
         if rollout.dtype == "bfloat16" and self.sync.unquantized == "float32":
             raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
+        self._kernels_fit()
         if rollout.max_staleness:
             self._staleness_fits()
         check_transport(self.placement, rollout, self.learner, self.sync)
@@ -99,6 +100,22 @@ class RunConfig(Section):
                 "quantization.uaq_scale must be 1 when rollout.quantization is none: there is no error to outgrow"
             )
         return self
+
+    def _kernels_fit(self) -> None:
+        """Raise ValueError if vLLM has no CUDA kernel for the settings."""
+        rollout, quantization = self.rollout, self.quantization
+        if not rollout.restarts_for_formats or rollout.quantization == "none" or quantization.kernel == "emulation":
+            return
+        if rollout.dtype == "float32":
+            raise ValueError(
+                f"rollout.engine={rollout.engine} multiplies codes with kernels that return bfloat16: set "
+                "rollout.dtype=bfloat16, or quantization.kernel=emulation, which saves no time"
+            )
+        if rollout.quantization == "int4":
+            raise ValueError(
+                f"rollout.engine={rollout.engine} on CUDA has no kernel for int4 whose codes can be written in place: "
+                "take fp8 or int8, or quantization.kernel=emulation, which saves no time"
+            )
 
     def _staleness_fits(self) -> None:
         """Raise ValueError if another setting contradicts rollouts that run ahead of the learner."""
@@ -126,6 +143,12 @@ class RunConfig(Section):
                 "quantization.backward=quantized needs the square blocks of rollout.quantization=fp8_block; other "
                 "formats have straight_through and full"
             )
+        if rollout.processes > 1 and rollout.quantization in ("int8", "fp8"):
+            raise ValueError(
+                f"{flow} computes activations as one process does: with rollout.vllm.tensor_parallel="
+                f"{rollout.vllm.tensor_parallel}, each quantizes its part of a row by the range of that part; take "
+                "fp8_block, whose groups lie within a part, or tensor_parallel=1"
+            )
         if rollout.kv_cache != "full":
             raise ValueError(f"{flow} needs rollout.kv_cache=full: the learner attends to keys in full precision")
         if self.sync.unquantized == "bfloat16" and rollout.dtype == "float32":
@@ -136,6 +159,21 @@ class RunConfig(Section):
         rollout, learner = self.rollout, self.learner
         ours_on_cpus = rollout.engine_entry.equal_bits and (rollout.device, learner.device) == ("cpu", "cpu")
         return ours_on_cpus and (rollout.dtype, learner.compute) == ("float32", "float32")
+
+    @property
+    def probe_tokens(self) -> int:
+        """`sync.probe_tokens`, with null resolved."""
+        default = 8 if self._computes_in_float32 else 512
+        return default if self.sync.probe_tokens is None else self.sync.probe_tokens
+
+    @property
+    def probe_tolerance(self) -> float:
+        """`sync.probe_tolerance`, with null resolved."""
+        return self.sync.probe_tolerance or (0.2 if self._computes_in_float32 else 1.0)
+
+    @property
+    def _computes_in_float32(self) -> bool:
+        return (self.rollout.device, self.rollout.dtype) == ("cpu", "float32")
 
     def backward(self) -> Literal["quantized", "straight_through", "full"]:
         """Return how gradients of a unified flow are computed: `quantization.backward`, with `auto` resolved."""

@@ -12,7 +12,12 @@ def collection_deadline(config: RunConfig) -> float:
     algorithm, rollout = config.algorithm, config.rollout
     rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
     answers = max(rollout.prompts_per_step * rollout.samples_per_prompt, config.evaluation.problems)
-    return rounds * (2 * rollout.timeout_s + rollout.start_timeout_s + judging_deadline(config, answers))
+    return rounds * (2 * rollout.timeout_s + rollout.start_limit_s + judging_deadline(config, answers))
+
+
+def sync_deadline(config: RunConfig) -> float:
+    """Seconds after which engines cannot still be loading a version, a restart for another format included."""
+    return config.sync.timeout_s + (config.rollout.start_limit_s if config.rollout.restarts_for_formats else 0.0)
 
 
 def judging_deadline(config: RunConfig, answers: int) -> float:

@@ -22,7 +22,7 @@ import torch
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
-from qurl_ray.config.sync import SyncConfig
+from qurl_ray.config.run import RunConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import PolicyLearner, make_learner
@@ -290,7 +290,8 @@ class _Link:
         self._probe = probe_requests(
             Problem(uid="0", prompt="", answer=""),
             lambda _: np.ones(work.prompt, dtype=np.int32),
-            tokens=min(SyncConfig().probe_tokens, work.response),
+            tokens=RunConfig().probe_tokens,
+            longest=work.response,
             seed=0,
         )
         self._send()

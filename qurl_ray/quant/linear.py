@@ -91,7 +91,7 @@ class QuantizedLinear(nn.Module):
         else:
             # Emulation multiplies floats: codes are stored as floats, exactly, and not converted at every call.
             self.register_buffer("_codes", floats(q.codes))
-            self.register_buffer("scale", q.scale)
+            self.register_buffer("scale", q.scale.clone())  # the sender's memory is not written to
 
     @property
     def kernel(self) -> str | None:
@@ -123,6 +123,15 @@ class QuantizedLinear(nn.Module):
                 f"codes of {tuple(before.shape)} are others, or give other products, as {self._fastest.name} holds them"
             )
         self._packed, self._kernel = packed, self._fastest
+
+    def write(self, q: QTensor) -> None:
+        """Take over the codes and scales of another version, of the same format and shape. Those of an emulated linear
+        are written where the old ones are."""
+        if self._kernel is None:
+            self._codes.copy_(floats(q.codes))
+            self.scale.copy_(q.scale)
+        else:
+            self._packed = self._kernel.pack(q)
 
     def resident(self) -> QTensor:
         """Return the codes and scales that the next forward pass will use, read back from the kernel's own memory."""

@@ -23,6 +23,10 @@ class EngineOptions:
 
     slots: int
     """Number of answers that it decodes at a time."""
+    format_name: str = "none"
+    """Number format of the first weights, for an engine that is made for one."""
+    keep: tuple[str, ...] = ()
+    """Patterns of the parameters that have no codes in any format (quant.select)."""
     threads: int
     """Number of CPU threads that it may use."""
     kernel: str = "auto"

@@ -1,5 +1,7 @@
 """Creation of engines, from options that are the same for all of them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from qurl_ray.config.rollout import RolloutConfig
@@ -26,19 +28,28 @@ def make_engine(spec: PolicySpec, name: str, options: EngineOptions) -> Engine:
 
 
 def rollout_options(
-    config: RolloutConfig, *, kernel: str, threads: int, transport: str = "object_store", colocated: bool = False
+    config: RolloutConfig,
+    *,
+    kernel: str,
+    threads: int,
+    keep: Sequence[str] = (),
+    transport: str = "object_store",
+    colocated: bool = False,
 ) -> EngineOptions:
     """Return the options of a rollout worker's engine.
 
     Args:
         kernel: `quantization.kernel`.
         threads: number of CPU threads that it may use.
+        keep: patterns of the parameters that stay in full precision.
         transport: `sync.transport`.
         colocated: the engine must be able to sleep while a learner uses its device.
     """
     cache = config.vllm.kv_cache_gb
     return EngineOptions(
         slots=config.slots,
+        format_name=config.quantization,
+        keep=tuple(keep),
         threads=threads,
         kernel=kernel,
         device=config.device,
@@ -46,11 +57,11 @@ def rollout_options(
         kv_cache=config.kv_cache,
         kv_cache_bytes=None if cache is None else int(cache * 2**30),
         processes=config.processes,
-        cuda_graphs=config.cuda_graphs,
+        cuda_graphs=config.graphs,
         compile=config.compile,
         sleeps=colocated,
         transport=transport if TRANSPORTS[transport].direct else None,
-        start_timeout_s=config.start_timeout_s,
+        start_timeout_s=config.start_limit_s,
     )
 
 
@@ -81,6 +92,9 @@ def vllm_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         dtype=options.dtype,
         tensor_parallel=options.processes,
         kv_cache_bytes=options.kv_cache_bytes,
+        format_name=options.format_name,
+        keep=options.keep,
+        graphs=options.cuda_graphs,
         kernel=options.kernel,
         threads=options.threads,
         sleep_mode=options.sleeps,

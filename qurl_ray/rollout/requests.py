@@ -9,7 +9,7 @@ import numpy as np
 from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
-_PROBES = 2  # answers: two rows take an engine as long as one
+_PROBES = 2  # answers at least: two rows take an engine as long as one
 _PROBE_PROMPT = 24  # tokens
 
 
@@ -47,16 +47,19 @@ def probe_requests(
     encode: Callable[[Problem], np.ndarray],
     *,
     tokens: int,
+    longest: int,
     temperature: float = 1.0,
     seed: int,
 ) -> list[Request]:
     """Return the requests that engines answer after every sync, for comparison with the learner.
 
-    `tokens` tokens are drawn from the whole distribution, after the beginning of the problem's prompt: a longer prompt
-    would show no more and take longer.
+    At least `tokens` tokens are drawn from the whole distribution, in answers of at most `longest`, after the beginning
+    of the problem's prompt: a longer prompt would show no more and take longer.
     """
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=tokens, ignore_eos=True)
-    whole = make_requests([problem], encode, samples=_PROBES, sampling=sampling, seed=seed, salt="probe")
+    each = max(1, min(tokens // _PROBES, longest))
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=each, ignore_eos=True)
+    samples = max(_PROBES, -(-tokens // each))
+    whole = make_requests([problem], encode, samples=samples, sampling=sampling, seed=seed, salt="probe")
     return [replace(request, prompt_ids=request.prompt_ids[:_PROBE_PROMPT]) for request in whole]
 
 

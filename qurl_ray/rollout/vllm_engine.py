@@ -12,6 +12,7 @@ GPUs only (sleep mode, tensor parallelism on GPUs) follow vLLM's documentation.
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorReco
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+EXTENSION = "qurl_ray.rollout.vllm_worker.WorkerExtension"
+"""Class that vLLM mixes into its workers."""
+
 _SHARED = 0.01
 """Share of a GPU's memory that must be free for vLLM to start; it has no other effect with `kv_cache_bytes`."""
 
@@ -42,6 +46,11 @@ class VllmEngine:
         tensor_parallel: number of workers (GPUs on CUDA) that share the policy.
         kv_cache_bytes: memory for keys and values in each worker. None means the memory that `slots` full contexts
             need on a CPU, and the memory that vLLM finds free on a GPU.
+        format_name: number format of the linears at first; "none" is full precision.
+        keep: patterns of checkpoint names that stay in full precision in any format, as in quant/select.py.
+        graphs: compile the model and, on CUDA, replay its decode steps as CUDA graphs; on a CPU for emulation alone.
+            The engine then holds one format at a time, as it always does on CUDA, and a load in another one restarts
+            vLLM, which takes as long as its start.
         kernel: "auto" or "emulation", as in the torch engine.
         threads: number of CPU threads of each worker on a CPU; None leaves the choice to vLLM.
         sleep_mode: make `sleep` possible, on CUDA.
@@ -66,6 +75,9 @@ class VllmEngine:
         dtype: str = "float32",
         tensor_parallel: int = 1,
         kv_cache_bytes: int | None = None,
+        format_name: str = "none",
+        keep: Sequence[str] = (),
+        graphs: bool = False,
         kernel: str = "auto",
         threads: int | None = None,
         sleep_mode: bool = False,
@@ -83,7 +95,13 @@ class VllmEngine:
         self._records: dict[str, TensorRecord] = {}
         self._sleep_mode, self._asleep = sleep_mode, False
         self._patches = transport == "sparse_nccl"
-        settings = {
+        on_cuda = torch.cuda.is_available()
+        if graphs and not on_cuda and not self._emulate:
+            raise EngineError("on a CPU, vLLM compiles no kernel of this package: graphs need kernel=emulation")
+        self._fixed = (on_cuda or graphs) and not self._patches
+        self._threads, self._timeout_s = threads, timeout_s
+        self._keep, self._kernel = tuple(keep), kernel
+        self._settings: dict[str, Any] = {
             "model": spec.source,
             "dtype": dtype,
             "tensor_parallel_size": tensor_parallel,
@@ -92,22 +110,33 @@ class VllmEngine:
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enable_sleep_mode": sleep_mode,
             "quantization": "qurl",
-            "hf_overrides": {"quantization_config": {"quant_method": "qurl", "kernel": kernel}},
             "load_format": "dummy",  # the first load sends the weights
             "logprobs_mode": logprobs_mode,
             "max_logprobs": 20,
-            "enforce_eager": True,  # linears change in place, which a compiled graph would not see
+            "enforce_eager": not graphs or self._patches,  # what is patched is replaced, which graphs do not see
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # no sampling defaults from the model's folder
-            "worker_extension_cls": "qurl_ray.rollout.vllm_worker.WorkerExtension",
+            "worker_extension_cls": EXTENSION,
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
             "disable_log_stats": True,
         }
+        if on_cuda:
+            # vLLM's own operation, where its compiler would make eleven of the same.
+            self._settings["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
         if sleep_mode and kv_cache_bytes is not None:
-            settings["gpu_memory_utilization"] = _SHARED  # at the start, the learner may hold the rest
+            self._settings["gpu_memory_utilization"] = _SHARED  # at the start, the learner may hold the rest
         if transport:
-            settings["weight_transfer_config"] = {"backend": transport}
-        self._server = VllmServer(settings, threads=threads, timeout_s=timeout_s)
+            self._settings["weight_transfer_config"] = {"backend": transport}
+        self._start(format_name)
+
+    def _start(self, format_name: str) -> None:
+        """Start vLLM for a format."""
+        plugin = {"quant_method": "qurl", "kernel": self._kernel, "fixed": self._fixed}
+        if self._fixed:
+            plugin |= {"format": format_name, "keep": self._keep}
+        overrides = {"hf_overrides": {"quantization_config": plugin}}
+        self._server = VllmServer(self._settings | overrides, threads=self._threads, timeout_s=self._timeout_s)
+        self._format = format_name
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -120,12 +149,17 @@ class VllmEngine:
     def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
         """Replace all weights, bucket by bucket, then compare the resident weights with the manifest.
 
-        Requests that still run are aborted, and returned as cancelled.
+        Requests that still run are aborted, and returned as cancelled. If the engine holds one format at a time and was
+        made for another one, vLLM is restarted first.
 
         Raises:
             SyncError: a tensor is missing, misshapen or damaged. The engine stays STALE.
             QuantizationError: a tensor that was sent as codes cannot be held as codes.
         """
+        if self._fixed and manifest.precision != self._format:
+            self.version = None
+            self._server.close()
+            self._start(manifest.precision)
         self._announce(manifest)
         try:
             self._verify(manifest, self._place(manifest, buckets))

@@ -2,8 +2,11 @@
 
 It is registered when this module is imported, and by vLLM itself through the entry point `vllm.general_plugins`. A
 float checkpoint is quantized tensor by tensor with quant.quantize, before or after fusing and sharding, as equal bits
-require. Codes arrive through rollout/vllm_worker.py. Both end in the same QuantizedLinear, so the result has the same
-bits.
+require. Codes arrive through rollout/vllm_worker.py. Both end in the same memory, so the result has the same bits.
+
+On CUDA a linear of codes is a FixedCodes (rollout/vllm_kernels.py): vLLM's own kernels, in memory that never moves, for
+one format as long as the engine lives. Elsewhere, and where emulation was asked for, it is a QuantizedLinear; emulated
+ones are written in place, too, while those of a CPU's kernel are made again from each version.
 
 vLLM's own float path packs weights on CPUs, after which they can be neither replaced nor read back. Therefore linears,
 embedding and head multiply with the parameter itself.
@@ -12,8 +15,9 @@ Example, without the engine:
     LLM(folder, quantization="qurl", dtype="float32", enforce_eager=True,
         hf_overrides={"quantization_config": {"quant_method": "qurl", "format": "int8", "keep": ["lm_head\\\\."]}})
 
-With tensor parallelism, the input of a row-parallel linear is divided over the ranks. They agree on each row's largest
-value, so activations get the same codes as without it; only sums are rounded differently. Not measured on a GPU.
+With tensor parallelism, the input of a row-parallel linear is divided over the ranks. Each quantizes its part by the
+range of that part, as vLLM does: an agreed range would take a message between the GPUs before every such product.
+Activations therefore get other codes, mostly finer ones, than without tensor parallelism, except in groups of columns.
 """
 
 import re
@@ -21,7 +25,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import (
@@ -45,11 +48,11 @@ from qurl_ray.numerics import products
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.linear import weight_max_code as largest_code
-from qurl_ray.quant.quantize import QTensor, quantize, row_maximum
+from qurl_ray.quant.quantize import QTensor, concatenate, quantize
+from qurl_ray.rollout.vllm_kernels import FixedCodes
 from qurl_ray.rollout.vllm_shards import TensorShard, cut, fuse
 
 NAME = "qurl"
-_WIDER = 16  # columns that carry the input's largest value: enough to keep a width that kernels take
 
 
 def register() -> None:
@@ -58,28 +61,53 @@ def register() -> None:
 
 @register_weight_loader_v2_supported_method
 class QurlLinearMethod(UnquantizedLinearMethod):
-    """Weight of one layer: `layer.weight` in full precision, or the QuantizedLinears in `held`.
+    """Weight of one layer: `layer.weight` in full precision, or codes in `fixed` or `held`.
 
-    These are not submodules, because vLLM's reload would treat their buffers as its own.
+    The linears in `held` are not submodules, because vLLM's reload would treat their buffers as its own.
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, fmt: Format | None, *, tensors: int, emulate: bool) -> None:
+    def __init__(self, fmt: Format | None, *, tensors: int, emulate: bool, fixed: bool) -> None:
         super().__init__()
         self.fmt = fmt
         """Format that the layer holds, and that a float checkpoint is quantized to; None for full precision."""
+        self.fixed: FixedCodes | None = None
         self.held: tuple[QuantizedLinear, ...] = ()
         self.expected: list[tuple[int, QTensor]] = []
         """(first row, scales with codes on `meta`) of codes that vLLM's own transfer sends as floats."""
-        self._widened = False
         self._tensors = tensors  # number that the layer is fused from; 1 if the checkpoint has it fused
-        self._emulate = emulate
+        self._emulate, self._fixed = emulate, fixed
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        if (
+            self._fixed
+            and self.fmt
+            and not self._emulate
+            and get_current_vllm_config().load_config.load_format == "dummy"
+        ):
+            # No floats first: what codes save is free for keys and values.
+            layer.output_partition_sizes = output_partition_sizes
+            self._fix(layer, self.fmt, input_size_per_partition, params_dtype, torch.empty(0).device)
+            return
+        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.cpu_linear = products.linear  # what the base class calls on CPUs, here without packing
         if self.fmt is None:
             self.held = ()
+            return
+        if layer.weight.dtype == self.fmt.dtype:  # made for codes
             return
         if self.expected:
             self.hold_floats(layer)
@@ -88,34 +116,54 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         self.hold(layer, [self._quantized(layer, part, self.fmt) for part in layer.weight.detach().split(sizes)])
 
     def hold(self, layer: Any, parts: Sequence[torch.Tensor | QTensor]) -> None:
-        """Replace the weight by these parts of its rows, in their order.
+        """Write these parts of the layer's rows, in their order.
 
         Raises:
-            QuantizationError: the parts have different formats.
+            QuantizationError: the parts have different formats, or not the one that the layer was made for.
         """
         formats = {part.fmt if isinstance(part, QTensor) else None for part in parts}
         if len(formats) > 1:
             names = sorted(fmt.name if fmt else "none" for fmt in formats)
             raise QuantizationError(f"{layer.prefix} is one linear in vLLM and cannot be {' and '.join(names)} at once")
-        self.fmt, self.expected = formats.pop(), []
+        fmt, self.expected = formats.pop(), []
+        held, came = (one.name if one else "none" for one in (self.fmt, fmt))
+        if self._fixed and held != came:
+            raise QuantizationError(
+                f"{layer.prefix} was made for {held}, and {came} came: the engine must be restarted"
+            )
+        self.fmt = fmt
         device = layer.weight.device
-        if self.fmt is None:
-            floats = [part for part in parts if isinstance(part, torch.Tensor)]
-            layer.weight.data = torch.cat(floats).to(device, layer.params_dtype)
+        if fmt is None:
+            floats = torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
+            if layer.weight.shape == floats.shape:
+                layer.weight.data.copy_(floats)
+            else:  # codes were held, eagerly
+                layer.weight.data = floats.to(device, layer.params_dtype)
             self.held = ()
             return
-        layer.weight.data = torch.empty(0, dtype=layer.params_dtype, device=device)
-        self._widened = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and _ranges_span_rows(self.fmt)
         codes = [part for part in parts if isinstance(part, QTensor)]
-        found = [q if not self._widened else _widened(q) for q in fuse(codes)]
-        self.held = tuple(
-            QuantizedLinear(
-                QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=q.fmt), None, emulate=self._emulate
-            )
-            for q in found
-        )
+        if self._fixed and not self._emulate:
+            fixed = self.fixed or self._fix(layer, fmt, codes[0].shape[1], layer.params_dtype, device)
+            q = concatenate(codes)
+            fixed.write(QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=fmt))
+            return
+        found = [QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=q.fmt) for q in fuse(codes)]
+        if [_layout(q) for q in found] == [_layout(linear) for linear in self.held if linear.kernel is None]:
+            for linear, q in zip(self.held, found, strict=True):
+                linear.write(q)
+            return
+        if layer.weight.numel():
+            layer.weight.data = torch.empty(0, dtype=layer.params_dtype, device=device)
+        self.held = tuple(QuantizedLinear(q, None, emulate=self._emulate) for q in found)
         for linear in self.held:
             linear.pack()
+
+    def _fix(self, layer: Any, fmt: Format, inputs: int, dtype: torch.dtype, device: torch.device) -> FixedCodes:
+        """Give the layer its parameters for codes, once."""
+        self.fixed = FixedCodes(
+            layer, fmt, layer.output_partition_sizes, inputs, dtype=dtype, device=device, name=layer.prefix
+        )
+        return self.fixed
 
     def hold_floats(self, layer: Any) -> None:
         """Replace the weight by the codes that it holds as floats, with the scales of `expected`."""
@@ -132,18 +180,19 @@ class QurlLinearMethod(UnquantizedLinearMethod):
 
     def resident(self) -> list[QTensor]:
         """Return codes and scales in the order of the layer's rows, from the kernels' own memory."""
-        found = [linear.resident() for linear in self.held]
-        if not self._widened:
-            return found
-        return [QTensor(codes=q.codes[:, :-_WIDER].contiguous(), scale=q.scale, fmt=q.fmt) for q in found]
+        return [self.fixed.read()] if self.fixed else [linear.resident() for linear in self.held]
+
+    def kernels(self) -> set[str]:
+        """Return the names of the kernels, or emulations, that multiply codes."""
+        if self.fixed:
+            return {self.fixed.kernel}
+        return {linear.kernel or f"emulation of {linear.fmt.name}" for linear in self.held}
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.fixed:
+            return self.fixed.multiply(x, bias)
         if not self.held:
             return super().apply(layer, x, bias)
-        if self._widened:
-            largest = row_maximum(x)
-            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, get_tp_group().device_group)
-            x = torch.cat([x, largest.expand(*x.shape[:-1], _WIDER)], dim=-1)
         found = [linear(x) for linear in self.held]
         y = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
         return y if bias is None else y + bias
@@ -169,15 +218,11 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         return quantize(part, fmt)
 
 
-def _ranges_span_rows(fmt: Format) -> bool:
-    """True if an activation's scale depends on its whole row, of which a rank has only a part."""
-    return fmt.activation_max is not None and fmt.activation_group is None
-
-
-def _widened(q: QTensor) -> QTensor:
-    """Add columns of zeros: inputs of these columns affect the range of the activations, but not the sums."""
-    codes = nn.functional.pad(q.codes.view(torch.uint8), (0, _WIDER)).view(q.codes.dtype)
-    return QTensor(codes=codes, scale=q.scale, fmt=q.fmt)
+def _layout(part: QTensor | QuantizedLinear) -> tuple[Format, torch.Size]:
+    """Return what the size of codes and scales depends on."""
+    return part.fmt, part.codes.shape if isinstance(part, QTensor) else torch.Size(
+        (part.out_features, part.in_features)
+    )
 
 
 class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -198,14 +243,22 @@ class QurlConfig(QuantizationConfig):
         keep: patterns of checkpoint names that stay in full precision, as in quant/select.py.
         weight_max_code: largest code of weights; None means the largest that the kernel here takes without saturating.
         kernel: "auto" or "emulation", as in the torch engine.
+        fixed: codes stay in one format and in memory that never moves, multiplied by vLLM's kernels. None means: on
+            CUDA, unless they are emulated.
     """
 
     def __init__(
-        self, format: str = "none", keep: Sequence[str] = (), weight_max_code: int | None = None, kernel: str = "auto"
+        self,
+        format: str = "none",
+        keep: Sequence[str] = (),
+        weight_max_code: int | None = None,
+        kernel: str = "auto",
+        fixed: bool | None = None,
     ) -> None:
         super().__init__()
         self.keep = tuple(keep)
         self.emulate = kernel == "emulation"
+        self.fixed = current_platform.is_cuda() and not self.emulate if fixed is None else fixed
         self.fmt = None if format == "none" else get_format(format, weight_max_code)
         if self.fmt and weight_max_code is None and not self.emulate:
             self.fmt = get_format(format, largest_code(self.fmt, torch.device(current_platform.device_type)))
@@ -230,7 +283,8 @@ class QurlConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
-            return QurlLinearMethod(self.format_of(prefix), tensors=len(self._names(prefix)), emulate=self.emulate)
+            tensors = len(self._names(prefix))
+            return QurlLinearMethod(self.format_of(prefix), tensors=tensors, emulate=self.emulate, fixed=self.fixed)
         if isinstance(layer, VocabParallelEmbedding):
             tied = get_current_vllm_config().model_config.hf_text_config.tie_word_embeddings
             if isinstance(layer, ParallelLMHead) and not tied and self.format_of(prefix):

@@ -8,7 +8,6 @@ import os
 import select
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +38,7 @@ class WorkerExtension:
     def qurl(self, method: str, *args: object) -> tuple[str, object]:
         """Call a method of ResidentPolicy. Return ("ok", result), or (name of the error, message)."""
         if not hasattr(self, "qurl_policy"):
-            self.qurl_policy = ResidentPolicy(self.model_runner.get_model(), self._qurl_memory())
+            self.qurl_policy = ResidentPolicy(self.model_runner.get_model())
         try:
             return "ok", getattr(self.qurl_policy, method)(*args)
         except QurlError as error:
@@ -52,14 +51,6 @@ class WorkerExtension:
         ended = select.poll()
         ended.register(os.pidfd_open(pid), select.POLLIN)
         threading.Thread(target=lambda: (ended.poll(), os._exit(1)), name="follow", daemon=True).start()
-
-    def _qurl_memory(self) -> object:
-        """Return the allocator of memory that vLLM's sleep can move; None without sleep mode. Not measured on a GPU."""
-        if not self.model_config.enable_sleep_mode:
-            return None
-        from vllm.device_allocator.cumem import CuMemAllocator
-
-        return CuMemAllocator.get_instance()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +77,6 @@ class ResidentPolicy:
     """The policy's tensors in this worker, accessed by their checkpoint names."""
 
     model: nn.Module
-    memory: Any = None
-    """The allocator of sleep mode; None without it."""
     _waiting: dict[str, list[tuple[int, torch.Tensor | QTensor]]] = field(default_factory=dict)
     _placed: dict[str, int] = field(default_factory=dict)
     _last_held: tuple[object, list[QTensor]] = (None, [])
@@ -112,18 +101,17 @@ class ResidentPolicy:
             value = QTensor.from_numpy(codes, scale, get_format(format_name, weight_max_code))
         own = [(shard.at, cut(value, shard)) for shard in place.shards]
         done = self._placed[place.parameter] = self._placed.get(place.parameter, 0) + sum(p.rows for p in place.shards)
-        with self._weights_memory():
-            if place.method is None:
-                target = getattr(place.module, place.leaf).data
-                for at, part in own:
-                    target[at : at + len(part)].copy_(part)
-                return
-            waiting = self._waiting.setdefault(place.parameter, [])
-            waiting += own
-            if done == place.rows:
-                self._last_held = (None, [])
-                place.method.hold(place.module, [part for _, part in sorted(waiting, key=lambda item: item[0])])
-                del self._waiting[place.parameter]
+        if place.method is None:
+            target = getattr(place.module, place.leaf).data
+            for at, part in own:
+                target[at : at + len(part)].copy_(part)
+            return
+        waiting = self._waiting.setdefault(place.parameter, [])
+        waiting += own
+        if done == place.rows:
+            self._last_held = (None, [])
+            place.method.hold(place.module, [part for _, part in sorted(waiting, key=lambda item: item[0])])
+            del self._waiting[place.parameter]
 
     @torch.no_grad()
     def expect(
@@ -155,16 +143,19 @@ class ResidentPolicy:
         """Convert the floats that were patched to codes again."""
         self._last_held = (None, [])
         for module, method in self._linears():
-            if method.expected and module.weight.numel():
+            if method.expected and module.weight.dtype == module.params_dtype and module.weight.numel():
                 method.hold_floats(module)
 
     def unplaced(self) -> list[str]:
         """Return names of vLLM's parameters that have not got all their rows since `begin`."""
-        return [
-            name
-            for name, parameter in self.model.named_parameters()
-            if self._placed.get(name, 0) != _rows(self.model.get_submodule(name.rpartition(".")[0]), parameter)
-        ]
+        found = []
+        for name, parameter in self.model.named_parameters():
+            path, _, leaf = name.rpartition(".")
+            if leaf == "weight_scale":
+                continue  # it is written with its codes
+            if self._placed.get(name, 0) != _rows(self.model.get_submodule(path), parameter):
+                found.append(name)
+        return found
 
     def fingerprints(self, names: Sequence[str]) -> list[int]:
         """Return fingerprints of the resident tensors, for workers that hold whole tensors."""
@@ -187,8 +178,7 @@ class ResidentPolicy:
 
     def kernels(self) -> list[str]:
         """Return the names of the kernels, or emulations, that compute the quantized linears."""
-        linears = [q for _, method in self._linears() for q in method.held]
-        return sorted({linear.kernel or f"emulation of {linear.fmt.name}" for linear in linears})
+        return sorted({name for _, method in self._linears() for name in method.kernels()})
 
     def _linears(self) -> Iterator[tuple[Any, QurlLinearMethod]]:
         for module in self.model.modules():
@@ -196,9 +186,9 @@ class ResidentPolicy:
                 yield module, method
 
     def _read(self, place: Place, shard: TensorShard) -> tuple[torch.Tensor, ...]:
-        if place.method and place.method.held:
-            if self._last_held[0] is not place.method.held:  # q, k and v are read from one unpacked weight
-                self._last_held = (place.method.held, place.method.resident())
+        if place.method and place.method.fmt:
+            if self._last_held[0] is not place.method:  # q, k and v are read from one unpacked weight
+                self._last_held = (place.method, place.method.resident())
             return read(self._last_held[1], shard)
         return (getattr(place.module, place.leaf).data[shard.at : shard.at + shard.rows].float(),)
 
@@ -229,9 +219,6 @@ class ResidentPolicy:
             shards=tuple(local_shards(partitions, index, columns)),
             rows=_rows(module, value),
         )
-
-    def _weights_memory(self) -> AbstractContextManager:
-        return self.memory.use_memory_pool(tag="weights") if self.memory else nullcontext()
 
 
 def encoded(array: np.ndarray) -> EncodedArray:

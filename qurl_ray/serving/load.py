@@ -1,6 +1,8 @@
 """Load a policy's folder into an engine, and verify it: stored codes, or weights that are quantized here."""
 
 import hashlib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
+from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.engine import EngineOptions, StreamingEngine
 from qurl_ray.rollout.make import make_engine
 from qurl_ray.sync.local import quantize_into, with_codes
@@ -48,12 +51,15 @@ def load_policy(folder: Path, config: ServingConfig, *, threads: int) -> LoadedP
     context_length(spec)  # raises if max_length exceeds the context of the model
     make = partial(_engine, spec, config, threads)
     if spec.quantized:
-        engine, manifest = with_codes(make, config.kernel, _stored(folder, config), unquantized=config.dtype)
+        stored = _stored(folder, config)
+        floats = [name for name, value in stored.parameters.items() if not isinstance(value, QTensor)]
+        make = partial(make, format_name=stored.fmt.name, keep=[f"^{re.escape(name)}$" for name in floats])
+        engine, manifest = with_codes(make, config.kernel, stored, unquantized=config.dtype)
     else:
-        engine = make(config.kernel)
         fmt = "none" if config.quantization == "auto" else config.quantization
-        model = load_model(spec)
-        manifest = quantize_into(engine, model, fmt, QuantizationConfig(), unquantized=config.dtype)
+        model, quantization = load_model(spec), QuantizationConfig()
+        engine = make(config.kernel, format_name=fmt, keep=quantization.keep)
+        manifest = quantize_into(engine, model, fmt, quantization, unquantized=config.dtype)
     engine.reserve(config.slots, length)  # here, in the loading thread, not on the event loop: see Service._load
     return LoadedPolicy(
         engine=engine,
@@ -72,15 +78,21 @@ def fingerprint_of(manifest: Manifest) -> str:
     return digest.hexdigest()
 
 
-def _engine(spec: PolicySpec, config: ServingConfig, threads: int, kernel: str) -> StreamingEngine:
+def _engine(
+    spec: PolicySpec, config: ServingConfig, threads: int, kernel: str, *, format_name: str, keep: Sequence[str]
+) -> StreamingEngine:
+    entry = ENGINES[config.engine]
     options = EngineOptions(
         slots=config.slots,
+        format_name=format_name,
+        keep=tuple(keep),
         threads=threads,
         kernel=kernel,
         device=config.device,
         dtype=config.dtype,
         kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),
-        processes=config.tensor_parallel if ENGINES[config.engine].tensor_parallel else 1,
+        processes=config.tensor_parallel if entry.tensor_parallel else 1,
+        cuda_graphs=entry.graphs_on_cuda and config.device == "cuda",
         policy_logprobs=True,
         start_timeout_s=config.start_timeout_s,
     )

@@ -13,7 +13,7 @@ from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Heartbeat, Member
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError
-from qurl_ray.types import Completion, Request, SamplingParams
+from qurl_ray.types import Completion, Manifest, Request, SamplingParams
 from tests.actors.local import LocalActor
 
 LENGTH = 8
@@ -409,6 +409,33 @@ def test_without_workers_the_deadline_names_them(monkeypatch):
             await rig.fleet.some_alive()
 
     run(scenario())
+
+
+def test_another_format_restarts_engines_that_hold_one_says_so_and_has_the_time_of_a_start(monkeypatch):
+    limits = []
+
+    async def gather(self, calls, timeout_s, what, span):
+        limits.append(timeout_s)
+        return {}
+
+    monkeypatch.setattr(Fleet, "_gather", gather)
+    settings = {"engine": "vllm", "device": "cuda", "dtype": "bfloat16", "quantization": "fp8", "start_timeout_s": 50}
+
+    async def scenario(said):
+        for config in (RolloutConfig(**settings), RolloutConfig(quantization="fp8")):
+            fleet = Fleet([], config, lambda kind, message: said.append((kind, message)))
+            for precision in ("fp8", "none", "none", "fp8", "fp8"):
+                await fleet.load(
+                    [], Manifest(version=1, precision=precision, weight_max_code=0, tensors=()), None, [], 7
+                )
+
+    run(scenario(said := []))
+    # In full precision, an engine that died meanwhile starts in the run's format, and is restarted once more.
+    assert limits == [7, 57, 57, 57, 7] + [7] * 5
+    assert said == [
+        ("info", "engines restart, as planned: from format fp8 to none"),
+        ("info", "engines restart, as planned: from format none to fp8"),
+    ]
 
 
 def test_work_of_a_learner_that_died_is_dropped_and_versions_go_up():

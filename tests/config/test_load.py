@@ -253,7 +253,13 @@ def test_another_value_of_the_removed_rounding_setting_is_refused_by_name(load, 
     assert "benchmarks/rounding.py" in message
 
 
-ON_GPUS = ["rollout.engine=vllm", "rollout.device=cuda", "learner.device=cuda", "rollout.vllm.kv_cache_gb=4"]
+ON_GPUS = [
+    "rollout.engine=vllm",
+    "rollout.device=cuda",
+    "learner.device=cuda",
+    "rollout.vllm.kv_cache_gb=4",
+    "rollout.dtype=bfloat16",
+]
 
 
 @pytest.mark.parametrize("transport", ["nccl", "sparse_nccl", "ipc"])
@@ -299,10 +305,16 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
         ("rollout: {dtype: bfloat16}\nsync: {unquantized: float32}", "rollout.dtype=bfloat16 cannot hold"),
         (
             "rollout: {cuda_graphs: true}",
-            "cuda_graphs needs engine=torch and device=cuda, not engine=torch and device=cpu",
+            "cuda_graphs needs engine=torch or vllm and device=cuda, not engine=torch and device=cpu",
         ),
         ("rollout: {compile: true}", "not engine=torch and device=cpu: on a CPU, engine and learner agree bit for bit"),
-        ("rollout: {cuda_graphs: true, device: cuda, engine: vllm}", "not engine=vllm and device=cuda"),
+        ("rollout: {cuda_graphs: true, engine: vllm}", "not engine=vllm and device=cpu"),
+        ("rollout: {device: cuda, engine: vllm}", "set rollout.dtype=bfloat16, or quantization.kernel=emulation"),
+        ("rollout: {device: cuda, engine: vllm, dtype: bfloat16, quantization: int4}", "take fp8 or int8, or"),
+        (
+            "precision_flow: unified\nrollout: {engine: vllm, dtype: bfloat16, vllm: {tensor_parallel: 2}}",
+            "tensor_parallel=2, each quantizes its part of a row by the range of that part; take fp8_block",
+        ),
         ("rollout: {compile: true, device: cuda, engine: vllm}", "not engine=vllm and device=cuda"),
     ],
 )
@@ -310,9 +322,23 @@ def test_engines_that_could_not_do_it_are_refused(load, text, reason):
     assert reason in complaint(load, text)
 
 
-def test_graphs_and_compilation_are_for_the_torch_engine_on_a_gpu(load):
+def test_graphs_and_compilation_are_for_gpus_and_vllm_has_them_unasked(load):
     rollout = load("rollout: {cuda_graphs: true, compile: true, device: cuda}").rollout
-    assert (rollout.cuda_graphs, rollout.compile) == (True, True)
+    assert (rollout.graphs, rollout.compile, rollout.restarts_for_formats) == (True, True, False)
+    vllm = "rollout: {engine: vllm, device: cuda, dtype: bfloat16"
+    for rest, graphs, start in (("}", True, 900), (", cuda_graphs: false}", False, 180)):
+        rollout = load(vllm + rest).rollout
+        assert (rollout.graphs, rollout.restarts_for_formats, rollout.start_limit_s) == (graphs, True, start)
+    assert not load("rollout: {engine: vllm}").rollout.graphs
+    assert load("rollout: {start_timeout_s: 7}").rollout.start_limit_s == 7
+
+
+def test_probes_have_more_tokens_where_rounding_is_noise(load):
+    exact, noisy = load("steps: 2"), load("rollout: {dtype: bfloat16, engine: vllm}")
+    assert (exact.probe_tokens, exact.probe_tolerance) == (8, 0.2)
+    assert (noisy.probe_tokens, noisy.probe_tolerance) == (512, 1.0)
+    given = load("sync: {probe_tokens: 0, probe_tolerance: 0.5}")
+    assert (given.probe_tokens, given.probe_tolerance) == (0, 0.5)
 
 
 def test_a_penalty_longer_than_the_answer_is_refused(load):

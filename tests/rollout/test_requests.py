@@ -33,7 +33,7 @@ def test_finite_logprobs_and_empty_answers_pass():
 def test_a_probe_is_drawn_from_the_whole_distribution_after_the_beginning_of_a_prompt():
     prompt = np.arange(100, dtype=np.int32)
     problem = Problem(uid="7", prompt="", answer="")
-    one, other = probe_requests(problem, lambda _: prompt, tokens=4, temperature=0.5, seed=3)
+    one, other = probe_requests(problem, lambda _: prompt, tokens=8, longest=4, temperature=0.5, seed=3)
     assert (one.uid, other.uid) == ("7/0", "7/1")
     assert one.seed != other.seed
     assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == list(range(24))

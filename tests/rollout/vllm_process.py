@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,10 +25,10 @@ class EngineProcess:
             completions = engine.result(ticket)
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, *args: object, capture: bool = False, **kwargs: object) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, args, kwargs))
+        self._process = context.Process(target=_serve, args=(theirs, args, kwargs, capture))
         self._process.start()
         theirs.close()
         self._tickets = itertools.count(1)
@@ -88,7 +89,7 @@ class EngineProcess:
             self.end()
 
 
-def _serve(pipe: Connection, args: tuple, kwargs: dict) -> None:
+def _serve(pipe: Connection, args: tuple, kwargs: dict, capture: bool) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     lock = threading.Lock()
 
@@ -106,6 +107,10 @@ def _serve(pipe: Connection, args: tuple, kwargs: dict) -> None:
         nonlocal engine
         from qurl_ray.rollout.vllm_engine import VllmEngine
 
+        if capture:
+            from tests.rollout.vllm_capture import capturing
+
+            capturing()
         engine = VllmEngine(*args, **kwargs)
 
     reply(0, make)
@@ -151,4 +156,14 @@ def die(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_INSIDE = {"cached_tokens": cached_tokens, "format_of": format_of, "die": die}
+def asked(engine: Any, name: str) -> Any:
+    """Ask vLLM's only worker, which has the methods of vllm_capture.Capturing."""
+    return engine._server.control("collective_rpc", f"qurl_{name}")[0]
+
+
+_INSIDE = {
+    "cached_tokens": cached_tokens,
+    "format_of": format_of,
+    "die": die,
+    **{name: partial(asked, name=name) for name in ("record", "replayed", "addresses", "compilations")},
+}

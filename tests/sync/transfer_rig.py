@@ -26,6 +26,7 @@ from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.sync.publish import Publisher
 from tests.actors.local import LocalActor
 from tests.conftest import requests_for, taken
@@ -130,7 +131,15 @@ class Rig:
             return fleet
 
         self.fleet = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-        self.refit = Refit(self.fleet, ranks=ranks, timeout_s=60, probe=drawn, tolerance=0.2, warn=self.warnings.append)
+        self.refit = Refit(
+            self.fleet,
+            ranks=ranks,
+            timeout_s=60,
+            probe=drawn,
+            tolerance=0.2,
+            floor=ProbeFloor(),
+            warn=self.warnings.append,
+        )
         remote = lambda f: SimpleNamespace(remote=lambda *a: asyncio.run_coroutine_threadsafe(f(*a), loop))  # noqa: E731
 
         async def largest_code(name: str) -> int:

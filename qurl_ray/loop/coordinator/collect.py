@@ -87,7 +87,8 @@ class Collector:
         return probe_requests(
             self._task.train[0],
             self._encode,
-            tokens=min(self._config.sync.probe_tokens, rollout.max_new_tokens),
+            tokens=self._config.probe_tokens,
+            longest=rollout.max_new_tokens,
             temperature=rollout.temperature,
             seed=self._config.seed,
         )

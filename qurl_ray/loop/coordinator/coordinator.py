@@ -120,7 +120,7 @@ class Coordinator:
         return Start(resume=resume, version=version, directive=directive, over=self._failure is not None)
 
     async def _bring_engines(self, _: list[None]) -> int:
-        limit = self._config.rollout.start_timeout_s
+        limit = self._config.rollout.start_limit_s
         try:
             async with asyncio.timeout(limit):
                 while self._workers_at != self._ranks_at:  # the driver starts them

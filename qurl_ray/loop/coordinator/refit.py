@@ -12,6 +12,7 @@ while others generate.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray import ObjectRef
@@ -22,6 +23,8 @@ from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.quant.formats import get_format
+from qurl_ray.rollout.requests import derive_seed
+from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.sync.publish import assemble_manifest, count_codes
 from qurl_ray.types import Completion, Manifest, Request
 
@@ -51,7 +54,8 @@ class Refit:
 
     Args:
         probe: requests that every engine answers after loading; [] skips that check.
-        tolerance: largest mean gap of the probe, in nats.
+        tolerance: largest mean gap of the probe, in nats, that is not certain to be a fault.
+        floor: usual gaps, which it keeps up to date.
         warn: called with the text of a warning about a quarantine.
     """
 
@@ -63,15 +67,18 @@ class Refit:
         timeout_s: float,
         probe: Sequence[Request],
         tolerance: float,
+        floor: ProbeFloor,
         warn: Callable[[str], None],
     ) -> None:
         self._fleet, self._timeout_s, self._tolerance, self._warn = fleet, timeout_s, tolerance, warn
-        self._probe = list(probe)
+        self._probe, self.floor = list(probe), floor
         self._rendezvous = Rendezvous(ranks)
         self._manifest: Manifest | None = None
         self._resent = self._refits = 0
         self._loaded: list[Member] = []
         """Workers whose probes the learner is scoring."""
+        self._hardware: dict[int, str] = {}
+        """Hardware that each engine computes on, by worker index."""
         self._unfit: dict[int, str] = {}
         """Reasons why workers did not take the version, by worker index."""
         self.kernels: list[str] = []
@@ -122,11 +129,16 @@ class Refit:
             members = self._fleet.those(Health.STALE)
             self._refits += len(members)
             self._resent += sum(record.bytes for record in manifest.tensors)
-        probed = offer.probe or any(member.health is Health.STALE for member in members)
-        probe = self._probe if probed else []
+        new = any(member.health is Health.STALE or not self.floor.known(self._engine(member)) for member in members)
+        probe = []
+        if offer.probe or new:
+            # Other tokens each time: those of one seed would always be off in the same way.
+            seeds = [derive_seed(request.seed, offer.version, offer.attempt) for request in self._probe]
+            probe = [replace(request, seed=seed) for request, seed in zip(self._probe, seeds, strict=True)]
         found = await self._fleet.load(members, manifest, tickets, probe, self._timeout_s)
         self._unfit = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
         taken = {index: one for index, one in found.items() if not isinstance(one, QurlError)}
+        self._hardware |= {index: one.hardware for index, one in taken.items()}
         self._loaded = [member for member in members if member.index not in self._unfit]
         self.kernels = sorted({kernel for member in self._loaded for kernel in taken[member.index].kernels})
         return [taken[member.index].probe for member in self._loaded]
@@ -135,6 +147,8 @@ class Refit:
         for member, gap in zip(self._loaded, gaps, strict=bool(gaps)):
             if not gap.mean <= self._tolerance:  # also nan
                 self._unfit[member.index] = f"its log-probs of the probe are off by {gap.mean:.3g} nats on average"
+            elif changed := self._changed(member, gap.mean):
+                self._unfit[member.index] = changed
         for member in self._loaded:
             if member.index not in self._unfit:
                 self._fleet.holds(member, version)
@@ -155,6 +169,30 @@ class Refit:
         self.metrics = sync_metrics(self._manifest, fit, resent=self._resent, refits=self._refits)
         self._fleet.resume()
         return False
+
+    def _engine(self, member: Member) -> str:
+        """An engine in the floor, with what its usual gap depends on."""
+        assert self._manifest
+        hardware = self._hardware.get(member.index, "unknown hardware")
+        return f"worker {member.index}, {self._manifest.precision} on {hardware}"
+
+    def _changed(self, member: Member, gap: float) -> str | None:
+        """Return the reason if an engine's gap has changed, and its weights are to be sent again. If that was done
+        already, the weights are right: the change is only reported, because it may be no fault of the engine."""
+        engine = self._engine(member)
+        usual = self.floor.usual(engine)
+        off = (
+            f"its log-probs of the probe are off by {gap:.3g} nats on average, {gap / usual:.2g} times as far as usual"
+        )
+        if member.refusals:
+            if self.floor.persists(engine, gap):
+                self._warn(
+                    f"rollout worker {member.index} ({engine}) has verified weights, but {off}, and sending them again "
+                    "did not help: a kernel, a driver or the hardware may have changed. It goes on; from now on this "
+                    "is taken as usual"
+                )
+            return None
+        return off if self.floor.add(engine, gap) else None
 
     def _refused(self, member: Member, version: int) -> None:
         """Put a worker in quarantine after its first failure; leave it out after its second."""

@@ -28,6 +28,7 @@ from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.messages import Directive, Gap, Offer, WeightsWanted
 from qurl_ray.loop.totals import RunTotals
 from qurl_ray.rollout.requests import derive_seed
+from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.types import Completion, Event
 
 _LOOK_S = 0.25  # between two looks at the engines, while ranks wait
@@ -72,7 +73,7 @@ class Session:
     ) -> None:
         self._config, self._collector, self._fleet = config, collector, fleet
         self._events, self._stop = events, stop
-        probe = collector.probe() if config.sync.probe_tokens else []
+        probe = collector.probe() if config.probe_tokens else []
         self.probe_prompt: np.ndarray | None = probe[0].prompt_ids if probe else None
         """Token ids that the engines' probes answer; None without probes."""
         self._refit = Refit(
@@ -80,7 +81,8 @@ class Session:
             ranks=config.learner.workers,
             timeout_s=config.sync.timeout_s,
             probe=probe,
-            tolerance=config.sync.probe_tolerance,
+            tolerance=config.probe_tolerance,
+            floor=ProbeFloor.of(state["probe_floor"]) if state and "probe_floor" in state else ProbeFloor(),
             warn=lambda message: events.tell("warning", message),
         )
         changeable = config.rollout.quantization != "none" and config.precision_flow == "rollout_only"
@@ -120,6 +122,7 @@ class Session:
         return {
             "collector": self._steps[step].collector,
             "guard": self._guard.state(),
+            "probe_floor": self._refit.floor.state(),
             "totals": self._totals.state(),
         }
 

@@ -45,6 +45,8 @@ class Prepared:
 
     task: Task
     spec: PolicySpec
+    keep: tuple[str, ...]
+    """Patterns of the parameters that no format quantizes."""
     promise: Promise | None
     """This machine's promise of equal bits; None if engine and learner do not share one forward pass."""
 
@@ -77,7 +79,8 @@ def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float]
     if spec is None:
         source = cached_tiny_policy(cast(TinyModel, config.model), task.train, progress)
         spec = PolicySpec(source=str(source), max_length=config.model.max_length)
-    return Prepared(task=task, spec=spec, promise=row_promise(config, checked.model))
+    keep = config.quantization.kept(checked.model.config.num_hidden_layers)
+    return Prepared(task=task, spec=spec, keep=keep, promise=row_promise(config, checked.model))
 
 
 def prepare_task(config: RunConfig) -> Task:

@@ -168,6 +168,7 @@ def _train(
         config=config.rollout,
         spec=prepared.spec,
         kernel=config.quantization.kernel,
+        keep=prepared.keep,
         threads=config.rollout.threads or max(1, (os.cpu_count() or 1) // workers),
         transport=config.sync.transport,
         colocated=config.placement == "colocated",

@@ -128,7 +128,7 @@ class Watch:
 
     def _drain(self) -> Drained | None:
         """Return the coordinator's events and state; None while it restarts."""
-        limit = max(_DRAIN_S, self._config.rollout.start_timeout_s)  # it starts together with the rollout workers
+        limit = max(_DRAIN_S, self._config.rollout.start_limit_s)  # it starts together with the rollout workers
         try:
             found = self._answer(self._coordinator.drain.remote(), limit)
         except GetTimeoutError:

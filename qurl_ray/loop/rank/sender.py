@@ -14,6 +14,7 @@ from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.protocol import EnginePrecision, Learner
+from qurl_ray.loop.deadlines import sync_deadline
 from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.quant.equalize import Factors, equalized
@@ -168,7 +169,7 @@ class Sender:
         )
 
     def _wait(self, call: ObjectRef, what: str) -> Any:
-        return wait(call, self._config.sync.timeout_s, f"the engines to {what}")
+        return wait(call, sync_deadline(self._config), f"the engines to {what}")
 
     def _gaps(self, probes: list[list[Completion]], precision: EnginePrecision) -> list[Gap]:
         """Return one gap per engine. All ranks compute them, because a sharded learner's forward pass is collective."""
@@ -206,5 +207,5 @@ def fleet_weight_max_code(config: RunConfig, coordinator: ActorHandle, format_na
     """Return the largest weight code that all engines can take and the settings allow. The first call waits until the
     engines are up."""
     call = coordinator.weight_max_code.remote(format_name)
-    largest = wait(call, config.rollout.start_timeout_s, "the rollout workers to start")
+    largest = wait(call, config.rollout.start_limit_s, "the rollout workers to start")
     return min(largest, config.quantization.weight_max_code or largest)

@@ -61,7 +61,7 @@ def train_loop(context: dict[str, Any]) -> None:
     torch.manual_seed(config.seed)
     coordinator = _coordinator(context)
     ask = partial(coordinator.begin.remote, rank, _group(), context["material"], own_assignment())
-    start = _begin(ask, config.learner.timeout_s + config.rollout.start_timeout_s)
+    start = _begin(ask, config.learner.timeout_s + config.rollout.start_limit_s)
     if start.over:
         return
     model = load_model(context["spec"])

@@ -21,12 +21,14 @@ from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.coordinator.refit import Refit
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
+from qurl_ray.loop.messages import Gap
 from qurl_ray.loop.rank import sender as sender_module
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, tied_head
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.delta import Delta
+from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.sync.publish import Publisher
 from tests.actors.local import LocalActor
 from tests.conftest import requests_for
@@ -74,7 +76,9 @@ class Rig:
         loop = asyncio.new_event_loop()
         self.fleet = loop.run_until_complete(self._start())
         probe = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True)
-        self.refit = Refit(self.fleet, ranks=1, timeout_s=9, probe=probe, tolerance=0.2, warn=self.warnings.append)
+        self.refit = Refit(
+            self.fleet, ranks=1, timeout_s=9, probe=probe, tolerance=0.2, floor=ProbeFloor(), warn=self.warnings.append
+        )
         remote = lambda f: SimpleNamespace(remote=lambda *a: loop.run_until_complete(f(*a)))  # noqa: E731
 
         async def largest_code(name):
@@ -128,6 +132,51 @@ def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, fo
         assert metrics["sync/delta"] == 1
         assert metrics["sync/bytes"] < whole / 2
     assert rig.answers(0) == rig.answers(1)
+
+
+def noisy(rig, *scales: float):
+    """The learner finds these gaps, in parts of 0.3 nats, at the next probes of worker 1; worker 0 stays near 0.3."""
+    rng, coming = np.random.default_rng(7), list(scales)
+
+    def gaps(probes, _):
+        means = [0.3 * np.exp(0.05 * rng.standard_normal()) for _ in probes]
+        means[-1] *= coming.pop(0) if coming else 1.0
+        return [Gap(mean=float(mean), largest=float(mean)) for mean in means]
+
+    rig.sender._gaps = gaps
+
+
+def test_a_gap_that_grows_has_the_weights_sent_again_and_costs_no_engine(rig):
+    rig = rig()
+    rig.refit._tolerance = 1.0
+    noisy(rig, *[1.0] * 20, *[2.0] * 10)
+    for _ in range(20):
+        rig.sender.send("int8")
+    assert not rig.warnings
+    for _ in range(3):
+        rig.sender.send("int8")
+    again, helpless = rig.warnings
+    assert "rollout worker 1 is in quarantine and gets weights" in again
+    assert "times as far as usual" in again
+    assert "rollout worker 1 (worker 1, int8 on" in helpless
+    assert "sending them again did not help" in helpless
+    assert [member.health for member in rig.fleet.members] == [Health.HEALTHY] * 2
+    for _ in range(6):  # it is usual now
+        rig.sender.send("int8")
+    assert len(rig.warnings) == 2
+    assert rig.loads.count(1) == rig.loads.count(0) + 1
+
+
+def test_a_false_alarm_costs_one_resend(rig):
+    rig = rig()
+    rig.refit._tolerance = 1.0
+    noisy(rig, *[1.0] * 20, 3.0)
+    for _ in range(30):
+        rig.sender.send("int8")
+    (again,) = rig.warnings
+    assert "in quarantine" in again
+    assert rig.loads.count(1) == rig.loads.count(0) + 1
+    assert [member.health for member in rig.fleet.members] == [Health.HEALTHY] * 2
 
 
 def test_probes_are_drawn_every_so_many_syncs_and_after_anything_unusual(rig):

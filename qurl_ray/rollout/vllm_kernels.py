@@ -1,0 +1,158 @@
+"""Codes and scales in memory that never moves, multiplied by the kernels that vLLM chooses for its own checkpoints.
+
+A CUDA graph records addresses, so every version of the weights must be written to the same ones. `FixedCodes` registers
+a layer's parameters once, in the layout of the kernel, and writes each version through that layout, padding included.
+Activations are quantized and multiplied by vLLM's own two operations, or three for blocks.
+
+| format | kernel on an H100 | layout of the codes |
+|---|---|---|
+| int8 | CUTLASS | [K, N] with strides (1, K) |
+| fp8 | CUTLASS | [K, N] with strides (1, K), K padded to a multiple of 16 |
+| fp8_block | DeepGEMM where it is installed, else CUTLASS | [N, K] |
+
+Not measured on a GPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.kernels.linear import init_fp8_linear_kernel, init_int8_linear_kernel
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+)
+
+from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.formats import FORMATS, Format
+from qurl_ray.quant.quantize import QTensor
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class FixedCodes:
+    """Codes and scales of one of vLLM's linears, in parameters `weight` and `weight_scale` of its layer.
+
+    Args:
+        layer: vLLM's linear; parameters of these names are replaced, once.
+        widths: outputs, on this rank, of each tensor that the linear is fused from.
+        inputs: inputs on this rank.
+        dtype: type of activations and of the result.
+        name: the layer's name, for errors.
+
+    Raises:
+        QuantizationError: no kernel of vLLM multiplies codes of this format in this shape here.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        fmt: Format,
+        widths: Sequence[int],
+        inputs: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str,
+    ) -> None:
+        self.fmt, self._layer = fmt, layer
+        self._shape = shape = (sum(widths), inputs)
+        self._scales = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1])))
+        self._kernel = _kernel(fmt, widths, inputs, dtype, name)
+        empty = QTensor(
+            codes=torch.zeros(shape, dtype=fmt.dtype, device=device),
+            scale=torch.ones(self._scales, dtype=torch.float32, device=device),
+            fmt=fmt,
+        )
+        self._lay_out(layer, empty)
+
+    @property
+    def kernel(self) -> str:
+        """Name of vLLM's kernel."""
+        return type(self._kernel).__name__
+
+    def write(self, q: QTensor) -> None:
+        """Write a version, which is on the layer's device. The parameters stay where they are."""
+        if self._layer.weight.dtype != self.fmt.dtype:  # floats of vLLM's own reload, which copies what it finds here
+            self._lay_out(self._layer, q)
+            return
+        staged = nn.Module()
+        self._lay_out(staged, q)
+        for attribute in ("weight", "weight_scale"):
+            getattr(self._layer, attribute).data.copy_(getattr(staged, attribute).data)
+
+    def read(self) -> QTensor:
+        """Return the codes and scales [outputs, inputs] that the next product will use, without padding."""
+        weight, scale = self._layer.weight.data, self._layer.weight_scale.data
+        outputs, inputs = self._shape
+        codes = weight if self.fmt.rows > 1 else weight.t()
+        rows, groups = self._scales
+        return QTensor(
+            codes=codes[:outputs, :inputs].contiguous(), scale=scale[:rows, :groups].contiguous(), fmt=self.fmt
+        )
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x · weightᵀ + bias, [..., inputs] to [..., outputs]."""
+        return self._kernel.apply_weights(self._layer, x, bias)
+
+    def _lay_out(self, layer: Any, q: QTensor) -> None:
+        """Give a layer these codes and scales as parameters, in the kernel's layout."""
+        by_block = q.fmt.rows > 1
+        layer.logical_widths = [self._shape[0]]
+        layer.weight_block_size = [q.fmt.rows, q.fmt.group] if by_block else None
+        layer.input_scale = None
+        # CUTLASS' INT8 turns the weight by itself, its FP8 expects it turned.
+        turned = not by_block and q.fmt.dtype != torch.int8
+        layer.weight = nn.Parameter(q.codes.t() if turned else q.codes, requires_grad=False)
+        layer.weight_scale = nn.Parameter(q.scale, requires_grad=False)
+        self._kernel.process_weights_after_loading(layer)
+
+
+def _kernel(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype, name: str) -> Any:
+    """Return vLLM's kernel for a layer, or raise a QuantizationError that names a format which works."""
+    if dtype not in _DTYPES:
+        raise QuantizationError(
+            f"{name}: vLLM's kernels for {fmt.name} return bfloat16 or float16: set rollout.dtype=bfloat16, or "
+            "quantization.kernel=emulation, which saves no time"
+        )
+    try:
+        return _made(fmt, widths, inputs, dtype, name)
+    except ValueError as error:
+        reason = str(error).strip()
+    works = next((other for other in ("fp8", "int8") if _works(FORMATS[other], widths, inputs, dtype, name)), None)
+    instead = f"set rollout.quantization={works}, or " if works else ""
+    raise QuantizationError(f"{name} cannot be {fmt.name} here: {reason}: {instead}add the layer to quantization.keep")
+
+
+def _works(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype, name: str) -> bool:
+    try:
+        _made(fmt, widths, inputs, dtype, name)
+    except ValueError:
+        return False
+    return True
+
+
+def _made(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype, name: str) -> Any:
+    """Return vLLM's kernel for a layer, or raise ValueError with the reason that there is none."""
+    if fmt.activation_max is None:
+        raise ValueError("vLLM's kernels for it pack codes in an order that cannot be written in place")
+    if fmt.rows > 1 and any(width % fmt.rows for width in (*widths, inputs)):
+        sizes = " and ".join(f"{width} × {inputs}" for width in widths)
+        raise ValueError(f"{sizes} weights are not whole blocks of {fmt.rows} × {fmt.rows}")
+    if fmt.dtype != torch.int8 and sum(widths) % 16:  # vLLM 0.32 fails where it pads both codes and scales
+        raise ValueError(f"{sum(widths)} outputs are no multiple of 16")
+    if fmt.dtype == torch.int8:
+        return init_int8_linear_kernel(
+            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name=name
+        )
+    return init_fp8_linear_kernel(
+        activation_quant_key=kFp8Dynamic128Sym if fmt.rows > 1 else kFp8DynamicTokenSym,
+        weight_quant_key=kFp8Static128BlockSym if fmt.rows > 1 else kFp8StaticChannelSym,
+        input_dtype=dtype,
+        out_dtype=dtype,
+        weight_shape=(sum(widths), inputs),
+        module_name=name,
+    )

@@ -1,0 +1,66 @@
+"""vLLM's own kernels over fixed memory: nothing moves, nothing is lost, two operations a product, clear refusals.
+
+vLLM takes itself for one on an H100, in a process of its own (vllm_cuda.py): no GPU is needed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
+
+
+def found(check: str) -> dict:
+    child = subprocess.run(
+        [sys.executable, Path(__file__).with_name("vllm_cuda.py"), check],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    (line,) = [line for line in child.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def test_a_product_takes_two_operations_on_a_gpu():
+    assert found("operations") == {
+        "int8": {
+            "kernel": "CutlassInt8ScaledMMLinearKernel",
+            "operations": ["dynamic_scaled_int8_quant", "cutlass_scaled_mm"],
+        },
+        "fp8": {
+            "kernel": "CutlassFP8ScaledMMLinearKernel",
+            "operations": ["dynamic_per_token_scaled_fp8_quant", "cutlass_scaled_mm"],
+        },
+        "fp8_block": {
+            "kernel": "CutlassFp8BlockScaledMMKernel",
+            "operations": ["per_token_group_fp8_quant", "cutlass_scaled_mm"],
+        },
+    }
+
+
+def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
+    seen = found("memory")
+    assert {name: (one["moved"], one["wrong"]) for name, one in seen.items()} == dict.fromkeys(seen, (0, 0))
+    assert all(
+        one["gap"] < 0.03 for one in seen.values()
+    )  # results are bfloat16, and a code of fp8 may be the next one
+    assert seen["int8"]["parameters"]["weight"] == [[32, 48], [1, 32]]  # [K, N], turned in place
+    assert seen["fp8"]["parameters"] == {"weight": [[32, 48], [1, 32]], "weight_scale": [[48, 1], [1, 1]]}  # padded
+    assert seen["fp8_block"]["parameters"]["weight_scale"] == [[2, 1], [1, 1]]
+
+
+def test_a_layer_that_no_kernel_multiplies_is_refused_with_its_name_and_what_works():
+    seen = found("refusals")
+    assert seen["blocks"].startswith("model.layers.0.mlp.up cannot be fp8_block here: 192 × 128 weights are not whole")
+    assert "set rollout.quantization=fp8" in seen["blocks"]
+    assert "model.layers.0.mlp.up cannot be int4 here" in seen["int4"]
+    assert "set rollout.quantization=fp8" in seen["int4"]
+    assert "40 outputs are no multiple of 16: set rollout.quantization=int8" in seen["width"]
+    assert "rollout.dtype=bfloat16" in seen["float32"]
+    assert "quantization.kernel=emulation" in seen["float32"]
