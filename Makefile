@@ -10,7 +10,9 @@ INSTALL := pip install --quiet --disable-pip-version-check $(if $(PYTHONDONTWRIT
 # Processes that run tests.
 TESTERS ?= 2
 
-.PHONY: help quickstart smollm2 compare serve test oracle peers lint format clean
+CONTRACT := .venv-contract
+
+.PHONY: help quickstart smollm2 compare serve test oracle gpu-contract peers lint format clean
 
 help:
 	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
@@ -19,6 +21,7 @@ help:
 	@echo "make serve       serve the latest run's policy with OpenAI's API; POLICY=... another one"
 	@echo "make test        run the tests"
 	@echo "make oracle      compare qurl_ray.rl with verl, in an environment of its own (1.4 GB; more with CUDA)"
+	@echo "make gpu-contract  compare what the GPU path uses with the wheels of vLLM, torch and DeepSpeed for CUDA (2 GB)"
 	@echo "make peers       make the environment of TRL, for benchmarks/peers.py"
 	@echo "make lint        check style, format and types"
 	@echo "make clean       remove .venv, caches and build files; runs/ stays"
@@ -77,6 +80,17 @@ $(ORACLE)/installed: Makefile
 oracle: $(ORACLE)/installed
 	$(ORACLE)/bin/python -m pytest -m oracle --confcutdir tests/oracle tests/oracle
 
+# The wheels for CUDA, to be read: nothing of them is installed. Their versions are those of pyproject.toml.
+$(CONTRACT)/downloaded: pyproject.toml $(VENV)/dev
+	@mkdir -p $(CONTRACT)
+	@echo "downloading into $(CONTRACT) (once, 2 GB)"
+	@$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --dest $(CONTRACT) \
+		"vllm==0.32.0" "$(TORCH)" "deepspeed>=0.19.8,<0.20"
+	@touch $@
+
+gpu-contract: $(CONTRACT)/downloaded $(VENV)/vllm
+	$(BIN)/python -m pytest -m contract tests/contract
+
 # TRL, which benchmarks/peers.py runs beside this package.
 $(PEERS)/installed: Makefile
 	@$(PYTHON) -m venv $(PEERS)
@@ -97,5 +111,5 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(ORACLE) $(PEERS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(PEERS) $(CONTRACT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
