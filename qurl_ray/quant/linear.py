@@ -125,13 +125,10 @@ class QuantizedLinear(nn.Module):
         self._packed, self._kernel = packed, self._fastest
 
     def write(self, q: QTensor) -> None:
-        """Take over the codes and scales of another version, of the same format and shape. Those of an emulated linear
-        are written where the old ones are."""
-        if self._kernel is None:
-            self._codes.copy_(floats(q.codes))
-            self.scale.copy_(q.scale)
-        else:
-            self._packed = self._kernel.pack(q)
+        """Write the codes and scales of another version, of the same format and shape, where an emulated linear holds
+        the old ones."""
+        self._codes.copy_(floats(q.codes))
+        self.scale.copy_(q.scale)
 
     def resident(self) -> QTensor:
         """Return the codes and scales that the next forward pass will use, read back from the kernel's own memory."""

@@ -2,7 +2,7 @@
 
 A CUDA graph records addresses, so every version of the weights must be written to the same ones. `FixedCodes` registers
 a layer's parameters once, in the layout of the kernel, and writes each version through that layout, padding included.
-Activations are quantized and multiplied by vLLM's own two operations, or three for blocks.
+Activations are quantized and multiplied by vLLM's own two operations.
 
 | format | kernel on an H100 | layout of the codes |
 |---|---|---|

@@ -148,7 +148,8 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             fixed.write(QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=fmt))
             return
         found = [QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=q.fmt) for q in fuse(codes)]
-        if [_layout(q) for q in found] == [_layout(linear) for linear in self.held if linear.kernel is None]:
+        emulated = [(one.fmt, (one.out_features, one.in_features)) for one in self.held if one.kernel is None]
+        if [(q.fmt, tuple(q.shape)) for q in found] == emulated:
             for linear, q in zip(self.held, found, strict=True):
                 linear.write(q)
             return
@@ -216,13 +217,6 @@ class QurlLinearMethod(UnquantizedLinearMethod):
                 f"{fmt.rows} rows: lower tensor_parallel, or take a format with smaller blocks"
             )
         return quantize(part, fmt)
-
-
-def _layout(part: QTensor | QuantizedLinear) -> tuple[Format, torch.Size]:
-    """Return what the size of codes and scales depends on."""
-    return part.fmt, part.codes.shape if isinstance(part, QTensor) else torch.Size(
-        (part.out_features, part.in_features)
-    )
 
 
 class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
