@@ -42,6 +42,8 @@ from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize_rows, quantize_rows_int8, row_maximum
 
+warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # on the future of fbgemm's type of tensor
+
 
 class Kernel(ABC):
     """A kernel, which multiplies activations with packed codes. It has no state: `pack` returns the packed codes."""
@@ -206,10 +208,8 @@ class Fbgemm(Kernel):
         return fmt.weight_max if torch.cpu._is_vnni_supported() else min(63, fmt.weight_max)
 
     def pack(self, q: QTensor) -> _Prepacked:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*quantized.*")  # torch's notice about the tensor type's future
-            zero_points = torch.zeros(len(q.scale), dtype=torch.int64)
-            weight = torch._make_per_channel_quantized_tensor(q.codes, q.scale[:, 0].double(), zero_points, 0)
+        zero_points = torch.zeros(len(q.scale), dtype=torch.int64)
+        weight = torch._make_per_channel_quantized_tensor(q.codes, q.scale[:, 0].double(), zero_points, 0)
         return _Prepacked(weight=torch.ops.quantized.linear_prepack(weight, None), fmt=q.fmt)
 
     def forward(self, x: torch.Tensor, packed: _Prepacked, bias: torch.Tensor | None) -> torch.Tensor:

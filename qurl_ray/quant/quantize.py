@@ -15,6 +15,8 @@ from torch.nn.functional import pad
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format
 
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # `shared` says what follows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QTensor:
@@ -44,11 +46,7 @@ class QTensor:
 
 def shared(array: np.ndarray) -> torch.Tensor:
     """Return a tensor that shares the array's memory. If that is read-only, nothing may be written to the tensor."""
-    if array.flags.writeable:
-        return torch.from_numpy(array)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable")
-        return torch.from_numpy(array)
+    return torch.from_numpy(array)
 
 
 _MIDDLE = 128.0
