@@ -217,7 +217,7 @@ ENGINES = Table[EngineEntry](
             sleeps_on_cpu=False,
             takes_free_memory=True,
             one_per_process=True,
-            transports=("nccl", "sparse_nccl", "ipc"),
+            transports=("nccl", "ipc"),
         ),
     },
     outside=lambda name: EngineEntry(reference=name, help="is from outside the package"),
@@ -233,8 +233,6 @@ class TransportEntry(Entry):
     are sent again, go through the object store."""
 
 
-_VLLMS = "qurl_ray.sync.transfer:Transfer"
-
 TRANSPORTS = Table[TransportEntry](
     kind="transport",
     group="qurl_ray.transports",
@@ -243,12 +241,12 @@ TRANSPORTS = Table[TransportEntry](
         "object_store": TransportEntry(
             reference="qurl_ray.actors.object_store:ObjectStore", help="uses Ray's object store"
         ),
-        "nccl": TransportEntry(reference=_VLLMS, help="sends all weights from GPU to GPU", direct=True),
-        "sparse_nccl": TransportEntry(reference=_VLLMS, help="sends only what changed from GPU to GPU", direct=True),
+        "nccl": TransportEntry(
+            reference="qurl_ray.sync.direct:Broadcast", help="broadcasts from GPU to GPU", direct=True
+        ),
         "ipc": TransportEntry(
-            reference=_VLLMS,
-            help="hands over the memory of a GPU that one learner rank and one engine share, with "
-            "`placement=colocated`",
+            reference="qurl_ray.sync.direct:SharedMemory",
+            help="hands over the memory of the GPUs that ranks and engines share, with `placement=colocated`",
             direct=True,
         ),
     },

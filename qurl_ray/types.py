@@ -9,8 +9,9 @@ ints would cost ten times as much to send between processes.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -170,6 +171,22 @@ class Manifest:
     tensors: tuple[TensorRecord, ...]
     base_version: int | None = None
     """Version that an engine must hold to apply the deltas among the tensors; None if all tensors are sent whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedBucket:
+    """Some tensors of a version in a device's memory, as a direct transport gives them to engines."""
+
+    number: int
+    """Number of earlier buckets of the version."""
+    items: tuple[tuple[str, str, tuple[tuple[str, tuple[int, ...], int], ...]], ...]
+    """(name, format, places of its arrays) of each tensor; a place is a dtype's name, a shape, and an offset in bytes.
+    """
+    weight_max_code: int
+    size: int
+    """Bytes."""
+    source: Mapping[str, Any]
+    """Where engines get the bytes (sync.direct): memory that they open, by device, or a group that they join."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
     {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache", "files"},
-    {"numerics"},
+    {"numerics", "transfer"},
     {"rl", "quant", "rewards", "report"},
     {"policy", "data", "tracking"},
     {"rollout", "learner", "sync"},

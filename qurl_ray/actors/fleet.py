@@ -7,7 +7,7 @@ that gives it, so the unanswered requests of a dead worker go to others.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -20,9 +20,9 @@ from qurl_ray.actors.health import Health, Heartbeat, Member
 from qurl_ray.actors.rollout_worker import LoadReport, control
 from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
-from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights, SyncError
+from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
 from qurl_ray.spans import Spans, worker_lane
-from qurl_ray.types import Completion, Manifest, Request
+from qurl_ray.types import Completion, Manifest, Request, StagedBucket
 
 _MARGIN_S = 30.0  # engines check their deadline between two tokens
 _TICK_S = 0.25  # between two calls to a worker that restarts, or that is being interrupted
@@ -214,18 +214,23 @@ class Fleet:
         self._notify()
         self._offer()
 
-    async def expect(self, manifest: Manifest, scales: Sequence[ObjectRef], timeout_s: float) -> None:
-        """Prepare all workers for a version that comes through a direct transport. Workers that are left out are
-        included: they take part in its collectives."""
-        calls = {m.index: m.actor.expect.remote(manifest, scales) for m in self.members}
-        _raise_first(await self._gather(calls, timeout_s, f"expect weights {manifest.version}", "load"))
+    async def expect(
+        self, members: Sequence[Member], version: int, format_name: str, timeout_s: float
+    ) -> dict[int, tuple[str, int] | QurlError]:
+        """Have these workers, while the fleet pauses, prepare for a version that comes through a direct transport.
+        Returns identity and number of processes of each worker's engine by index, or an error if it cannot take part.
+        """
+        for member in members:
+            member.doing, member.awake = "load", True
+        calls = {m.index: m.actor.expect.remote(version, format_name) for m in members}
+        return await self._gather(calls, timeout_s, f"expect weights {version}", "load")
 
-    async def transfer(self, method: str, arguments: Sequence[dict], timeout_s: float) -> None:
-        """Take one step of a direct transport on all workers, with one dict of arguments each."""
-        if len(arguments) != len(self.members):
-            raise SyncError(f"a direct transport to {len(arguments)} engines cannot serve {len(self.members)} workers")
-        calls = {m.index: m.actor.transfer.remote(method, own) for m, own in zip(self.members, arguments, strict=True)}
-        _raise_first(await self._gather(calls, timeout_s, f"take the transport's step {method}", "load"))
+    async def take(self, indices: Iterable[int], bucket: StagedBucket, timeout_s: float) -> dict[int, QurlError]:
+        """Have the workers of these indices take a bucket of that version. Returns the errors of those that did not, by
+        index."""
+        calls = {index: self.members[index].actor.take.remote(bucket, index) for index in indices}
+        found = await self._gather(calls, timeout_s, f"take bucket {bucket.number}", "load")
+        return {index: error for index, error in found.items() if isinstance(error, QurlError)}
 
     # --- generation ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import ray
 import torch
-from ray import ObjectRef
 from ray.actor import ActorMethod
 
 from qurl_ray.actors.cluster import own_log
@@ -22,7 +21,7 @@ from qurl_ray.rollout.make import make_engine, rollout_options
 from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.sync.transport import transport_named
 from qurl_ray.tables import TRANSPORTS
-from qurl_ray.types import Completion, Manifest, PolicySpec, Request
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket
 
 CONTROL = "control"
 """Concurrency group of calls that are answered while the engine works, which it does in the default group."""
@@ -66,9 +65,7 @@ class RolloutWorker:
         self._boot = uuid.uuid4().hex
         direct = TRANSPORTS[transport].direct
         self._receive = ObjectStore.receive if direct else transport_named(transport).receive
-        options = rollout_options(
-            config, kernel=kernel, threads=threads, keep=keep, transport=transport, colocated=colocated
-        )
+        options = rollout_options(config, kernel=kernel, threads=threads, keep=keep, colocated=colocated)
         self._engine = make_engine(spec, config.engine, options)
         on_gpu = config.device == "cuda" and torch.cuda.is_available()
         self._hardware = torch.cuda.get_device_name() if on_gpu else processor_name()
@@ -89,15 +86,15 @@ class RolloutWorker:
         """Largest weight code that this worker's kernel can take."""
         return self._engine.weight_max_code(format_name)
 
-    def expect(self, manifest: Manifest, scales: Sequence[ObjectRef]) -> None:
-        """Prepare for a version through a direct transport; `load` without tickets verifies it."""
+    def expect(self, version: int, format_name: str) -> tuple[str, int]:
+        """Prepare for a version through a direct transport, whose buckets `take` takes; `load` without tickets verifies
+        it. Returns the engine's identity and its number of processes."""
         self._engine.wake()
-        found = {name: array for ref in scales for name, array in ray.get(ref).items()}
-        cast(DirectEngine, self._engine).expect(manifest, found)
+        return cast(DirectEngine, self._engine).expect(version, format_name)
 
-    def transfer(self, method: str, arguments: dict) -> None:
-        """Take one step of a direct transport."""
-        cast(DirectEngine, self._engine).transfer(method, arguments)
+    def take(self, bucket: StagedBucket, index: int) -> None:
+        """Take one bucket of that version, as the worker of this index."""
+        cast(DirectEngine, self._engine).take(bucket, index)
 
     def load(self, manifest: Manifest, tickets: Sequence[Any] | None, probe: Sequence[Request]) -> LoadReport:
         """Load and verify a version, or verify one that a direct transport has sent, then draw the probe from it.

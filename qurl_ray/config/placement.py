@@ -55,10 +55,9 @@ def check_placement(placement: Placement, rollout: RolloutConfig, learner: Learn
         raise ValueError(
             f"{colocated} needs rollout.vllm.kv_cache_gb: {engine} would otherwise take the learner's memory"
         )
-    if sync.transport in ("nccl", "sparse_nccl"):
+    if sync.transport == "nccl":
         raise ValueError(
-            f"{colocated} has two processes on one GPU, which NCCL refuses: use sync.transport=object_store, or ipc, "
-            f"not {sync.transport}"
+            f"{colocated} has two processes on one GPU, which NCCL refuses: use sync.transport=ipc, or object_store"
         )
 
 
@@ -82,19 +81,8 @@ def check_transport(
             f"{transport} sends from GPU to GPU: it needs rollout.engine={' or '.join(able)}, rollout.device=cuda and "
             "learner.device=cuda; elsewhere use object_store"
         )
-    if sync.transport == "sparse_nccl" and not sync.delta:
-        raise ValueError(f"{transport} sends what changed: it needs sync.delta=true; nccl sends all")
-    if sync.transport == "sparse_nccl" and learner.workers > 1:
+    if sync.transport == "ipc" and placement != "colocated":
         raise ValueError(
-            f"{transport} needs learner.workers=1: rank 0 sends, and of other ranks' tensors it does not know what "
-            "changed; nccl sends all"
+            f"{transport} hands over the memory of GPUs that ranks and engines share: it needs placement=colocated; "
+            "elsewhere use nccl"
         )
-    if sync.transport == "ipc":
-        if (learner.workers, rollout.workers, rollout.processes) != (1, 1, 1):
-            raise ValueError(
-                f"{transport} hands over the memory of one GPU, which one learner rank and one engine share: it "
-                "needs learner.workers=1, rollout.workers=1 and rollout.vllm.tensor_parallel=1; elsewhere use nccl, "
-                "or object_store with placement=colocated"
-            )
-        if placement != "colocated":
-            raise ValueError(f"{transport} hands over the memory of a shared GPU: it needs placement=colocated")

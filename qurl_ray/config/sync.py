@@ -13,9 +13,9 @@ class SyncConfig(Section):
 
     transport: str = Field(
         "object_store",
-        description=f"How weights travel to the engines: {TRANSPORTS.help()}. `nccl`, `sparse_nccl` and `ipc` are "
-        "vLLM's own, send codes as bfloat16, and use the object store for the first version in a format and for "
-        "versions that are sent again. They are not measured yet.",
+        description=f"How weights travel to the engines: {TRANSPORTS.help()}. `nccl` and `ipc` send "
+        "all weights, and use the object store for the first version in a format and for versions that are sent again. "
+        "They are not measured on a GPU.",
     )
     timeout_s: float = Field(120.0, gt=0)
     """Deadline for every engine to load and verify one weight version, in seconds."""

@@ -113,6 +113,8 @@ class Offer:
     records: tuple[TensorRecord, ...]
     probe: bool = True
     """Engines draw the probe from this version. Those that were STALE always do."""
+    failed: str | None = None
+    """Reason why this rank's direct transfer failed, so that all engines must get the version again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

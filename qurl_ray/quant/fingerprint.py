@@ -6,8 +6,7 @@ over the 8-byte words of x, with fixed odd pseudo-random r_i (a multilinear hash
 the sum, since an odd factor has no zero divisors; any other damage goes undetected with probability about 2^-63.
 
 A library's hash such as xxhash is faster on a CPU (about 2 to 14 times), but it reads bytes in one order. This sum adds
-up over shards, each with its offset, wherever they are held, and a GPU could compute it in parallel where the weights
-are.
+up over shards, each with its offset, and a GPU computes it in parallel where the weights are.
 """
 
 import functools
@@ -15,10 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
-from qurl_ray.numerics.splitmix import splitmix64
+from qurl_ray.numerics.splitmix import splitmix64, splitmix64_signed
 
 _WORD = 8
+_CHUNK = 1 << 26
+"""Bytes at a time on a device, whose factors take as much memory."""
 _MASK = (1 << 64) - 1
 
 
@@ -40,13 +42,15 @@ def fingerprint(*tensors: torch.Tensor, offset: int | Sequence[int] = 0) -> int:
         raise ValueError(f"need an offset of at least 0 for each of {len(tensors)} tensors, got {offsets}")
     total = 0
     for place, (tensor, start) in enumerate(zip(tensors, offsets, strict=True)):
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        total += _sum_of_words(data, start * tensor.element_size()) * _factor(place)
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        sum_of_words = _sum_of_words if data.device.type == "cpu" else _sum_of_words_on_device
+        total += sum_of_words(data, start * tensor.element_size()) * _factor(place)
     return total & _MASK
 
 
-def _sum_of_words(data: np.ndarray, start: int) -> int:
-    """Return the sum of words times factors of the bytes `data` [n], the first of which is at `start` in the whole."""
+def _sum_of_words(bytes_n: torch.Tensor, start: int) -> int:
+    """Return the sum of words times factors of uint8 [n], the first of which is at byte `start` of the whole."""
+    data = bytes_n.numpy()
     first, inside = divmod(start, _WORD)
     if inside:  # the first word begins before the shard: its other bytes count as 0, and are in other shards
         data = np.concatenate([np.zeros(inside, dtype=np.uint8), data])
@@ -54,6 +58,21 @@ def _sum_of_words(data: np.ndarray, start: int) -> int:
     words = data[:whole].view(np.uint64)
     tail = int.from_bytes(data[whole:].tobytes(), "little")
     return int(np.dot(words, _factors(first, len(words)))) + tail * _factor(first + len(words))
+
+
+def _sum_of_words_on_device(bytes_n: torch.Tensor, start: int) -> int:
+    """Do the same where the bytes are: only the sum leaves the device. torch has no unsigned integers of 64 bits; sums
+    and products of signed ones are the same modulo 2^64."""
+    first, inside = divmod(start, _WORD)
+    total = torch.zeros((), dtype=torch.int64, device=bytes_n.device)
+    for at in range(-inside, len(bytes_n), _CHUNK):
+        missing = max(0, -at)
+        chunk = bytes_n[at + missing : at + _CHUNK]
+        words = pad(chunk, (missing, -(missing + len(chunk)) % _WORD)).clone().view(torch.int64)
+        place = first + (at + inside) // _WORD
+        counters = torch.arange(place, place + len(words), device=bytes_n.device)
+        total += (words * (splitmix64_signed(counters) | 1)).sum()
+    return int(total) & _MASK
 
 
 def _factors(first: int, count: int) -> np.ndarray:

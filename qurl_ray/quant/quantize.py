@@ -30,9 +30,10 @@ class QTensor:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def cpu(self) -> "QTensor":
-        """Return this tensor on the CPU."""
-        return QTensor(codes=self.codes.cpu(), scale=self.scale.cpu(), fmt=self.fmt)
+    def to(self, device: torch.device | str, *, copy: bool = False) -> "QTensor":
+        """Return this tensor on a device: itself if it is there, unless a copy is asked for."""
+        codes, scale = (part.to(device, copy=copy) for part in (self.codes, self.scale))
+        return QTensor(codes=codes, scale=scale, fmt=self.fmt)
 
     def to_numpy(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (codes, scale) as they are sent, without a copy: codes as bytes, because numpy has no 8-bit float."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from qurl_ray.types import Completion, Manifest, Request
+from qurl_ray.types import Completion, Manifest, Request, StagedBucket
 
 Buffers = Mapping[str, tuple[np.ndarray, ...]]
 """Tensors by name: (codes [N, K] as bytes, scale float32 [N, groups]) if quantized, else (values,)."""
@@ -46,8 +46,6 @@ class EngineOptions:
     """Compile the operations between the products."""
     sleeps: bool = False
     """It must be able to sleep while a learner uses its device."""
-    transport: str | None = None
-    """Direct transport from which it takes weights, in addition to `load`."""
     policy_logprobs: bool = False
     """Streams report the log-probs of the policy itself, whatever the temperature."""
     start_timeout_s: float = 600.0
@@ -114,27 +112,28 @@ class Engine(Protocol):
 
 
 class DirectEngine(Engine, Protocol):
-    """An engine that also takes weights from a direct transport: `expect`, the transport's calls, then `accept`."""
+    """An engine that also takes weights from a direct transport: `expect`, `take` for each bucket, then `accept`."""
 
-    def expect(self, manifest: Manifest, scales: Mapping[str, np.ndarray]) -> None:
-        """Become STALE and prepare for a version.
-
-        Args:
-            scales: float32 scales, by name, of every tensor that is sent as codes.
+    def expect(self, version: int, format_name: str) -> tuple[str, int]:
+        """Become STALE and prepare for a version. Returns an identity, which changes when the engine's processes do,
+        and their number.
 
         Raises:
-            SyncError: the engine does not hold a version in the same format.
+            SyncError: the engine holds another format, and cannot change it by itself.
         """
 
-    def transfer(self, method: str, arguments: Mapping[str, object]) -> None:
-        """Take one step of the transfer, as the sender's side asks for it.
+    def take(self, bucket: StagedBucket, index: int) -> None:
+        """Write a bucket's tensors to their places. Returns when its memory may be used again.
+
+        Args:
+            index: of this engine among those of the run, by which it finds its place in a group.
 
         Raises:
-            EngineError: the step failed.
+            SyncError: the bucket did not arrive, or has no place here.
         """
 
     def accept(self, manifest: Manifest) -> None:
-        """Compare the weights that arrived since `expect` with the manifest.
+        """Compare the weights that were taken since `expect` with the manifest.
 
         Raises:
             SyncError: a tensor is missing or damaged. The engine stays STALE.

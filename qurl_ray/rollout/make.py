@@ -7,7 +7,7 @@ import torch
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import EngineError
 from qurl_ray.rollout.engine import Engine, EngineOptions
-from qurl_ray.tables import ENGINES, TRANSPORTS
+from qurl_ray.tables import ENGINES
 from qurl_ray.types import PolicySpec
 
 _METHODS = ("load", "resident", "kernels", "generate", "cancel", "weight_max_code", "sleep", "wake", "close")
@@ -33,7 +33,6 @@ def rollout_options(
     kernel: str,
     threads: int,
     keep: Sequence[str] = (),
-    transport: str = "object_store",
     colocated: bool = False,
 ) -> EngineOptions:
     """Return the options of a rollout worker's engine.
@@ -42,7 +41,6 @@ def rollout_options(
         kernel: `quantization.kernel`.
         threads: number of CPU threads that it may use.
         keep: patterns of the parameters that stay in full precision.
-        transport: `sync.transport`.
         colocated: the engine must be able to sleep while a learner uses its device.
     """
     cache = config.vllm.kv_cache_gb
@@ -60,7 +58,6 @@ def rollout_options(
         cuda_graphs=config.graphs,
         compile=config.compile,
         sleeps=colocated,
-        transport=transport if TRANSPORTS[transport].direct else None,
         start_timeout_s=config.start_limit_s,
     )
 
@@ -98,7 +95,6 @@ def vllm_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         kernel=options.kernel,
         threads=options.threads,
         sleep_mode=options.sleeps,
-        transport=options.transport,
         logprobs_mode="raw_logprobs" if options.policy_logprobs else "processed_logprobs",
         timeout_s=options.start_timeout_s,
     )

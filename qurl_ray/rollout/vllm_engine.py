@@ -20,13 +20,14 @@ import torch
 from qurl_ray.errors import EngineError, QuantizationError, SyncError
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.quant.fingerprint import fingerprint
-from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.requests import check_requests
 from qurl_ray.rollout.vllm_server import OnOutput, VllmServer
-from qurl_ray.rollout.vllm_shards import TensorShard, join_shards
-from qurl_ray.types import Completion, Manifest, PolicySpec, Request, TensorRecord
+from qurl_ray.rollout.vllm_shards import TensorShard, join_fingerprints, join_shards
+from qurl_ray.transfer.memory import SharedBuffer
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket, TensorRecord
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,8 +55,6 @@ class VllmEngine:
         kernel: "auto" or "emulation", as in the torch engine.
         threads: number of CPU threads of each worker on a CPU; None leaves the choice to vLLM.
         sleep_mode: make `sleep` possible, on CUDA.
-        transport: "nccl", "sparse_nccl" or "ipc" for vLLM's own weight transfer in addition to `load`; None for `load`
-            alone.
         logprobs_mode: vLLM's option; with "raw_logprobs", `stream` reports the policy's own log-probs, whatever the
             temperature.
         timeout_s: longest time that the start, or any other call to vLLM but `generate`, may take.
@@ -81,7 +80,6 @@ class VllmEngine:
         kernel: str = "auto",
         threads: int | None = None,
         sleep_mode: bool = False,
-        transport: str | None = None,
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 600.0,
     ) -> None:
@@ -93,12 +91,16 @@ class VllmEngine:
         with torch.device("meta"):
             self._shapes = {name: tuple(p.shape) for name, p in empty_model(spec).named_parameters()}  # tied ones once
         self._records: dict[str, TensorRecord] = {}
+        self._shared = SharedBuffer(), SharedBuffer()
+        self._keeps_base = False
+        self._base: dict[str, tuple[np.ndarray, ...]] = {}
+        """The verified version, once deltas have come: to read it back for each of them would take longer than to send
+        whole tensors."""
         self._sleep_mode, self._asleep = sleep_mode, False
-        self._patches = transport == "sparse_nccl"
         on_cuda = torch.cuda.is_available()
         if graphs and not on_cuda and not self._emulate:
             raise EngineError("on a CPU, vLLM compiles no kernel of this package: graphs need kernel=emulation")
-        self._fixed = (on_cuda or graphs) and not self._patches
+        self._fixed = on_cuda or graphs
         self._threads, self._timeout_s = threads, timeout_s
         self._keep, self._kernel = tuple(keep), kernel
         self._settings: dict[str, Any] = {
@@ -113,7 +115,7 @@ class VllmEngine:
             "load_format": "dummy",  # the first load sends the weights
             "logprobs_mode": logprobs_mode,
             "max_logprobs": 20,
-            "enforce_eager": not graphs or self._patches,  # what is patched is replaced, which graphs do not see
+            "enforce_eager": not graphs,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # no sampling defaults from the model's folder
             "worker_extension_cls": EXTENSION,
@@ -125,8 +127,6 @@ class VllmEngine:
             self._settings["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
         if sleep_mode and kv_cache_bytes is not None:
             self._settings["gpu_memory_utilization"] = _SHARED  # at the start, the learner may hold the rest
-        if transport:
-            self._settings["weight_transfer_config"] = {"backend": transport}
         self._start(format_name)
 
     def _start(self, format_name: str) -> None:
@@ -161,30 +161,38 @@ class VllmEngine:
             self._server.close()
             self._start(manifest.precision)
         self._announce(manifest)
+        self._keeps_base |= manifest.base_version is not None
         try:
             self._verify(manifest, self._place(manifest, buckets))
+        except BaseException:
+            self._base.clear()  # parts of two versions
+            raise
         finally:
             self._server.control("resume_generation")
         self.version = manifest.version
 
-    def expect(self, manifest: Manifest, scales: Mapping[str, np.ndarray]) -> None:
-        """See rollout.engine.DirectEngine.
+    def expect(self, version: int, format_name: str) -> tuple[str, int]:
+        """See rollout.engine.DirectEngine."""
+        self.version = None  # until every tensor is verified
+        self._check_awake()
+        if self._fixed and format_name != self._format:
+            raise SyncError(f"version {version} comes in {format_name}, and the engine was made for {self._format}")
+        self._base.clear()
+        self._server.control("pause_generation", mode="abort", clear_cache=True)
+        self._server.workers("begin")
+        return self._server.identity, self._ranks
 
-        Raises:
-            SyncError: the manifest is incomplete, or the engine holds a tensor in another format.
-        """
-        self._announce(manifest)
-        wires = [(name, self._shapes[name], (s.dtype.str, s.shape, s.tobytes())) for name, s in scales.items()]
-        self._server.workers("expect", wires, (manifest.precision, manifest.weight_max_code), self._patches)
-
-    def transfer(self, method: str, arguments: Mapping[str, object]) -> None:
-        """Call one of the weight transfer methods of vLLM's workers; see rollout.engine.DirectEngine."""
-        self._server.control("collective_rpc", method, kwargs=dict(arguments))
+    def take(self, bucket: StagedBucket, index: int) -> None:
+        """See rollout.engine.DirectEngine."""
+        source = dict(bucket.source)
+        source["rank"] = source.pop("first", {}).get(index, index * self._ranks)
+        self._server.workers("take", source, bucket.size, bucket.items, bucket.weight_max_code)
 
     def accept(self, manifest: Manifest) -> None:
         """See rollout.engine.DirectEngine."""
+        self._check(manifest)
         try:
-            self._server.workers("arrived")
+            self._check_complete(manifest)
             self._verify(manifest, {record.name: record.fingerprint for record in manifest.tensors})
         finally:
             self._server.control("resume_generation")
@@ -194,12 +202,14 @@ class VllmEngine:
         """Become STALE, check the manifest, and abort running requests."""
         self.version = None  # until every tensor is verified
         self._check_awake()
-        what = f"version {manifest.version}"
+        self._check(manifest)
+        self._server.control("pause_generation", mode="abort", clear_cache=True)
+
+    def _check(self, manifest: Manifest) -> None:
         self._records = {record.name: record for record in manifest.tensors}
         if tied := [record.name for record in manifest.tensors if record.tied]:
             raise QuantizationError(f"{tied[0]} cannot be quantized in vLLM, being tied: add it to quantization.keep")
-        self._check_names(set(self._records), what)
-        self._server.control("pause_generation", mode="abort", clear_cache=True)
+        self._check_names(set(self._records), f"version {manifest.version}")
 
     def _verify(self, manifest: Manifest, expected: Mapping[str, int]) -> None:
         what = f"version {manifest.version}"
@@ -215,22 +225,40 @@ class VllmEngine:
             raise SyncError(f"{what} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
 
     def _place(self, manifest: Manifest, buckets: Iterable[Buffers]) -> dict[str, int]:
-        """Send all tensors to the workers. Return by name the fingerprint that each must have there."""
+        """Send all tensors to the workers, each bucket while they place the one before. Return by name the fingerprint
+        that each must have there."""
         what = f"version {manifest.version}"
         expected: dict[str, int] = {}
         self._server.workers("begin")
-        for name, parts in itertools.chain.from_iterable(bucket.items() for bucket in buckets):
-            if name not in self._records or name in expected:
-                raise SyncError(f"{what}: {name} came {'twice' if name in expected else 'unexpected'}")
-            record = self._records[name]
-            self._check_shapes(record, parts)
-            expected[name] = self._expected(record, parts)
-            wire = [(part.dtype.str, part.shape, part.tobytes()) for part in parts]
-            self._server.workers("place", name, wire, record.format, manifest.weight_max_code)
+        placing: Callable[[], object] = list
+        try:
+            for number, bucket in enumerate(buckets):
+                for name, parts in bucket.items():
+                    if name not in self._records or name in expected:
+                        raise SyncError(f"{what}: {name} came {'twice' if name in expected else 'unexpected'}")
+                    self._check_shapes(self._records[name], parts)
+                buffer = self._shared[number % 2]
+                places = iter(buffer.write(part for parts in bucket.values() for part in parts))
+                items = [
+                    (name, self._records[name].format, [next(places) for _ in parts]) for name, parts in bucket.items()
+                ]
+                placing()
+                placing = self._server.start("place", buffer.address, items, manifest.weight_max_code)
+                for name, parts in bucket.items():
+                    expected[name] = self._expected(self._records[name], parts)
+                    if self._keeps_base:
+                        self._base[name] = tuple(part if part.flags.owndata else part.copy() for part in parts)
+        finally:
+            placing()
         self._check_names(set(expected), what)
-        if unplaced := self._server.workers("unplaced")[0]:
-            raise SyncError(f"{what} leaves parameters of vLLM's model without values: {unplaced[:3]}")
+        self._check_complete(manifest)
         return expected
+
+    def _check_complete(self, manifest: Manifest) -> None:
+        for unplaced in self._server.workers("unplaced"):
+            if unplaced:
+                version = f"version {manifest.version}"
+                raise SyncError(f"{version} leaves parameters of vLLM's model without values: {unplaced[:3]}")
 
     def _check_shapes(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> None:
         shape = self._shapes[record.name]
@@ -253,25 +281,30 @@ class VllmEngine:
         return fingerprint(values.to(self._dtype).float())
 
     def _resident_fingerprints(self) -> Iterator[tuple[str, int]]:
-        names = list(self._shapes)
-        if self._ranks == 1:
-            yield from zip(names, self._server.workers("fingerprints", names)[0], strict=True)
-        else:
-            for name in names:  # through this process: fingerprints of column shards do not add up
-                yield name, fingerprint(*map(torch.from_numpy, self.resident(name)))
+        """Yield the fingerprint of each tensor, which its workers compute where they hold it, from their shards."""
+        for name, *of_ranks in zip(
+            self._shapes, *self._server.workers("fingerprints", list(self._shapes.items())), strict=True
+        ):
+            pieces = itertools.chain.from_iterable(of_ranks)
+            yield name, join_fingerprints(name, self._shapes[name], self._format_of(name), pieces)
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
-        """Return a tensor as the workers hold it, read back from the kernels' own memory, in the form of Buffers."""
+        """Return a tensor as the workers hold it, in the form of Buffers: read back from the kernels' own memory,
+        unless the verified version is kept here."""
+        if name in self._base:
+            return self._base[name]
         found = []
         for shards in self._server.workers("resident", name):
             for start, stop, columns, wire in shards:
                 arrays = tuple(np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in wire)
                 shard = TensorShard(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
                 found.append((shard, arrays))
-        quantized = len(found[0][1]) == 2
-        return join_shards(
-            name, self._shapes[name], get_format(self._records[name].format) if quantized else None, found
-        )
+        return join_shards(name, self._shapes[name], self._format_of(name), found)
+
+    def _format_of(self, name: str) -> Format | None:
+        """Return the format of a tensor in the version that came last; None for full precision."""
+        record = self._records[name]
+        return None if record.format == "none" else get_format(record.format)
 
     def kernels(self) -> list[str]:
         """Return the kernels of the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
@@ -347,3 +380,5 @@ class VllmEngine:
         """End vLLM's processes. It can be called more than once."""
         self.version = None
         self._server.close()
+        for buffer in self._shared:
+            buffer.close()

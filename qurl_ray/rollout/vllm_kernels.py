@@ -76,9 +76,6 @@ class FixedCodes:
 
     def write(self, q: QTensor) -> None:
         """Write a version, which is on the layer's device. The parameters stay where they are."""
-        if self._layer.weight.dtype != self.fmt.dtype:  # floats of vLLM's own reload, which copies what it finds here
-            self._lay_out(self._layer, q)
-            return
         staged = nn.Module()
         self._lay_out(staged, q)
         for attribute in ("weight", "weight_scale"):

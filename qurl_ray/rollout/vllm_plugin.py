@@ -74,8 +74,6 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         """Format that the layer holds, and that a float checkpoint is quantized to; None for full precision."""
         self.fixed: FixedCodes | None = None
         self.held: tuple[QuantizedLinear, ...] = ()
-        self.expected: list[tuple[int, QTensor]] = []
-        """(first row, scales with codes on `meta`) of codes that vLLM's own transfer sends as floats."""
         self._tensors = tensors  # number that the layer is fused from; 1 if the checkpoint has it fused
         self._emulate, self._fixed = emulate, fixed
 
@@ -109,9 +107,6 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             return
         if layer.weight.dtype == self.fmt.dtype:  # made for codes
             return
-        if self.expected:
-            self.hold_floats(layer)
-            return
         sizes = layer.output_partition_sizes if self._tensors > 1 else [len(layer.weight)]
         self.hold(layer, [self._quantized(layer, part, self.fmt) for part in layer.weight.detach().split(sizes)])
 
@@ -125,7 +120,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         if len(formats) > 1:
             names = sorted(fmt.name if fmt else "none" for fmt in formats)
             raise QuantizationError(f"{layer.prefix} is one linear in vLLM and cannot be {' and '.join(names)} at once")
-        fmt, self.expected = formats.pop(), []
+        fmt = formats.pop()
         held, came = (one.name if one else "none" for one in (self.fmt, fmt))
         if self._fixed and held != came:
             raise QuantizationError(
@@ -144,10 +139,9 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         codes = [part for part in parts if isinstance(part, QTensor)]
         if self._fixed and not self._emulate:
             fixed = self.fixed or self._fix(layer, fmt, codes[0].shape[1], layer.params_dtype, device)
-            q = concatenate(codes)
-            fixed.write(QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=fmt))
+            fixed.write(concatenate(codes).to(device))
             return
-        found = [QTensor(codes=q.codes.to(device), scale=q.scale.to(device), fmt=q.fmt) for q in fuse(codes)]
+        found = [q.to(device) for q in fuse(codes)]
         emulated = [(one.fmt, (one.out_features, one.in_features)) for one in self.held if one.kernel is None]
         if [(q.fmt, tuple(q.shape)) for q in found] == emulated:
             for linear, q in zip(self.held, found, strict=True):
@@ -165,19 +159,6 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             layer, fmt, layer.output_partition_sizes, inputs, dtype=dtype, device=device, name=layer.prefix
         )
         return self.fixed
-
-    def hold_floats(self, layer: Any) -> None:
-        """Replace the weight by the codes that it holds as floats, with the scales of `expected`."""
-        parts = [q for _, q in sorted(self.expected, key=lambda item: item[0])]
-        floats = layer.weight.detach().split([len(q.codes) for q in parts])
-        pairs = zip(floats, parts, strict=True)
-        self.hold(
-            layer, [QTensor(codes=part.to(q.fmt.dtype), scale=q.scale.to(part.device), fmt=q.fmt) for part, q in pairs]
-        )
-
-    def show_floats(self, layer: Any) -> None:
-        """Write the codes as floats into the weight, for vLLM to patch, until `hold_floats`."""
-        layer.weight.data = torch.cat([q.codes.to(layer.params_dtype) for q in self.resident()])
 
     def resident(self) -> list[QTensor]:
         """Return codes and scales in the order of the layer's rows, from the kernels' own memory."""

@@ -10,7 +10,9 @@ import itertools
 import multiprocessing
 import os
 import threading
+import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -41,12 +43,12 @@ class VllmServer:
 
     def __init__(self, settings: Mapping[str, Any], *, threads: int | None, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self.identity = uuid.uuid4().hex
+        """Identity of the processes."""
         self._counter = itertools.count()
         self._running: dict[str, str] = {}  # uid of unfinished requests by vLLM's id; used on the loop only
         self._llm: Any = None
         _set_environment(threads, settings["tensor_parallel_size"], eager=settings["enforce_eager"])
-        if settings.get("weight_transfer_config") == {"backend": "ipc"}:
-            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are pickled, within this machine
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -93,14 +95,30 @@ class VllmServer:
 
     def workers(self, method: str, *args: object) -> list[Any]:
         """Return the results of a method of vllm_worker.ResidentPolicy in all workers, or raise the first error."""
-        replies = self.control("collective_rpc", "qurl", args=(method, *args))
-        for kind, value in replies:
-            if kind != "ok":
-                raise getattr(errors, kind)(value)
-        return [value for _, value in replies]
+        return self.start(method, *args)()
+
+    def start(self, method: str, *args: object) -> Callable[[], list[Any]]:
+        """Begin such a call. Return a function that waits for it and returns its results."""
+        if self._llm is None:
+            raise EngineError("the engine is closed")
+        future = self._begin(self._llm.collective_rpc("qurl", args=(method, *args)))
+
+        def results() -> list[Any]:
+            replies = self._wait(future, f"vLLM to {method}", self._timeout_s)
+            for kind, value in replies:
+                if kind != "ok":
+                    raise getattr(errors, kind)(value)
+            return [value for _, value in replies]
+
+        return results
 
     def _call(self, work: Coroutine, what: str, timeout_s: float | None) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._wait(self._begin(work), what, timeout_s)
+
+    def _begin(self, work: Coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, future: Future, what: str, timeout_s: float | None) -> Any:
         try:
             return future.result(timeout_s)
         except FutureTimeout:

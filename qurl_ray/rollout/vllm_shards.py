@@ -4,7 +4,8 @@ A fused layer holds, on each rank, a shard of every tensor that it was fused fro
 whole tensors, so a TensorShard describes the rows of a shard both in the tensor and in the layer.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from qurl_ray.errors import QuantizationError, SyncError
+from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, concatenate
 
@@ -115,28 +117,77 @@ def join_shards(
     Raises:
         SyncError: shards are missing, or copies differ.
     """
-    scale_shape = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1]))) if fmt else ()
-    whole = [np.zeros(shape, found[0][1][0].dtype)] + ([np.zeros(scale_shape, np.float32)] if fmt else [])
+    whole = [np.zeros(size, part.dtype) for size, part in zip(_sizes(shape, fmt), found[0][1], strict=True)]
     filled = [np.zeros(part.shape, bool) for part in whole]
     for shard, parts in found:
-        columns = slice(*shard.columns) if shard.columns else slice(None)
-        places = [(slice(shard.start, shard.stop), columns)[: len(shape)]]
-        places += [_scale_cut(shape, shard, fmt)] if fmt else []
-        for target, done, place, part in zip(whole, filled, places, parts, strict=True):
-            if not np.array_equal(target[place][done[place]], part[done[place]]):
+        for target, done, place, part in zip(whole, filled, _places(shape, shard, fmt), parts, strict=True):
+            if not np.array_equal(target[place][done[place]], part.reshape(target[place].shape)[done[place]]):
                 raise SyncError(f"{name}: ranks hold different copies of rows {shard.start} … {shard.stop - 1}")
-            target[place] = part
+            target[place] = part.reshape(target[place].shape)
             done[place] = True
     if not all(done.all() for done in filled):
         raise SyncError(f"{name}: no rank holds some of its rows or columns")
-    return tuple(whole)
+    return (whole[0].reshape(shape), *whole[1:])
+
+
+Piece = tuple[int, int, int, int, int, int]
+"""(array, first row, last row + 1, first column, last column + 1, share of the fingerprint) of what a rank holds of a
+tensor's codes and scales (arrays 0 and 1), or values."""
+
+
+def fingerprint_pieces(
+    tensors: Sequence[torch.Tensor], shape: tuple[int, ...], shard: TensorShard, fmt: Format | None
+) -> list[Piece]:
+    """Return the shares of a tensor's fingerprint that a shard makes up: codes and scales, or values."""
+    pieces = []
+    for array, tensor in enumerate(tensors):
+        rows, columns = _places(shape, shard, fmt)[array]
+        width = _sizes(shape, fmt)[array][1]
+        part = tensor.reshape(rows.stop - rows.start, -1)
+        if part.shape[1] < width:  # columns of other ranks as zeros, which add nothing
+            part = torch.zeros((len(part), width), dtype=part.dtype, device=part.device)
+            part[:, columns] = tensor
+        before = [part.new_empty(0)] * array
+        share = fingerprint(*before, part, offset=rows.start * width)
+        pieces.append((array, rows.start, rows.stop, columns.start, columns.stop, share))
+    return pieces
+
+
+def join_fingerprints(name: str, shape: tuple[int, ...], fmt: Format | None, pieces: Iterable[Piece]) -> int:
+    """Return a tensor's fingerprint, from the pieces of all ranks. If ranks hold copies, these must be equal.
+
+    Raises:
+        SyncError: pieces are missing, or copies differ.
+    """
+    shares: dict[tuple[int, ...], int] = {}
+    for *place, share in pieces:
+        if shares.setdefault(tuple(place), share) != share:
+            raise SyncError(f"{name}: ranks hold different copies of rows {place[1]} … {place[2] - 1}")
+    held = [0 for _ in _sizes(shape, fmt)]
+    for array, first, stop, left, right in shares:
+        held[array] += (stop - first) * (right - left)
+    if held != [rows * columns for rows, columns in _sizes(shape, fmt)]:
+        raise SyncError(f"{name}: no rank holds some of its rows or columns")
+    return sum(shares.values()) % 2**64
+
+
+def _sizes(shape: tuple[int, ...], fmt: Format | None) -> list[tuple[int, int]]:
+    """Return the rows and columns of each array of a tensor: codes and scales, or values. A vector has one column."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    return [(rows, columns)] + ([(-(-rows // fmt.rows), -(-columns // (fmt.group or columns)))] if fmt else [])
+
+
+def _places(shape: tuple[int, ...], shard: TensorShard, fmt: Format | None) -> list[tuple[slice, slice]]:
+    """Return the rows and columns of each of these arrays that belong to a shard."""
+    columns = slice(*(shard.columns or (0, math.prod(shape[1:]))))
+    return [(slice(shard.start, shard.stop), columns)] + ([_scale_cut(shape, shard, fmt)] if fmt else [])
 
 
 def _scale_cut(shape: Sequence[int], shard: TensorShard, fmt: Format) -> tuple[slice, slice]:
     """Return the rows and columns of the scales that belong to a shard."""
     rows = _blocks(shard.start, shard.stop, shape[0], fmt.rows, fmt.name, "rows")
     if fmt.group is None:
-        return rows, slice(None)
+        return rows, slice(0, 1)
     return rows, _blocks(*(shard.columns or (0, shape[1])), shape[1], fmt.group, fmt.name, "columns")
 
 

@@ -14,19 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from qurl_ray.errors import QurlError, SyncError
-from qurl_ray.quant.fingerprint import fingerprint
-from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
-from qurl_ray.rollout.vllm_shards import Partition, TensorShard, cut, local_shards, read
+from qurl_ray.rollout.vllm_shards import Partition, Piece, TensorShard, cut, fingerprint_pieces, local_shards, read
+from qurl_ray.transfer.group import Meeting, broadcast, join
+from qurl_ray.transfer.memory import Address, Placed, opened, opened_on_gpu, tensor_at, uuid_of
 
 EncodedArray = tuple[str, tuple[int, ...], bytes]
 """An array in a message: (numpy dtype, shape, bytes)."""
 Wire = list[EncodedArray]
+Item = tuple[str, str, Sequence[Placed]]
+"""(name, format, places of the arrays in a buffer) of a tensor."""
 
 
 class WorkerExtension:
@@ -80,25 +84,37 @@ class ResidentPolicy:
     _waiting: dict[str, list[tuple[int, torch.Tensor | QTensor]]] = field(default_factory=dict)
     _placed: dict[str, int] = field(default_factory=dict)
     _last_held: tuple[object, list[QTensor]] = (None, [])
+    _group: tuple[Meeting | None, Any] = (None, None)
+    """Group that was joined last."""
 
     def begin(self) -> None:
         """Forget what was placed before."""
         self._waiting, self._placed = {}, {}
 
     @torch.no_grad()
-    def place(self, name: str, parts: Wire, format_name: str, weight_max_code: int) -> None:
-        """Write one tensor to its location. A fused layer changes when the last of its tensors has arrived."""
+    def place(self, address: Address, items: Sequence[Item], weight_max_code: int) -> None:
+        """Write tensors from a shared buffer to their locations. A fused layer changes when the last of its tensors has
+        arrived.
+
+        Args:
+            weight_max_code: largest code of those that came as codes.
+        """
+        self._place_all(torch.from_numpy(opened(address)), items, weight_max_code)
+
+    def _place_all(self, memory: torch.Tensor, items: Sequence[Item], weight_max_code: int) -> None:
+        for name, format_name, places in items:
+            fmt = None if format_name == "none" else get_format(format_name, weight_max_code)
+            self._place(name, fmt, [tensor_at(memory, place) for place in places])
+
+    def _place(self, name: str, fmt: Format | None, arrays: Sequence[torch.Tensor]) -> None:
         place = self._find(name)
-        arrays = [_decoded(part) for part in parts]
-        if format_name == "none":
-            value: Any = torch.from_numpy(arrays[0])
-        elif place.method is None:
+        value: Any = arrays[0]
+        if fmt and place.method is None:
             raise SyncError(
-                f"{name} came as {format_name} codes, but vLLM holds it in full precision: add it to quantization.keep"
+                f"{name} came as {fmt.name} codes, but vLLM holds it in full precision: add it to quantization.keep"
             )
-        else:
-            codes, scale = arrays
-            value = QTensor.from_numpy(codes, scale, get_format(format_name, weight_max_code))
+        if fmt:
+            value = QTensor(codes=arrays[0].view(fmt.dtype), scale=arrays[1], fmt=fmt)
         own = [(shard.at, cut(value, shard)) for shard in place.shards]
         done = self._placed[place.parameter] = self._placed.get(place.parameter, 0) + sum(p.rows for p in place.shards)
         if place.method is None:
@@ -107,44 +123,40 @@ class ResidentPolicy:
                 target[at : at + len(part)].copy_(part)
             return
         waiting = self._waiting.setdefault(place.parameter, [])
-        waiting += own
+        device = place.module.weight.device
+        waiting += [(at, part.to(device, copy=True)) for at, part in own]  # the buffer is written again
         if done == place.rows:
             self._last_held = (None, [])
             place.method.hold(place.module, [part for _, part in sorted(waiting, key=lambda item: item[0])])
             del self._waiting[place.parameter]
 
     @torch.no_grad()
-    def expect(
-        self, scales: Sequence[tuple[str, tuple[int, ...], EncodedArray]], fmt: tuple[str, int], patches: bool
-    ) -> None:
-        """Prepare for vLLM's own transfer.
+    def take(self, source: dict[str, Any], size: int, items: Sequence[Item], weight_max_code: int) -> None:
+        """Write tensors of a direct transport's bucket to their locations; see qurl_ray.sync.direct.
 
         Args:
-            scales: (name, shape, scales) of every tensor that is sent as codes.
-            fmt: name of their format, and their largest code.
-            patches: codes are patched in place, not replaced.
+            source: where the bytes are: `memory`, or `group` with the rank of this engine's first process.
+            size: bytes.
         """
-        for _, method in self._linears():
-            method.expected = []
-        for name, shape, wire in scales:
-            place, form = self._find(name), get_format(*fmt)
-            if place.method is None or place.method.fmt is None:
-                raise SyncError(f"{name} is to come as {form.name} codes, but vLLM holds it in full precision")
-            codes = torch.empty(shape, dtype=form.dtype, device="meta")
-            whole = QTensor(codes=codes, scale=torch.from_numpy(_decoded(wire)), fmt=form)
-            place.method.expected += [(shard.at, cut(whole, shard)) for shard in place.shards]
-        if patches:
-            for module, method in self._linears():
-                if method.expected:
-                    method.show_floats(module)
-
-    @torch.no_grad()
-    def arrived(self) -> None:
-        """Convert the floats that were patched to codes again."""
-        self._last_held = (None, [])
-        for module, method in self._linears():
-            if method.expected and module.weight.dtype == module.params_dtype and module.weight.numel():
-                method.hold_floats(module)
+        rank = source["rank"] + get_tensor_model_parallel_rank()
+        device = next(self.model.parameters()).device
+        if "group" in source:
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            meeting: Meeting = tuple(source["group"])
+            if self._group[0] != meeting:
+                self._group = (meeting, join(meeting, rank, device))
+            broadcast(self._group[1], memory)
+        elif device.type == "cuda":
+            handle = source["memory"].get(uuid_of(device))
+            if handle is None:
+                raise SyncError(f"no rank of the learner shares this engine's GPU {uuid_of(device)}")
+            memory = opened_on_gpu(handle, device)
+        else:
+            of_ranks = sorted(source["memory"])  # all are alike
+            memory = torch.from_numpy(opened(source["memory"][of_ranks[rank % len(of_ranks)]]))
+        self._place_all(memory, items, weight_max_code)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the sender may write there again
 
     def unplaced(self) -> list[str]:
         """Return names of vLLM's parameters that have not got all their rows since `begin`."""
@@ -157,13 +169,14 @@ class ResidentPolicy:
                 found.append(name)
         return found
 
-    def fingerprints(self, names: Sequence[str]) -> list[int]:
-        """Return fingerprints of the resident tensors, for workers that hold whole tensors."""
+    def fingerprints(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[Piece]]:
+        """Return what this rank's shards add to the fingerprints of these tensors, given by name and shape."""
         found, self._last_held = [], (None, [])
-        for name in names:
+        for name, shape in shapes:
             place = self._find(name)
-            (shard,) = place.shards
-            found.append(fingerprint(*self._read(place, shard)))
+            fmt = place.method.fmt if place.method else None
+            shards = [fingerprint_pieces(self._read(place, one), tuple(shape), one, fmt) for one in place.shards]
+            found.append([piece for pieces in shards for piece in pieces])
         return found
 
     def resident(self, name: str) -> list[tuple[int, int, tuple[int, int] | None, Wire]]:
@@ -224,11 +237,6 @@ class ResidentPolicy:
 def encoded(array: np.ndarray) -> EncodedArray:
     """Encode an array so that vLLM's messages can carry it."""
     return array.dtype.str, array.shape, array.tobytes()
-
-
-def _decoded(part: EncodedArray) -> np.ndarray:
-    dtype, shape, data = part
-    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a bytearray, because torch needs writable memory
 
 
 def _partitions(module: nn.Module, parameter: torch.Tensor) -> list[Partition]:

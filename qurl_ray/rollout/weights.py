@@ -140,7 +140,7 @@ class EngineWeights:
             return
         codes, scale = parts
         q = QTensor.from_numpy(codes, scale, get_format(record.format, max_code))
-        self._waiting[path] = QTensor(codes=q.codes.to(self._device), scale=q.scale.to(self._device), fmt=q.fmt)
+        self._waiting[path] = q.to(self._device)
 
     def _pack(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
         """Start to build linears from waiting codes, fused if the whole group has arrived."""

@@ -117,7 +117,7 @@ class Publisher:
             if tied and not codes:
                 continue
             if codes and not isinstance(tensor, QTensor):
-                tensor = quantize(tensor, codes).cpu()
+                tensor = quantize(tensor, codes)
             record, whole = _whole(name, tensor, unquantized)
             _, before = last.pop(name, (None, None))
             record, payload = _compared(replace(record, tied=tied), whole, before, base)
@@ -174,7 +174,7 @@ def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) 
     sent: tuple[torch.Tensor, ...]
     encoding: Encoding
     if isinstance(tensor, QTensor):
-        held, sent = (tensor.codes, tensor.scale), (tensor.codes, tensor.scale)
+        held, sent = (tensor.codes, tensor.scale), (tensor.codes.cpu(), tensor.scale.cpu())
         encoding, form = "codes", tensor.fmt.name
     else:
         # A copy, because the parameter goes on changing. bfloat16 is rounded to nearest, ties to even.

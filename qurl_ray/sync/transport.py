@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-import numpy as np
-import torch
-
 from qurl_ray.errors import ConfigError
 from qurl_ray.quant.formats import Format
 from qurl_ray.sync.delta import Payload
 from qurl_ray.sync.publish import Bucket, Publisher, Unquantized
 from qurl_ray.tables import TRANSPORTS
-from qurl_ray.types import Completion, TensorRecord
+from qurl_ray.types import Completion, StagedBucket, TensorRecord
 
 Probes = list[list[Completion]]
 """Answers to the probe of the engines that took the version."""
@@ -33,20 +30,20 @@ class Link:
     name: str
     """`sync.transport`."""
     publisher: Publisher
-    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    """Returns the learner's parameters, in the same order every time; collective if they are sharded."""
-    engines: int
-    processes: int
-    """Number of processes of each engine."""
     verify: Callable[[Sequence[TensorRecord], Sequence[Any] | None], Probes]
-    """Has the engines load what this rank's tickets stand for, verify the version and draw the probe. None in place of
-    tickets: the engines have the weights already."""
-    expect: Callable[[Sequence[TensorRecord], Mapping[str, np.ndarray]], None]
-    """For direct transports: has the engines prepare for a version, whose scales it gives them."""
-    call: Callable[[str, Sequence[dict]], None]
-    """For direct transports: calls DirectEngine.transfer with this method on all engines, with one dict of arguments
-    each."""
+    """Has the engines load what this rank's tickets stand for, verify the version and draw the probe."""
+    host: str
+    """Address of this rank's machine."""
     timeout_s: float
+    expect: Callable[[], Mapping[int, tuple[str, int]]]
+    """For direct transports: has the engines prepare for a version. Returns identity and number of processes of those
+    that take part, by index. All ranks call it."""
+    take: Callable[[StagedBucket], Callable[[], None]]
+    """For direct transports: has these engines take a bucket. Returns a function that waits until they have. If its
+    source is memory, all ranks call it with theirs."""
+    accept: Callable[[Sequence[TensorRecord], str | None], Probes]
+    """For direct transports: has the engines verify what they took and draw the probe; or send the version again, if
+    the transfer has failed for the given reason."""
 
 
 class Transport(Protocol):

@@ -262,9 +262,9 @@ ON_GPUS = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["nccl", "sparse_nccl", "ipc"])
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
 @pytest.mark.parametrize("missing", range(3))
-def test_vllms_own_weight_transfer_needs_vllm_and_gpus(transport, missing):
+def test_direct_transports_need_vllm_and_gpus(transport, missing):
     placement = "colocated" if transport == "ipc" else "disaggregated"
     overrides = [f"sync.transport={transport}", *ON_GPUS, f"placement={placement}"]
     assert load_config(None, overrides).sync.transport == transport
@@ -279,12 +279,7 @@ def test_vllms_own_weight_transfer_needs_vllm_and_gpus(transport, missing):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["sparse_nccl", "sync.delta=false"], "sends what changed: it needs sync.delta=true"),
-        (["sparse_nccl", "learner.workers=2"], "needs learner.workers=1: rank 0 sends"),
-        (["ipc", "learner.workers=2"], "hands over the memory of one GPU"),
-        (["ipc", "rollout.workers=2"], "hands over the memory of one GPU"),
-        (["ipc", "rollout.vllm.tensor_parallel=2"], "hands over the memory of one GPU"),
-        (["ipc"], "it needs placement=colocated"),
+        (["ipc"], "it needs placement=colocated; elsewhere use nccl"),
         (["rdma"], "sync.transport"),
     ],
 )
@@ -572,8 +567,7 @@ def test_colocated_learners_make_room_unless_they_are_told_not_to():
         ("rollout.vllm.tensor_parallel=3", "need learner.workers=12, not 8"),
         ("rollout.max_workers=5", "no room for more engines than ranks"),
         ("rollout.vllm.kv_cache_gb=null", "engine=vllm would otherwise take the learner's memory"),
-        ("sync.transport=nccl", "two processes on one GPU, which NCCL refuses"),
-        ("sync.transport=ipc", "elsewhere use nccl, or object_store with placement=colocated"),
+        ("sync.transport=nccl", "two processes on one GPU, which NCCL refuses: use sync.transport=ipc"),
         ("placement=together", "placement"),
     ],
 )

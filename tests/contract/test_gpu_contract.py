@@ -167,7 +167,7 @@ def test_every_engine_argument_exists():
             keys |= names if "worker_extension_cls" in names else set()
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "self._settings":
             keys |= set(strings(node.slice))
-    assert {"enforce_eager", "compilation_config", "weight_transfer_config"} <= keys
+    assert {"enforce_eager", "compilation_config"} <= keys
     assert keys - (parameters("vllm.engine.arg_utils", "AsyncEngineArgs") or set()) == set()
 
 
@@ -175,8 +175,11 @@ def test_every_call_of_the_engine_exists():
     calls = set()
     for name in ("vllm_engine.py", "vllm_server.py"):
         for node in ast.walk(ast.parse((ROOT / "qurl_ray" / "rollout" / name).read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "control":
-                calls |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr == "control":
+                    calls |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+                if ast.unparse(node.func.value) == "self._llm":
+                    calls.add(node.func.attr)
     assert {"pause_generation", "collective_rpc"} <= calls
     llm = definition("vllm.v1.engine.async_llm", "AsyncLLM")
     assert isinstance(llm, ast.ClassDef)

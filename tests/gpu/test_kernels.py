@@ -50,7 +50,7 @@ def test_int8_does_not_depend_on_the_batch(columns):
 
 def test_int8_on_a_gpu_equals_int8_on_a_cpu_up_to_rounding():
     linear, x = layer("int8"), inputs(40, 640, torch.float32)
-    expected = reference_linear(x.cpu(), linear.resident().cpu(), linear.bias.cpu())
+    expected = reference_linear(x.cpu(), linear.resident().to("cpu"), linear.bias.cpu())
     torch.testing.assert_close(linear(x).cpu(), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
 
 
@@ -58,7 +58,7 @@ def test_int8_on_a_gpu_equals_int8_on_a_cpu_up_to_rounding():
 def test_emulation_computes_the_same_as_on_a_cpu(name):
     linear, x = layer(name, emulate=True), inputs(40, 640, torch.float32)
     assert linear.kernel is None
-    expected = reference_linear(x.cpu(), linear.resident().cpu(), linear.bias.cpu())
+    expected = reference_linear(x.cpu(), linear.resident().to("cpu"), linear.bias.cpu())
     torch.testing.assert_close(linear(x).cpu(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.quant import fingerprint as fingerprints
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
@@ -240,6 +242,16 @@ def test_fingerprints_of_shards_add_up_to_that_of_the_whole(dtype, seed, count, 
     both = [fingerprint(part, other[3:] if not at else other[:0], offset=(at, 0 if at else 3)) for part, at in shards]
     rest = fingerprint(whole[:0], other[:3])
     assert (sum(both) + rest) % 2**64 == fingerprint(whole, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), count=st.integers(0, 200), start=st.integers(0, 100), skipped=st.integers(0, 9))
+def test_devices_sum_the_words_as_numpy_does(seed, count, start, skipped):
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(256, (skipped + count,), dtype=torch.uint8, generator=generator)[skipped:]
+    with mock.patch.object(fingerprints, "_CHUNK", 64):
+        found = fingerprints._sum_of_words_on_device(data, start)
+    assert found == fingerprints._sum_of_words(data, start) % 2**64
 
 
 def test_a_shard_has_an_offset_and_it_is_not_negative():

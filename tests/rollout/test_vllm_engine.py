@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,14 @@ from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import integer_kernel, reference_linear
 from qurl_ray.quant.quantize import quantize
+from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.requests import continued, joined
+from qurl_ray.sync.publish import Publisher, assemble_manifest
+from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import PolicySpec, Request, SamplingParams
-from tests.conftest import SUMS, requests_for
+from tests.conftest import SUMS, requests_for, taken
 from tests.rollout.damage import dropped, swapped, transposed
-from tests.rollout.test_torch_engine import learner_logprobs, weights_of, with_quantized_linears
+from tests.rollout.test_torch_engine import KEEP, learner_logprobs, weights_of, with_quantized_linears
 from tests.rollout.vllm_floats import digest
 from tests.rollout.vllm_process import EngineProcess
 
@@ -218,6 +222,32 @@ def test_weights_come_and_go_in_all_formats_and_buckets(engine, spec, tokenizer)
         assert same(found, expected.setdefault((model is one, name), found))
     assert not same(expected[True, "int8"], expected[False, "int8"])
     assert not same(expected[True, "int8"], expected[True, "none"])
+
+
+def test_a_bucket_is_one_message(engine, spec):
+    manifest, (buffers,) = weights_of(policy(spec), "int8", 1)
+    names, _ = list(buffers), engine.call("sent")
+    engine.call("load", manifest, [{name: buffers[name] for name in names[at::3]} for at in range(3)])
+    assert engine.call("sent") == ["begin", "place", "place", "place", "unplaced", "fingerprints"]
+
+
+def test_deltas_are_added_to_what_was_kept_of_the_version_before(engine, spec, tokenizer):
+    requests = requests_for(tokenizer, 2, 1)
+    publisher = Publisher({f"{name}.weight" for name in quantized_linears(policy(spec), KEEP)})
+    for version, base in enumerate((None, 0, 1, None, 3)):
+        model = policy(spec, seed=0)
+        with torch.no_grad():
+            for parameter in model.parameters():  # few codes change
+                parameter.view(-1)[version::97] *= 1.01
+        options = {"version": version, "base_version": base}
+        buckets = list(publisher.prepare(model.named_parameters(), taken("int8"), **options))
+        manifest = assemble_manifest(version, taken("int8"), [bucket.records for bucket in buckets])
+        assert manifest.base_version == base
+        payloads, _ = [bucket.payloads for bucket in buckets], engine.call("sent")
+        engine.call("load", manifest, list(decode_buckets(payloads, manifest, partial(engine.call, "resident"))))
+        read_back = engine.call("sent").count("resident")
+        assert (read_back > 0) == (version == 1)  # later ones find what was kept
+        assert_close(model, requests, alone(engine, requests, version), "int8")
 
 
 def test_no_prefix_survives_other_weights(engine, spec, tokenizer):

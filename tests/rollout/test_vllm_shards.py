@@ -7,9 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.errors import QuantizationError, SyncError
+from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.quantize import dequantize, quantize
-from qurl_ray.rollout.vllm_shards import Partition, TensorShard, cut, fuse, join_shards, local_shards, read
+from qurl_ray.rollout.vllm_shards import (
+    Partition,
+    TensorShard,
+    cut,
+    fingerprint_pieces,
+    fuse,
+    join_fingerprints,
+    join_shards,
+    local_shards,
+    read,
+)
 
 
 def weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -51,6 +62,13 @@ def test_column_parallel_shards_of_a_fused_layer_give_back_every_tensor(name, ra
     for index, part in enumerate(parts):
         for whole, sent in zip(join_shards("w", part.shape, fmt, found[index]), part.to_numpy(), strict=True):
             np.testing.assert_array_equal(whole, sent)
+        assert joined(part, found[index]) == fingerprint(part.codes, part.scale)
+
+
+def joined(q, found) -> int:
+    """The fingerprint from those of all ranks' shards."""
+    shares = [fingerprint_pieces([*map(torch.tensor, arrays)], q.shape, shard, q.fmt) for shard, arrays in found]
+    return join_fingerprints("w", q.shape, q.fmt, [piece for pieces in shares for piece in pieces])
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -65,6 +83,7 @@ def test_row_parallel_shards_multiply_to_the_whole(name, ranks):
     found = [(shard, s.to_numpy()) for shard, s in zip(own, shards, strict=True)]
     for whole, sent in zip(join_shards("w", q.shape, fmt, found), q.to_numpy(), strict=True):
         np.testing.assert_array_equal(whole, sent)
+    assert joined(q, found) == fingerprint(q.codes, q.scale)
 
 
 def test_blocks_are_not_cut():
@@ -102,3 +121,19 @@ def test_ranks_that_differ_or_lack_rows_are_noticed():
         join_shards("w", (4, 3), None, [*found, (bottom, (other[2:],))])
     bias = [(TensorShard(start=0, stop=3, at=0), (values[0],))]
     np.testing.assert_array_equal(join_shards("b", (3,), None, bias)[0], values[0])
+
+
+def test_fingerprints_of_ranks_that_differ_or_lack_rows_are_noticed():
+    values = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+    top, bottom = TensorShard(start=0, stop=2, at=0), TensorShard(start=2, stop=4, at=0)
+    pieces = [
+        *fingerprint_pieces([values[:2]], (4, 3), top, None),
+        *fingerprint_pieces([values[2:]], (4, 3), bottom, None),
+    ]
+    assert join_fingerprints("w", (4, 3), None, [*pieces, pieces[1]]) == fingerprint(values)
+    with pytest.raises(SyncError, match="w: no rank holds some of its rows"):
+        join_fingerprints("w", (4, 3), None, pieces[1:])
+    with pytest.raises(SyncError, match=r"w: ranks hold different copies of rows 2 … 3"):
+        join_fingerprints("w", (4, 3), None, [*pieces, *fingerprint_pieces([values[:2]], (4, 3), bottom, None)])
+    (bias,) = fingerprint_pieces([values[0]], (3,), TensorShard(start=0, stop=3, at=0), None)
+    assert join_fingerprints("b", (3,), None, [bias]) == fingerprint(values[0])

@@ -101,7 +101,7 @@ def _serve(pipe: Connection, args: tuple, kwargs: dict, capture: bool) -> None:
         with lock:
             pipe.send((ticket, good, value))
 
-    engine = None
+    engine, sent = None, []
 
     def make() -> None:
         nonlocal engine
@@ -112,12 +112,16 @@ def _serve(pipe: Connection, args: tuple, kwargs: dict, capture: bool) -> None:
 
             capturing()
         engine = VllmEngine(*args, **kwargs)
+        start = engine._server.start
+        engine._server.start = lambda *asked: sent.append(asked[0]) or start(*asked)
 
     reply(0, make)
     while engine is not None:
         ticket, method, args, kwargs = pipe.recv()
 
         def work(method: str = method, args: tuple = args, kwargs: dict = kwargs) -> Any:
+            if method == "sent":  # methods of vLLM's workers that were called since the last time
+                return [sent.pop(0) for _ in range(len(sent))]
             if method in _INSIDE:
                 return _INSIDE[method](engine, *args)
             found = getattr(engine, method)

@@ -1,5 +1,5 @@
-"""A sync through vLLM's own weight transfer from end to end: real senders, learner, fleet and vLLM engines, without Ray
-and with tests/sync/cpu_collectives.py for CUDA. In a process of its own, as vllm patches torch: `in_a_process`."""
+"""A sync through a direct transport from end to end: real senders, learner, fleet and vLLM engines, without Ray. In a
+process of its own, as vllm patches torch: `in_a_process`."""
 
 import asyncio
 import multiprocessing
@@ -8,12 +8,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from ray.exceptions import ActorDiedError
 
 from qurl_ray.actors import rollout_worker
 from qurl_ray.actors.fleet import Fleet
@@ -28,10 +28,10 @@ from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.sync.publish import Publisher
+from qurl_ray.types import StagedBucket
 from tests.actors.local import LocalActor
 from tests.conftest import requests_for, taken
 from tests.rollout.vllm_process import EngineProcess
-from tests.sync import cpu_collectives
 
 
 def in_a_process(scenario: Callable[..., None], *args: object, timeout_s: float = 280) -> None:
@@ -69,15 +69,29 @@ class RemoteEngine:
         return self._process.call("version")
 
     def __getattr__(self, method: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._process.call(method, *args, **kwargs)
+            except (EOFError, OSError):
+                raise ActorDiedError from None
+
         if method == "load":  # an iterator would not get there
-            return lambda manifest, buckets: self._process.call("load", manifest, list(buckets))
-        return lambda *args, **kwargs: self._process.call(method, *args, **kwargs)
+            return lambda manifest, buckets: call("load", manifest, list(buckets))
+        return call
+
+    def kill(self) -> None:
+        self._process.end()
+        self.dead = True
+
+    dead = False
 
 
 class Worker(rollout_worker.RolloutWorker):
     """Around an engine that answers one call at a time."""
 
     def heartbeat(self) -> Heartbeat:
+        if self._engine.dead:
+            raise ActorDiedError
         return Heartbeat(boot="", pid=0, node="", version=None, log="")
 
 
@@ -87,7 +101,6 @@ class Rig:
     def __init__(
         self,
         spec: Any,
-        folder: Path,
         transport: str,
         *,
         ranks: int = 1,
@@ -95,12 +108,13 @@ class Rig:
         tensor_parallel: int = 1,
         dtype: str = "float32",
         probe: bool = True,
+        timeout_s: float = 60.0,
     ) -> None:
-        cpu_collectives.installed(folder)
-        self.folder, self.ends, self.warnings = folder, ExitStack(), []
-        self.config = _unchecked(transport, engines, tensor_parallel, dtype)
+        self.ends, self.warnings, self.probed = ExitStack(), [], probe
+        self.config = _unchecked(transport, engines, tensor_parallel, dtype, timeout_s)
         rollout_worker.ray.get = lambda ref: ref
         sender_module.ray.put = lambda value: value
+        sender_module.ray.util.get_node_ip_address = lambda: "127.0.0.1"
         sender_module.wait = lambda call, *_: call.result(90)
         self.engines = []
         for _ in range(engines):
@@ -110,7 +124,6 @@ class Rig:
                 dtype=dtype,
                 threads=1,
                 timeout_s=60,
-                transport=transport,
                 tensor_parallel=tensor_parallel,
             )
             self.engines.append(RemoteEngine(self.ends.enter_context(process)))
@@ -134,7 +147,7 @@ class Rig:
         self.refit = Refit(
             self.fleet,
             ranks=ranks,
-            timeout_s=60,
+            timeout_s=timeout_s,
             probe=drawn,
             tolerance=0.2,
             floor=ProbeFloor(),
@@ -145,17 +158,19 @@ class Rig:
         async def largest_code(name: str) -> int:
             return 0 if name == "none" else taken(name).weight_max
 
-        self.calls: list[str] = []
+        self._buckets: set[int] = set()
+        self._before_bucket: dict[int, Callable[[], None]] = {}
 
-        async def transfer(method: str, arguments: list[dict]) -> None:
-            self.calls.append(method)
-            await self.fleet.transfer(method, arguments, 60)
+        async def take(version: int, rank: int, bucket: StagedBucket) -> None:
+            self._buckets.add(bucket.number)
+            self._before_bucket.pop(bucket.number, lambda: None)()
+            await self.refit.take(version, rank, bucket)
 
         coordinator = SimpleNamespace(
             offer=remote(self.refit.offer),
             expect=remote(self.refit.expect),
             conclude=remote(self.refit.conclude),
-            transfer=remote(transfer),
+            take=remote(take),
             weight_max_code=remote(largest_code),
         )
         self.models = [load_model(spec) for _ in range(ranks)]
@@ -179,12 +194,12 @@ class Rig:
         settings = objective_settings(self.config)
         return make_learner(model, self.config.learner, settings, temperature=1.0, total_updates=1)
 
-    def send(self, format_name: str) -> list[str]:
-        """All ranks send; the methods of vLLM's workers that were called."""
-        self.calls.clear()
+    def send(self, format_name: str) -> int:
+        """All ranks send; the number of buckets that went directly."""
+        self._buckets.clear()
         with ThreadPoolExecutor(len(self.senders)) as pool:
             list(pool.map(lambda sender: sender.send(format_name), self.senders))
-        return list(self.calls)
+        return len(self._buckets)
 
     @torch.no_grad()
     def move(self, by: float = 1e-4) -> None:
@@ -192,26 +207,50 @@ class Rig:
             for index, parameter in enumerate(model.parameters()):
                 parameter += by * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
 
-    def damage(self, rank: int) -> None:
-        (self.folder / f"damage-{rank}").touch()
+    def damage(self) -> None:
+        """Flip a bit of the next bucket of rank 0, after it was staged."""
+        transport = self.senders[0]._transport
+        source = transport._source
+
+        def damaged(memory: torch.Tensor) -> dict:
+            memory[0] ^= 1
+            del transport._source  # the class's again
+            return source(memory)
+
+        transport._source = damaged
+
+    def kill_at_bucket(self, number: int, *, engine: int) -> None:
+        self._before_bucket[number] = self.engines[engine].kill
+
+    def fail_at_parameter(self, number: int) -> None:
+        """Have rank 0 fail once, after so many parameters."""
+        learner = self.senders[0]._learner
+        parameters = learner.named_parameters
+
+        def failing() -> Any:
+            learner.named_parameters = parameters
+            for index, item in enumerate(parameters()):
+                yield item if index < number else 1 / 0
+
+        learner.named_parameters = failing
 
     def answers(self, engine: int) -> list:
         version = self.fleet.version
         found = [self.engines[engine].generate([request], version=version)[0] for request in self.requests]
         return [(c.token_ids.tolist(), c.logprobs.tolist()) for c in found]
 
-    def assert_resident(self) -> None:
+    def assert_resident(self, engines: list | None = None) -> None:
         """Every engine holds what the publishers sent, bit for bit."""
         for publisher in self.publishers:
             for bucket in publisher.resend():
                 for payload in bucket.payloads:
-                    for engine in self.engines:
+                    for engine in engines or self.engines:
                         for found, sent in zip(engine.resident(payload.name), payload.parts, strict=True):
                             wide = sent.astype(np.uint32) << 16 if sent.itemsize == 2 else sent
                             assert np.array_equal(found.view(wide.dtype), wide), payload.name
 
 
-def _unchecked(transport: str, engines: int, tensor_parallel: int, dtype: str) -> Any:
+def _unchecked(transport: str, engines: int, tensor_parallel: int, dtype: str, timeout_s: float) -> Any:
     """Settings that would be refused, there being no GPU."""
     config = load_config(None, ["quantization.uaq_scale=1"])
     vllm = config.rollout.vllm.model_copy(update={"tensor_parallel": tensor_parallel})
@@ -219,6 +258,6 @@ def _unchecked(transport: str, engines: int, tensor_parallel: int, dtype: str) -
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update=rollout),
-            "sync": config.sync.model_copy(update={"transport": transport, "timeout_s": 60.0}),
+            "sync": config.sync.model_copy(update={"transport": transport, "timeout_s": timeout_s}),
         }
     )

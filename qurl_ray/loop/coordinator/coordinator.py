@@ -32,7 +32,7 @@ from qurl_ray.loop.coordinator.events import EventBuffer
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.coordinator.session import Session
 from qurl_ray.loop.messages import Directive, Drained, Gap, Material, Offer, Start, WeightsWanted
-from qurl_ray.types import Completion, Event
+from qurl_ray.types import Completion, Event, StagedBucket
 
 _POLL_S = 0.02
 
@@ -160,9 +160,13 @@ class Coordinator:
         """See Session.evaluate."""
         return await self.session.evaluate(label, step, sent)
 
-    async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
+    async def expect(self, offer: Offer) -> dict[int, tuple[str, int]]:
         """See Session.expect."""
-        await self.session.expect(offer, scales)
+        return await self.session.expect(offer)
+
+    async def take(self, version: int, rank: int, bucket: StagedBucket) -> None:
+        """See Session.take."""
+        await self.session.take(version, rank, bucket)
 
     async def offer(self, offer: Offer, tickets: list[Any] | None) -> list[list[Completion]]:
         """See Session.offer."""
@@ -187,10 +191,6 @@ class Coordinator:
         return self.session.state(step)
 
     # --- ranks: everything else ---------------------------------------------------------------------------------
-
-    async def transfer(self, method: str, arguments: list[dict]) -> None:
-        """Take one step of a direct transport on all engines; see Fleet.transfer."""
-        await self._fleet.transfer(method, arguments, self._config.sync.timeout_s)
 
     async def rest(self) -> None:
         """Put all engines to sleep, so that they release their memory for the learner's turn."""

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray import ObjectRef
-
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Member
 from qurl_ray.errors import QurlError, SyncError
@@ -26,7 +24,7 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.sync.publish import assemble_manifest, count_codes
-from qurl_ray.types import Completion, Manifest, Request
+from qurl_ray.types import Completion, Manifest, Request, StagedBucket
 
 
 def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits: int) -> dict[str, float]:
@@ -79,16 +77,32 @@ class Refit:
         """Workers whose probes the learner is scoring."""
         self._hardware: dict[int, str] = {}
         """Hardware that each engine computes on, by worker index."""
+        self._taking: dict[int, tuple[str, int]] = {}
+        """Engines that take a version from a direct transport: identity and number of processes, by worker index."""
+        self._missed: dict[int, str] = {}
+        """Reasons why others do not, by worker index."""
         self._unfit: dict[int, str] = {}
         """Reasons why workers did not take the version, by worker index."""
         self.kernels: list[str] = []
         self.metrics: dict[str, float] = {}
 
-    async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
-        """Announce one rank's part of a version that a direct transport sends, with the scales of its codes. Returns
-        when the engines are ready for it. An offer without tickets then has them verify it."""
+    async def expect(self, offer: Offer) -> dict[int, tuple[str, int]]:
+        """Have the engines prepare for a version that a direct transport sends. All ranks call it, then `take` for each
+        bucket, then `offer` without tickets. Returns identity and number of processes of the engines that take part, by
+        worker index."""
         key = ("expect", offer.version)
-        await self._rendezvous.arrive(key, offer.rank, (offer, scales), self._expect)
+        return await self._rendezvous.arrive(key, offer.rank, offer, self._expect)
+
+    async def take(self, version: int, rank: int, bucket: StagedBucket) -> None:
+        """Have these engines take a bucket: from its sender's group, or from the memory of all ranks.
+
+        Raises:
+            SyncError: none of them could; one of a group could not; or ranks differ in what they staged.
+        """
+        if "memory" in bucket.source:
+            await self._rendezvous.arrive(("take", version, bucket.number), rank, bucket, self._take)
+        else:
+            await self._take([bucket])
 
     async def offer(self, offer: Offer, tickets: Sequence[Any] | None) -> list[list[Completion]]:
         """Add one rank's part. Returns, once the engines have loaded all parts, the probes of those that succeeded.
@@ -110,10 +124,26 @@ class Refit:
         key = ("conclude", version, attempt)
         return await self._rendezvous.arrive(key, rank, gaps, lambda found: self._judge(version, attempt, found[0]))
 
-    async def _expect(self, parts: list[tuple[Offer, list[ObjectRef]]]) -> None:
+    async def _expect(self, offers: list[Offer]) -> dict[int, tuple[str, int]]:
         await self._fleet.pause()
-        refs = [ref for _, scales in parts for ref in scales]
-        await self._fleet.expect(_manifest(parts), refs, self._timeout_s)
+        await self._fleet.some_alive()
+        members = self._fleet.those(Health.HEALTHY, Health.STALE)
+        found = await self._fleet.expect(members, offers[0].version, offers[0].format, self._timeout_s)
+        self._missed = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
+        self._taking = {index: engine for index, engine in found.items() if not isinstance(engine, QurlError)}
+        return self._taking
+
+    async def _take(self, buckets: list[StagedBucket]) -> None:
+        first = buckets[0]
+        if any(bucket.items != first.items for bucket in buckets):
+            raise SyncError(f"the learner's ranks staged different tensors in bucket {first.number}")
+        of_ranks = {device: where for bucket in buckets for device, where in bucket.source.get("memory", {}).items()}
+        bucket = replace(first, source={"memory": of_ranks}) if of_ranks else first
+        failed = await self._fleet.take(list(self._taking), bucket, self._timeout_s)
+        self._missed |= {index: str(error) for index, error in failed.items()}
+        self._taking = {index: engine for index, engine in self._taking.items() if index not in failed}
+        if failed and not (of_ranks and self._taking):
+            raise next(iter(failed.values()))
 
     async def _load(self, parts: list[tuple[Offer, Sequence[Any] | None]]) -> list[list[Completion]]:
         offer, manifest = parts[0][0], _manifest(parts)
@@ -135,13 +165,24 @@ class Refit:
             # Other tokens each time: those of one seed would always be off in the same way.
             seeds = [derive_seed(request.seed, offer.version, offer.attempt) for request in self._probe]
             probe = [replace(request, seed=seed) for request, seed in zip(self._probe, seeds, strict=True)]
-        found = await self._fleet.load(members, manifest, tickets, probe, self._timeout_s)
-        self._unfit = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
+        self._unfit = {} if tickets is not None else self._without(members, [part.failed for part, _ in parts])
+        for member in members:
+            member.turn(Health.STALE)
+        loading = [member for member in members if member.index not in self._unfit]
+        found = await self._fleet.load(loading, manifest, tickets, probe, self._timeout_s)
+        self._unfit |= {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
         taken = {index: one for index, one in found.items() if not isinstance(one, QurlError)}
         self._hardware |= {index: one.hardware for index, one in taken.items()}
         self._loaded = [member for member in members if member.index not in self._unfit]
         self.kernels = sorted({kernel for member in self._loaded for kernel in taken[member.index].kernels})
         return [taken[member.index].probe for member in self._loaded]
+
+    def _without(self, members: Sequence[Member], failures: Sequence[str | None]) -> dict[int, str]:
+        """Return the reasons why some of these did not take a version that a direct transport has sent."""
+        if failed := next(filter(None, failures), None):
+            return {member.index: failed for member in members}
+        absent = "it did not take part in the direct transfer"
+        return {m.index: self._missed.get(m.index, absent) for m in members if m.index not in self._taking}
 
     async def _judge(self, version: int, attempt: int, gaps: list[Gap]) -> bool:
         for member, gap in zip(self._loaded, gaps, strict=bool(gaps)):

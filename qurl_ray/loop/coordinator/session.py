@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from ray import ObjectRef
 
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health
@@ -29,7 +28,7 @@ from qurl_ray.loop.messages import Directive, Gap, Offer, WeightsWanted
 from qurl_ray.loop.totals import RunTotals
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.floor import ProbeFloor
-from qurl_ray.types import Completion, Event
+from qurl_ray.types import Completion, Event, StagedBucket
 
 _LOOK_S = 0.25  # between two looks at the engines, while ranks wait
 
@@ -205,9 +204,13 @@ class Session:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def expect(self, offer: Offer, scales: list[ObjectRef]) -> None:
-        """Announce one rank's part of a version that a direct transport sends; see Refit.expect."""
-        await self._refit.expect(offer, scales)
+    async def expect(self, offer: Offer) -> dict[int, tuple[str, int]]:
+        """Have the engines prepare for a version that a direct transport sends; see Refit.expect."""
+        return await self._refit.expect(offer)
+
+    async def take(self, version: int, rank: int, bucket: StagedBucket) -> None:
+        """Have the engines take a bucket of it; see Refit.take."""
+        await self._refit.take(version, rank, bucket)
 
     async def offer(self, offer: Offer, tickets: list[Any] | None) -> list[list[Completion]]:
         """Add one rank's part of a version; see Refit.offer."""

@@ -1,12 +1,12 @@
 """A rank's part of every weight sync: quantize, send the changes, and check that the engines compute with them."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import ray
-import torch
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
@@ -19,10 +19,11 @@ from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import get_format
+from qurl_ray.sync.direct import Direct
 from qurl_ray.sync.publish import Bucket, Publisher
 from qurl_ray.sync.transport import Link, Probes, Transport, connect
 from qurl_ray.tables import TRANSPORTS
-from qurl_ray.types import Completion, TensorRecord
+from qurl_ray.types import Completion, StagedBucket, TensorRecord
 
 
 class Sender:
@@ -52,7 +53,7 @@ class Sender:
         self._precision: EnginePrecision | None = None
         """Form in which the current version was sent; None before the first."""
         link = self._link()
-        self._across_nodes = across_nodes or TRANSPORTS[link.name].direct
+        self._across_nodes = across_nodes
         self._transport = connect(link)
         self._fallback: Transport = ObjectStore(link) if TRANSPORTS[link.name].direct else self._transport
         """Transport of versions that are sent again, and of those whose format the engines do not hold yet."""
@@ -86,8 +87,11 @@ class Sender:
             kv_cache=self._config.rollout.kv_cache,
             factors=self._learner.factors() if fmt and self._config.quantization.equalizes(fmt.name) else {},
         )
+        parameters: Iterable[tuple[str, Any]] = equalized(self._learner.named_parameters(), self._precision.factors)
+        if isinstance(transport, Direct):
+            parameters = transport.staged(parameters, fmt, unquantized)
         buckets = self._publisher.prepare(
-            self._parameters(), fmt, version=self._version, base_version=base, unquantized=unquantized
+            parameters, fmt, version=self._version, base_version=base, unquantized=unquantized
         )
         self._attempt = 0
         usual = self.sent == format_name and before is not None and _same(before.factors, self._precision.factors)
@@ -98,10 +102,6 @@ class Sender:
             self.resend()
         self.sent = format_name
         return time.perf_counter() - started
-
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the learner's parameters as the engines are to hold them, before they are quantized."""
-        return equalized(self._learner.named_parameters(), self._precision.factors if self._precision else {})
 
     def _sends_changes(self) -> bool:
         delta = self._config.sync.delta
@@ -131,29 +131,31 @@ class Sender:
         return self._wait(call, f"verify weights {self._version}")
 
     def _link(self) -> Link:
-        rollout = self._config.rollout
-
         def verify(records: Sequence[TensorRecord], tickets: Sequence[Any] | None) -> Probes:
             call = self._coordinator.offer.remote(self._announcement(records), tickets)
             return self._wait(call, f"verify weights {self._version}")
 
-        def expect(records: Sequence[TensorRecord], scales: Mapping[str, np.ndarray]) -> None:
-            call = self._coordinator.expect.remote(self._announcement(records), [ray.put(scales)])
-            self._wait(call, f"expect weights {self._version}")
+        def expect() -> Mapping[int, tuple[str, int]]:
+            call = self._coordinator.expect.remote(self._announcement(()))
+            return self._wait(call, f"expect weights {self._version}")
 
-        def call(method: str, arguments: Sequence[dict]) -> None:
-            self._wait(self._coordinator.transfer.remote(method, arguments), f"take the transport's step {method}")
+        def take(bucket: StagedBucket) -> Callable[[], None]:
+            call = self._coordinator.take.remote(self._version, self._publisher.rank, bucket)
+            return lambda: self._wait(call, f"take bucket {bucket.number} of weights {self._version}")
+
+        def accept(records: Sequence[TensorRecord], failed: str | None) -> Probes:
+            call = self._coordinator.offer.remote(replace(self._announcement(records), failed=failed), None)
+            return self._wait(call, f"verify weights {self._version}")
 
         return Link(
             name=self._config.sync.transport,
             publisher=self._publisher,
-            parameters=self._parameters,
-            engines=rollout.workers,
-            processes=rollout.processes,
             verify=verify,
-            expect=expect,
-            call=call,
+            host=ray.util.get_node_ip_address(),
             timeout_s=self._config.sync.timeout_s,
+            expect=expect,
+            take=take,
+            accept=accept,
         )
 
     def _announcement(self, records: Sequence[TensorRecord]) -> Offer:

@@ -405,9 +405,3 @@ def test_a_transport_that_fails_is_aborted_and_its_error_ends_the_send(rig, monk
         rig.sender.send("int8")
     assert aborted == [True]
     assert not rig.fleet.those(Health.HEALTHY)
-
-
-def test_steps_of_a_direct_transport_are_one_for_each_engine(rig):
-    rig = rig()
-    with pytest.raises(SyncError, match="a direct transport to 3 engines cannot serve 2 workers"):
-        asyncio.new_event_loop().run_until_complete(rig.fleet.transfer("update_weights", [{}] * 3, 1.0))

@@ -1,0 +1,224 @@
+"""Direct transports, from the devices of the learner's ranks to those of the engines. The host carries no weights.
+
+    rank:     quantize on its device ─► bucket ─► the other bucket ─► …
+    engine:                               ╰─► copy into place ─► …    ─► fingerprints, compared with the manifest
+
+`ipc`: every rank hands its buckets to the engine that computes on the same GPU, as memory that this engine opens. All
+ranks fill theirs alike, because a sharded learner gathers every parameter on all ranks. On a CPU, the memory is a
+mapped file. `nccl`: rank 0 broadcasts its buckets to all processes of the engines; on a CPU, over gloo.
+
+Codes travel as one byte each. Each rank also keeps its own part on the host, for engines that must get the version
+again, through the object store: those that failed, restarted or joined. Not measured on a GPU.
+"""
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from qurl_ray.errors import QurlError, SyncError
+from qurl_ray.quant.formats import Format
+from qurl_ray.quant.quantize import QTensor, quantize
+from qurl_ray.sync.publish import Bucket, Unquantized
+from qurl_ray.sync.transport import Link, Probes, Transport
+from qurl_ray.transfer.group import Meeting, broadcast, join, lead, within
+from qurl_ray.transfer.memory import Placed, SharedBuffer, aligned, gpu_handle, uuid_of
+from qurl_ray.types import StagedBucket, TensorRecord
+
+
+class Direct(Transport):
+    """A rank's side; see sync.transport.Transport. The parameters that a version is made of must pass through `staged`.
+
+    A transfer that fails is no error here: `verify` reports it, and all ranks send the version again.
+    """
+
+    sends_changes = False
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._fmt: Format | None = None
+        self._buckets: Iterable[Bucket] = ()
+        self._records: list[TensorRecord] = []
+        self._taken: Callable[[], None] = lambda: None
+        """Waits until the engines have taken the bucket that was sent last."""
+        self._failed: str | None = None
+        self._number = self._filled = 0
+        self._held: dict[int, torch.Tensor] = {}
+        self._items: list[tuple[str, str, tuple[Placed, ...]]] = []
+
+    def staged(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], fmt: Format | None, unquantized: Unquantized
+    ) -> Iterator[tuple[str, torch.Tensor | QTensor]]:
+        """Yield the parameters, those of the quantized set as codes, and send them on their way. Collective if the
+        parameters are sharded."""
+        for name, parameter in parameters:
+            quantized = fmt if name in self._link.publisher.quantized else None
+            value = quantize(parameter.detach(), quantized) if quantized else parameter.detach()
+            if self._sends:
+                self._unless_failed(partial(self._stage, name, value, getattr(torch, unquantized)))
+            yield name, value
+
+    def announce(self, buckets: Iterable[Bucket], fmt: Format | None, unquantized: Unquantized) -> None:
+        self._buckets, self._fmt = buckets, fmt
+        self._failed, self._number, self._filled = None, 0, 0
+        self._items.clear()
+        self._taken = lambda: None
+        self._expect(self._link.expect())
+
+    def send(self) -> None:
+        self._records = [record for bucket in self._buckets for record in bucket.records]
+        if self._sends:
+            self._unless_failed(self._hand_over)
+            self._unless_failed(self._taken)
+
+    def verify(self) -> Probes:
+        probes = self._link.accept(self._records, self._failed)
+        self.abort()
+        return probes
+
+    def abort(self) -> None:
+        self._buckets, self._records = (), []
+
+    @staticmethod
+    def receive(ticket: Any) -> Sequence[Any]:
+        raise SyncError("direct transports have no tickets: the engines receive the weights themselves")
+
+    # --- buckets ---------------------------------------------------------------------------------------------------
+
+    def _stage(self, name: str, value: torch.Tensor | QTensor, dtype: torch.dtype) -> None:
+        """Copy a tensor to the bucket, which is sent first if it is full."""
+        parts = [value.codes, value.scale] if isinstance(value, QTensor) else [value.to(dtype)]
+        size = sum(aligned(part.nbytes) for part in parts)
+        if self._items and self._filled + size > self._link.publisher.bucket_bytes:
+            self._hand_over()
+        memory = self._memory(self._filled + size, parts[0].device)
+        places = []
+        for part in parts:
+            form = torch.uint8 if isinstance(value, QTensor) and part is value.codes else part.dtype
+            places.append((str(form).removeprefix("torch."), tuple(part.shape), self._filled))
+            memory[self._filled : self._filled + part.nbytes].copy_(part.contiguous().reshape(-1).view(torch.uint8))
+            self._filled += aligned(part.nbytes)
+        self._items.append((name, value.fmt.name if isinstance(value, QTensor) else "none", tuple(places)))
+
+    def _hand_over(self) -> None:
+        """Send what is in the bucket; return when the engines have taken the one before."""
+        if not self._items:
+            return
+        self._taken()
+        memory = self._held[self._number % 2]
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()  # copied, for other processes, too
+        self._taken = self._link.take(
+            StagedBucket(
+                number=self._number,
+                items=tuple(self._items),
+                weight_max_code=self._fmt.weight_max if self._fmt else 0,
+                size=self._filled,
+                source=self._source(memory),
+            )
+        )
+        self._deliver(memory[: self._filled])
+        self._number, self._filled = self._number + 1, 0
+        self._items.clear()
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        """Do it, unless this version's transfer has failed. Remember if it fails now: gathering must go on, or other
+        ranks would wait."""
+        if self._failed is not None:
+            return
+        try:
+            work()
+        except QurlError as error:
+            self._failed = f"{self._link.name}: {error}"
+
+    # --- what the two do differently ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _sends(self) -> bool:
+        """This rank sends buckets."""
+
+    def _expect(self, engines: Mapping[int, tuple[str, int]]) -> None:
+        """Take note of the engines that take part, by index: their identity and number of processes."""
+
+    def _memory(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return the memory of the bucket that is filled now, uint8: at least `size` bytes, and a bucket's size."""
+        held = self._held.get(self._number % 2)
+        if held is None or len(held) < size:
+            held = self._held[self._number % 2] = self._allocated(max(size, self._link.publisher.bucket_bytes), device)
+        return held
+
+    def _allocated(self, size: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    @abstractmethod
+    def _source(self, memory: torch.Tensor) -> dict[str, Any]:
+        """Return where engines get the bytes of a bucket, in plain types."""
+
+    def _deliver(self, memory: torch.Tensor) -> None:
+        """Do this side's part, while the engines take the bucket."""
+
+
+class SharedMemory(Direct):
+    """`ipc`."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._files = SharedBuffer(), SharedBuffer()
+
+    @property
+    def _sends(self) -> bool:
+        return True
+
+    def _allocated(self, size: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cuda":
+            return super()._allocated(size, device)
+        return torch.from_numpy(self._files[self._number % 2].reserve(size))
+
+    def _source(self, memory: torch.Tensor) -> dict[str, Any]:
+        if memory.is_cuda:
+            return {"memory": {uuid_of(memory.device): gpu_handle(memory)}}
+        return {"memory": {f"rank {self._link.publisher.rank}": self._files[self._number % 2].address}}
+
+
+class Broadcast(Direct):
+    """`nccl`. The group is made again when an engine has joined or restarted, and after a failure."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._engines: Mapping[int, tuple[str, int]] = {}
+        self._meeting: tuple[Any, Meeting] | None = None
+        self._group: Any = None
+
+    @property
+    def _sends(self) -> bool:
+        return self._link.publisher.rank == 0
+
+    def _expect(self, engines: Mapping[int, tuple[str, int]]) -> None:
+        if engines != self._engines:
+            self._meeting = self._group = None
+        self._engines = engines
+
+    def _source(self, memory: torch.Tensor) -> dict[str, Any]:
+        counts = [count for _, count in self._engines.values()]
+        # Half of it: a worker whose group waits in vain is to say so before it is ended for being late.
+        self._meeting = self._meeting or lead(self._link.host, 1 + sum(counts), self._link.timeout_s / 2)
+        first = itertools.accumulate(counts, initial=1)
+        return {"group": self._meeting[1], "first": dict(zip(self._engines, first, strict=False))}
+
+    def _deliver(self, memory: torch.Tensor) -> None:
+        assert self._meeting, "_source comes first"
+        store, meeting = self._meeting
+
+        def work() -> None:
+            self._group = self._group or join(meeting, 0, memory.device, store)
+            broadcast(self._group, memory)
+
+        try:
+            within(self._link.timeout_s, memory.device, "the broadcast of weights", work)
+        except QurlError:
+            self._meeting = self._group = None  # nothing can be sent through it again
+            raise

@@ -1,0 +1,1 @@
+"""Means by which processes give each other the bytes of tensors: shared memory, and groups that broadcast."""
