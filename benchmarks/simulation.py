@@ -35,8 +35,9 @@ from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.driver.prepare import Prepared
 from qurl_ray.loop.messages import Material, Offer
 from qurl_ray.planning.machines import CONSTANTS
-from qurl_ray.planning.phases import learn_s, sync_bytes
+from qurl_ray.planning.phases import learn_s
 from qurl_ray.planning.roofline import EngineRoofline
+from qurl_ray.planning.sync import delta_bytes, sent_weights
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.types import Completion, Request, TensorRecord
@@ -161,7 +162,8 @@ class Scenario:
     @property
     def load_s(self) -> float:
         """Seconds to load a version: once through the network, as a pipeline over nodes, and into the GPUs."""
-        sent = sync_bytes(self.roofline.shape, self.roofline.precision, delta=self.delta)
+        shape, precision = self.roofline.shape, self.roofline.precision
+        sent = delta_bytes(shape) if self.delta else sent_weights(shape, precision).bytes
         nodes = self.gpus > 8
         seconds = (sent / self.network if nodes else 0.0) + sent / self.roofline.gpu.host
         return seconds / CONSTANTS.link

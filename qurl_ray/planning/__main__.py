@@ -1,15 +1,17 @@
 """Command line: python -m qurl_ray.planning --model Qwen/Qwen2.5-7B --gpu h100 --gpus 8 --response-length 8192"""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from qurl_ray.config import RunConfig
 from qurl_ray.config.load import load_config
 from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.planning.configured import check_layout
 from qurl_ray.planning.machines import GPUS, find_gpu
 from qurl_ray.planning.plan import make_plan
 from qurl_ray.planning.shapes import SHAPES, Shape, configured_shape, find_shape
@@ -46,6 +48,9 @@ def main(
     reference: Annotated[bool | None, typer.Option("--reference", help="With a KL penalty.")] = None,
     critic: Annotated[bool | None, typer.Option("--critic", help="With a value model.")] = None,
     fp8_learner: Annotated[bool | None, typer.Option("--fp8-learner", help="Train in FP8, too.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Engine: vllm or torch.  [vllm]")] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="Decode without CUDA graphs.")] = False,
+    transport: Annotated[str | None, typer.Option(help="As sync.transport.  [object_store]")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Time this machine's CPU instead of taking a GPU.")
     ] = False,
@@ -71,36 +76,47 @@ def main(
         "reference": reference,
         "critic": critic,
         "fp8_learner": fp8_learner,
+        "engine": engine,
+        "graphs": False if eager else None,
+        "transport": transport,
     }
     try:
         if validate:
             show_published(console, as_json=as_json)
             return
-        shape, work, configured = _asked(model, config, {k: v for k, v in given.items() if v is not None})
+        run = load_config(config) if config else None
+        shape, work = _asked(model, run, {k: v for k, v in given.items() if v is not None})
         if measure:
             from qurl_ray.planning.measure import measure as measure_machine  # torch, seconds of imports
 
             show_machine(shape, work, measure_machine(shape, work), console, as_json=as_json)
             return
-        plan = make_plan(shape, find_gpu(gpu), configured if gpus is None else gpus, work, tensor_parallel)
+        kind = find_gpu(gpu)
+        plan = make_plan(shape, kind, _gpus(gpus, run), work, tensor_parallel)
+        check = check_layout(shape, kind, work, run) if run and run.rollout.device == "cuda" else None
         if as_json:
-            typer.echo(json.dumps(as_values(plan), indent=2))
+            typer.echo(json.dumps(as_values(plan) | {"check": asdict(check) if check else None}, indent=2))
         else:
-            show(plan, console)
+            show(plan, console, check)
     except QurlError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _asked(model: str | None, path: Path | None, given: dict[str, Any]) -> tuple[Shape, Workload, int]:
-    """Return (shape, workload, GPUs). The options in `given` override the run's settings."""
-    if path is None:
+def _gpus(given: int | None, run: RunConfig | None) -> int:
+    if given is not None:
+        return given
+    return gpus_of(run) if run else 8
+
+
+def _asked(model: str | None, run: RunConfig | None, given: dict[str, Any]) -> tuple[Shape, Workload]:
+    """Return shape and workload. The options in `given` override the run's settings."""
+    if run is None:
         if model is None:
             raise ConfigError("name a --model, or a run's --config")
-        return find_shape(model), Workload(**given), 8
-    config = load_config(path)
-    shape = find_shape(model) if model else configured_shape(config.model)
-    return shape, replace(configured_workload(config), **given), gpus_of(config)
+        return find_shape(model), Workload(**given)
+    shape = find_shape(model) if model else configured_shape(run.model)
+    return shape, replace(configured_workload(run), **given)
 
 
 if __name__ == "__main__":

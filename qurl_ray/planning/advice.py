@@ -1,7 +1,15 @@
-"""Conclusions from a plan: a verdict in words, recommended settings, and notes."""
+"""Conclusions from a plan: a verdict in words, recommended settings, and notes.
+
+Every speedup is followed by its sources (planning.published) and the mark of what was not measured.
+"""
 
 from qurl_ray.planning.machines import EIGHT_BIT
 from qurl_ray.planning.plan import PAYS, Plan, StepEstimate
+
+MARK = "*"
+"""Follows what was not measured with this package."""
+ROLLOUTS, LEARNER, STEP = f"[S]{MARK}", f"[T]{MARK}", f"[S, T]{MARK}"
+"""Sources of the speeds of rollouts, of the learner and of a step."""
 
 
 def verdict(plan: Plan) -> str:
@@ -13,13 +21,14 @@ def verdict(plan: Plan) -> str:
     took = f"{base.share:.0%} of a step"
     if base.overlapped:
         took = f"{base.rollout:,.0f} s beside the learner's {base.learn:,.0f}"
-    found = f"In bf16's layout rollouts, {took}, become {plan.rollout_gain(better) or 1:.2f}×"
+    found = f"In bf16's layout rollouts, {took}, become {plan.rollout_gain(better) or 1:.2f}× {ROLLOUTS}"
     if plan.chosen != "bf16":
         other = plan.best[plan.chosen]
-        learner = f", the learner {base.learn / other.learn:.2f}×" if plan.work.fp8_learner and other else ""
-        gain = f"{plan.gain(plan.chosen):.2f}× with {plan.chosen}"
-        return f"Quantization pays: {gain}. {found}{learner}; {_reason(plan, base, 'weights and products')}."
-    gain = f"{plan.gain(better) or 1:.2f}×, less than {PAYS}×"
+        learner = f", the learner {base.learn / other.learn:.2f}× {LEARNER}" if plan.work.fp8_learner and other else ""
+        gain = f"{plan.gain(plan.chosen):.2f}× {STEP} with {plan.chosen}"
+        sync = f", syncs {base.sync:.1f} → {other.sync:.1f} s [C]{MARK}" if other else ""
+        return f"Quantization pays: {gain}. {found}{learner}{sync}; {_reason(plan, base, 'weights and products')}."
+    gain = f"{plan.gain(better) or 1:.2f}× {STEP}, less than {PAYS}×"
     return f"Quantization does not pay here: {gain}. {found}; {_reason(plan, base)}."
 
 
@@ -43,15 +52,19 @@ def recommended(plan: Plan) -> list[str]:
         return []
     layout = estimate.layout
     precision = ["quantization=none", "uaq_scale=1"] if plan.chosen == "bf16" else [f"quantization={plan.chosen}"]
+    colocated = layout.placement == "colocated"
+    kv = int(estimate.room / layout.tensor_parallel / 2**30)
     return [
         f"placement={layout.placement}",
         f"rollout.{precision[0]}",
         *(f"quantization.{setting}" for setting in precision[1:]),
         f"rollout.workers={layout.engines}",
         f"rollout.vllm.tensor_parallel={layout.tensor_parallel}",
+        *([f"rollout.vllm.kv_cache_gb={kv}"] if colocated else []),
         "learner.backend=deepspeed",
         f"learner.workers={layout.ranks}",
         f"learner.zero_stage={layout.stage}",
+        *(["learner.offload_while_waiting=false"] if colocated and layout.stage == 0 else []),
     ]
 
 

@@ -1,7 +1,7 @@
 """Data-sheet figures of GPUs, and the few constants that say which share of them is reached.
 
 Each constant is set once, from one source, or is marked as assumed. All models and GPUs share the constants:
-docs/results.md.
+docs/results.md. No GPU has run this package: S and T (planning.published) are measurements of other software.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ NODE = 8
 """Number of GPUs in a node."""
 NETWORK = 50e9
 """Network bandwidth of each GPU to other nodes, in B/s: 400 Gb/s."""
+HOST_MEMORY = 2.2e12
+"""Memory of a node's host, in bytes: 2 TiB, as AWS' p5.48xlarge (cluster/h100.yaml) has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,28 +100,74 @@ class Constants:
     flops_8: float = 0.54
     """Share of the 8-bit peak that an engine's products reach."""
     layer_s: float = 48e-6
-    """Seconds per layer of a decode step besides reads and products: launches, norms, latency of attention."""
+    """Seconds per layer of a decode step besides reads and products: norms, latency of attention. S, with CUDA
+    graphs."""
     quantize_s: float = 4.3e-6
-    """Seconds per layer of a decode step to quantize activations."""
+    """Seconds per layer of a decode step to quantize activations to FP8, fused with the operations before. S."""
+    operation_s: float = 2.5e-6
+    """Seconds of a small operation on the device that nothing fuses. Assumed."""
+    launch_s: float = 10e-6
+    """Seconds of the host to start one operation without CUDA graphs. Assumed: 7B with 16 operations a linear then
+    takes 20 ms a decode step."""
     sequence_s: float = 8.7e-6
-    """Seconds per sequence of a decode step: sampling, scheduling."""
+    """Seconds per sequence of a decode step: sampling, scheduling. S."""
     learner_flops: float = 0.33
-    """Share of the bf16 peak that the learner's passes reach."""
+    """Share of the bf16 peak that the learner's passes reach. T."""
     learner_fp8: float = 1.28
-    """Speedup of the learner's passes with FP8 products."""
+    """Speedup of the learner's passes with FP8 products. T."""
     link: float = 0.8
-    """Share of a link's bandwidth that collectives and copies reach. Assumed."""
+    """Share of a link's bandwidth that collectives and copies of pinned memory reach. Assumed."""
     all_reduce_s: float = 12e-6
     """Seconds of latency of one all-reduce between GPUs of a node; a decode step has two per layer. Assumed."""
     memory: float = 0.9
-    """Share of a GPU's memory that an engine or a learner may take: vLLM's default."""
-    workspace: float = 4.6e9
-    """Bytes of an engine's memory on each GPU for activations and captured graphs."""
+    """Share of a GPU's or host's memory that is planned for; the rest is for fragments and other programs."""
+    workspace: float = 3.1e9
+    """Bytes of an engine's memory on each GPU for activations and `context`. S, less `graphs`."""
+    graphs: float = 1.5e9
+    """Bytes of the CUDA graphs of an engine on each GPU, which stay while it sleeps. Assumed, of 1 to 2 GiB; S has the
+    sum of both."""
+    context: float = 0.5e9
+    """Bytes of CUDA's own for each process on a GPU. Assumed."""
+    pageable: float = 6e9
+    """Bandwidth in B/s between a GPU and host memory that is not pinned. Assumed."""
+    gather_s: float = 1e-3
+    """Seconds of ZeRO-3 to gather one tensor for a sync, besides its bytes. Assumed."""
+    call_s: float = 1e-3
+    """Seconds of one call from an engine's process to its workers. Assumed."""
+    objects: float = 0.56e9
+    """Bandwidth in B/s at which Ray's object store fetches to one node: 45 Gb/s to ten nodes (ray-project/ray#42632,
+    Ray 2.9)."""
     delta: float = 1 / 309
-    """Size of a delta, as a share of all weights in bfloat16."""
+    """Size of a delta, as a share of all weights in bfloat16. Measured on a CPU."""
 
 
 CONSTANTS = Constants()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Rates of one process on a host in B/s, by planning.measure.measure_host. Bytes are those of the result, but where
+    it says otherwise."""
+
+    quantize: float
+    """Float32 weights that are quantized, with all threads."""
+    fingerprint: float
+    """Bytes that are fingerprinted, with one thread."""
+    compare: float
+    """Codes that are compared with those sent before."""
+    copy: float
+    """Bytes that are copied, to the object store or to memory shared with workers."""
+    convert: float
+    """Float32 values that are rounded to bfloat16, or made from it."""
+    pack: float
+    """Codes that a CPU's kernel packs and reads back, with one thread."""
+    threads: int
+    """Threads that load and verify an engine's weights on a CPU."""
+
+
+HOST = Host(quantize=3e9, fingerprint=6e9, compare=3e9, copy=5.8e9, convert=4.8e9, pack=0.1e9, threads=2)
+"""AMD EPYC, family 25, model 1 (Zen 3), 2 cores, 2026-11-25: python benchmarks/planner.py --only sync. The rates of a
+GPU's host are taken to be the same."""
 
 
 def find_gpu(name: str) -> Gpu:

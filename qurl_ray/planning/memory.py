@@ -1,38 +1,134 @@
-"""Memory of engines and learners: slots for an engine's keys and values, and the ZeRO stage of a learner.
+"""Memory of engines and learners on each GPU in each turn (loop.rank.turns), and of their hosts.
 
-ZeRO shards as in https://arxiv.org/abs/1910.02054. Parameters, gradients and both moments are float32 here.
+ZeRO shards as in https://arxiv.org/abs/1910.02054. Everything is float32 here. Bytes that each of n ranks holds of one
+parameter while it learns, with DeepSpeed 0.19.8 (learner.deepspeed_backend):
+
+| stage | whole | a share of 1/n |
+|---|---|---|
+| 0 | parameter, gradient, two moments: 16 | |
+| 1 | parameter, gradient: 8 | parameter again, two moments: 12 |
+| 2 | parameter: 4 | parameter again, gradient, two moments: 16 |
+| 3 | | parameter twice, gradient, two moments: 20 |
+
+In the optimizer's step, stages 1 to 3 hold their share of the gradient once more: 24 bytes with stage 3, when nothing
+else is in use. In passes they hold buffers of fixed size (below) and stage 3 gathered parameters.
 """
 
 from typing import Literal
 
-from qurl_ray.planning.machines import CONSTANTS, Constants, Gpu
+from qurl_ray.planning.machines import HOST_MEMORY, NODE
 from qurl_ray.planning.roofline import BLOCK_BYTES, EngineRoofline
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
 Stage = Literal[0, 1, 2, 3]
-STATES = 16
-"""Bytes of the float32 states of one parameter: the parameter itself, its gradient, two moments."""
-_SHARDED: dict[Stage, int] = {0: 0, 1: 8, 2: 12, 3: 16}
-"""Bytes of the states of one parameter that each stage shards: moments, then gradients, then parameters."""
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+Turn = Literal["start", "learn", "sync", "rollout"]
+_STATES: dict[Stage, tuple[int, int]] = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20)}
+"""Bytes of one parameter's states: those that every rank holds, and those that ranks share."""
+_BUCKET, _LIVE, _PREFETCHED, _GROUP = 500_000_000, 1_000_000_000, 50_000_000, 1_000_000_000
+"""DeepSpeed's defaults, in elements: reduce_bucket_size, stage3_max_live_parameters, stage3_prefetch_bucket_size,
+sub_group_size."""
 _LOGITS = 0.6e9
 """Bytes of logits, their gradient and log-softmax of one chunk (policy.logprobs.HEAD_BYTES), and allocator overhead."""
 
 
-def kv_room(engine: EngineRoofline) -> float:
-    """Bytes available for keys and values in all GPUs of an engine; negative if its weights alone do not fit."""
-    c, gpu = engine.constants, engine.gpu
-    weights = engine.shape.weight_bytes(BLOCK_BYTES[engine.precision])
-    return engine.tensor_parallel * (gpu.memory * c.memory - c.workspace) - weights
+def state_bytes(shape: Shape, *, ranks: int, stage: Stage) -> float:
+    """Bytes of parameters, gradients and moments on each rank."""
+    whole, shared = _STATES[stage]
+    return shape.params * (whole + shared / ranks)
 
 
-def kv_slots(engine: EngineRoofline, work: Workload) -> int:
-    """Number of sequences that an engine can hold at a time, at most `work.slots`.
+def learner_bytes(
+    shape: Shape, work: Workload, *, ranks: int, stage: Stage, offloads: bool = True, overlaps: bool = True
+) -> dict[Turn, float]:
+    """Bytes of a learner on each rank's GPU in each turn.
+
+    Each rank starts with the whole model on its GPU (learner.scorer.on_device). Autocast keeps bfloat16 copies of all
+    weights, also of gathered ones, until a forward pass ends, and without checkpointing until the backward pass does.
+
+    Args:
+        offloads: it gives up its GPU while it does not learn. At stage 0, DeepSpeed cannot.
+        overlaps: gradients are reduced during the backward pass, as on CUDA: stages 1 and 2 take two buffers.
+    """
+    params = shape.params
+    states = state_bytes(shape, ranks=ranks, stage=stage)
+    cast = 2 * params if work.autocast else 0
+    buckets = 4 * _BUCKET * ((2 if overlaps else 1) if stage in (1, 2) else 1 if stage == 3 or ranks > 1 else 0)
+    fixed = buckets if stage == 3 else 0
+    gathered = 4 * (min(params, _LIVE) + min(params, _PREFETCHED)) if stage == 3 and ranks > 1 else 0
+    kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
+    forward = fixed + gathered + cast + kept
+    backward = buckets + gathered + kept + (0 if work.checkpointing else cast)
+    step = fixed + (4 * (min(params, _GROUP) if stage == 3 else params) / ranks if stage else 0)
+    critic = states + fixed if work.critic else 0
+    reference = 4 * params if work.reference else 0
+    learning = states + max(forward, backward, step) + critic + reference
+    waits = offloads and stage > 0
+    whole = 4 * params
+    sync = whole / ranks + 4 * shape.head_params if stage == 3 else whole
+    return {
+        "start": whole + critic + reference,
+        "learn": learning,
+        "sync": sync if waits else learning,
+        "rollout": 0.0 if waits else learning,
+    }
+
+
+def logit_bytes(shape: Shape, work: Workload) -> float:
+    """Bytes of the float32 logits of a micro-batch, their gradient and log-softmax, if they are not cut into pieces."""
+    return 3 * 4 * shape.vocab * max(work.micro_tokens, work.prompt + work.response)
+
+
+def activation_bytes(shape: Shape, work: Workload) -> float:
+    """Bytes kept for the backward pass of a micro-batch, which holds at least one whole sequence.
+
+    The residual stream is float32, activations inside a block are bfloat16 (float32 without autocast). With
+    checkpointing only the inputs of all blocks and the inside of one block are kept.
+    """
+    tokens = max(work.micro_tokens, work.prompt + work.response)
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    inside = (2 if work.autocast else 4) * (6 * shape.hidden + attention + 4 * shape.intermediate)
+    blocks = 1 if work.checkpointing else shape.layers
+    return tokens * (4 * shape.hidden * shape.layers + inside * blocks)
+
+
+# --- engines -----------------------------------------------------------------------------------------------------
+
+
+def engine_bytes(engine: EngineRoofline) -> float:
+    """Bytes of an engine on each of its GPUs, without keys and values: weights, activations and CUDA's own (both in
+    `workspace`), graphs. Codes are allocated at once: nothing else was there before them."""
+    weights = engine.shape.weight_bytes(BLOCK_BYTES[engine.precision]) / engine.tensor_parallel
+    return weights + engine.constants.workspace + _graphs(engine)
+
+
+def asleep_bytes(engine: EngineRoofline) -> float:
+    """Bytes that an engine which sleeps leaves on each of its GPUs."""
+    return engine.constants.context + _graphs(engine)
+
+
+def _graphs(engine: EngineRoofline) -> float:
+    return engine.constants.graphs if engine.graphs else 0.0
+
+
+def kv_room(engine: EngineRoofline, beside: float = 0.0) -> float:
+    """Bytes available for keys and values in all GPUs of an engine; negative if its weights alone do not fit.
+
+    Args:
+        beside: bytes of a learner on each GPU at the same time.
+    """
+    limit = engine.gpu.memory * engine.constants.memory
+    return engine.tensor_parallel * (limit - engine_bytes(engine) - beside)
+
+
+def kv_slots(engine: EngineRoofline, work: Workload, room: float) -> int:
+    """Number of sequences that an engine can hold in `room` bytes at a time, at most `work.slots`.
 
     Each counts with the mean number of tokens at the moment of the largest total (see `held`). 0 if not even one
     sequence of full length fits.
     """
-    room, shape = kv_room(engine), engine.shape
+    shape = engine.shape
     if room < shape.kv_bytes(work.prompt + work.response, engine.kv_bytes):
         return 0
     return max(1, min(work.slots, int(room / shape.kv_bytes(work.prompt + held(work), engine.kv_bytes))))
@@ -48,36 +144,48 @@ def held(work: Workload) -> float:
     return max(work.age, peak)
 
 
-def learner_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
-    """Bytes on each rank during training: states, autocast copies, a reference or value model, activations, logits."""
-    sharded = _SHARDED[stage]
-    states = shape.params * (STATES - sharded + sharded / ranks)
-    layer = shape.block_params / shape.layers
-    if stage == 3:
-        states += 4 * (2 * layer + shape.head_params)  # parameters gathered at a time
-        cast = 2 * (layer + shape.head_params)
-    else:
-        cast = 2 * shape.params
-    critic = states + cast if work.critic else 0
-    reference = 4 * shape.params if work.reference else 0
-    return states + cast + critic + reference + activation_bytes(shape, work) + _LOGITS
+# --- both --------------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(shape: Shape, work: Workload) -> float:
-    """Bytes kept for the backward pass of a micro-batch, which holds at least one whole sequence.
+def gpu_bytes(engine: EngineRoofline, learner: dict[Turn, float], kv: float, *, colocated: bool) -> dict[Turn, float]:
+    """Bytes on a GPU in each turn: of rank and engine if they share it, else of a rank in `start` and `learn`, and of
+    an engine in `sync` and `rollout`.
 
-    The residual stream is float32, activations inside a block are bfloat16. With checkpointing only the inputs of all
-    blocks and the inside of one block are kept.
+    Args:
+        learner: as learner_bytes returns it.
+        kv: bytes of keys and values on each GPU. An engine that wakes up allocates them at once.
     """
-    tokens = max(work.micro_tokens, work.prompt + work.response)
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    inside = 2 * (6 * shape.hidden + attention + 4 * shape.intermediate)
-    blocks = 1 if work.checkpointing else shape.layers
-    return tokens * (4 * shape.hidden * shape.layers + inside * blocks)
+    ranks = {turn: held + engine.constants.context for turn, held in learner.items()}
+    awake = engine_bytes(engine) + kv
+    if not colocated:
+        return ranks | {"sync": awake, "rollout": awake}
+    asleep = asleep_bytes(engine)
+    beside: dict[Turn, float] = {"start": asleep, "learn": asleep, "sync": awake, "rollout": awake}
+    return {turn: ranks[turn] + beside[turn] for turn in beside}
 
 
-def zero_stage(shape: Shape, gpu: Gpu, work: Workload, *, ranks: int, constants: Constants = CONSTANTS) -> Stage | None:
-    """Lowest ZeRO stage with which the learner fits; None if none does."""
-    stages: tuple[Stage, ...] = (0, 1, 2, 3) if ranks > 1 else (0,)
-    limit = gpu.memory * constants.memory
-    return next((s for s in stages if learner_bytes(shape, work, ranks=ranks, stage=s) <= limit), None)
+def host_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
+    """Bytes of a node's host: every rank there loads the whole models before it shards them, and rank 0 keeps a copy of
+    the policy. What ranks give up for engines comes later, and so do two copies of what was sent."""
+    here = min(ranks, NODE)
+    models = 1 + work.reference + work.critic
+    loading = here * models * 4 * shape.params
+    running = here * state_bytes(shape, ranks=ranks, stage=stage) * (1 + work.critic) + 2 * 2 * shape.params
+    return 4 * shape.params + max(loading, running)
+
+
+def stages_that_fit(engine: EngineRoofline, work: Workload, *, ranks: int, colocated: bool) -> dict[Stage, float]:
+    """Return the ZeRO stages with which a learner fits, with the bytes that it leaves on its GPUs beside an engine.
+
+    Args:
+        engine: shares the learner's GPUs if `colocated`.
+    """
+    shape, gpu, c = engine.shape, engine.gpu, engine.constants
+    found: dict[Stage, float] = {}
+    for stage in STAGES if ranks > 1 else STAGES[:1]:
+        learner = learner_bytes(shape, work, ranks=ranks, stage=stage, offloads=colocated)
+        most = c.context + max(learner["start"], learner["learn"]) + (asleep_bytes(engine) if colocated else 0.0)
+        host = host_bytes(shape, work, ranks=ranks, stage=stage)
+        if most <= gpu.memory * c.memory and host <= HOST_MEMORY * c.memory:
+            found[stage] = learner["sync"] + c.context if colocated else 0.0
+    return found

@@ -1,13 +1,13 @@
-"""Seconds of a step's phases: rollouts, the learner's passes, the sync, and the turns of a colocated learner."""
+"""Seconds of a step's phases: rollouts, the learner's passes, and the turns of a colocated learner."""
 
 import math
 from typing import Protocol
 
 import numpy as np
 
-from qurl_ray.planning.machines import CONSTANTS, NETWORK, NODE, Constants, Gpu, Precision
-from qurl_ray.planning.memory import STATES, Stage
-from qurl_ray.planning.roofline import BLOCK_BYTES
+from qurl_ray.planning.machines import CONSTANTS, NETWORK, NODE, Constants, Gpu
+from qurl_ray.planning.memory import Stage, state_bytes
+from qurl_ray.planning.roofline import BLOCK_BYTES, EngineRoofline
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
@@ -107,26 +107,12 @@ def learn_s(
     return max(forward * (scored + trained), sent) + moments
 
 
-def sync_bytes(shape: Shape, precision: Precision, *, delta: bool, c: Constants = CONSTANTS) -> float:
-    """Bytes that leave the learner: codes, and unquantized weights in bfloat16; or a delta of both."""
-    return 2 * shape.params * c.delta if delta else shape.weight_bytes(BLOCK_BYTES[precision])
+def turn_s(engine: EngineRoofline, *, ranks: int, stage: Stage) -> float:
+    """Seconds to copy the learner's states and the engine's weights to the host and back, when they take turns.
 
-
-def sync_s(
-    shape: Shape, gpu: Gpu, precision: Precision, *, ranks: int, gpus: int, delta: bool, c: Constants = CONSTANTS
-) -> float:
-    """Seconds of one sync, without the computation on hosts.
-
-    Each rank sends its share to the host. The bytes cross to each other node once, as a pipeline, and enter every
-    engine. Learner and engines each read all weights once.
+    At stage 0, DeepSpeed moves no states.
     """
-    sent = sync_bytes(shape, precision, delta=delta, c=c)
-    host = sent / (gpu.host * c.link) * (1 / min(ranks, NODE) + 1)
-    network = sent / (NETWORK * c.link) if gpus > NODE else 0.0
-    looked_at = 5 * shape.params / ranks + shape.weight_bytes(BLOCK_BYTES[precision])
-    return host + network + looked_at / (gpu.bandwidth * c.bandwidth)
-
-
-def turn_s(shape: Shape, gpu: Gpu, *, ranks: int, c: Constants = CONSTANTS) -> float:
-    """Seconds to copy the learner's states to the host and back, when colocated engines take turns with it."""
-    return 2 * STATES * shape.params / ranks / (gpu.host * c.link)
+    shape, c = engine.shape, engine.constants
+    states = state_bytes(shape, ranks=ranks, stage=stage) if stage else 0.0
+    weights = shape.weight_bytes(BLOCK_BYTES[engine.precision]) / engine.tensor_parallel
+    return 2 * (states + weights) / (engine.gpu.host * c.link)

@@ -8,10 +8,20 @@ from typing import Literal
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.planning.machines import EIGHT_BIT, NODE, PRECISIONS, Gpu, Precision
-from qurl_ray.planning.memory import Stage, kv_room, kv_slots, learner_bytes, zero_stage
-from qurl_ray.planning.phases import learn_s, rollout_s, sync_s, turn_s
+from qurl_ray.planning.memory import (
+    Stage,
+    Turn,
+    gpu_bytes,
+    host_bytes,
+    kv_room,
+    kv_slots,
+    learner_bytes,
+    stages_that_fit,
+)
+from qurl_ray.planning.phases import learn_s, rollout_s, turn_s
 from qurl_ray.planning.roofline import EngineRoofline, widths
 from qurl_ray.planning.shapes import Shape
+from qurl_ray.planning.sync import Route, sync_s
 from qurl_ray.planning.workload import Workload
 
 PAYS = 1.05
@@ -34,6 +44,17 @@ class Layout:
         rollout = self.engines * self.tensor_parallel
         return self.ranks if self.placement == "colocated" else self.ranks + rollout
 
+    def route(self, work: Workload) -> Route:
+        """Return the way of weights from these ranks to these engines."""
+        return Route(
+            transport=work.transport,
+            ranks=self.ranks,
+            gpus=self.gpus,
+            gathered=self.stage == 3 and self.ranks > 1,
+            delta=work.sends_changes(nodes=ceil(self.gpus / NODE)),
+            bucket=work.bucket,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
@@ -41,6 +62,8 @@ class StepEstimate:
 
     engine: EngineRoofline
     layout: Layout
+    room: float
+    """Bytes for keys and values in each engine."""
     slots: int
     """Sequences that each engine can hold at a time."""
     batch: float
@@ -106,7 +129,8 @@ class Plan:
         if not base:
             return None
         engine = replace(base.engine, precision=precision, kv_bytes=kv_bytes)
-        return base.rollout / all_rounds_s(engine, self.work, base.layout.engines)
+        freed = kv_room(engine) - kv_room(base.engine)
+        return base.rollout / all_rounds_s(engine, self.work, base.layout.engines, base.room + freed)
 
     @property
     def amdahl(self) -> float | None:
@@ -120,9 +144,8 @@ class Plan:
         return amdahl(base.share, max(self.rollout_gain(name) or 1.0 for name in ("int8", "fp8")))
 
 
-def all_rounds_s(engine: EngineRoofline, work: Workload, engines: int) -> float:
+def all_rounds_s(engine: EngineRoofline, work: Workload, engines: int, room: float) -> float:
     """Seconds of a step's rollouts. The answers of each round are divided among the engines."""
-    room = kv_room(engine)
     return sum(rollout_s(engine, work, ceil(drawn / engines), work.slots, room) for drawn in work.rounds)
 
 
@@ -150,13 +173,21 @@ def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | No
     tried = [width] if width else possible
     best = {precision: search(shape, gpu, gpus, work, precision, tried) for precision in PRECISIONS}
     if not any(best.values()):
-        least = min(learner_bytes(shape, work, ranks=gpus, stage=stage) for stage in (0, 3))
-        raise ConfigError(
-            f"{shape.name} does not fit on {gpus} × {gpu.name} in any format: with all GPUs for the learner each would "
-            f"hold {least / 1e9:,.0f} GB, or an engine of a node has no room for one answer of {work.response:,} "
-            f"tokens; take more GPUs, shorter answers or a smaller micro-batch"
-        )
+        raise ConfigError(_why_nothing_fits(shape, gpu, gpus, work))
     return Plan(shape=shape, gpu=gpu, gpus=gpus, work=work, best=best)
+
+
+def _why_nothing_fits(shape: Shape, gpu: Gpu, gpus: int, work: Workload) -> str:
+    stages: tuple[Stage, ...] = (0, 3) if gpus > 1 else (0,)
+    held = [learner_bytes(shape, work, ranks=gpus, stage=stage) for stage in stages]
+    start, learn = held[0]["start"] / 1e9, min(one["learn"] for one in held) / 1e9
+    host = min(host_bytes(shape, work, ranks=gpus, stage=stage) for stage in stages) / 1e9
+    return (
+        f"{shape.name} does not fit on {gpus} × {gpu.name} in any format: with all GPUs for the learner, each would "
+        f"hold {start:,.0f} GB at the start, when every rank has the whole model, and at least {learn:,.0f} GB while "
+        f"it learns, of {gpu.memory / 1e9:,.0f}, and hosts {host:,.0f} GB; or an engine of a node has no room for one "
+        f"answer of {work.response:,} tokens; take larger or more GPUs, shorter answers or a smaller micro-batch"
+    )
 
 
 def search(
@@ -170,45 +201,36 @@ def search(
     fp8 = work.fp8_learner and precision == "fp8"
 
     @cache
-    def learner(ranks: int) -> tuple[Stage, float] | None:
-        stage = zero_stage(shape, gpu, work, ranks=ranks)
-        if stage is None:
-            return None
-        return stage, learn_s(shape, gpu, work, ranks=ranks, stage=stage, fp8=fp8)
+    def learned(ranks: int, stage: Stage) -> float:
+        return learn_s(shape, gpu, work, ranks=ranks, stage=stage, fp8=fp8)
 
     found: StepEstimate | None = None
     rounds = work.rounds
     for width in tried:
-        engine = EngineRoofline(shape=shape, gpu=gpu, precision=precision, tensor_parallel=width)
-        slots = kv_slots(engine, work)
-        room = kv_room(engine)
-        rollout = cache(lambda samples, e=engine, r=room: rollout_s(e, work, samples, work.slots, r))
-        for placement, engines, ranks in _splits(gpus, width, work) if slots else ():
-            learned = learner(ranks)
-            if learned is None or (found and learned[1] >= found.step):
+        engine = EngineRoofline(
+            shape=shape, gpu=gpu, precision=precision, tensor_parallel=width, engine=work.engine, graphs=work.graphs
+        )
+        rollout = cache(lambda samples, room, e=engine: rollout_s(e, work, samples, work.slots, room))
+        for layout, beside in _layouts(engine, gpus, work):
+            together, room = layout.placement == "colocated", kv_room(engine, beside)
+            slots, learn = kv_slots(engine, work, room), learned(layout.ranks, layout.stage)
+            if not slots or (found and learn >= found.step):
                 continue
-            seconds = sum(rollout(ceil(drawn / engines)) for drawn in rounds)
+            seconds = sum(rollout(ceil(drawn / layout.engines), room) for drawn in rounds)
             if found and seconds >= found.step:
-                if placement == "disaggregated":
+                if not together:
                     break  # all further splits have fewer engines
                 continue
-            layout = Layout(placement=placement, engines=engines, tensor_parallel=width, ranks=ranks, stage=learned[0])
             estimate = StepEstimate(
                 engine=engine,
                 layout=layout,
+                room=room,
                 slots=slots,
-                batch=min(ceil(rounds[0] / engines), slots),
+                batch=min(ceil(rounds[0] / layout.engines), slots),
                 rollout=seconds,
-                learn=learned[1],
-                sync=sync_s(
-                    shape,
-                    gpu,
-                    precision,
-                    ranks=ranks,
-                    gpus=layout.gpus,
-                    delta=work.sends_changes(nodes=ceil(layout.gpus / NODE)),
-                ),
-                turns=turn_s(shape, gpu, ranks=ranks) if placement == "colocated" else 0.0,
+                learn=learn,
+                sync=sync_s(shape, gpu, precision, layout.route(work)),
+                turns=turn_s(engine, ranks=layout.ranks, stage=layout.stage) if together else 0.0,
                 overlapped=work.staleness > 0,
                 answers=work.drawn * work.answer,
             )
@@ -217,10 +239,28 @@ def search(
     return found
 
 
+def _layouts(engine: EngineRoofline, gpus: int, work: Workload) -> Iterator[tuple[Layout, float]]:
+    """Yield the layouts whose learner fits, each with the bytes that it leaves on its GPUs beside an engine."""
+    stages = cache(lambda ranks, colocated: stages_that_fit(engine, work, ranks=ranks, colocated=colocated))
+    width = engine.tensor_parallel
+    for placement, engines, ranks in _splits(gpus, width, work):
+        for stage, beside in stages(ranks, placement == "colocated").items():
+            layout = Layout(placement=placement, engines=engines, tensor_parallel=width, ranks=ranks, stage=stage)
+            yield layout, beside
+
+
+def memory_of(estimate: StepEstimate, work: Workload) -> dict[Turn, float]:
+    """Return the bytes on a GPU in each turn; see memory.gpu_bytes."""
+    layout, engine = estimate.layout, estimate.engine
+    colocated = layout.placement == "colocated"
+    learner = learner_bytes(engine.shape, work, ranks=layout.ranks, stage=layout.stage, offloads=colocated)
+    return gpu_bytes(engine, learner, estimate.room / layout.tensor_parallel, colocated=colocated)
+
+
 def _splits(gpus: int, width: int, work: Workload) -> Iterator[tuple[Literal["colocated", "disaggregated"], int, int]]:
     """Yield (placement, engines, ranks); of disaggregated splits, those with most engines first.
 
-    A learner on one node is tried, too: across nodes it may be slower.
+    A learner on one node, and everything on one node, are tried, too: across nodes both may be slower.
     """
     if not work.staleness:
         for used in sorted({gpus - gpus % width, min(gpus, NODE) // width * width}):
@@ -229,5 +269,7 @@ def _splits(gpus: int, width: int, work: Workload) -> Iterator[tuple[Literal["co
     while counts[-1] * width < gpus:
         counts.append(max(counts[-1] + 1, round(counts[-1] * 1.05)))  # all up to thirty, then steps of a twentieth
     for engines in reversed(counts[:-1]):
-        for ranks in {gpus - engines * width, min(gpus - engines * width, NODE)}:
-            yield "disaggregated", engines, ranks
+        left = gpus - engines * width
+        for ranks in {left, min(left, NODE), min(gpus, NODE) - engines * width}:
+            if ranks > 0:
+                yield "disaggregated", engines, ranks

@@ -1,18 +1,33 @@
 """Seconds of a decode step and of a prefill on GPUs: the longer of reading and multiplying, plus overhead.
 
-    step = layers · (layer_s + quantize_s) + linears + head + keys and values + sequences · sequence_s
+    device = layers · (layer_s + quantize) + linears + head + keys and values + sequences · sequence_s
     linears, head = max(bytes / (bandwidth · share), flops / (peak · share))
+    step = device with CUDA graphs, max(device, operations · launch_s) without
 
-This is the roofline of https://doi.org/10.1145/1498765.1498785, once for the block linears and once for the head.
+The second line is the roofline of https://doi.org/10.1145/1498765.1498785, once for the block linears and once for the
+head. What it takes to quantize activations depends on the engine:
+
+| engine | operations of a quantized linear beside its product | of a layer beside its linears |
+|---|---|---|
+| vllm | 1 (tests/rollout/test_vllm_kernels.py); compiled FP8 fuses it with what comes before | 9 |
+| torch | 15, in float32 | 20 |
+
+An operation that nothing fuses takes operation_s and the time of its reads and writes.
 """
 
 from dataclasses import dataclass
 
 from qurl_ray.planning.machines import CONSTANTS, NODE, Constants, Gpu, Precision
 from qurl_ray.planning.shapes import Shape
+from qurl_ray.planning.workload import EngineName
 
 BLOCK_BYTES: dict[Precision, int] = {"bf16": 2, "int8": 1, "fp8": 1}
 """Bytes per weight of the block linears, by format."""
+_LINEARS = 4  # of a layer: q/k/v and gate/up are one each
+_QUANTIZING: dict[EngineName, tuple[int, int]] = {"vllm": (1, 3), "torch": (15, 15 * 8)}
+"""Operations that quantize the activations of a linear, and bytes that they read and write for each input."""
+_OTHERS: dict[EngineName, int] = {"vllm": 9, "torch": 20}
+"""Operations of a layer beside its linears."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +40,9 @@ class EngineRoofline:
     tensor_parallel: int = 1
     kv_bytes: float = 2
     """Bytes of each element of keys and values."""
+    engine: EngineName = "vllm"
+    graphs: bool = True
+    """True if decode steps are CUDA graphs; with engine vllm, the model is then compiled, too."""
     constants: Constants = CONSTANTS
 
     def decode_s(self, batch: float, context: float) -> float:
@@ -36,15 +54,35 @@ class EngineRoofline:
         c, shape, gpu = self.constants, self.shape, self.gpu
         read = gpu.bandwidth * c.bandwidth
         heads = min(self.tensor_parallel, shape.kv_heads)  # beyond that, key heads are replicated
-        overhead = shape.layers * c.layer_s + batch * c.sequence_s
-        if self.precision != "bf16":
-            overhead += shape.layers * c.quantize_s
-        return {
+        overhead = shape.layers * (c.layer_s + self._quantizing(batch)) + batch * c.sequence_s
+        found = {
             "weights and products": self._product(shape.block_params, BLOCK_BYTES[self.precision], batch, self._flops())
             + self._product(shape.head_params, 2, batch, gpu.flops["bf16"] * c.flops_16),
             "keys and values": batch * shape.kv_bytes(context, self.kv_bytes) / read / heads,
             "overhead": overhead + self._all_reduces(batch),
         }
+        if not self.graphs:
+            found["overhead"] += max(0.0, shape.layers * self.operations * c.launch_s - sum(found.values()))
+        return found
+
+    @property
+    def operations(self) -> int:
+        """Number of operations of a layer, each of which the host starts if there are no graphs."""
+        quantizing = _QUANTIZING[self.engine][0] if self.precision != "bf16" else 0
+        return _LINEARS * (1 + quantizing) + _OTHERS[self.engine]
+
+    def _quantizing(self, batch: float) -> float:
+        """Seconds per layer that quantization, and operations which only the torch engine has, take on the device."""
+        c, shape = self.constants, self.shape
+        more = (_OTHERS[self.engine] - _OTHERS["vllm"]) * c.operation_s
+        if self.precision == "bf16":
+            return more
+        if self.engine == "vllm" and self.graphs and self.precision == "fp8":
+            return c.quantize_s
+        operations, moved = _QUANTIZING[self.engine]
+        inputs = 2 * shape.hidden + shape.heads * shape.head_dim + shape.intermediate
+        seconds = batch * inputs * moved / (self.gpu.bandwidth * c.bandwidth) / self.tensor_parallel
+        return more + _LINEARS * operations * c.operation_s + seconds
 
     def kv_of(self, context: float) -> float:
         """Bytes of keys and values of a sequence with `context` tokens, in all GPUs of the engine."""

@@ -2,20 +2,22 @@
 
 import json
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from qurl_ray.planning.advice import notes, recommended, verdict
+from qurl_ray.planning.advice import LEARNER, MARK, ROLLOUTS, STEP, notes, recommended, verdict
+from qurl_ray.planning.configured import Check
 from qurl_ray.planning.machines import PRECISIONS, Precision
-from qurl_ray.planning.memory import kv_slots, learner_bytes
-from qurl_ray.planning.phases import sync_bytes, sync_s
-from qurl_ray.planning.plan import PAYS, Plan, StepEstimate
-from qurl_ray.planning.published import Point, fitted_points, points
+from qurl_ray.planning.memory import host_bytes
+from qurl_ray.planning.plan import PAYS, Plan, StepEstimate, memory_of
+from qurl_ray.planning.published import SOURCES, Point, fitted_points, points
 from qurl_ray.planning.roofline import BLOCK_BYTES
 from qurl_ray.planning.shapes import Shape
-from qurl_ray.planning.workload import Workload
+from qurl_ray.planning.sync import delta_bytes, sent_weights, sync_parts
+from qurl_ray.planning.workload import TransportName, Workload
 
 if TYPE_CHECKING:
     from qurl_ray.planning.measure import Machine
@@ -39,24 +41,25 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "amdahl": plan.amdahl,
         "verdict": verdict(plan),
         "notes": notes(plan),
+        "not_measured": LEGEND,
     }
 
 
 def _values(plan: Plan, precision: Precision, estimate: StepEstimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    layout, shape = estimate.layout, plan.shape
-    where: dict[str, Any] = {"ranks": layout.ranks, "gpus": layout.gpus}
-    sync = {"full": False, "delta": True}
+    layout, shape, work = estimate.layout, plan.shape, plan.work
     return {
         "placement": layout.placement,
         "engines": layout.engines,
         "tensor_parallel": layout.tensor_parallel,
         "learner_gpus": layout.ranks,
         "zero_stage": layout.stage,
-        "kv_slots": kv_slots(estimate.engine, plan.work),
+        "kv_slots": estimate.slots,
+        "kv_bytes_per_gpu": estimate.room / layout.tensor_parallel,
         "weights_bytes_per_gpu": shape.weight_bytes(BLOCK_BYTES[precision]) / layout.tensor_parallel,
-        "learner_bytes_per_gpu": learner_bytes(shape, plan.work, ranks=layout.ranks, stage=layout.stage),
+        "bytes_per_gpu": memory_of(estimate, work),
+        "host_bytes": host_bytes(shape, work, ranks=layout.ranks, stage=layout.stage),
         "tokens_per_s": estimate.tokens_per_s,
         "rollout_s": estimate.rollout,
         "learn_s": estimate.learn,
@@ -64,15 +67,32 @@ def _values(plan: Plan, precision: Precision, estimate: StepEstimate | None) -> 
         "turns_s": estimate.turns,
         "step_s": estimate.step,
         "rollout_share": estimate.share,
-        "sync": {f"{kind}_bytes": sync_bytes(shape, precision, delta=delta) for kind, delta in sync.items()}
-        | {f"{kind}_s": sync_s(shape, plan.gpu, precision, delta=delta, **where) for kind, delta in sync.items()},
+        "sync": _syncs(plan, precision, estimate),
         "rollout_gain": plan.rollout_gain(precision),
         "step_gain": plan.gain(precision),
     }
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print the plan as a table, with verdict, recommended settings and notes."""
+def _syncs(plan: Plan, precision: Precision, estimate: StepEstimate) -> dict[str, Any]:
+    """Return bytes of a sync, and the seconds of its parts by each transport that the placement allows."""
+    layout, shape, gpu = estimate.layout, plan.shape, plan.gpu
+    route = layout.route(plan.work)
+    direct: TransportName = "ipc" if layout.placement == "colocated" else "nccl"
+    routes = {
+        "full": replace(route, transport="object_store", delta=False),
+        "delta": replace(route, transport="object_store", delta=True),
+        direct: replace(route, transport=direct),
+    }
+    return {
+        "full_bytes": sent_weights(shape, precision).bytes,
+        "delta_bytes": delta_bytes(shape),
+        "direct": direct,
+        "parts": {name: sync_parts(shape, gpu, precision, one) for name, one in routes.items()},
+    }
+
+
+def show(plan: Plan, console: Console, check: Check | None = None) -> None:
+    """Print the plan as a table, with verdict, recommended settings and notes, and the check of a run's own layout."""
     work, shape = plan.work, plan.shape
     console.print(
         f"[bold]{shape.name}[/] ({shape.params / 1e9:.2f} B) on {plan.gpus:,} × {plan.gpu.name}. A step: "
@@ -92,36 +112,67 @@ def show(plan: Plan, console: Console) -> None:
     if (gain := plan.amdahl) and (base := plan.best["bf16"]):
         best = max(plan.rollout_gain(name) or 1 for name in ("int8", "fp8"))
         console.print(
-            f"By Amdahl: {base.share:.0%} of the step {best:.2f}× as fast makes the step {gain:.2f}×; free rollouts, "
-            f"{1 / (1 - base.share):.2f}×.",
+            f"By Amdahl: {base.share:.0%} of the step {best:.2f}× {ROLLOUTS} as fast makes the step {gain:.2f}× "
+            f"{STEP}; free rollouts, {1 / (1 - base.share):.2f}× {STEP}.",
             highlight=False,
         )
     console.print(f"Recommended: {' '.join(recommended(plan))}", highlight=False)
     for note in notes(plan):
         console.print(f"Note: {note}.", highlight=False)
+    if check:
+        console.print(f"The run's own layout {_checked(check, plan)}.", highlight=False)
+    console.print(LEGEND, highlight=False, markup=False)
+
+
+LEGEND = (
+    f"{MARK} Not measured: no GPU has run this package. [S] and [T] are fitted to measurements of other software, [C] "
+    f"to those of a CPU; without a letter: data sheets, sizes, and what docs/results.md lists as assumed. "
+    f"S: {SOURCES['S']}. T: {SOURCES['T']}."
+)
+
+
+def _checked(check: Check, plan: Plan) -> str:
+    held = ", ".join(f"{turn} {size / 1e9:,.0f}" for turn, size in check.gpu.items())
+    found = "; ".join(check.problems)
+    return (
+        f"{'cannot start: ' + found if found else 'can start'}. GB of a GPU{MARK} of {plan.gpu.memory / 1e9:,.0f}: "
+        f"{held}; of a host{MARK} {check.host / 1e9:,.0f}; KV slots of an engine{MARK} {check.slots:,}"
+    )
 
 
 def _times(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×"
 
 
+def _seconds(sync: dict[str, Any], kind: str) -> str:
+    return f"{sum(sync['parts'][kind].values()):.1f}"
+
+
+def _gigabytes(values: dict[str, float]) -> str:
+    return " / ".join(f"{size / 1e9:.0f}" for size in values.values())
+
+
 _ROWS = {
     "placement": lambda v: v["placement"],
     "engines": lambda v: f"{v['engines']:,} × {v['tensor_parallel']} GPU",
     "learner": lambda v: f"{v['learner_gpus']:,} GPU, ZeRO {v['zero_stage']}",
-    "GB/GPU, weights / learner": lambda v: "{weights_bytes_per_gpu:.1f} / {learner_bytes_per_gpu:.1f}".format(
-        **{name: value / 1e9 for name, value in v.items() if name.endswith("per_gpu")}
+    "GB/GPU, weights / KV" + MARK: lambda v: _gigabytes(
+        {name: v[f"{name}_bytes_per_gpu"] for name in ("weights", "kv")}
     ),
-    "KV slots of an engine": lambda v: f"{v['kv_slots']:,}",
-    "tokens/s drawn": lambda v: f"{v['tokens_per_s']:,.0f}",
-    "rollouts, s": lambda v: f"{v['rollout_s']:,.1f} ({v['rollout_share']:.0%})",
-    "learner, s": lambda v: f"{v['learn_s']:,.1f}",
-    "sync full / delta, s": lambda v: f"{v['sync']['full_s']:.2f} / {v['sync']['delta_s']:.2f}",
+    "start / learn / sync / rollout" + MARK: lambda v: _gigabytes(v["bytes_per_gpu"]),
+    "GB/host" + MARK: lambda v: f"{v['host_bytes'] / 1e9:,.0f}",
+    f"KV slots of an engine {ROLLOUTS}": lambda v: f"{v['kv_slots']:,}",
+    f"tokens/s drawn {ROLLOUTS}": lambda v: f"{v['tokens_per_s']:,.0f}",
+    f"rollouts, s {ROLLOUTS}": lambda v: f"{v['rollout_s']:,.1f} ({v['rollout_share']:.0%})",
+    f"learner, s {LEARNER}": lambda v: f"{v['learn_s']:,.1f}",
+    f"sync, s: object store [C]{MARK}": lambda v: _seconds(v["sync"], "full"),
+    f"  as a delta [C]{MARK}": lambda v: _seconds(v["sync"], "delta"),
+    f"  ipc or nccl [C]{MARK}": lambda v: f"{v['sync']['direct']} {_seconds(v['sync'], v['sync']['direct'])}",
     "sync full / delta, GB": lambda v: f"{v['sync']['full_bytes'] / 1e9:.2f} / {v['sync']['delta_bytes'] / 1e9:.2f}",
-    "turns, s": lambda v: f"{v['turns_s']:.1f}",
-    "step, s": lambda v: f"{v['step_s']:,.1f}",
-    "gain of rollouts": lambda v: _times(v["rollout_gain"]),
-    "gain of the step": lambda v: _times(v["step_gain"]),
+    f"turns, s{MARK}": lambda v: f"{v['turns_s']:.1f}",
+    f"step, s {STEP}": lambda v: f"{v['step_s']:,.1f}",
+    f"gain of rollouts {ROLLOUTS}": lambda v: _times(v["rollout_gain"]),
+    f"gain of the step {STEP}": lambda v: _times(v["step_gain"]),
 }
 
 

@@ -1,10 +1,13 @@
 """Workload of a cluster in one step: sequences, their lengths, and the learner's work on them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
+
+EngineName = Literal["vllm", "torch"]
+TransportName = Literal["object_store", "ipc", "nccl"]
 
 PROMPT = 256
 """Default length of a prompt, in tokens."""
@@ -40,11 +43,20 @@ class Workload:
     """True if a value model of the policy's size is trained beside the policy."""
     fp8_learner: bool = False
     """True if the learner's products are FP8, too, when rollouts are FP8 (precision_flow=unified)."""
+    autocast: bool = True
+    """True if the learner's passes are bfloat16 (learner.compute)."""
     checkpointing: bool = True
     micro_tokens: int = 8192
     """Tokens of one forward and backward pass."""
     slots: int = 512
     """Most sequences that an engine decodes at a time."""
+    engine: EngineName = "vllm"
+    graphs: bool = True
+    """True if decode steps are CUDA graphs."""
+    transport: TransportName = "object_store"
+    """As sync.transport."""
+    bucket: int = 32 << 20
+    """sync.bucket_mb, in bytes."""
     staleness: int = 0
     """Steps that rollouts may run ahead of the learner."""
     delta: bool | Literal["auto"] = "auto"
@@ -62,6 +74,9 @@ class Workload:
             raise ConfigError(f"a mean answer of {self.mean:g} tokens must be between 1 and the limit, {self.response}")
         if not 0 < self.kept <= 1:
             raise ConfigError(f"a kept share of {self.kept:g} must be above 0 and at most 1")
+        for name, known in (("engine", get_args(EngineName)), ("transport", get_args(TransportName))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} {getattr(self, name)!r} has no model here: there are {', '.join(known)}")
         if self.staleness < 0:
             raise ConfigError(f"staleness is {self.staleness}, and must be at least 0")
         if self.updates > self.prompts:
@@ -136,9 +151,11 @@ def configured_workload(config: RunConfig) -> Workload:
     """Return the workload of a run's settings.
 
     Settings do not give the mean lengths of prompts and answers, or the share of groups that dynamic sampling keeps.
-    Their defaults are PROMPT, a quarter of the limit, and DYNAMIC_KEPT.
+    Their defaults are PROMPT, a quarter of the limit, and DYNAMIC_KEPT. A run on CPUs is planned as one of vLLM engines
+    with CUDA graphs and a learner in bfloat16.
     """
     rollout, algorithm, learner = config.rollout, config.algorithm, config.learner
+    on_gpus = rollout.device == "cuda"
     longest = getattr(config.model, "max_length", None)
     room = longest - rollout.max_new_tokens if longest else PROMPT
     return Workload(
@@ -151,7 +168,12 @@ def configured_workload(config: RunConfig) -> Workload:
         reference=algorithm.kl_coef > 0,
         critic=algorithm.type == "ppo" and algorithm.critic == "separate",
         fp8_learner=config.precision_flow == "unified",
+        autocast=learner.compute == "bfloat16" or learner.device == "cpu",
         checkpointing=learner.gradient_checkpointing,
+        engine=cast(EngineName, rollout.engine if on_gpus else "vllm"),
+        graphs=rollout.graphs if on_gpus else True,
+        transport=cast(TransportName, config.sync.transport),
+        bucket=config.sync.bucket_mb << 20,
         micro_tokens=learner.tokens_per_micro_batch,
         slots=rollout.slots,
         staleness=rollout.max_staleness,

@@ -1,4 +1,4 @@
-"""Roofline, memory and phases against arithmetic done here by hand, in other words than theirs."""
+"""Roofline and phases against arithmetic done here by hand, in other words than theirs."""
 
 import math
 
@@ -9,16 +9,25 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.planning.machines import CONSTANTS, GPUS, PRECISIONS, Constants, find_gpu
-from qurl_ray.planning.memory import activation_bytes, held, kv_room, kv_slots, learner_bytes, zero_stage
-from qurl_ray.planning.phases import learn_s, pass_flops, rollout_s, sync_bytes, sync_s, turn_s
+from qurl_ray.planning.machines import GPUS, PRECISIONS, Constants, find_gpu
+from qurl_ray.planning.memory import kv_room
+from qurl_ray.planning.phases import learn_s, pass_flops, rollout_s, turn_s
 from qurl_ray.planning.roofline import EngineRoofline, widths
 from qurl_ray.planning.shapes import SHAPES
 from qurl_ray.planning.workload import Workload
 
 SEVEN, H100 = SHAPES["Qwen2.5-7B"], GPUS["h100"]
 PERFECT = Constants(
-    bandwidth=1, flops_16=1, flops_8=1, layer_s=0, quantize_s=0, sequence_s=0, link=1, all_reduce_s=0, learner_flops=1
+    bandwidth=1,
+    flops_16=1,
+    flops_8=1,
+    layer_s=0,
+    quantize_s=0,
+    operation_s=0,
+    sequence_s=0,
+    link=1,
+    all_reduce_s=0,
+    learner_flops=1,
 )
 LINEARS = 28 * (3584 * 3584 * 2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
 HEAD = 152064 * 3584
@@ -34,7 +43,7 @@ def engine(precision="bf16", **changed):
 def test_one_sequence_reads_all_weights_and_its_own_keys():
     read = 2 * LINEARS + 2 * HEAD + 1000 * 57344
     assert engine().decode_s(1, 1000) == pytest.approx(read / 3.35e12)
-    assert engine("int8").decode_s(1, 1000) == pytest.approx((read - LINEARS) / 3.35e12)
+    assert engine("fp8").decode_s(1, 1000) == pytest.approx((read - LINEARS) / 3.35e12)
 
 
 def test_a_thousand_sequences_multiply():
@@ -47,20 +56,67 @@ def test_a_thousand_sequences_multiply():
 def test_overhead_is_counted_per_layer_and_sequence():
     c = Constants()
     without = EngineRoofline(
-        shape=SEVEN, gpu=H100, precision="int8", constants=Constants(layer_s=0, quantize_s=0, sequence_s=0)
+        shape=SEVEN, gpu=H100, precision="fp8", constants=Constants(layer_s=0, quantize_s=0, sequence_s=0)
     )
-    added = engine("int8", constants=c).decode_s(10, 500) - without.decode_s(10, 500)
+    added = engine("fp8", constants=c).decode_s(10, 500) - without.decode_s(10, 500)
     assert added == pytest.approx(28 * (c.layer_s + c.quantize_s) + 10 * c.sequence_s)
 
 
+INPUTS = 3584 + 3584 + 3584 + 18944
+"""Inputs of a layer's four linears: q/k/v, output, gate/up, down."""
+
+
+def test_vllm_quantizes_activations_with_one_more_operation_a_linear():
+    quick = {"constants": Constants(**_only(operation_s=2e-6))}
+    added = engine("int8", **quick).decode_s(100, 0) - engine("fp8", **quick).decode_s(100, 0)
+    # FP8 is fused; INT8 reads two bytes of each input and writes one
+    assert added == pytest.approx(28 * (4 * 2e-6 + 100 * INPUTS * 3 / 3.35e12))
+
+
+def test_the_torch_engine_quantizes_with_fifteen():
+    quick = {"constants": Constants(**_only(operation_s=2e-6)), "engine": "torch"}
+    added = engine("int8", **quick).decode_s(100, 0) - engine("fp8", constants=PERFECT).decode_s(100, 0)
+    assert added == pytest.approx(28 * ((4 * 15 + 11) * 2e-6 + 100 * INPUTS * 15 * 8 / 3.35e12))
+
+
+def test_without_graphs_the_host_starts_each_operation():
+    slow = {"constants": Constants(**_only(launch_s=1e-4)), "graphs": False}
+    assert engine("bf16", **slow).decode_s(1, 0) == pytest.approx(28 * (4 + 9) * 1e-4)
+    assert engine("int8", **slow).decode_s(1, 0) == pytest.approx(28 * (8 + 9) * 1e-4)
+    assert engine("int8", **slow, engine="torch").decode_s(1, 0) == pytest.approx(28 * (64 + 20) * 1e-4)
+    assert engine("bf16", **slow).decode_s(100_000, 0) == engine("bf16").decode_s(100_000, 0)  # the GPU takes longer
+
+
+REVIEWED = {
+    "bf16": ({"precision": "bf16"}, (6.2, 9.2, 19.3, 37.3)),
+    "8 bits, fused": ({"precision": "fp8"}, (4.1, 7.2, 17.4, 33.4)),
+    "INT8, not fused": ({"precision": "int8"}, (4.1, 7.2, 17.4, 33.4)),
+}
+"""Milliseconds of a decode step of 7B on an H100 with CUDA graphs, at 1, 64, 256 and 512 sequences of some 2000 tokens:
+the roofline of a review, made independently."""
+
+
+@pytest.mark.parametrize("name", REVIEWED)
+def test_decode_steps_are_those_of_an_independent_roofline(name):
+    settings, milliseconds = REVIEWED[name]
+    found = [1e3 * engine(**settings, constants=Constants()).decode_s(count, 2048) for count in (1, 64, 256, 512)]
+    assert found == pytest.approx(milliseconds, rel=0.06)
+
+
+def test_eager_operations_take_at_least_what_that_roofline_says():
+    eager = engine("int8", constants=Constants(), engine="torch", graphs=False)
+    found = [1e3 * eager.decode_s(count, 2048) for count in (1, 64, 256, 512)]
+    assert all(least <= one <= 1.25 * least for one, least in zip(found, (20, 20, 26, 51), strict=True))
+
+
 def test_tensor_parallel_engines_share_reads_and_pay_all_reduces():
-    alone, pair = engine(), engine(tensor_parallel=2, constants=Constants(**_only_latency()))
+    alone, pair = engine(), engine(tensor_parallel=2, constants=Constants(**_only(all_reduce_s=1e-5)))
     sent = 28 * 2 * (1e-5 + 8 * 3584 * 2 * 2 * 0.5 / 450e9)
     assert pair.decode_s(8, 700) == pytest.approx(alone.decode_s(8, 700) / 2 + sent)
 
 
-def _only_latency():
-    return {name: getattr(PERFECT, name) for name in PERFECT.__dataclass_fields__} | {"all_reduce_s": 1e-5}
+def _only(**changed):
+    return {name: getattr(PERFECT, name) for name in PERFECT.__dataclass_fields__} | changed
 
 
 def test_key_heads_are_not_shared_beyond_their_number():
@@ -70,7 +126,7 @@ def test_key_heads_are_not_shared_beyond_their_number():
 
 def test_what_a_gpu_does_not_multiply_it_reads_as_codes():
     a100 = {"gpu": GPUS["a100"]}
-    assert engine("fp8", **a100).decode_s(1, 0) == engine("int8", **a100).decode_s(1, 0)  # bound by reads
+    assert engine("fp8", **a100).decode_s(1, 0) == pytest.approx(engine("int8", **a100).decode_s(1, 0), rel=1e-3)
     assert engine("fp8", **a100).decode_s(4000, 0) == engine("bf16", **a100).decode_s(4000, 0)  # by products
     assert engine("int8", **a100).decode_s(4000, 0) < engine("bf16", **a100).decode_s(4000, 0)
 
@@ -219,65 +275,7 @@ def test_fewer_answers_never_take_longer(work, samples, precision, gpu):
     assert few <= many * 1.001
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
-def test_room_for_keys_by_hand():
-    weights = 2 * (LINEARS + 2 * HEAD)
-    assert kv_room(engine(constants=CONSTANTS)) == pytest.approx(0.9 * 85.5e9 - 4.6e9 - weights)
-
-
-def test_slots_hold_what_answers_have_on_average():
-    work = Workload(prompt=200, response=8192, mean=8192.0, slots=10_000)
-    assert held(work) == 8192  # alike: all are full at once
-    room = kv_room(engine(constants=CONSTANTS))
-    assert kv_slots(engine(constants=CONSTANTS), work) == int(room / (57344 * 8392))
-    assert held(Workload(response=8000, mean=4000.0)) == pytest.approx(8000 / 3)  # uniform: max²/3 / (2 · max/2)
-
-
-def test_a_context_that_does_not_fit_leaves_no_slot():
-    assert kv_slots(engine(constants=CONSTANTS), Workload(response=2_000_000)) == 0
-
-
-@pytest.mark.parametrize(("stage", "states"), [(0, 16), (1, 8 + 8 / 4), (2, 4 + 12 / 4), (3, 16 / 4)])
-def test_zero_shards_its_part_of_sixteen_bytes(stage, states):
-    work = Workload(response=1000, micro_tokens=1000)
-    base = {"shape": SHAPES["Qwen2.5-0.5B"], "work": work}
-    beside = learner_bytes(**base, ranks=4, stage=stage) - SHAPES["Qwen2.5-0.5B"].params * states
-    whole = learner_bytes(**base, ranks=1, stage=0) - SHAPES["Qwen2.5-0.5B"].params * 16
-    if stage < 3:
-        assert beside == pytest.approx(whole)
-    else:
-        assert beside < whole + 4 * (HEAD + LINEARS)  # gathered layers, not all
-
-
-def test_the_lowest_stage_that_fits_is_taken():
-    work = Workload(response=4096)
-    assert zero_stage(SHAPES["Qwen2.5-0.5B"], H100, work, ranks=8) == 0
-    assert zero_stage(SEVEN, H100, work, ranks=8) == 2
-    assert zero_stage(SHAPES["Qwen2.5-32B"], H100, work, ranks=32) == 3
-    assert zero_stage(SHAPES["Qwen2.5-32B"], H100, work, ranks=2) is None
-
-
-def test_checkpointing_keeps_blocks_inputs():
-    kept = activation_bytes(SEVEN, Workload(prompt=1, response=999, micro_tokens=1000))
-    everything = activation_bytes(SEVEN, Workload(prompt=1, response=999, micro_tokens=1000, checkpointing=False))
-    assert everything - kept == pytest.approx(27 * 1000 * 2 * (6 * 3584 + 2 * 32 * 128 + 4 * 18944))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(SHAPES)), st.sampled_from(sorted(GPUS)), st.sampled_from([1, 2, 4]))
-def test_codes_never_take_more_memory(name, gpu, width):
-    of = {
-        precision: kv_room(
-            EngineRoofline(shape=SHAPES[name], gpu=GPUS[gpu], precision=precision, tensor_parallel=width)
-        )
-        for precision in PRECISIONS
-    }
-    assert of["bf16"] < of["int8"] == of["fp8"]
-
-
-# --- learner and sync ----------------------------------------------------------------------------
+# --- learner -------------------------------------------------------------------------------------
 
 
 def test_an_update_without_recomputation_is_six_flops_a_weight_and_token():
@@ -310,19 +308,10 @@ def test_a_token_attends_to_half_of_its_sequence():
     assert pass_flops(SEVEN, 1000) - pass_flops(SEVEN, 0) == pytest.approx(28 * 28 * 128 * 4 * 1000 / 2)
 
 
-def test_a_full_send_is_codes_and_bfloat16_and_a_delta_little():
-    assert sync_bytes(SEVEN, "int8", delta=False) == LINEARS + 2 * 2 * HEAD
-    assert sync_bytes(SEVEN, "bf16", delta=False) == 2 * SEVEN.params
-    assert sync_bytes(SEVEN, "int8", delta=True) == pytest.approx(2 * SEVEN.params / 309)
-    send = {"ranks": 8, "gpus": 16, "c": PERFECT}
-    looked_at = (5 * SEVEN.params / 8 + LINEARS + 4 * HEAD) / 3.35e12
-    sent = (LINEARS + 4 * HEAD) * (1 / 8 / 64e9 + 1 / 64e9 + 1 / 50e9)
-    assert sync_s(SEVEN, H100, "int8", delta=False, **send) == pytest.approx(sent + looked_at)
-    assert sync_s(SEVEN, H100, "int8", delta=True, **send) < sync_s(SEVEN, H100, "int8", delta=False, **send)
-
-
-def test_taking_turns_moves_all_states_twice():
-    assert turn_s(SEVEN, H100, ranks=8, c=PERFECT) == pytest.approx(2 * 16 * SEVEN.params / 8 / 64e9)
+def test_taking_turns_moves_states_and_weights_twice():
+    sharded = turn_s(engine("int8"), ranks=8, stage=3)
+    assert sharded == pytest.approx(2 * (20 * SEVEN.params / 8 + LINEARS + 4 * HEAD) / 64e9)
+    assert turn_s(engine("int8"), ranks=8, stage=0) == pytest.approx(2 * (LINEARS + 4 * HEAD) / 64e9)
 
 
 def test_an_unknown_gpu_names_the_nearest_and_a_cpu_is_measured():

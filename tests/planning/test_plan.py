@@ -1,5 +1,7 @@
 import ast
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,13 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.load import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.planning.__main__ import app
+from qurl_ray.planning.advice import verdict
+from qurl_ray.planning.configured import check_layout
 from qurl_ray.planning.machines import GPUS, PRECISIONS
 from qurl_ray.planning.plan import PAYS, amdahl, make_plan, search
 from qurl_ray.planning.published import fitted_points, points
 from qurl_ray.planning.roofline import widths
-from qurl_ray.planning.shapes import SHAPES
+from qurl_ray.planning.shapes import SHAPES, configured_shape
 from qurl_ray.planning.workload import Workload, configured_workload, gpus_of
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -42,10 +46,11 @@ workloads = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(workloads, st.sampled_from(["Qwen2.5-0.5B", "Qwen3-8B"]), st.integers(2, 20), st.integers(1, 12))
 def test_more_gpus_never_make_a_step_slower(work, model, gpus, more):
-    assert seconds_of(model, gpus + more, work) <= seconds_of(model, gpus, work) * 1.0001
+    # But for a sync, in which more ranks gather a larger part of each tensor from others.
+    assert seconds_of(model, gpus + more, work) <= seconds_of(model, gpus, work) * 1.01
 
 
 @settings(max_examples=15, deadline=None)
@@ -82,7 +87,7 @@ def test_turns_or_beside_each_other():
 
 
 def test_ten_thousand_gpus_are_planned():
-    plan = make_plan(SHAPES["Qwen2.5-32B"], H100, 10_000, Workload(prompts=4096, samples=16))
+    plan = make_plan(SHAPES["Qwen2.5-7B"], H100, 10_000, Workload(prompts=4096, samples=16))
     assert plan.best["fp8"].layout.gpus <= 10_000
 
 
@@ -111,7 +116,7 @@ def verdict_of(options):
 
 
 def test_short_answers_of_a_large_model_pay():
-    said = verdict_of("--model Qwen2.5-32B --gpus 32 --response-length 2048 --prompts 64 --updates 1")
+    said = verdict_of("--model Qwen2.5-14B --gpus 32 --response-length 2048 --prompts 64 --updates 1")
     assert "Quantization pays" in said
     assert "reads and multiplies weights" in said
 
@@ -121,7 +126,10 @@ def test_short_answers_of_a_large_model_pay():
     [
         ("--model Qwen3-1.7B --response-length 32768 --mean-length 20000", "reads keys and values"),
         ("--model SmolLM2-135M --gpus 1 --response-length 512", "launches, sampling"),
-        ("--model Qwen2.5-0.5B --gpus 8 --prompts 256 --samples 1 --response-length 512", "launches, sampling"),
+        (
+            "--model Qwen2.5-0.5B --prompts 256 --samples 1 --response-length 512 --transport ipc",
+            "launches, sampling",
+        ),
     ],
 )
 def test_where_it_does_not_pay_the_reason_is_named(options, why):
@@ -130,9 +138,58 @@ def test_where_it_does_not_pay_the_reason_is_named(options, why):
     assert why in said
 
 
-def test_a_gpu_that_bf16_does_not_fit_is_a_reason():
-    said = verdict_of("--model Qwen2.5-32B --gpu l40s --gpus 64 --tensor-parallel 1 --response-length 8192")
-    assert "in bf16 nothing fits" in said
+def test_a_step_that_syncs_faster_is_a_reason():
+    said = verdict_of("--model Qwen2.5-0.5B --prompts 256 --samples 1 --response-length 512")
+    assert re.search(r"Quantization pays.*syncs \d\.\d → \d\.\d s", said)
+
+
+def test_where_bf16_fits_nowhere_that_is_the_reason():
+    plan = make_plan(SHAPES["Qwen2.5-7B"], H100, 8, Workload())
+    said = verdict(replace(plan, best=plan.best | {"bf16": None}))
+    assert said == "Quantization pays: in bf16 nothing fits on these GPUs, in fp8 it does."
+
+
+# --- what can start ------------------------------------------------------------------------------
+
+PRESETS = sorted(path for path in CONFIGS.glob("*.yaml") if load_config(path).rollout.device == "cuda")
+
+
+def checked(path, *settings, model=None):
+    config = load_config(path, list(settings))
+    shape = SHAPES[model] if model else configured_shape(config.model)
+    return check_layout(shape, H100, configured_workload(config), config)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_for_gpus_can_start(path):
+    found = checked(path)
+    assert found.problems == ()
+    assert max(found.gpu.values()) < 0.9 * 85.5e9
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "says"),
+    [
+        ((), "Qwen2.5-32B", "start takes 13"),  # 131 GB of whole model on every rank
+        (("learner.zero_stage=1",), None, "learn takes"),
+        (("rollout.vllm.kv_cache_gb=60",), None, "sync takes"),
+        (("rollout.vllm.kv_cache_gb=0.3",), None, "no room for one answer"),
+        ((), "Qwen2.5-72B", "hosts need"),
+    ],
+)
+def test_a_layout_that_cannot_start_says_why(settings, model, says):
+    assert any(says in problem for problem in checked(CONFIGS / "dapo_7b_math.yaml", *settings, model=model).problems)
+
+
+def test_room_is_left_for_a_restart_in_full_precision():
+    config = CONFIGS / "dapo_7b_math.yaml"
+    quantized, full = checked(config), checked(config, "rollout.quantization=none", "quantization.uaq_scale=1")
+    assert quantized == full  # the engine of an evaluation holds bf16
+
+
+def test_32b_on_16_gpus_is_refused():
+    with pytest.raises(ConfigError, match=r"131 GB at the start.*of 86"):
+        make_plan(SHAPES["Qwen2.5-32B"], H100, 16, Workload())
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -163,6 +220,25 @@ def test_every_config_has_a_plan(path):
     result = CliRunner().invoke(app, ["--config", str(path)])
     assert result.exit_code == 0, result.output
     assert "Quantization" in result.output
+    assert ("layout can start" in result.output) == (path in PRESETS)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_speedup_names_its_source_and_every_figure_of_a_gpu_is_marked(path):
+    said = CliRunner().invoke(app, ["--config", str(path)]).output
+    rows, text = said.split("\n\n", 1)
+    for line in rows.splitlines():
+        if "×" in line and "gain" in line:
+            assert re.search(r"\[(S|S, T)\]\*", line), line
+        if re.search(r", s\b|tokens/s|KV|start /|object store|ipc", line):
+            assert "*" in line, line
+    verdict, legend = " ".join(text.split()).split("* Not measured", 1)
+    for speedup in re.finditer(r"\d\.\d+×", verdict):
+        after = verdict[speedup.end() :]
+        assert re.match(r" \[(S|T|S, T)\]\*", after) or speedup[0] == "1.05×", speedup.group() + after[:20]
+    assert "no GPU has run this package" in legend
+    assert "silybench" in legend
+    assert "torchtitan" in legend
 
 
 def test_a_config_gives_its_own_step_and_options_come_on_top():
@@ -188,6 +264,8 @@ def test_a_config_gives_its_own_step_and_options_come_on_top():
         ("--model Qwen2.5-7B --mean-length 9999", "between 1 and the limit"),
         ("--config nowhere.yaml", "does not exist"),
         ("--model Qwen2.5-7B --measure", "--measure is for up to"),
+        ("--model Qwen2.5-7B --engine sglang", "engine 'sglang' has no model here: there are vllm, torch"),
+        ("--model Qwen2.5-7B --transport mail", "there are object_store, ipc, nccl"),
         ("", "name a --model"),
     ],
 )

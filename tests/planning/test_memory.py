@@ -1,0 +1,172 @@
+"""Memory of engines, learners and hosts against arithmetic done here by hand, in other words than theirs."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qurl_ray.planning.machines import CONSTANTS, GPUS, PRECISIONS
+from qurl_ray.planning.memory import (
+    activation_bytes,
+    asleep_bytes,
+    gpu_bytes,
+    held,
+    host_bytes,
+    kv_room,
+    kv_slots,
+    learner_bytes,
+    stages_that_fit,
+)
+from qurl_ray.planning.roofline import EngineRoofline
+from qurl_ray.planning.shapes import SHAPES
+from qurl_ray.planning.workload import Workload
+
+SEVEN, HALF, H100 = SHAPES["Qwen2.5-7B"], SHAPES["Qwen2.5-0.5B"], GPUS["h100"]
+LINEARS = 28 * (3584 * 3584 * 2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+HEAD = 152064 * 3584
+
+
+def engine(precision="bf16", **changed):
+    return EngineRoofline(**({"shape": SEVEN, "gpu": H100, "precision": precision} | changed))
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def test_room_for_keys_by_hand():
+    weights = 2 * (LINEARS + 2 * HEAD)
+    assert kv_room(engine()) == pytest.approx(0.9 * 85.5e9 - 4.6e9 - weights)  # 3.1 of activations, 1.5 of graphs
+    assert kv_room(engine(graphs=False)) == pytest.approx(0.9 * 85.5e9 - 3.1e9 - weights)
+    assert kv_room(engine("int8"), beside=7e9) == pytest.approx(kv_room(engine()) + LINEARS - 7e9)
+    pair = kv_room(engine(tensor_parallel=2), beside=7e9)
+    assert pair == pytest.approx(2 * (0.9 * 85.5e9 - 4.6e9 - 7e9) - weights)
+
+
+def test_slots_hold_what_answers_have_on_average():
+    work = Workload(prompt=200, response=8192, mean=8192.0, slots=10_000)
+    assert held(work) == 8192  # alike: all are full at once
+    assert kv_slots(engine(), work, 40e9) == int(40e9 / (57344 * 8392))
+    assert held(Workload(response=8000, mean=4000.0)) == pytest.approx(8000 / 3)  # uniform: max²/3 / (2 · max/2)
+
+
+def test_a_context_that_does_not_fit_leaves_no_slot():
+    work = Workload(prompt=1, response=999, mean=999.0)
+    assert kv_slots(engine(), work, 57344 * 1000) == 1
+    assert kv_slots(engine(), work, 57344 * 999) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(SHAPES)), st.sampled_from(sorted(GPUS)), st.sampled_from([1, 2, 4]))
+def test_codes_never_take_more_memory(name, gpu, width):
+    of = {
+        precision: kv_room(
+            EngineRoofline(shape=SHAPES[name], gpu=GPUS[gpu], precision=precision, tensor_parallel=width)
+        )
+        for precision in PRECISIONS
+    }
+    assert of["bf16"] < of["int8"] == of["fp8"]
+
+
+# --- learners ------------------------------------------------------------------------------------
+
+TINY_BATCH = Workload(prompt=1, response=7, mean=4.0, micro_tokens=8, autocast=False)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "states"),
+    [
+        (0, 1, 16),
+        (1, 1, 20),
+        (2, 1, 20),
+        (3, 1, 20),
+        (0, 4, 16),
+        (1, 4, 4 + 4 + 12 / 4),
+        (2, 4, 4 + (4 + 4 + 8) / 4),
+        (3, 4, (4 + 4 + 4 + 8) / 4),
+    ],
+)
+def test_states_of_each_stage(stage, ranks, states):
+    """A micro-batch of eight tokens leaves states, buffers of fixed size and gathered parameters."""
+    found = learner_bytes(HALF, TINY_BATCH, ranks=ranks, stage=stage)["learn"]
+    buffers = {0: 2e9 if ranks > 1 else 0, 1: 4e9, 2: 4e9, 3: 2e9}[stage]
+    gathered = 4 * HALF.params + 4 * 50e6 if stage == 3 and ranks > 1 else 0
+    # one rank alone: the copy of the gradient in the step is smaller than stage 1's and 2's buffers, not than stage 3's
+    step = 4 * HALF.params if (stage, ranks) == (3, 1) else 0
+    kept = activation_bytes(HALF, TINY_BATCH) + 3 * 4 * 151936 * 8
+    assert found == pytest.approx(HALF.params * states + buffers + max(gathered + kept, step), rel=1e-6)
+
+
+def test_stage_three_holds_20_to_25_bytes_of_a_parameter():
+    learner = learner_bytes(SHAPES["Qwen3-8B"], TINY_BATCH, ranks=1, stage=3)["learn"] / SHAPES["Qwen3-8B"].params
+    assert 20 < learner < 25
+
+
+def test_autocast_keeps_copies_of_all_weights_whatever_is_sharded():
+    def held_(**changed):
+        work = Workload(prompt=1, response=7, mean=4.0, micro_tokens=8, **changed)
+        return learner_bytes(SEVEN, work, ranks=8, stage=3)["learn"]
+
+    activations = 2 * 8 * (6 * 3584 + 2 * 32 * 128 + 4 * 18944)
+    assert held_() - held_(autocast=False) == pytest.approx(2 * SEVEN.params - activations)
+
+
+def test_a_rank_starts_with_the_whole_model_and_gives_up_all_but_what_a_turn_needs():
+    sharded = learner_bytes(SEVEN, TINY_BATCH, ranks=8, stage=3)
+    assert (sharded["start"], sharded["rollout"]) == (4 * SEVEN.params, 0)
+    assert sharded["sync"] == 4 * SEVEN.params / 8 + 4 * HEAD  # its share, and the largest tensor gathered
+    assert learner_bytes(SEVEN, TINY_BATCH, ranks=8, stage=2)["sync"] == 4 * SEVEN.params
+    for kept in (
+        learner_bytes(SEVEN, TINY_BATCH, ranks=8, stage=0),  # DeepSpeed moves nothing at stage 0
+        learner_bytes(SEVEN, TINY_BATCH, ranks=8, stage=3, offloads=False),
+    ):
+        assert kept["learn"] == kept["sync"] == kept["rollout"]
+
+
+def test_a_value_model_and_a_reference_are_further_models():
+    def held_(**changed):
+        work = Workload(prompt=1, response=7, mean=4.0, micro_tokens=8, autocast=False, **changed)
+        return learner_bytes(SEVEN, work, ranks=4, stage=3)
+
+    plain, critic, reference = held_(), held_(critic=True), held_(reference=True)
+    assert critic["learn"] - plain["learn"] == 20 * SEVEN.params / 4 + 2e9
+    assert reference["learn"] - plain["learn"] == reference["start"] - plain["start"] == 4 * SEVEN.params
+
+
+def test_checkpointing_keeps_blocks_inputs():
+    kept = activation_bytes(SEVEN, Workload(prompt=1, response=999, micro_tokens=1000))
+    everything = activation_bytes(SEVEN, Workload(prompt=1, response=999, micro_tokens=1000, checkpointing=False))
+    assert everything - kept == pytest.approx(27 * 1000 * 2 * (6 * 3584 + 2 * 32 * 128 + 4 * 18944))
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+def test_a_shared_gpu_holds_who_sleeps_and_who_is_awake():
+    one, learner = engine("int8"), {"start": 30e9, "learn": 50e9, "sync": 5e9, "rollout": 0.0}
+    awake = LINEARS + 4 * HEAD + 4.6e9 + 40e9
+    found = gpu_bytes(one, learner, 40e9, colocated=True)
+    assert found == pytest.approx(
+        {"start": 30e9 + 2.5e9, "learn": 50e9 + 2.5e9, "sync": 5.5e9 + awake, "rollout": 0.5e9 + awake}
+    )
+    apart = gpu_bytes(one, learner, 40e9, colocated=False)
+    assert apart == pytest.approx({"start": 30.5e9, "learn": 50.5e9, "sync": awake, "rollout": awake})
+    assert asleep_bytes(engine(graphs=False)) == CONSTANTS.context
+
+
+def test_every_rank_of_a_host_loads_the_whole_model():
+    loads = host_bytes(SEVEN, TINY_BATCH, ranks=16, stage=3)
+    assert loads == 4 * SEVEN.params * (8 + 1)  # eight of a node's ranks, and rank 0's copy
+    alone = host_bytes(SEVEN, TINY_BATCH, ranks=1, stage=0)  # later, states are more than what was loaded
+    assert alone == 4 * SEVEN.params + 16 * SEVEN.params + 2 * 2 * SEVEN.params
+
+
+def test_what_does_not_fit_is_left_out():
+    work = Workload(response=4096)
+    assert list(stages_that_fit(engine(shape=HALF), work, ranks=8, colocated=True)) == [0, 1, 2, 3]
+    assert list(stages_that_fit(engine(), work, ranks=8, colocated=True)) == [2, 3]
+    # 32B: 131 GB on every GPU at the start, however many there are
+    big = engine(shape=SHAPES["Qwen2.5-32B"])
+    assert stages_that_fit(big, work, ranks=16, colocated=True) == {}
+    assert stages_that_fit(big, work, ranks=512, colocated=False) == {}
+    assert list(stages_that_fit(engine(shape=big.shape, gpu=GPUS["b200"]), work, ranks=16, colocated=True)) == [3]
+    # 72B: eight ranks of a host load 2.3 TB, which not even enough memory on the GPUs would change
+    assert host_bytes(SHAPES["Qwen2.5-72B"], work, ranks=64, stage=3) > 2.2e12
