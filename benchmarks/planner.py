@@ -1,30 +1,58 @@
-"""The planner against published figures, and --measure against runs: python benchmarks/planner.py (about 10 minutes).
+"""The planner against published figures and measurements here: python benchmarks/planner.py (about 15 minutes).
 
-Writes benchmarks/results/planner.json and planner.md. `--no-runs` leaves out the runs. The machine is measured before
-and after each run, and the mean of the two predictions is compared with the run's own phase times. Lengths of answers,
-and the share of groups that dynamic sampling kept, are those of the run. Nothing else should use the machine during
-this time.
+Writes benchmarks/results/planner.json and planner.md. `--part` makes one of these parts, and keeps the others' results:
+
+- published: figures that others published, which takes no time;
+- sync: seconds of a sync through Ray's object store, predicted from the rates of this host (two minutes);
+- memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (two minutes);
+- runs: `--measure` against runs. The machine is measured before and after each run, and the mean of the two predictions
+  is compared with the run's own phase times. Lengths of answers, and the share of groups that dynamic sampling kept,
+  are those of the run.
+
+Nothing else should use the machine during this time.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import ray
+import torch
+import torch.multiprocessing as mp
 import typer
 from rich.console import Console
 from shared import RESULTS, machine
+from torch import distributed
+from torch.profiler import ProfilerActivity, profile
 
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.load import load_config
-from qurl_ray.planning.measure import Machine, measure
+from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.learner.batching import plan as share_out
+from qurl_ray.learner.learner import make_learner
+from qurl_ray.planning.machines import Host
+from qurl_ray.planning.measure import Machine, measure, measure_host, shape_spec, trajectory
+from qurl_ray.planning.memory import Stage, learner_bytes
 from qurl_ray.planning.published import SOURCES, Point, fitted_points, points
-from qurl_ray.planning.shapes import configured_shape
+from qurl_ray.planning.shapes import SHAPES, Shape, configured_shape
 from qurl_ray.planning.show import as_point, figure
+from qurl_ray.planning.sync import cpu_sync_parts, sent_weights
 from qurl_ray.planning.workload import Workload, configured_workload
+from qurl_ray.policy.load import empty_model, tied_head
+from qurl_ray.rl.objective import ObjectiveSettings
+from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.local import chosen_codes
+from qurl_ray.sync.publish import Publisher, assemble_manifest
+from qurl_ray.sync.receive import decode_buckets
+from qurl_ray.types import PolicySpec
 
 ROOT = Path(__file__).parents[1]
 RUNS = {
@@ -100,6 +128,134 @@ def drift(found: list[Machine], work: Workload) -> float:
     return before / after
 
 
+# --- syncs -------------------------------------------------------------------------------------------------------
+
+SYNCED = ("SmolLM2-135M", "Qwen2.5-0.5B")
+_SYNCS, _MOVED = 5, 2e-6  # syncs that are timed, and how far each moves the weights
+
+
+def compare_syncs() -> dict[str, Any]:
+    """Return predicted and measured seconds of a sync of each shape and format, with the rates before and after."""
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    before, rows = measure_host(), []
+    for name in SYNCED:
+        for format_name in ("int8", "none"):
+            rows.append({"shape": name, "format": format_name, "measured": sync_seconds(SHAPES[name], format_name)})
+    after = measure_host()
+    ray.shutdown()
+    for row in rows:
+        # codes and bfloat16 beside them, or everything in float32
+        precision, width = ("int8", 2) if row["format"] == "int8" else ("bf16", 4)
+        sent = sent_weights(SHAPES[row["shape"]], precision, width)
+        parts = [cpu_sync_parts(sent, host) for host in (before, after)]
+        row["parts"] = {part: statistics.mean(one[part] for one in parts) for part in parts[0]}
+        row["predicted"] = sum(row["parts"].values())
+    return {"machine": machine(), "host": asdict(mean_host(before, after)), "rows": rows}
+
+
+def mean_host(*hosts: Host) -> Host:
+    rates = {name: statistics.mean(getattr(one, name) for one in hosts) for name in Host.__dataclass_fields__}
+    return Host(**rates | {"threads": hosts[0].threads})
+
+
+def sync_seconds(shape: Shape, format_name: str) -> float:
+    """Median seconds of a whole sync, without a probe, after each weight has moved."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = shape_spec(shape, Workload(), Path(folder))
+        model, engine = empty_model(spec), TorchEngine(spec, slots=1)
+        fmt, quantized = chosen_codes(engine, model, format_name, QuantizationConfig().keep)
+        publisher, seconds = Publisher(quantized, tied=tied_head(model)), []
+        for version in range(1, _SYNCS + 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.empty_like(parameter).uniform_(-1, 1), alpha=_MOVED)
+            started = time.perf_counter()
+            records, refs = [], []
+            for bucket in publisher.prepare(
+                model.named_parameters(), fmt, version=version, unquantized="bfloat16" if fmt else "float32"
+            ):
+                refs.append(ray.put(bucket.payloads))
+                records.append(bucket.records)
+            manifest = assemble_manifest(version, fmt, records)
+            engine.load(manifest, decode_buckets(map(ray.get, refs), manifest, engine.resident))
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])  # the first has nothing to compare with
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+LEARNERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "torch": (1, {}),
+    "ZeRO 1, 2 ranks": (2, {"backend": "deepspeed", "zero_stage": 1}),
+    "ZeRO 2, 2 ranks": (2, {"backend": "deepspeed", "zero_stage": 2}),
+    "ZeRO 3": (1, {"backend": "deepspeed", "zero_stage": 3}),
+    "ZeRO 3, 2 ranks": (2, {"backend": "deepspeed", "zero_stage": 3}),
+    "ZeRO 3, 2 ranks, bfloat16": (2, {"backend": "deepspeed", "zero_stage": 3, "compute": "bfloat16"}),
+}
+"""Number of ranks and settings of each learner that is measured."""
+
+
+def compare_memory(name: str) -> dict[str, Any]:
+    """Return predicted and measured bytes of rank 0 of each learner, of this shape, in two steps."""
+    shape, rows = SHAPES[name], []
+    for label, (ranks, settings) in LEARNERS.items():
+        work = Workload(
+            prompts=4, samples=1, prompt=32, response=32, mean=32.0, updates=2, micro_tokens=64,
+            autocast=settings.get("compute") == "bfloat16",
+        )  # fmt: skip
+        stage: Stage = settings.get("zero_stage", 0)
+        predicted = learner_bytes(shape, work, ranks=ranks, stage=stage, overlaps=False)["learn"]
+        with tempfile.TemporaryDirectory() as folder:
+            spec = shape_spec(shape, work, Path(folder))
+            mp.spawn(_learn, (ranks, Path(folder), spec, shape, work, settings), nprocs=ranks)
+            measured = int((Path(folder) / "bytes").read_text())
+        rows.append({"learner": label, "predicted": predicted, "measured": measured})
+        print(rows[-1], flush=True)
+    return {"machine": machine(), "shape": name, "rows": rows}
+
+
+def _learn(
+    rank: int, ranks: int, folder: Path, spec: PolicySpec, shape: Shape, work: Workload, settings: dict[str, Any]
+) -> None:
+    """Make a learner and two steps as one of the ranks. Rank 0 writes the most bytes that torch had allocated."""
+    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}  # as Ray Train sets it; DeepSpeed insists
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    config = LearnerConfig(
+        gradient_checkpointing=work.checkpointing, tokens_per_micro_batch=work.micro_tokens, workers=ranks, **settings
+    )
+    groups = [[trajectory(shape, work, index)] for index in range(work.prompts)]
+    shares = share_out(groups, updates=work.updates, ranks=ranks, token_budget=work.micro_tokens, seed=0)
+
+    def learn() -> None:
+        torch.manual_seed(0)
+        objective = ObjectiveSettings(clip_low=0.2, clip_high=0.28)
+        learner = make_learner(empty_model(spec), config, objective, temperature=1.0, total_updates=100)
+        for _ in range(2):
+            learner.learn(shares[rank])
+
+    most = allocated(learn)
+    if rank == 0:
+        (folder / "bytes").write_text(str(most))
+    distributed.barrier()
+    os._exit(0)  # gloo's threads may abort a process that shuts down
+
+
+def allocated(call: Callable[[], None]) -> int:
+    """Return the most bytes that torch had allocated on the CPU at once during `call`, used or not."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+# --- report ------------------------------------------------------------------------------------------------------
+
+
 def within(share: float, answers: int) -> list[bool]:
     """Return for each figure that was not fitted whether the prediction is within 15 %.
 
@@ -121,16 +277,16 @@ def sensitivity() -> list[str]:
     return lines
 
 
-def markdown(rows: list[Point], runs: list[dict[str, Any]], where: str) -> str:
-    lines = ["# The planner", "", "`python benchmarks/planner.py`", "", where, ""]
-    lines += ["| source | figure | published | planner | error |", "|---|---|---|---|---|"]
+def published_table(rows: list[Point]) -> list[str]:
+    lines = ["| source | figure | published | planner | error |", "|---|---|---|---|---|"]
     for point in rows:
         name = point.what + (" (fitted)" if point.fitted else "")
         published, planner = figure(point)
         lines.append(f"| {point.source} | {name} | {published} | {planner} | {point.error():+.0%} |")
     fitted = [abs(point.error()) for point in fitted_points()]
     others = [abs(point.error()) for point in rows if not point.fitted]
-    lines += [
+    return [
+        *lines,
         "",
         f"{len(fitted)} decode steps that the constants were fitted to: mean error {statistics.mean(fitted):.1%}, "
         f"largest {max(fitted):.1%}. Of {len(others)} figures not fitted {sum(e <= 0.15 for e in others)} are within "
@@ -140,9 +296,47 @@ def markdown(rows: list[Point], runs: list[dict[str, Any]], where: str) -> str:
         "",
         *(f"- {name}: {text}" for name, text in SOURCES.items()),
     ]
+
+
+def sync_table(found: dict[str, Any]) -> list[str]:
+    host = ", ".join(f"{name} {rate:.2g}" for name, rate in found["host"].items())
+    parts = list(found["rows"][0]["parts"])
+
+    def seconds(row: dict[str, Any]) -> str:
+        return " | ".join(f"{row['parts'][part]:.2f}" for part in parts)
+
+    return [
+        f"A sync through Ray's object store, one rank and one torch engine in one process, s. {found['machine']}. "
+        f"Rates of the host, B/s: {host}.",
+        "",
+        f"| shape | format | {' | '.join(parts)} | predicted | measured | ratio |",
+        "|---|---|" + "---|" * (len(parts) + 3),
+        *(
+            f"| {row['shape']} | {row['format']} | {seconds(row)} "
+            f"| {row['predicted']:.2f} | {row['measured']:.2f} | {row['predicted'] / row['measured']:.2f} |"
+            for row in found["rows"]
+        ),
+    ]
+
+
+def memory_table(found: dict[str, Any]) -> list[str]:
+    return [
+        f"Memory of a learner's rank, {found['shape']}, GB that torch has allocated at most. {found['machine']}.",
+        "",
+        "| learner | predicted | measured | error |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['learner']} | {row['predicted'] / 1e9:.2f} | {row['measured'] / 1e9:.2f} "
+            f"| {row['predicted'] / row['measured'] - 1:+.0%} |"
+            for row in found["rows"]
+        ),
+    ]
+
+
+def runs_table(runs: list[dict[str, Any]]) -> list[str]:
+    lines = []
     for one in runs:
         lines += [
-            "",
             f"| {one['preset']}, s of a step | predicted | measured | error | of the step |",
             "|---|---|---|---|---|",
         ]
@@ -153,28 +347,41 @@ def markdown(rows: list[Point], runs: list[dict[str, Any]], where: str) -> str:
         ]
         lines.append(
             f"\nMedians of {one['steps']} steps. Measuring took {one['measuring_s'][0]:.0f} s before and "
-            f"{one['measuring_s'][1]:.0f} s after; before was {one['before_over_after']:.2f} times as slow as after."
+            f"{one['measuring_s'][1]:.0f} s after; before was {one['before_over_after']:.2f} times as slow as after.\n"
         )
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+Part = Literal["published", "sync", "memory", "runs"]
 
 
 def main(
-    runs: Annotated[bool, typer.Option(help="Compare --measure with runs.")] = True,
+    part: Annotated[list[Part] | None, typer.Option(help="Parts to make; all if absent.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Presets to run; all if absent.")] = None,
+    shape: Annotated[str, typer.Option(help="Model whose learners' memory is measured.")] = "SmolLM2-135M",
 ) -> None:
-    """Compare the planner with published figures and with runs; write benchmarks/results/planner.{json,md}."""
-    with tempfile.TemporaryDirectory(prefix="planner-") as folder:
-        compared = [compare(preset, Path(folder)) for preset in only or RUNS] if runs else []
+    """Compare the planner with published figures and with measurements; write benchmarks/results/planner.{json,md}."""
+    parts = part or ["published", "sync", "memory", "runs"]
+    file = RESULTS / "planner.json"
+    values = json.loads(file.read_text()) if file.exists() else {}
     rows = points()
+    values |= {"fitted_steps": [as_point(p) for p in fitted_points()], "points": [as_point(p) for p in rows]}
+    if "sync" in parts:
+        values["sync"] = compare_syncs()
+    if "memory" in parts:
+        values["memory"] = compare_memory(shape)
+    if "runs" in parts:
+        with tempfile.TemporaryDirectory(prefix="planner-") as folder:
+            values["runs"] = [compare(preset, Path(folder)) for preset in only or RUNS]
+        values["machine"] = machine()
     RESULTS.mkdir(exist_ok=True)
-    values = {
-        "machine": machine(),
-        "fitted_steps": [as_point(point) for point in fitted_points()],
-        "points": [as_point(point) for point in rows],
-        "runs": compared,
-    }
-    (RESULTS / "planner.json").write_text(json.dumps(values, indent=2) + "\n")
-    (RESULTS / "planner.md").write_text(markdown(rows, compared, machine()))
+    file.write_text(json.dumps(values, indent=2) + "\n")
+    text = ["# The planner", "", "`python benchmarks/planner.py`, part by part (`--part`).", "", *published_table(rows)]
+    for name, table in (("sync", sync_table), ("memory", memory_table)):
+        text += ["", *table(values[name])] if name in values else []
+    if values.get("runs"):
+        text += ["", f"`--measure` against runs. {values['machine']}.", "", *runs_table(values["runs"])]
+    (RESULTS / "planner.md").write_text("\n".join(text).rstrip() + "\n")
     Console().print((RESULTS / "planner.md").read_text(), highlight=False)
 
 

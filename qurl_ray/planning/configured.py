@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from qurl_ray.config import RunConfig
 from qurl_ray.planning.machines import HOST_MEMORY, Gpu, Precision
-from qurl_ray.planning.memory import Stage, Turn, gpu_bytes, host_bytes, kv_room, kv_slots, learner_bytes
+from qurl_ray.planning.memory import Stage, TurnName, gpu_bytes, host_bytes, kv_room, kv_slots, learner_bytes
 from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
@@ -16,7 +16,7 @@ _PRECISIONS: dict[str, Precision] = {"int8": "int8", "fp8": "fp8", "fp8_block": 
 class Check:
     """Memory of a run's layout, in bytes, and what is in the way of its start."""
 
-    gpu: dict[Turn, float]
+    gpu: dict[TurnName, float]
     """Bytes on a GPU in each turn, in the format of rollouts or in bf16, whichever are more: evaluations in full
     precision, and the guard's fallback to it, restart the engines in bf16."""
     host: float

@@ -2,6 +2,7 @@
 
 A few decode steps, a prefill, passes over a few sequences and one sync are timed. The phases of a step are computed
 from these timings, with the formulas that plans for GPUs use. Weights are random, and have the model's shape.
+`measure_host` times what hosts compute in a sync, which plans for GPUs use as well.
 """
 
 import copy
@@ -27,11 +28,15 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.protocol import EnginePrecision
+from qurl_ray.planning.machines import Host
 from qurl_ray.planning.phases import rollout_s
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import empty_model, tied_head
-from qurl_ray.quant.formats import Format
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import Format, get_format
+from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
+from qurl_ray.quant.quantize import quantize
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.requests import make_requests, probe_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
@@ -47,6 +52,7 @@ _STEPS = 4  # decode steps in one timing
 _CONTEXT, _HELD_TOKENS = 1024, 8192  # most tokens of a sequence and of a batch
 _PASS_TOKENS = 512  # tokens of the larger timed pass: some seconds at 135 M parameters
 _MESSAGES = 128
+_WEIGHT = (4096, 1024)  # shape of the weight on which a host is timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +142,7 @@ def measure(shape: Shape, work: Workload, formats: Sequence[str] = FORMATS) -> M
     torch.set_num_threads(os.cpu_count() or 1)
     try:
         with tempfile.TemporaryDirectory(prefix="qurl-shape-") as folder:
-            spec = _spec(shape, work, Path(folder))
+            spec = shape_spec(shape, work, Path(folder))
             torch.manual_seed(0)
             model = empty_model(spec)
             config = LearnerConfig(gradient_checkpointing=work.checkpointing, tokens_per_micro_batch=work.micro_tokens)
@@ -157,7 +163,7 @@ def measure(shape: Shape, work: Workload, formats: Sequence[str] = FORMATS) -> M
     return Machine(engines=engines, score=score, update=update, sync=syncs, message=message, seconds=taken)
 
 
-def _spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
+def shape_spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
     """Write the config.json of a Llama with this shape to `folder`, and return its spec."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -244,7 +250,7 @@ def _passes(learner: PolicyLearner, shape: Shape, work: Workload) -> tuple[Line,
     scored: list[tuple[float, float]] = []
     updated: list[tuple[float, float]] = []
     for count in (max(1, most // 4), most):
-        groups = [[_trajectory(shape, work, index)] for index in range(2 * count)]
+        groups = [[trajectory(shape, work, index)] for index in range(2 * count)]
         (batches,) = share_out(groups, updates=2, ranks=1, token_budget=work.micro_tokens, seed=0)
         if not scored:
             learner.learn(batches)  # the first call takes longer, and is not timed
@@ -259,7 +265,8 @@ def _lengths(work: Workload) -> tuple[int, int]:
     return min(work.prompt, _PASS_TOKENS // 4), min(max(1, round(work.answer)), _PASS_TOKENS // 4)
 
 
-def _trajectory(shape: Shape, work: Workload, index: int) -> Trajectory:
+def trajectory(shape: Shape, work: Workload, index: int) -> Trajectory:
+    """Return a sequence of random tokens, of the lengths that are timed."""
     rng, (prompt, answer) = np.random.default_rng(index), _lengths(work)
     return Trajectory(
         uid=f"{index}/0",
@@ -274,6 +281,29 @@ def _trajectory(shape: Shape, work: Workload, index: int) -> Trajectory:
 
 
 # --- the sync ------------------------------------------------------------------------------------
+
+
+def measure_host() -> Host:
+    """Time what a host computes in a sync, on a weight of some megabytes."""
+    threads = os.cpu_count() or 1
+    weight = torch.randn(_WEIGHT) * 0.02
+    q = quantize(weight, get_format("int8", weight_max_code(get_format("int8"), weight.device)))
+    codes = q.codes.view(torch.uint8).numpy()
+    others, size = codes.copy(), weight.nbytes
+    rounded = weight.to(torch.bfloat16).float
+
+    def rate(amount: float, call: Callable[[], object]) -> float:
+        return amount / _median(call, warm=True)
+
+    return Host(
+        quantize=rate(size, lambda: quantize(weight, q.fmt)),
+        fingerprint=rate(size, lambda: fingerprint(weight)),
+        compare=rate(codes.nbytes, lambda: np.count_nonzero(codes != others)),
+        copy=rate(size, weight.clone),
+        convert=rate(size, rounded),
+        pack=rate(codes.nbytes, lambda: QuantizedLinear(q, None).resident()),
+        threads=threads,
+    )
 
 
 class _Link:

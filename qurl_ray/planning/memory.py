@@ -11,7 +11,8 @@ parameter while it learns, with DeepSpeed 0.19.8 (learner.deepspeed_backend):
 | 3 | | parameter twice, gradient, two moments: 20 |
 
 In the optimizer's step, stages 1 to 3 hold their share of the gradient once more: 24 bytes with stage 3, when nothing
-else is in use. In passes they hold buffers of fixed size (below) and stage 3 gathered parameters.
+else is in use. In passes they hold buffers of fixed size (below), and stage 3 gathered parameters and gradients that it
+joins before they are reduced. benchmarks/planner.py compares this with what torch allocates.
 """
 
 from typing import Literal
@@ -23,12 +24,11 @@ from qurl_ray.planning.workload import Workload
 
 Stage = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-Turn = Literal["start", "learn", "sync", "rollout"]
+TurnName = Literal["start", "learn", "sync", "rollout"]
 _STATES: dict[Stage, tuple[int, int]] = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20)}
 """Bytes of one parameter's states: those that every rank holds, and those that ranks share."""
-_BUCKET, _LIVE, _PREFETCHED, _GROUP = 500_000_000, 1_000_000_000, 50_000_000, 1_000_000_000
-"""DeepSpeed's defaults, in elements: reduce_bucket_size, stage3_max_live_parameters, stage3_prefetch_bucket_size,
-sub_group_size."""
+_BUCKET, _LIVE, _GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
+"""DeepSpeed's defaults, in elements: reduce_bucket_size, stage3_max_live_parameters, sub_group_size."""
 _LOGITS = 0.6e9
 """Bytes of logits, their gradient and log-softmax of one chunk (policy.logprobs.HEAD_BYTES), and allocator overhead."""
 
@@ -41,7 +41,7 @@ def state_bytes(shape: Shape, *, ranks: int, stage: Stage) -> float:
 
 def learner_bytes(
     shape: Shape, work: Workload, *, ranks: int, stage: Stage, offloads: bool = True, overlaps: bool = True
-) -> dict[Turn, float]:
+) -> dict[TurnName, float]:
     """Bytes of a learner on each rank's GPU in each turn.
 
     Each rank starts with the whole model on its GPU (learner.scorer.on_device). Autocast keeps bfloat16 copies of all
@@ -56,10 +56,11 @@ def learner_bytes(
     cast = 2 * params if work.autocast else 0
     buckets = 4 * _BUCKET * ((2 if overlaps else 1) if stage in (1, 2) else 1 if stage == 3 or ranks > 1 else 0)
     fixed = buckets if stage == 3 else 0
-    gathered = 4 * (min(params, _LIVE) + min(params, _PREFETCHED)) if stage == 3 and ranks > 1 else 0
+    gathered = 4 * min(params, _LIVE) if stage == 3 and ranks > 1 else 0
+    joined = 4 * min(params, _BUCKET) if stage == 3 else 0
     kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
     forward = fixed + gathered + cast + kept
-    backward = buckets + gathered + kept + (0 if work.checkpointing else cast)
+    backward = buckets + joined + gathered + kept + (0 if work.checkpointing else cast)
     step = fixed + (4 * (min(params, _GROUP) if stage == 3 else params) / ranks if stage else 0)
     critic = states + fixed if work.critic else 0
     reference = 4 * params if work.reference else 0
@@ -147,7 +148,9 @@ def held(work: Workload) -> float:
 # --- both --------------------------------------------------------------------------------------------------------
 
 
-def gpu_bytes(engine: EngineRoofline, learner: dict[Turn, float], kv: float, *, colocated: bool) -> dict[Turn, float]:
+def gpu_bytes(
+    engine: EngineRoofline, learner: dict[TurnName, float], kv: float, *, colocated: bool
+) -> dict[TurnName, float]:
     """Bytes on a GPU in each turn: of rank and engine if they share it, else of a rank in `start` and `learn`, and of
     an engine in `sync` and `rollout`.
 
@@ -160,7 +163,7 @@ def gpu_bytes(engine: EngineRoofline, learner: dict[Turn, float], kv: float, *, 
     if not colocated:
         return ranks | {"sync": awake, "rollout": awake}
     asleep = asleep_bytes(engine)
-    beside: dict[Turn, float] = {"start": asleep, "learn": asleep, "sync": awake, "rollout": awake}
+    beside: dict[TurnName, float] = {"start": asleep, "learn": asleep, "sync": awake, "rollout": awake}
     return {turn: ranks[turn] + beside[turn] for turn in beside}
 
 

@@ -10,7 +10,7 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.planning.machines import EIGHT_BIT, NODE, PRECISIONS, Gpu, Precision
 from qurl_ray.planning.memory import (
     Stage,
-    Turn,
+    TurnName,
     gpu_bytes,
     host_bytes,
     kv_room,
@@ -249,7 +249,7 @@ def _layouts(engine: EngineRoofline, gpus: int, work: Workload) -> Iterator[tupl
             yield layout, beside
 
 
-def memory_of(estimate: StepEstimate, work: Workload) -> dict[Turn, float]:
+def memory_of(estimate: StepEstimate, work: Workload) -> dict[TurnName, float]:
     """Return the bytes on a GPU in each turn; see memory.gpu_bytes."""
     layout, engine = estimate.layout, estimate.engine
     colocated = layout.placement == "colocated"

@@ -54,16 +54,22 @@ def delta_bytes(shape: Shape, c: Constants = CONSTANTS) -> float:
 
 def cpu_sync_parts(sent: Sent, host: Host = HOST) -> dict[str, float]:
     """Seconds of each part of a sync through the object store of one rank and the torch engine, on a CPU."""
-    converted = 4 * sent.floats / (host.convert if sent.float_bytes == 2 else host.copy)
+    rounds = sent.float_bytes == 2
+    copied, widened = 4 * sent.floats / (host.convert if rounds else host.copy), _widened_s(sent, host)
     return {
-        "quantize": 4 * sent.codes / host.quantize + converted,
-        "fingerprint": sent.decoded / host.fingerprint,
+        "quantize": 4 * sent.codes / host.quantize + copied,
+        "fingerprint": widened + sent.decoded / host.fingerprint,
         "compare": sent.codes / host.compare,
         "put": sent.bytes / host.copy,
-        "decode": converted if sent.float_bytes == 2 else 0.0,
+        "decode": widened,
         "place": 4 * sent.floats / host.copy + sent.codes / host.pack / host.threads,
         "verify": sent.decoded / host.fingerprint / host.threads,
     }
+
+
+def _widened_s(sent: Sent, host: Host) -> float:
+    """Seconds to make float32 of what is sent in bfloat16, which ranks fingerprint and engines get."""
+    return 4 * sent.floats / host.convert if sent.float_bytes == 2 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +108,12 @@ def sync_parts(
     if not through_host:
         moved = sent.bytes / line if route.transport == "nccl" else 2 * sent.bytes / device
         return parts | {"send": moved + calls, "fingerprint": 2 * sent.decoded / device + launches}
-    parts["fingerprint"] = share * sent.decoded / host.fingerprint
+    parts["fingerprint"] = share * (_widened_s(sent, host) + sent.decoded / host.fingerprint)
     travels = delta_bytes(shape, c) if route.delta else sent.bytes
     parts["put"] = share * travels / host.copy + (share * sent.bytes / host.compare if route.delta else 0.0)
     parts["network"] = travels / c.objects if route.gpus > NODE else 0.0
     read_back = sent.decoded / c.pageable + sent.decoded / host.copy if route.delta else 0.0
-    parts["decode"] = read_back + 4 * sent.floats / host.convert + sent.decoded / host.copy
+    parts["decode"] = read_back + _widened_s(sent, host) + sent.decoded / host.copy
     parts["load"] = calls + sent.decoded / c.pageable
     parts["verify"] = sent.decoded / device + launches
     return parts

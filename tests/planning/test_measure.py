@@ -1,8 +1,10 @@
+import os
+
 import pytest
 import torch
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.planning.measure import Line, Machine, MeasuredEngine, measure
+from qurl_ray.planning.measure import Line, Machine, MeasuredEngine, measure, measure_host
 from qurl_ray.planning.shapes import SHAPES, Shape
 from qurl_ray.planning.workload import Workload
 
@@ -50,6 +52,15 @@ def test_engine_and_learner_of_a_shape_are_timed():
     assert torch.get_num_threads() == threads
     for format_name in ("none", "int8"):
         assert all(seconds > 0 for seconds in machine.phases(work, format_name).values())
+
+
+def test_rates_of_a_host_are_of_bytes_and_seconds():
+    """A rate in milliseconds, megabytes or elements of another size would be far off what memory can do."""
+    host = measure_host()
+    for name in ("quantize", "fingerprint", "compare", "copy", "convert"):
+        assert 0.1e9 < getattr(host, name) < 200e9, name
+    assert 1e6 < host.pack < 50e9
+    assert host.threads == os.cpu_count()
 
 
 def test_a_model_that_would_take_minutes_is_refused():
