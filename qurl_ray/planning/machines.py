@@ -156,7 +156,7 @@ class Host:
     compare: float
     """Codes that are compared with those sent before."""
     copy: float
-    """Bytes that are copied, to the object store or to memory shared with workers."""
+    """Bytes that are copied: to the object store, to memory shared with workers, to where an engine holds them."""
     convert: float
     """Float32 values that are rounded to bfloat16, or made from it."""
     pack: float
@@ -165,9 +165,9 @@ class Host:
     """Threads that load and verify an engine's weights on a CPU."""
 
 
-HOST = Host(quantize=3e9, fingerprint=6e9, compare=3e9, copy=5.8e9, convert=4.8e9, pack=0.1e9, threads=2)
-"""AMD EPYC, family 25, model 1 (Zen 3), 2 cores, 2026-11-25: python benchmarks/planner.py --only sync. The rates of a
-GPU's host are taken to be the same."""
+HOST = Host(quantize=3e9, fingerprint=6e9, compare=3e9, copy=6e9, convert=9e9, pack=0.1e9, threads=2)
+"""Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, rounded from one look on 2026-11-25 beside other work;
+python benchmarks/planner.py --part sync measures them. The rates of a GPU's host are taken to be the same."""
 
 
 def find_gpu(name: str) -> Gpu:

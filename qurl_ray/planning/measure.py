@@ -52,7 +52,7 @@ _STEPS = 4  # decode steps in one timing
 _CONTEXT, _HELD_TOKENS = 1024, 8192  # most tokens of a sequence and of a batch
 _PASS_TOKENS = 512  # tokens of the larger timed pass: some seconds at 135 M parameters
 _MESSAGES = 128
-_WEIGHT = (4096, 1024)  # shape of the weight on which a host is timed
+_WEIGHT, _HOST_TIMES = (4096, 1024), 9  # shape of the weight on which a host is timed, and repetitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +184,12 @@ def shape_spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
     return PolicySpec(source=str(folder))
 
 
-def _median(call: Callable[[], object], *, warm: bool = False) -> float:
+def _median(call: Callable[[], object], *, warm: bool = False, times: int = _TIMES) -> float:
     """Median seconds of `call`; with `warm` it is called once before the timing."""
     if warm:
         call()
     # timeit turns the garbage collector off, and a run has it on
-    return statistics.median(timeit.repeat(call, gc.enable, number=1, repeat=_TIMES))
+    return statistics.median(timeit.repeat(call, gc.enable, number=1, repeat=times))
 
 
 # --- the engine ----------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def measure_host() -> Host:
     rounded = weight.to(torch.bfloat16).float
 
     def rate(amount: float, call: Callable[[], object]) -> float:
-        return amount / _median(call, warm=True)
+        return amount / _median(call, warm=True, times=_HOST_TIMES)
 
     return Host(
         quantize=rate(size, lambda: quantize(weight, q.fmt)),

@@ -27,7 +27,7 @@ STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 TurnName = Literal["start", "learn", "sync", "rollout"]
 _STATES: dict[Stage, tuple[int, int]] = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20)}
 """Bytes of one parameter's states: those that every rank holds, and those that ranks share."""
-_BUCKET, _LIVE, _GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
+BUCKET, _LIVE, _GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
 """DeepSpeed's defaults, in elements: reduce_bucket_size, stage3_max_live_parameters, sub_group_size."""
 _LOGITS = 0.6e9
 """Bytes of logits, their gradient and log-softmax of one chunk (policy.logprobs.HEAD_BYTES), and allocator overhead."""
@@ -54,10 +54,10 @@ def learner_bytes(
     params = shape.params
     states = state_bytes(shape, ranks=ranks, stage=stage)
     cast = 2 * params if work.autocast else 0
-    buckets = 4 * _BUCKET * ((2 if overlaps else 1) if stage in (1, 2) else 1 if stage == 3 or ranks > 1 else 0)
+    buckets = 4 * BUCKET * ((2 if overlaps else 1) if stage in (1, 2) else 1 if stage == 3 or ranks > 1 else 0)
     fixed = buckets if stage == 3 else 0
     gathered = 4 * min(params, _LIVE) if stage == 3 and ranks > 1 else 0
-    joined = 4 * min(params, _BUCKET) if stage == 3 else 0
+    joined = 4 * min(params, BUCKET) if stage == 3 else 0
     kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
     forward = fixed + gathered + cast + kept
     backward = buckets + joined + gathered + kept + (0 if work.checkpointing else cast)
