@@ -63,7 +63,8 @@ class StepEstimate:
     engine: EngineRoofline
     layout: Layout
     room: float
-    """Bytes for keys and values in each engine."""
+    """Bytes for keys and values in each engine: what is left on GPUs of its own, and on shared ones as much as bf16
+    leaves (rollout.vllm.kv_cache_gb)."""
     slots: int
     """Sequences that each engine can hold at a time."""
     batch: float
@@ -129,7 +130,7 @@ class Plan:
         if not base:
             return None
         engine = replace(base.engine, precision=precision, kv_bytes=kv_bytes)
-        freed = kv_room(engine) - kv_room(base.engine)
+        freed = kv_room(engine) - kv_room(base.engine) if base.layout.placement == "disaggregated" else 0.0
         return base.rollout / all_rounds_s(engine, self.work, base.layout.engines, base.room + freed)
 
     @property
@@ -212,7 +213,9 @@ def search(
         )
         rollout = cache(lambda samples, room, e=engine: rollout_s(e, work, samples, work.slots, room))
         for layout, beside in _layouts(engine, gpus, work):
-            together, room = layout.placement == "colocated", kv_room(engine, beside)
+            together = layout.placement == "colocated"
+            # Evaluations in full precision, and the guard's fallback, restart an engine in bf16 with the same room.
+            room = kv_room(replace(engine, precision="bf16") if together else engine, beside)
             slots, learn = kv_slots(engine, work, room), learned(layout.ranks, layout.stage)
             if not slots or (found and learn >= found.step):
                 continue

@@ -181,6 +181,14 @@ def test_a_layout_that_cannot_start_says_why(settings, model, says):
     assert any(says in problem for problem in checked(CONFIGS / "dapo_7b_math.yaml", *settings, model=model).problems)
 
 
+@pytest.mark.parametrize("preset", ["dapo_7b_math", "deepscaler_grpo", "gsm8k_ppo"])
+def test_what_is_recommended_can_start(preset):
+    path = CONFIGS / f"{preset}.yaml"
+    found = json.loads(CliRunner().invoke(app, ["--config", str(path), "--json"]).output)
+    assert checked(path, *found["settings"]).problems == ()
+    assert found["check"]["problems"] == []
+
+
 def test_room_is_left_for_a_restart_in_full_precision():
     config = CONFIGS / "dapo_7b_math.yaml"
     quantized, full = checked(config), checked(config, "rollout.quantization=none", "quantization.uaq_scale=1")
