@@ -21,8 +21,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import ray
 import torch
@@ -355,7 +356,11 @@ def runs_table(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-Part = Literal["published", "sync", "memory", "runs"]
+class Part(StrEnum):
+    PUBLISHED = "published"
+    SYNC = "sync"
+    MEMORY = "memory"
+    RUNS = "runs"
 
 
 def main(
@@ -364,16 +369,16 @@ def main(
     shape: Annotated[str, typer.Option(help="Model whose learners' memory is measured.")] = "SmolLM2-135M",
 ) -> None:
     """Compare the planner with published figures and with measurements; write benchmarks/results/planner.{json,md}."""
-    parts = part or ["published", "sync", "memory", "runs"]
+    parts = part or list(Part)
     file = RESULTS / "planner.json"
     values = json.loads(file.read_text()) if file.exists() else {}
     rows = points()
     values |= {"fitted_steps": [as_point(p) for p in fitted_points()], "points": [as_point(p) for p in rows]}
-    if "sync" in parts:
+    if Part.SYNC in parts:
         values["sync"] = compare_syncs()
-    if "memory" in parts:
+    if Part.MEMORY in parts:
         values["memory"] = compare_memory(shape)
-    if "runs" in parts:
+    if Part.RUNS in parts:
         with tempfile.TemporaryDirectory(prefix="planner-") as folder:
             values["runs"] = [compare(preset, Path(folder)) for preset in only or RUNS]
         values["machine"] = machine()

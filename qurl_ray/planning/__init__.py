@@ -2,9 +2,10 @@
 
     shapes, machines   shapes of models, data sheets of GPUs, and the constants of the formulas
     workload           amount of work in one step
-    roofline, memory   seconds of one decode step or prefill; memory of engines and learners
-    phases             seconds of rollouts, learning and sync
+    roofline, memory   seconds of one decode step or prefill; memory of engines, learners and hosts in each turn
+    phases, sync       seconds of rollouts, learning and turns; of a sync, by transport
     plan, advice       the best layout of each format, and whether quantization pays
+    configured         whether a run's own layout can start
     published          the same formulas compared with published measurements
     measure            timings of this machine, instead of a data sheet
 

@@ -73,6 +73,11 @@ def test_vllm_quantizes_activations_with_one_more_operation_a_linear():
     assert added == pytest.approx(28 * (4 * 2e-6 + 100 * INPUTS * 3 / 3.35e12))
 
 
+def test_nothing_is_fused_without_graphs():
+    eager = {"constants": Constants(**_only(operation_s=2e-6, launch_s=0)), "graphs": False}
+    assert engine("fp8", **eager).decode_s(100, 0) == engine("int8", **eager).decode_s(100, 0)
+
+
 def test_the_torch_engine_quantizes_with_fifteen():
     quick = {"constants": Constants(**_only(operation_s=2e-6)), "engine": "torch"}
     added = engine("int8", **quick).decode_s(100, 0) - engine("fp8", constants=PERFECT).decode_s(100, 0)

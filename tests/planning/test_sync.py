@@ -44,6 +44,9 @@ def test_ranks_share_their_part_and_engines_take_all():
     shared = {"copy to the host", "fingerprint", "compare", "put", "quantize"}
     assert {name for name in one if one[name] == pytest.approx(4 * four[name]) and one[name]} == shared
     assert (one["decode"], one["load"]) == (four["decode"], four["load"])
+    direct = replace(ALONE, transport="ipc", ranks=4)
+    whole = (4 * SEVEN.params + CODES + 2 * FLOATS) / (3.35e12 * 1e9)  # each rank reads and writes all of it
+    assert sync_parts(SEVEN, H100, "int8", direct, host=SLOW, c=FREE)["quantize"] == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
