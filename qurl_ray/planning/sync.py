@@ -8,7 +8,7 @@ ipc            each rank quantizes every tensor on its GPU, for the engine there
 nccl           the same, but rank 0 broadcasts what it quantized
 
 With ZeRO-3, all ranks gather each tensor first. Ranks and engines work one after the other. Probes are left out. A
-delta is smaller on the network alone: it costs the rank a comparison, and the engine reads back what it is added to.
+delta is smaller on the network alone: it costs the rank a comparison, and the engine a copy of what it is added to.
 """
 
 from dataclasses import dataclass
@@ -112,8 +112,8 @@ def sync_parts(
     travels = delta_bytes(shape, c) if route.delta else sent.bytes
     parts["put"] = share * travels / host.copy + (share * sent.bytes / host.compare if route.delta else 0.0)
     parts["network"] = travels / c.objects if route.gpus > NODE else 0.0
-    read_back = sent.decoded / c.pageable + sent.decoded / host.copy if route.delta else 0.0
-    parts["decode"] = read_back + _widened_s(sent, host) + sent.decoded / host.copy
+    base = sent.decoded / host.copy if route.delta else 0.0
+    parts["decode"] = base + _widened_s(sent, host) + sent.decoded / host.copy
     parts["load"] = calls + sent.decoded / c.pageable
     parts["verify"] = sent.decoded / device + launches
     return parts
