@@ -1,4 +1,4 @@
-"""Do INT8 rollouts pay at every length? python benchmarks/lengths.py (50 minutes), --only a part, or --quick.
+"""Do INT8 rollouts pay at every length? python benchmarks/lengths.py (two hours), --only a part, --tokens, or --quick.
 
 Against an older commit of this package, in a worktree that is made for it, and against this one:
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from shared import RESULTS, ROOT, machine
@@ -62,35 +62,41 @@ def in_tree(tree: Path) -> dict[str, Any]:
     return {"cwd": tree, "env": {**os.environ, "PYTHONPATH": str(tree)}}
 
 
-def step_seconds(tree: Path, folder: Path, *settings: str) -> list[float]:
-    """Run SmolLM2's preset with the code of a tree. Return seconds of its steps, but the first, which warms up."""
+def step_seconds(tree: Path, folder: Path, *settings: str) -> tuple[float, float]:
+    """Run SmolLM2's preset with the code of a tree. Return the medians of its steps' seconds, and of those without the
+    update, whose work is the same for all arms. The first step, which warms up, does not count."""
     command = [sys.executable, "jobs/qurl_dapo.py", "--config", "jobs/configs/smollm2_135m.yaml", "--fresh"]
     command += ["name=one", f"output_dir={folder}", "tracking.mlflow=false", "tracking.console=none", *settings]
     subprocess.run(command, check=True, **in_tree(tree))
     events = [json.loads(line) for line in (folder / "one" / "metrics.jsonl").read_text().splitlines()]
-    return [event["values"]["time/step"] for event in events if event["kind"] == "step"][1:]
+    values = [event["values"] for event in events if event["kind"] == "step"][1:]
+    steps = [one["time/step"] for one in values]
+    return statistics.median(steps), statistics.median(
+        step - one["time/update"] for step, one in zip(steps, values, strict=True)
+    )
 
 
-def steps(earlier: Path, rounds: int, tokens: Sequence[int], threads: int) -> dict[str, Any]:
-    """Measure seconds of whole steps, by number of new tokens and arm, round by round."""
+def steps(earlier: Path, rounds: int, tokens: Sequence[int], threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Measure seconds of whole steps, and without their updates, by number of new tokens and arm, round by round."""
     arms = {"float32, earlier": (earlier, FLOAT32), "float32": (ROOT, FLOAT32), "INT8": (ROOT, ())}
     common = (
         "rollout.ignore_eos=true", "algorithm.dynamic_sampling=false", "algorithm.updates_per_rollout=1",
         "learner.lr=1e-6", "learner.lr_final_share=1", f"learner.threads={threads}", f"rollout.threads={threads}",
         "evaluation.every=0", "evaluation.problems=8", "checkpoint.every=0", "export.quantized=none",
     )  # fmt: skip
-    found: dict[str, dict[str, list[float]]] = {}
+    whole: dict[str, dict[str, list[float]]] = {str(new): {name: [] for name in arms} for new in tokens}
+    rest: dict[str, dict[str, list[float]]] = {str(new): {name: [] for name in arms} for new in tokens}
     for new in tokens:
         # 64 samples a step as in the preset; 32 of 256 tokens, which take as long.
-        sizes = (f"rollout.max_new_tokens={new}", f"model.max_length={48 + new}", f"steps={3 if new > 64 else 5}")
+        sizes = (f"rollout.max_new_tokens={new}", f"model.max_length={48 + new}", f"steps={5 if new < 64 else 3}")
         sizes += (f"rollout.prompts_per_step={8 if new > 64 else 16}",)
-        found[str(new)] = {name: [] for name in arms}
         for _ in range(rounds):
             for name, (tree, settings) in arms.items():
-                seconds = step_seconds(tree, ROOT / "runs" / "lengths", *common, *sizes, *settings)
-                found[str(new)][name].append(statistics.median(seconds))
-                print(f"{new} tokens, {name}: {found[str(new)][name][-1]:.3g} s", flush=True)
-    return found
+                step, without = step_seconds(tree, ROOT / "runs" / "lengths", *common, *sizes, *settings)
+                whole[str(new)][name].append(step)
+                rest[str(new)][name].append(without)
+                print(f"{new} tokens, {name}: {step:.3g} s, {without:.3g} without the update", flush=True)
+    return whole, rest
 
 
 def decode(earlier: Path, rounds: int, rows: Sequence[int], threads: int) -> dict[str, Any]:
@@ -139,8 +145,9 @@ def table(title: str, unit: str, found: dict[str, dict[str, list[float]]]) -> li
     return lines
 
 
-TITLES: dict[Part, tuple[str, str]] = {
+TITLES: dict[str, tuple[str, str]] = {
     "steps": ("new tokens, SmolLM2-135M, whole steps", "s"),
+    "rest": ("new tokens, the same without updates", "s"),
     "decode": ("rows, 1.1B, decode step", "ms"),
 }
 
@@ -149,6 +156,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="One round; without 256 tokens.")] = False,
     rounds: Annotated[int, typer.Option(help="Rounds of whole steps, without --quick.")] = 3,
     only: Annotated[Part | None, typer.Option(help="A part, beside what FILE has of the other.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="With --only steps: these lengths; others stay.")] = None,
     commit: Annotated[str, typer.Option(help="The older commit.")] = EARLIER,
     threads: Annotated[int, typer.Option(help="Threads of each process.")] = 2,
     out: Annotated[Path, typer.Option(help="The JSON file; the tables go beside it.")] = RESULTS / "lengths.json",
@@ -156,9 +164,11 @@ def main(
     """Measure whole steps of SmolLM2 by length of the answers, and float32 decode steps of a 1.1B model."""
     figures: dict[str, Any] = json.loads(out.read_text()) if only and out.exists() else {"machines": {}}
     with worktree(commit) as earlier:
-        for part in [only] if only else list(TITLES):
+        for part in [only] if only else get_args(Part):
             if part == "steps":
-                figures[part] = steps(earlier, 1 if quick else rounds, TOKENS[: 2 if quick else 3], threads)
+                measured = steps(earlier, 1 if quick else rounds, tokens or TOKENS[: 2 if quick else 3], threads)
+                for key, found in zip(("steps", "rest"), measured, strict=True):
+                    figures[key] = {**(figures.get(key, {}) if tokens else {}), **found}
             else:
                 figures[part] = decode(earlier, 2 if quick else 7, ROWS, threads)
             figures["machines"][part] = f"{machine()}, {threads} threads; earlier: {commit}"

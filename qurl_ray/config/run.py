@@ -173,7 +173,10 @@ class RunConfig(Section):
 
     @property
     def _computes_in_float32(self) -> bool:
-        return (self.rollout.device, self.rollout.dtype) == ("cpu", "float32")
+        """True if engines round nearly as the learner does. Processes that share an engine quantize activations by
+        ranges of their own."""
+        rollout = self.rollout
+        return (rollout.device, rollout.dtype, rollout.processes) == ("cpu", "float32", 1)
 
     def backward(self) -> Literal["quantized", "straight_through", "full"]:
         """Return how gradients of a unified flow are computed: `quantization.backward`, with `auto` resolved."""

@@ -33,7 +33,7 @@ class SyncConfig(Section):
     probe_tokens: int | None = Field(None, ge=0)
     """Number of tokens, of all answers to a fixed prompt together, that every engine draws after a sync, to check that
     their log-probs are those of the learner's forward through the same codes; 0 skips this check. null is 8 for engines
-    in float32 on a CPU, and 512 elsewhere, where rounding is noise that only many tokens average out."""
+    of one process in float32 on a CPU, and 512 elsewhere, where rounding is noise that many tokens average out."""
     probe_every: int = Field(8, ge=1)
     """Number of syncs from one probe to the next. A version in another format, with other factors of equalization, for
     restarted engines, or sent again is always probed, and so are the first 16 unless their differences are 0. The
@@ -41,9 +41,9 @@ class SyncConfig(Section):
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest accepted mean difference between engine and learner of the probe's log-probs, in nats. The difference is
     0 with the torch engine on a CPU, and elsewhere depends on the engine's arithmetic; wrong weights are far above.
-    null is 0.2 for engines in float32 on a CPU, and 1 elsewhere. Below it, a difference that grows against what is
-    usual for the engine, its number format and hardware has the weights sent again, and is reported if that does not
-    help."""
+    null is 0.2 for engines of one process in float32 on a CPU, and 1 elsewhere. Below it, a difference that grows
+    against what is usual for the engine, its number format and hardware has the weights sent again, and is reported if
+    that does not help."""
 
     @field_validator("transport")
     @classmethod

@@ -143,7 +143,7 @@ def fingerprint_pieces(
     for array, tensor in enumerate(tensors):
         rows, columns = _places(shape, shard, fmt)[array]
         width = _sizes(shape, fmt)[array][1]
-        part = tensor.reshape(rows.stop - rows.start, -1)
+        part = tensor.reshape(rows.stop - rows.start, columns.stop - columns.start)
         if part.shape[1] < width:  # columns of other ranks as zeros, which add nothing
             part = torch.zeros((len(part), width), dtype=part.dtype, device=part.device)
             part[:, columns] = tensor

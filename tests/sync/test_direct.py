@@ -54,7 +54,8 @@ def like_the_object_store(spec, setting, formats):
             assert not rig.warnings, rig.warnings
             if not rig.probed:
                 continue  # in bfloat16, see tests/rollout/test_vllm_engine.py
-            assert rig.refit.metrics["sync/probe_gap"] < 0.01
+            if "tensor_parallel" not in setting:  # its processes quantize by ranges of their own
+                assert rig.refit.metrics["sync/probe_gap"] < 0.01
             found = rig.answers(0)
             assert found != before
             for index in range(1, len(rig.engines)):

@@ -76,7 +76,7 @@ class RemoteEngine:
                 raise ActorDiedError from None
 
         if method == "load":  # an iterator would not get there
-            return lambda manifest, buckets: call("load", manifest, list(buckets))
+            return lambda manifest, buckets: call(manifest, list(buckets))
         return call
 
     def kill(self) -> None:
@@ -149,7 +149,7 @@ class Rig:
             ranks=ranks,
             timeout_s=timeout_s,
             probe=drawn,
-            tolerance=0.2,
+            tolerance=self.config.probe_tolerance,
             floor=ProbeFloor(),
             warn=self.warnings.append,
         )
@@ -258,6 +258,6 @@ def _unchecked(transport: str, engines: int, tensor_parallel: int, dtype: str, t
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update=rollout),
-            "sync": config.sync.model_copy(update={"transport": transport, "timeout_s": timeout_s}),
+            "sync": config.sync.model_copy(update={"transport": transport, "timeout_s": timeout_s, "probe_every": 1}),
         }
     )
