@@ -1,19 +1,33 @@
 """The kit that measures a GPU (benchmarks/gpu), whole and tiny on a CPU: that it runs, what it writes, what it says."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
+import psutil
 import pytest
 import torch
 
+from benchmarks.gpu import bench as bench_module
 from benchmarks.gpu.__main__ import PARTS, main
 from benchmarks.gpu.bench import TINY, Bench
-from qurl_ray.quant.formats import FORMATS
+from benchmarks.gpu.child import call
+from benchmarks.gpu.codes import LIMIT, differing, eye
+from benchmarks.gpu.loads import compared
+from benchmarks.gpu.page import page
+from benchmarks.gpu.sleeps import LIMIT_MIB, grown
+from qurl_ray.errors import ConfigError
+from qurl_ray.quant.formats import FORMATS, get_format
+from qurl_ray.quant.quantize import dequantize_rows, quantize_rows
 
 ROOT = Path(__file__).parents[1]
+LACKS = "needs {}, which this Python lacks"
+SECTIONS = {"machine", "errors", "skipped", "seconds"}
 ABSENT = ("ray", "vllm", "mlflow", "typer", "datasets", "deepspeed", "matplotlib")
 WITHOUT = f"import sys; sys.modules |= dict.fromkeys({ABSENT}); from benchmarks.gpu.__main__ import main; main()"
 
@@ -29,12 +43,16 @@ def figures(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_every_part_is_measured(figures):
+def test_every_part_is_measured_or_says_what_it_lacks(figures):
     assert figures["errors"] == {}
-    assert figures["skipped"] == []
-    assert figures.keys() == {"machine", "errors", "skipped", "seconds", *PARTS}
+    assert figures.keys() == SECTIONS | PARTS.keys()
     assert figures["seconds"].keys() == PARTS.keys()
     assert "no figures of a GPU" in figures["machine"]["device"]
+    assert figures["skipped"] == {
+        **dict.fromkeys(("codes: vllm, int8", "vllm: all of it", "loads: vllm", "sleeps: vllm"), LACKS.format("vllm")),
+        **dict.fromkeys(("sync: all of it", "training: all of it"), LACKS.format("ray")),
+    }
+    assert {name for name in PARTS if not figures[name]} == {"vllm", "sync", "training"}
 
 
 def test_kernels_are_right_for_all_formats_and_for_ragged_shapes(figures):
@@ -99,7 +117,214 @@ def test_what_fails_or_has_no_time_left_is_written_and_the_rest_goes_on(tmp_path
     bench.part("first", 1.0, part)
     bench.part("second", 1.0, part)
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["first"] == {"two": {"ms": 1.0}}
+    assert found["first"] == {"two": {"ms": 1.0, "summary": "1 ms"}}
     assert found["errors"].keys() == {"first: one", "first: all of it"}
     assert found["errors"]["first: all of it"] == "MemoryError: none left"
-    assert found["skipped"] == ["first: three", "second: all of it"]
+    assert found["skipped"] == dict.fromkeys(("first: three", "second: all of it"), "no time left")
+
+
+# --- run again -------------------------------------------------------------------------------------------------------
+
+
+def resumed(out: Path, **options) -> Bench:
+    return Bench(device="cpu", scale=TINY, minutes=5, out=out, **options)
+
+
+def test_run_again_it_measures_what_is_missing_and_keeps_the_rest(tmp_path):
+    measured: list[str] = []
+    broken = {"b"}
+
+    def part(bench):
+        for key in "abc":
+            if figures := bench.attempt(key, lambda key=key: once(key)):
+                bench.add(key, figures, f"{key} is done")
+
+    def once(key):
+        measured.append(key)
+        if key in broken:
+            raise OSError("not now")
+        return {"ms": float(len(measured))}
+
+    out = tmp_path / "gpu.json"
+    first = resumed(out)
+    first.part("codes", 1.0, part)
+    assert not first.complete("codes")
+    assert measured == ["a", "b", "c"]
+    broken.clear()
+    again = resumed(out)
+    assert not again.complete("codes")
+    again.part("codes", 1.0, part)
+    assert measured == ["a", "b", "c", "b"]
+    found = json.loads(out.read_text())
+    assert {key: one["ms"] for key, one in found["codes"].items()} == {"a": 1.0, "c": 3.0, "b": 4.0}
+    assert found["errors"] == {}
+    assert resumed(out).complete("codes")
+    assert not resumed(out, fresh=True).complete("codes")
+
+
+def test_a_part_that_was_cut_off_is_not_complete(tmp_path):
+    out = tmp_path / "gpu.json"
+
+    def dies(bench):
+        bench.add("a", {"ms": 1.0}, "1 ms")
+        raise KeyboardInterrupt
+
+    resumed(out).part("codes", 1.0, lambda bench: bench.skip("a", "no time left"))
+    with pytest.raises(KeyboardInterrupt):
+        resumed(out).part("codes", 1.0, dies)
+    left = resumed(out)
+    assert left.figures["codes"].keys() == {"a"}
+    assert not left.complete("codes")
+
+
+@pytest.mark.parametrize("changed", ["commit", "code", "torch", "device", "sizes"])
+def test_figures_of_another_machine_or_version_are_not_mixed(changed, tmp_path, monkeypatch):
+    out = tmp_path / "gpu.json"
+    resumed(out).part("codes", 1.0, lambda bench: bench.add("a", {"ms": 1.0}, "1 ms"))
+    found = json.loads(out.read_text())
+    out.write_text(json.dumps(found | {"machine": found["machine"] | {"date": "2001-01-01"}}))
+    resumed(out)  # a later day is no other machine
+    out.write_text(json.dumps(found | {"machine": found["machine"] | {changed: "another"}}))
+    with pytest.raises(ConfigError, match=f"{changed} was another, is .*--out, or --fresh"):
+        resumed(out)
+    with pytest.raises(SystemExit, match="--fresh"):
+        main(["--device", "cpu", "--tiny", "--out", str(out)])
+    assert resumed(out, fresh=True).figures["errors"] == {}
+    out.write_text("[]")
+    with pytest.raises(ConfigError, match="holds no figures of this kit"):
+        resumed(out)
+
+
+def test_a_change_of_the_code_that_is_in_no_commit_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_module, "ROOT", tmp_path)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "one.py").write_text("a = 1\n")
+    before = bench_module._code()
+    (tmp_path / "jobs" / "one.py").write_text("a = 2\n")
+    assert bench_module._code() != before
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = resumed(tmp_path / "gpu.json")
+    made.part("vllm", 1.0, lambda bench: None)
+    return made
+
+
+def test_a_process_returns_what_its_function_does(bench):
+    assert call(bench, json.loads, s='{"a": [1.5]}') == {"a": [1.5]}
+
+
+def test_a_failure_in_a_process_is_an_error_of_its_part_alone(bench):
+    def part(bench):
+        bench.attempt("raises", lambda: call(bench, json.loads, s="["))
+        bench.attempt("dies", lambda: call(bench, os._exit, status=3))
+        bench.add("works", {"found": call(bench, json.loads, s="1")}, "it works")
+
+    bench.part("vllm", 1.0, part)
+    assert bench.figures["errors"]["vllm: raises"].startswith("RuntimeError: JSONDecodeError: Expecting value")
+    assert "exit status 3" in bench.figures["errors"]["vllm: dies"]
+    assert bench.figures["vllm"]["works"]["found"] == 1
+    assert "Traceback" in bench.log.read_text()
+
+
+def test_a_process_that_takes_longer_than_its_part_is_killed_with_what_it_started(bench):
+    bench._stops = time.monotonic() + 1
+    assert bench.attempt("hangs", lambda: call(bench, subprocess.run, args=["sleep", "271"])) is None
+    assert "left of the part" in bench.figures["skipped"]["vllm: hangs"]
+    lines = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
+    assert ["sleep", "271"] not in list(lines)
+
+
+# --- what the figures say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8_block"])
+def test_codes_are_read_from_products_and_other_ones_are_noticed(name, dtype):
+    fmt, cpu, size = get_format(name), torch.device("cpu"), (48, 256)
+    assert eye(*size, fmt, cpu).scale.shape == (-(-48 // fmt.rows), -(-256 // (fmt.group or 256)))
+
+    def multiply(x, spoilt=1.0):
+        codes, amax = quantize_rows(x.float() * spoilt, fmt)
+        return dequantize_rows(codes, amax, fmt)[:, :48].to(x.dtype)
+
+    assert differing(multiply, size, fmt, 40, cpu, dtype) == [40 * 48, 0]
+
+    def by_powers_of_two(x):
+        amax = x.float().abs().amax(dim=1, keepdim=True).log2().ceil().exp2()
+        return (x.float() / amax * fmt.activation_max).to(fmt.dtype).float()[:, :48] * amax / fmt.activation_max
+
+    count, differ = differing(by_powers_of_two, size, fmt, 40, cpu, dtype)
+    assert differ / count > LIMIT
+
+
+def test_answers_are_compared_up_to_where_they_part():
+    one = [[[1, 2, 3], [-1.0, -1.0, -1.0]]]
+    assert compared(one, one) == {"same_tokens": 3 / 16, "largest_difference": 0.0}
+    other = [[[1, 2, 4], [-1.0, -1.5, -9.0]]]
+    assert compared(one, other) == {"same_tokens": 2 / 16, "largest_difference": 0.5}
+
+
+def test_loads_are_compared_with_a_fresh_engine_and_with_the_learner(figures):
+    for name in TINY.formats:
+        one = figures["loads"][f"torch, {name}"]
+        assert len(one["gaps"]) == TINY.versions * TINY.answers
+        assert one["gap_mean"] < 1e-3
+        assert one["gap_of_another_version"] > 100 * one["gap_mean"]
+        assert one["fresh"] == {"same_tokens": 1.0, "largest_difference": 0.0}
+
+
+def test_growth_is_what_stays_and_not_what_libraries_allocate_at_first(figures):
+    assert grown([0.0] * 20 + [500.0] * 180) == 0
+    assert grown([2.0 * cycle for cycle in range(200)]) == 340 > LIMIT_MIB
+    (one,) = figures["sleeps"].values()
+    assert (one["cycles"], one["grows"]) == (TINY.cycles, False)
+    assert one["seconds"].keys() == {"sleep", "wake", "load"}
+
+
+def test_the_page_has_the_figures_and_loads_nothing(figures):
+    spoilt = figures | {"errors": {"vllm: all of it": "<script>alert(1)</script> & more"}}
+    text = page(spoilt)
+    assert not re.search(r"<(script|link|img|iframe)|https?:|url\(|@import|\bsrc=|\bhref=", text)
+    assert "default-src 'none'" in text
+    assert "Tiny shapes" in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in text
+    for name in PARTS:
+        assert f"<h2>{name}, " in text
+        for one in figures[name].values():
+            assert one["summary"].replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in text
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawings) == 6  # of all parts that were measured but the kernels
+    assert all(ElementTree.fromstring(drawing).tag == "svg" for drawing in drawings)
+
+
+def test_the_documentation_has_the_parts_and_their_minutes():
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
+    assert {name: int(minutes) for name, minutes in rows} == PARTS
+    assert sum(PARTS.values()) == 45
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_whole_it_runs_on_a_cpu_with_vllm_and_ray(tmp_path):
+    pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--out", str(out)]
+    assert subprocess.run(command, cwd=ROOT, timeout=1500).returncode == 0
+    found = json.loads(out.read_text())
+    assert found["errors"] == {}
+    no_gpu = {key for key in found["skipped"] if key in ("vllm: graphs", "sleeps: vllm")}
+    refused = {key for key, why in found["skipped"].items() if "from GPU to GPU" in why or "placement=colocated" in why}
+    assert no_gpu | refused == found["skipped"].keys()
+    assert found["codes"].keys() == {"torch, int8", "vllm, int8"}
+    assert found["vllm"].keys() == {"tiny, eager, none", "tiny, eager, int8"}
+    assert found["loads"].keys() == {f"{engine}, {name}" for engine in ("vllm", "torch") for name in TINY.formats}
+    assert all(one["gap_of_another_version"] > 10 * one["gap_mean"] for one in found["loads"].values())
+    assert found["sync"].keys() == {"object_store, disaggregated"}
+    assert found["training"].keys() == set(TINY.formats)
+    assert (tmp_path / "gpu.html").read_text().count("<svg") == 9
+    assert not any(resumable for resumable in ("kernels", "training") if not resumed(out).complete(resumable))

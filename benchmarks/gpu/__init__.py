@@ -1,15 +1,22 @@
-"""Benchmarks of this package on one GPU, in ten minutes: `python -m benchmarks.gpu`, in the repository's root.
+"""Benchmarks of this package on a GPU, in 45 minutes: `python -m benchmarks.gpu`, in the repository's root.
 
-It needs torch, transformers and the packages that qurl_ray's layers 0 to 3 import (docs/design.md): no Ray, no vLLM, no
-downloads, no installation of this package. Weights are random and made on the device.
+The first four parts need torch, transformers and the packages that qurl_ray's layers 0 to 3 import (docs/design.md): no
+Ray, no vLLM, no downloads, no installation of this package. Weights are random and made on the machine.
 
-| part | what it measures |
-|---|---|
-| kernels | the error of each kernel, and of the three products of the unified linear, against float64 |
-| unified | forward and backward of a layer's linears in FP8 blocks and in INT8, against bfloat16 |
-| step | the learner's step in bfloat16 and through FP8 blocks |
-| rollout | decode steps of the torch engine in bfloat16, INT8 and FP8, without and with CUDA graphs |
+| part | what it measures | needs |
+|---|---|---|
+| kernels | the error of each kernel, and of the three products of the unified linear, against float64 | |
+| unified | forward and backward of a layer's linears in FP8 blocks and in INT8, against bfloat16 | |
+| step | the learner's step in bfloat16 and through FP8 blocks | |
+| rollout | decode steps of the torch engine in bfloat16, INT8 and FP8, without and with CUDA graphs | |
+| codes | the share of activation codes that differ from the reference, by kernel | vLLM for its kernels |
+| vllm | decode steps of vLLM, of whole models, by format and batch, without and with CUDA graphs | vLLM |
+| loads | log-probs after loads under graphs, against a fresh engine and the learner | vLLM for its engine |
+| sleeps | sleep, wake, load, 200 times: seconds and memory | vLLM, and a GPU, for its engine |
+| sync | seconds of a sync by transport, in runs | Ray |
+| training | seconds of whole steps by format, in runs of a 1.5B policy | Ray |
 
-Speeds are measured on a few layers of a model's shape, and extrapolated to all of them. The figures have both, under
-names that say which is which. None of this was measured yet.
+What is missing is listed as skipped, and the other parts are measured. `step` and `rollout` measure a few layers of a
+model's shape and extrapolate to all of them; the figures have both, under names that say which is which. None of this
+was measured on a GPU yet.
 """

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.gpu.bench import Bench, Call, Figures, policy_of, ratio, whole
+from benchmarks.gpu.bench import VOCABULARY, Bench, Call, Figures, policy_of, ratio, whole
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.rollout.batch import RunningBatch
@@ -25,7 +25,7 @@ from qurl_ray.sync.local import quantize_into
 from qurl_ray.types import Request, SamplingParams
 
 FORMATS = ("none", "int8", "fp8", "fp8_block")
-VOCABULARY = 1024  # tokens of the engines' vocabulary
+
 
 Engines = dict[int, TorchEngine]
 """Engines of one format, by their number of layers."""

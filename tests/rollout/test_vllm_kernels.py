@@ -55,6 +55,12 @@ def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
     assert seen["fp8_block"]["parameters"]["weight_scale"] == [[2, 1], [1, 1]]
 
 
+def test_codes_of_activations_are_read_from_products_in_every_layout():
+    for name, (count, differ) in found("codes").items():
+        assert count == 2000 * {"int8": 32, "fp8": 24, "fp8_block": 128}[name]
+        assert differ <= 1e-4 * count
+
+
 def test_a_layer_that_no_kernel_multiplies_is_refused_with_its_name_and_what_works():
     seen = found("refusals")
     assert seen["blocks"].startswith("model.layers.0.mlp.up cannot be fp8_block here: 192 × 128 weights are not whole")

@@ -165,6 +165,20 @@ def memory() -> dict[str, Any]:
     return found
 
 
+def codes() -> dict[str, list[int]]:
+    """Activations, and those whose codes are not the reference's, as benchmarks.gpu reads them from each layout."""
+    from benchmarks.gpu.codes import differing, eye
+    from qurl_ray.quant.formats import get_format
+
+    found = {}
+    for name, size in WIDTHS.items():
+        fmt, cpu = get_format(name), torch.device("cpu")
+        _, fixed = made(name, "cpu")
+        fixed.write(eye(*size, fmt, cpu))
+        found[name] = differing(lambda x, own=fixed: own.multiply(x, None), size, fmt, 2000, cpu, torch.bfloat16)
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What is said of layers that no kernel multiplies."""
     from qurl_ray.errors import QuantizationError
@@ -194,7 +208,7 @@ def main(check: str) -> None:
 
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["+quant_fp8"]))):
         sys.stdout.write(
-            f"FOUND {json.dumps({'operations': operations, 'memory': memory, 'refusals': refusals}[check]())}\n"
+            f"FOUND {json.dumps({f.__name__: f for f in (operations, memory, codes, refusals)}[check]())}\n"
         )
 
 

@@ -1,0 +1,44 @@
+"""Code inside vLLM's workers, for the parts `vllm` and `codes`."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.codes import differing, eye
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.quantize import quantize
+from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
+from qurl_ray.rollout.vllm_worker import WorkerExtension
+
+
+class Measuring(WorkerExtension):
+    """Methods that are added to vLLM's worker class, beside those of a run."""
+
+    @torch.no_grad()
+    def qurl_randomize(self, format_name: str, weight_max_code: int) -> None:
+        """Write random weights of this format into all linears."""
+        for module, method, size in self._qurl_linears():
+            weight = 0.02 * torch.randn(size, device=module.weight.device)
+            fmt = None if format_name == "none" else get_format(format_name, weight_max_code)
+            method.hold(module, [quantize(weight, fmt) if fmt else weight])
+
+    @torch.no_grad()
+    def qurl_codes(self, format_name: str, weight_max_code: int, rows: int) -> dict[str, list[int]]:
+        """Return (activations, those whose codes differ from the reference) for each size of a linear."""
+        fmt, found = get_format(format_name, weight_max_code), {}
+        for module, method, (outputs, inputs) in self._qurl_linears():
+            key = f"{outputs} × {inputs}"
+            if key in found:
+                continue
+            device = module.weight.device
+            method.hold(module, [eye(outputs, inputs, fmt, device)])
+            multiply = partial(method.apply, module)
+            found[key] = differing(multiply, (outputs, inputs), fmt, rows, device, module.params_dtype)
+        return found
+
+    def _qurl_linears(self) -> Iterator[tuple[Any, QurlLinearMethod, tuple[int, int]]]:
+        for module in self.model_runner.get_model().modules():
+            if isinstance(method := getattr(module, "quant_method", None), QurlLinearMethod):
+                yield module, method, (sum(module.output_partition_sizes), module.input_size_per_partition)
