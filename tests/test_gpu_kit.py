@@ -24,6 +24,7 @@ from benchmarks.gpu.sleeps import LIMIT_MIB, grown
 from qurl_ray.errors import ConfigError
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.quantize import dequantize_rows, quantize_rows
+from qurl_ray.tables import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
 LACKS = "needs {}, which this Python lacks"
@@ -317,9 +318,8 @@ def test_whole_it_runs_on_a_cpu_with_vllm_and_ray(tmp_path):
     assert subprocess.run(command, cwd=ROOT, timeout=1500).returncode == 0
     found = json.loads(out.read_text())
     assert found["errors"] == {}
-    no_gpu = {key for key in found["skipped"] if key in ("vllm: graphs", "sleeps: vllm")}
-    refused = {key for key, why in found["skipped"].items() if "from GPU to GPU" in why or "placement=colocated" in why}
-    assert no_gpu | refused == found["skipped"].keys()
+    direct = {f"sync: {name}, disaggregated" for name, entry in TRANSPORTS.entries.items() if entry.direct}
+    assert found["skipped"].keys() == {"vllm: graphs", "sleeps: vllm"} | direct
     assert found["codes"].keys() == {"torch, int8", "vllm, int8"}
     assert found["vllm"].keys() == {"tiny, eager, none", "tiny, eager, int8"}
     assert found["loads"].keys() == {f"{engine}, {name}" for engine in ("vllm", "torch") for name in TINY.formats}

@@ -141,7 +141,7 @@ def scored(bench: Bench, setup: Setup, loaded: Figures, version: int, weights: i
 def summary(figures: Figures) -> str:
     fresh, way = figures["fresh"], "under graphs" if figures["graphs"] else "eager"
     return (
-        f"{way}: a fresh engine draws {fresh['same_tokens']:.1%} of the tokens, {fresh['largest_difference']:.1e} nats "
-        f"off at most; the learner is {figures['gap_mean']:.1e} off on average, "
+        f"{way}: {fresh['same_tokens']:.1%} of the tokens are a fresh engine's, {fresh['largest_difference']:.1e} nats "
+        f"apart at most; the learner is {figures['gap_mean']:.1e} nats apart on average, "
         f"{figures['gap_of_another_version']:.1e} with the version before"
     )

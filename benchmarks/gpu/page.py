@@ -28,7 +28,7 @@ class Line:
 
     label: str
     points: Sequence[tuple[float, float]]
-    format_name: str = ""
+    color: int
     dashed: bool = False
 
 
@@ -106,7 +106,9 @@ def _by_shape(found: Figures) -> Iterator[tuple[str, list[str]]]:
 
 
 def _by_way(lines: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> list[Line]:
-    return [Line(f"{name}, {way}", sorted(points), name, way == "eager") for (name, way), points in lines.items()]
+    return [
+        Line(f"{name}, {way}", sorted(points), _color(name), way == "eager") for (name, way), points in lines.items()
+    ]
 
 
 def _codes(found: Figures) -> Iterator[str]:
@@ -118,15 +120,15 @@ def _codes(found: Figures) -> Iterator[str]:
 def _loads(found: Figures) -> Iterator[str]:
     lines = []
     for key, one in found.items():
-        engine, name = key.split(", ")
+        engine = key.partition(",")[0]
         points = [((i + 1) / len(one["gaps"]), gap) for i, gap in enumerate(one["gaps"])]
-        lines.append(Line(key, points, name, engine == "torch"))
+        lines.append(Line(key, points, _color(key), engine == "torch"))
     yield chart("Difference to the learner of an answer's log-probs, nats, by share of answers below it", lines)
 
 
 def _sleeps(found: Figures) -> Iterator[str]:
     lines = [
-        Line(f"{engine}, {where}", list(enumerate(values, 1)), "int8" if engine == "vllm" else "fp8", where == "host")
+        Line(f"{engine}, {where}", list(enumerate(values, 1)), 1 if engine == "vllm" else 2, where == "host")
         for engine, one in found.items()
         for where, values in one["mib"].items()
     ]
@@ -202,11 +204,10 @@ def chart(title: str, lines: Sequence[Line]) -> str:
         path = "L".join(
             f"{left + width * places[x]:.1f} {top + height * (1 - vertical.share(y)):.1f}" for x, y in line.points
         )
-        kind = f"line c{COLORS.get(line.format_name, 5)}" + " dashed" * line.dashed
+        kind = f"line c{line.color}" + " dashed" * line.dashed
         content.append(f'<path class="{kind}" d="M{path}"/>')
     names = "".join(
-        f'<li class="c{COLORS.get(line.format_name, 5)}"><span class="swatch"></span>{escape(line.label)}'
-        f"{' (dashed)' * line.dashed}</li>"
+        f'<li class="c{line.color}"><span class="swatch"></span>{escape(line.label)}{" (dashed)" * line.dashed}</li>'
         for line in lines
     )
     return _drawing(title, (left + width + 20, top + height + 26), "".join(content), f'<ul class="legend">{names}</ul>')

@@ -21,18 +21,24 @@ def run(bench: Bench) -> None:
     if reason := lacks("ray"):
         bench.skip("all of it", reason)
         return
+    allowed = {}
+    for key, made in runs(bench):
+        try:
+            load_config(None, [*made, "model.path=to-be-made"])
+        except ConfigError as error:
+            bench.skip(key, " ".join(str(error).split()))
+            continue
+        if not bench.has(key):
+            allowed[key] = made
+    if not allowed:
+        return
     with policy_folder(bench) as folder:
-        for key, made in runs(bench, folder):
-            try:
-                load_config(None, made)
-            except ConfigError as error:
-                bench.skip(key, " ".join(str(error).split()))
-                continue
-            if figures := bench.attempt(key, partial(measured, bench, made)):
+        for key, made in allowed.items():
+            if figures := bench.attempt(key, partial(measured, bench, folder, made)):
                 bench.add(key, figures, summary(figures))
 
 
-def runs(bench: Bench, folder: Path) -> Iterator[tuple[str, list[str]]]:
+def runs(bench: Bench) -> Iterator[tuple[str, list[str]]]:
     """Yield a name and the settings of each combination of transport and placement."""
     name = "fp8" if "fp8" in bench.scale.formats else "int8"
     engines = torch.cuda.device_count() - 1
@@ -41,7 +47,7 @@ def runs(bench: Bench, folder: Path) -> Iterator[tuple[str, list[str]]]:
         for transport in TRANSPORTS.entries:
             # Of all else there is little: short answers, and engines that start without capturing anything.
             made = [
-                *settings(bench, folder, name, placement),
+                *settings(bench, name, placement),
                 "rollout.max_new_tokens=8",
                 f"sync.transport={transport}",
             ]
@@ -52,8 +58,8 @@ def runs(bench: Bench, folder: Path) -> Iterator[tuple[str, list[str]]]:
             yield f"{transport}, {placement}", made
 
 
-def measured(bench: Bench, made: list[str]) -> Figures:
-    steps = steps_of(bench, made)[1:]
+def measured(bench: Bench, folder: Path, made: list[str]) -> Figures:
+    steps = steps_of(bench, folder, made)[1:]
     return {
         "seconds": middle(steps, "time/sync"),
         "all_seconds": [step["time/sync"] for step in steps],

@@ -30,8 +30,8 @@ def run(bench: Bench) -> None:
         return
     with policy_folder(bench) as folder:
         for name in bench.scale.formats[:2]:  # one without codes, and one with
-            made = settings(bench, folder, name, "colocated" if bench.cuda else "disaggregated")
-            if figures := bench.attempt(name, partial(measured, bench, made)):
+            made = settings(bench, name, "colocated" if bench.cuda else "disaggregated")
+            if figures := bench.attempt(name, partial(measured, bench, folder, made)):
                 bench.add(name, figures, summary(figures))
 
 
@@ -47,13 +47,12 @@ def policy_folder(bench: Bench) -> Iterator[Path]:
         yield Path(folder, "policy")
 
 
-def settings(bench: Bench, folder: Path, format_name: str, placement: str) -> list[str]:
+def settings(bench: Bench, format_name: str, placement: str) -> list[str]:
     """Return the settings of a run. Each answer has the same length, and the same work is done in every step."""
     scale = bench.scale
     made = [
         f"placement={placement}",
         "model.type=pretrained",
-        f"model.path={folder}",
         f"model.max_length={scale.run_tokens + 32}",
         "task.reward=benchmarks.gpu.coin:coin",
         f"rollout.quantization={format_name}",
@@ -86,9 +85,9 @@ def settings(bench: Bench, folder: Path, format_name: str, placement: str) -> li
     ]
 
 
-def measured(bench: Bench, made: Sequence[str]) -> Figures:
+def measured(bench: Bench, folder: Path, made: Sequence[str]) -> Figures:
     """Return medians over the steps of a run but the first."""
-    steps = steps_of(bench, made)[1:]
+    steps = steps_of(bench, folder, made)[1:]
     return {
         "steps": len(steps),
         "seconds": {name: middle(steps, f"time/{name}") for name in PHASES},
@@ -102,13 +101,13 @@ def middle(steps: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median(step[key] for step in steps)
 
 
-def steps_of(bench: Bench, made: Sequence[str]) -> list[dict[str, Any]]:
+def steps_of(bench: Bench, policy: Path, made: Sequence[str]) -> list[dict[str, Any]]:
     """Run a job until it has made its steps. Return the metrics of each."""
     count = bench.scale.run_steps
     with tempfile.TemporaryDirectory(prefix="qurl-kit-") as folder:
         path = Path(folder, "kit", "metrics.jsonl")
-        own = ["name=kit", f"output_dir={folder}", f"steps={count}"]
-        run_child(bench, ["jobs/qurl_dapo.py", *own, *made], until=lambda: len(recorded(path)) >= count)
+        own = ["name=kit", f"output_dir={folder}", f"steps={count}", f"model.path={policy}"]
+        run_child(bench, ["jobs/qurl_dapo.py", *made, *own], until=lambda: len(recorded(path)) >= count)
         return recorded(path)
 
 
