@@ -9,7 +9,7 @@ Ray, no vLLM, no downloads, no installation of this package. Weights are random 
 | unified | forward and backward of a layer's linears in FP8 blocks and in INT8, against bfloat16 | |
 | step | the learner's step in bfloat16 and through FP8 blocks | |
 | rollout | decode steps of the torch engine in bfloat16, INT8 and FP8, without and with CUDA graphs | |
-| codes | the share of activation codes that differ from the reference, by kernel | vLLM for its kernels |
+| codes | the share of activation codes that are not the reference's, by kernel | vLLM for its kernels |
 | vllm | decode steps of vLLM, of whole models, by format and batch, without and with CUDA graphs | vLLM |
 | loads | log-probs after loads under graphs, against a fresh engine and the learner | vLLM for its engine |
 | sleeps | sleep, wake, load, 200 times: seconds and memory | vLLM, and a GPU, for its engine |

@@ -26,7 +26,7 @@ class Measuring(WorkerExtension):
 
     @torch.no_grad()
     def qurl_codes(self, format_name: str, weight_max_code: int, rows: int) -> dict[str, list[int]]:
-        """Return (activations, those whose codes differ from the reference) for each size of a linear."""
+        """Return the result of codes.differing for each size of a linear."""
         fmt, found = get_format(format_name, weight_max_code), {}
         for module, method, (outputs, inputs) in self._qurl_linears():
             key = f"{outputs} × {inputs}"

@@ -112,9 +112,8 @@ def _by_way(lines: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> l
 
 
 def _codes(found: Figures) -> Iterator[str]:
-    yield bars(
-        "Share of activation codes that differ from the reference", {key: one["share"] for key, one in found.items()}
-    )
+    shares = {key: one["share_with_ties"] for key, one in found.items()}
+    yield bars("Share of activation codes that differ from the reference's, those between two codes included", shares)
 
 
 def _loads(found: Figures) -> Iterator[str]:

@@ -56,9 +56,10 @@ def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
 
 
 def test_codes_of_activations_are_read_from_products_in_every_layout():
-    for name, (count, differ) in found("codes").items():
+    for name, (count, differ, further) in found("codes").items():
         assert count == 2000 * {"int8": 32, "fp8": 24, "fp8_block": 128}[name]
-        assert differ <= 1e-4 * count
+        assert differ < 0.01 * count  # in the middle of two codes, the definition here takes another one
+        assert further == 0
 
 
 def test_a_layer_that_no_kernel_multiplies_is_refused_with_its_name_and_what_works():

@@ -166,7 +166,7 @@ def memory() -> dict[str, Any]:
 
 
 def codes() -> dict[str, list[int]]:
-    """Activations, and those whose codes are not the reference's, as benchmarks.gpu reads them from each layout."""
+    """The result of benchmarks.gpu.codes.differing, which reads codes of activations from products, in each layout."""
     from benchmarks.gpu.codes import differing, eye
     from qurl_ray.quant.formats import get_format
 
