@@ -1,6 +1,6 @@
 """Weights from GPU to GPU: `ipc` between two processes on one. Never run so far: nothing was measured on a GPU.
 
-python -m pytest -m gpu tests/gpu/test_direct.py, with qurl-ray[gpu]
+python -m pytest -m gpu tests/gpu/test_ipc.py, with qurl-ray[gpu]
 """
 
 import numpy as np
