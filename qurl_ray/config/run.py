@@ -163,7 +163,7 @@ class RunConfig(Section):
     @property
     def probe_tokens(self) -> int:
         """`sync.probe_tokens`, with null resolved."""
-        default = 8 if self._computes_in_float32 else 512
+        default = 8 if self._computes_in_float32 else 8192 if self.rollout.device == "cuda" else 512
         return default if self.sync.probe_tokens is None else self.sync.probe_tokens
 
     @property

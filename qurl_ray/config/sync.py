@@ -33,7 +33,8 @@ class SyncConfig(Section):
     probe_tokens: int | None = Field(None, ge=0)
     """Number of tokens, of all answers to a fixed prompt together, that every engine draws after a sync, to check that
     their log-probs are those of the learner's forward through the same codes; 0 skips this check. null is 8 for engines
-    of one process in float32 on a CPU, and 512 elsewhere, where rounding is noise that many tokens average out."""
+    of one process in float32 on a CPU. Elsewhere rounding is noise that many tokens average out: 512, and 8192 on GPUs,
+    where all of them are drawn side by side."""
     probe_every: int = Field(8, ge=1)
     """Number of syncs from one probe to the next. A version in another format, with other factors of equalization, for
     restarted engines, or sent again is always probed, and so are the first 16 unless their differences are 0. The

@@ -10,7 +10,7 @@ from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
 _PROBES = 2  # answers at least: two rows take an engine as long as one
-_PROBE_PROMPT = 24  # tokens
+_PROBE_PROMPT, _PROBE_ANSWER = 24, 16  # tokens
 
 
 def make_requests(
@@ -54,9 +54,9 @@ def probe_requests(
     """Return the requests that engines answer after every sync, for comparison with the learner.
 
     At least `tokens` tokens are drawn from the whole distribution, in answers of at most `longest`, after the beginning
-    of the problem's prompt: a longer prompt would show no more and take longer.
+    of the problem's prompt. Prompt and answers are short: longer ones would show no more and take longer.
     """
-    each = max(1, min(tokens // _PROBES, longest))
+    each = max(1, min(tokens // _PROBES, longest, _PROBE_ANSWER))
     sampling = SamplingParams(temperature=temperature, max_new_tokens=each, ignore_eos=True)
     samples = max(_PROBES, -(-tokens // each))
     whole = make_requests([problem], encode, samples=samples, sampling=sampling, seed=seed, salt="probe")

@@ -6,7 +6,8 @@ compared with those of the same engine before, on the same hardware and in the s
 
 The logarithm of a probe's mean gap is taken as normally distributed. Deviations from the median, in standard deviations
 less an allowance, are added up and never fall below zero (CUSUM: E. S. Page, Biometrika 41, 1954). A gap
-that grows by half is seen within three probes of 512 tokens (benchmarks/results/probe.md).
+that grows by half is seen within three probes of 512 tokens, one that grows by a tenth within three of 8192
+(benchmarks/results/probe.md).
 """
 
 import math
@@ -20,7 +21,7 @@ _LAST = 64
 """Latest probes that it is taken from: training moves it, slowly."""
 _LEAST = 0.005
 """Smaller gaps count as this many nats."""
-_SPREAD = 0.04
+_SPREAD = 0.02
 """Least standard deviation of a logarithm."""
 _ALLOWANCE, _LIMIT, _MOST = 1.5, 7.0, 9.0
 """In standard deviations: what is subtracted from a deviation, the sum that is a change, the most that one counts."""

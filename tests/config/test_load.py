@@ -334,6 +334,8 @@ def test_probes_have_more_tokens_where_rounding_is_noise(load):
     assert (noisy.probe_tokens, noisy.probe_tolerance) == (512, 1.0)
     shared = load("rollout: {engine: vllm, vllm: {tensor_parallel: 2}}")
     assert (shared.probe_tokens, shared.probe_tolerance) == (512, 1.0)
+    gpu = load("rollout: {engine: vllm, device: cuda, dtype: bfloat16}")
+    assert (gpu.probe_tokens, gpu.probe_tolerance) == (8192, 1.0)
     given = load("sync: {probe_tokens: 0, probe_tolerance: 0.5}")
     assert (given.probe_tokens, given.probe_tolerance) == (0, 0.5)
 

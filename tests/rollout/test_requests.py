@@ -38,6 +38,8 @@ def test_a_probe_is_drawn_from_the_whole_distribution_after_the_beginning_of_a_p
     assert one.seed != other.seed
     assert one.prompt_ids.tolist() == other.prompt_ids.tolist() == list(range(24))
     assert one.sampling == SamplingParams(temperature=0.5, max_new_tokens=4, ignore_eos=True)
+    many = probe_requests(problem, lambda _: prompt, tokens=8192, longest=4096, seed=3)
+    assert (len(many), {request.sampling.max_new_tokens for request in many}) == (512, {16})  # side by side
 
 
 # --- parts --------------------------------------------------------------------------------------------------------

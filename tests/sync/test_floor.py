@@ -19,36 +19,41 @@ ANSWERS = {
 }
 """Mean gap of each answer of 16 tokens in nats, by what is wrong."""
 ENGINE = "worker 0, fp8 on a GPU"
-PROBE = 32  # answers: 512 tokens
+FEW, MANY = 512, 8192
+"""Tokens of a probe, on a CPU and on a GPU (sync.probe_tokens)."""
 
 
-def probes(what: str, count: int, seed: int) -> list[float]:
+def probes(what: str, count: int, seed: int, tokens: int = FEW) -> list[float]:
     """Mean gaps of probes: each of answers drawn from those that were recorded."""
-    drawn = np.random.default_rng(seed).choice(ANSWERS[what], (count, PROBE))
+    drawn = np.random.default_rng(seed).choice(ANSWERS[what], (count, tokens // 16))
     return drawn.mean(axis=1).tolist()
 
 
-def calibrated(seed: int) -> ProbeFloor:
+def calibrated(seed: int, tokens: int = FEW) -> ProbeFloor:
     floor = ProbeFloor()
-    for gap in probes("nothing", 40, seed):
+    for gap in probes("nothing", 40, seed, tokens):
         assert not floor.add(ENGINE, gap)
     assert floor.known(ENGINE)
     return floor
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_noise_of_bfloat16_raises_no_alarm_in_a_thousand_syncs(seed):
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_the_noise_of_bfloat16_raises_no_alarm_in_a_thousand_syncs(seed, tokens):
     floor = ProbeFloor()
-    alarms = sum(floor.add(ENGINE, gap) for gap in probes("nothing", 1000, seed))
+    alarms = sum(floor.add(ENGINE, gap) for gap in probes("nothing", 1000, seed, tokens))
     assert alarms == 0
     assert floor.usual(ENGINE) == pytest.approx(ANSWERS["nothing"].mean(), rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("fault", ["one layer", "powers of two"])
-def test_a_fault_is_noticed_within_three_probes_and_confirmed(fault, seed):
-    floor = calibrated(seed)
-    first, *again = probes(fault, 4, seed)
+@pytest.mark.parametrize(
+    ("fault", "tokens"),
+    [("one layer", FEW), ("powers of two", FEW), ("powers of two", MANY), ("one scale, twice as large", MANY)],
+)
+def test_a_fault_is_noticed_within_three_probes_and_confirmed(fault, tokens, seed):
+    floor = calibrated(seed, tokens)
+    first, *again = probes(fault, 4, seed, tokens)
     assert any(floor.add(ENGINE, gap) for gap in (first, *again[:2]))
     assert floor.persists(ENGINE, again[-1])
     assert not floor.known(ENGINE)  # what is usual is learned again
