@@ -4,11 +4,14 @@ vLLM mixes `WorkerExtension` into its worker class; the engine calls it through 
 plain types (lists, strings, bytes), because vLLM's own messages carry neither arrays nor errors of this package.
 """
 
+import itertools
 import os
 import select
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,6 +78,16 @@ class Place:
         method = getattr(self.module, "quant_method", None)
         return method if self.leaf == "weight" and isinstance(method, QurlLinearMethod) else None
 
+    def held(self) -> list[QTensor]:
+        """Return the codes of the whole layer, which q, k and v share; [] if it holds none."""
+        return self.method.resident() if self.method and self.method.fmt else []
+
+    def read(self, shard: TensorShard, held: list[QTensor]) -> tuple[torch.Tensor, ...]:
+        """Return codes and scales of a shard, from `held`, or its values."""
+        if held:
+            return read(held, shard)
+        return (getattr(self.module, self.leaf).data[shard.at : shard.at + shard.rows].float(),)
+
 
 @dataclass
 class ResidentPolicy:
@@ -83,7 +96,6 @@ class ResidentPolicy:
     model: nn.Module
     _waiting: dict[str, list[tuple[int, torch.Tensor | QTensor]]] = field(default_factory=dict)
     _placed: dict[str, int] = field(default_factory=dict)
-    _last_held: tuple[object, list[QTensor]] = (None, [])
     _group: tuple[Meeting | None, Any] = (None, None)
     """Group that was joined last."""
 
@@ -102,11 +114,22 @@ class ResidentPolicy:
         self._place_all(torch.from_numpy(opened(address)), items, weight_max_code)
 
     def _place_all(self, memory: torch.Tensor, items: Sequence[Item], weight_max_code: int) -> None:
-        for name, format_name, places in items:
-            fmt = None if format_name == "none" else get_format(format_name, weight_max_code)
-            self._place(name, fmt, [tensor_at(memory, place) for place in places])
+        with self._threads() as pool:
+            packing = []
+            for name, format_name, places in items:
+                fmt = None if format_name == "none" else get_format(format_name, weight_max_code)
+                if complete := self._place(name, fmt, [tensor_at(memory, place) for place in places]):
+                    packing.append(pool.submit(complete))
+            for one in packing:
+                one.result()
 
-    def _place(self, name: str, fmt: Format | None, arrays: Sequence[torch.Tensor]) -> None:
+    def _threads(self) -> ThreadPoolExecutor:
+        """Return threads for what uses one and releases Python's lock: packing, unpacking and fingerprints on a CPU."""
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
+        return ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1)
+
+    def _place(self, name: str, fmt: Format | None, arrays: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """Take a tensor. Return what writes its layer, if that is complete now."""
         place = self._find(name)
         value: Any = arrays[0]
         if fmt and place.method is None:
@@ -121,14 +144,15 @@ class ResidentPolicy:
             target = getattr(place.module, place.leaf).data
             for at, part in own:
                 target[at : at + len(part)].copy_(part)
-            return
+            return None
         waiting = self._waiting.setdefault(place.parameter, [])
         device = place.module.weight.device
         waiting += [(at, part.to(device, copy=True)) for at, part in own]  # the buffer is written again
-        if done == place.rows:
-            self._last_held = (None, [])
-            place.method.hold(place.module, [part for _, part in sorted(waiting, key=lambda item: item[0])])
-            del self._waiting[place.parameter]
+        if done != place.rows:
+            return None
+        del self._waiting[place.parameter]
+        parts = [part for _, part in sorted(waiting, key=lambda item: item[0])]
+        return partial(place.method.hold, place.module, parts)
 
     @torch.no_grad()
     def take(self, source: dict[str, Any], size: int, items: Sequence[Item], weight_max_code: int) -> None:
@@ -171,20 +195,20 @@ class ResidentPolicy:
 
     def fingerprints(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[Piece]]:
         """Return what this rank's shards add to the fingerprints of these tensors, given by name and shape."""
-        found, self._last_held = [], (None, [])
+        of_modules: dict[int, list[tuple[str, tuple[int, ...], Place]]] = {}
         for name, shape in shapes:
             place = self._find(name)
-            fmt = place.method.fmt if place.method else None
-            shards = [fingerprint_pieces(self._read(place, one), tuple(shape), one, fmt) for one in place.shards]
-            found.append([piece for pieces in shards for piece in pieces])
-        return found
+            of_modules.setdefault(id(place.module), []).append((name, tuple(shape), place))
+        with self._threads() as pool:
+            found = dict(itertools.chain.from_iterable(pool.map(_pieces, of_modules.values())))
+        return [found[name] for name, _ in shapes]
 
     def resident(self, name: str) -> list[tuple[int, int, tuple[int, int] | None, Wire]]:
         """Return this rank's shards of a tensor: rows, columns, and codes as bytes with scales, or float32 values."""
         place = self._find(name)
-        found, self._last_held = [], (None, [])
+        found, held = [], place.held()
         for shard in place.shards:
-            tensors = self._read(place, shard)
+            tensors = place.read(shard, held)
             arrays = [(t.view(torch.uint8) if t.itemsize == 1 else t).cpu().numpy() for t in tensors]
             found.append((shard.start, shard.stop, shard.columns, [encoded(array) for array in arrays]))
         return found
@@ -197,13 +221,6 @@ class ResidentPolicy:
         for module in self.model.modules():
             if isinstance(method := getattr(module, "quant_method", None), QurlLinearMethod):
                 yield module, method
-
-    def _read(self, place: Place, shard: TensorShard) -> tuple[torch.Tensor, ...]:
-        if place.method and place.method.fmt:
-            if self._last_held[0] is not place.method:  # q, k and v are read from one unpacked weight
-                self._last_held = (place.method, place.method.resident())
-            return read(self._last_held[1], shard)
-        return (getattr(place.module, place.leaf).data[shard.at : shard.at + shard.rows].float(),)
 
     def _find(self, name: str) -> Place:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
@@ -232,6 +249,17 @@ class ResidentPolicy:
             shards=tuple(local_shards(partitions, index, columns)),
             rows=_rows(module, value),
         )
+
+
+def _pieces(tensors: Sequence[tuple[str, tuple[int, ...], Place]]) -> list[tuple[str, list[Piece]]]:
+    """Return (name, pieces of its fingerprint) of the tensors of one module, which is unpacked once."""
+    found = []
+    held = next((codes for _, _, place in tensors if (codes := place.held())), [])
+    for name, shape, place in tensors:
+        fmt = place.method.fmt if place.method else None
+        shards = [fingerprint_pieces(place.read(one, held if fmt else []), shape, one, fmt) for one in place.shards]
+        found.append((name, [piece for pieces in shards for piece in pieces]))
+    return found
 
 
 def encoded(array: np.ndarray) -> EncodedArray:
