@@ -1,10 +1,10 @@
-"""The planner against published figures and measurements here: python benchmarks/planner.py (about 15 minutes).
+"""The planner against published figures and measurements here: python benchmarks/planner.py (about 25 minutes).
 
 Writes benchmarks/results/planner.json and planner.md. `--part` makes one of these parts, and keeps the others' results:
 
 - published: figures that others published, which takes no time;
 - sync: seconds of a sync through Ray's object store, predicted from the rates of this host (two minutes);
-- memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (two minutes);
+- memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (ten minutes);
 - runs: `--measure` against runs. The machine is measured before and after each run, and the mean of the two predictions
   is compared with the run's own phase times. Lengths of answers, and the share of groups that dynamic sampling kept,
   are those of the run.

@@ -5,7 +5,7 @@ the activations' scales is their codes. Even bfloat16 has enough bits to tell wh
 quant.quantize.quantize_rows. This package's kernels compute it themselves; vLLM's have code of their own, and are asked
 in the layers of a model that vLLM has made.
 
-Some hundred of a million activations in bfloat16 lie in the middle of two codes. Which of them a kernel takes depends
+Some hundreds of a million activations in bfloat16 lie in the middle of two codes. Which of them a kernel takes depends
 on how it divides, and neither is wrong. So codes that differ are counted, and judged are those of them that are further
 from the activation than the reference's.
 """

@@ -163,16 +163,16 @@ class RunConfig(Section):
     @property
     def probe_tokens(self) -> int:
         """`sync.probe_tokens`, with null resolved."""
-        default = 8 if self._computes_in_float32 else 8192 if self.rollout.device == "cuda" else 512
+        default = 8 if self._rounds_like_the_learner else 8192 if self.rollout.device == "cuda" else 512
         return default if self.sync.probe_tokens is None else self.sync.probe_tokens
 
     @property
     def probe_tolerance(self) -> float:
         """`sync.probe_tolerance`, with null resolved."""
-        return self.sync.probe_tolerance or (0.2 if self._computes_in_float32 else 1.0)
+        return self.sync.probe_tolerance or (0.2 if self._rounds_like_the_learner else 1.0)
 
     @property
-    def _computes_in_float32(self) -> bool:
+    def _rounds_like_the_learner(self) -> bool:
         """True if engines round nearly as the learner does. Processes that share an engine quantize activations by
         ranges of their own."""
         rollout = self.rollout

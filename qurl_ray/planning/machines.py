@@ -167,7 +167,8 @@ class Host:
 
 HOST = Host(quantize=3e9, fingerprint=6e9, compare=3e9, copy=6e9, convert=9e9, pack=0.1e9, threads=2)
 """Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, rounded from one look on 2026-11-25 beside other work;
-python benchmarks/planner.py --part sync measures them. The rates of a GPU's host are taken to be the same."""
+benchmarks/results/planner.md has those of the same machine alone. The rates of a GPU's host are taken to be the same.
+"""
 
 
 def find_gpu(name: str) -> Gpu:

@@ -20,9 +20,16 @@ Meeting = tuple[str, int, int, float]
 
 def lead(host: str, size: int, timeout_s: float) -> tuple[Any, Meeting]:
     """Open a group of `size` processes on this host. Return the store with which its first process joins, and what the
-    others need."""
+    others need.
+
+    Raises:
+        SyncError: the host has no such address, or no port.
+    """
     limit = timedelta(seconds=timeout_s)
-    store = distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+    try:
+        store = distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+    except RuntimeError as error:
+        raise SyncError(f"no group for weights can be opened at {host}: {error}") from error
     return store, (host, store.port, size, timeout_s)
 
 
