@@ -156,7 +156,9 @@ class Host:
     compare: float
     """Codes that are compared with those sent before."""
     copy: float
-    """Bytes that are copied: to the object store, to memory shared with workers, to where an engine holds them."""
+    """Bytes that are copied: to memory shared with workers, to where an engine holds them."""
+    put: float
+    """Bytes that are put into the object store, whose pages are fresh each time."""
     convert: float
     """Float32 values that are rounded to bfloat16, or made from it."""
     pack: float
@@ -165,7 +167,7 @@ class Host:
     """Threads that load and verify an engine's weights on a CPU."""
 
 
-HOST = Host(quantize=3e9, fingerprint=6e9, compare=3e9, copy=6e9, convert=9e9, pack=0.1e9, threads=2)
+HOST = Host(quantize=3e9, fingerprint=6e9, compare=3e9, copy=6e9, put=2e9, convert=9e9, pack=0.1e9, threads=2)
 """Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, rounded from one look on 2026-11-25 beside other work;
 benchmarks/results/planner.md has those of the same machine alone. The rates of a GPU's host are taken to be the same.
 """

@@ -8,6 +8,7 @@ from these timings, with the formulas that plans for GPUs use. Weights are rando
 import copy
 import gc
 import json
+import mmap
 import os
 import statistics
 import tempfile
@@ -52,7 +53,7 @@ _STEPS = 4  # decode steps in one timing
 _CONTEXT, _HELD_TOKENS = 1024, 8192  # most tokens of a sequence and of a batch
 _PASS_TOKENS = 512  # tokens of the larger timed pass: some seconds at 135 M parameters
 _MESSAGES = 128
-_WEIGHT, _HOST_TIMES = (4096, 1024), 9  # shape of the weight on which a host is timed, and repetitions
+_WEIGHT, _HOST_TIMES = (8192, 4096), 5  # shape of the weight on which a host is timed, beyond caches, and repetitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,13 +285,13 @@ def trajectory(shape: Shape, work: Workload, index: int) -> Trajectory:
 
 
 def measure_host() -> Host:
-    """Time what a host computes in a sync, on a weight of some megabytes."""
+    """Time what a host computes in a sync, on a weight that no cache holds."""
     threads = os.cpu_count() or 1
     weight = torch.randn(_WEIGHT) * 0.02
     q = quantize(weight, get_format("int8", weight_max_code(get_format("int8"), weight.device)))
     codes = q.codes.view(torch.uint8).numpy()
     others, size = codes.copy(), weight.nbytes
-    rounded = weight.to(torch.bfloat16).float
+    rounded, copied, flat = weight.to(torch.bfloat16).float, weight.clone(), weight.numpy().reshape(-1)
 
     def rate(amount: float, call: Callable[[], object]) -> float:
         return amount / _median(call, warm=True, times=_HOST_TIMES)
@@ -299,7 +300,8 @@ def measure_host() -> Host:
         quantize=rate(size, lambda: quantize(weight, q.fmt)),
         fingerprint=rate(size, lambda: fingerprint(weight)),
         compare=rate(codes.nbytes, lambda: np.count_nonzero(codes != others)),
-        copy=rate(size, weight.clone),
+        copy=rate(size, lambda: copied.copy_(weight)),
+        put=rate(size, lambda: np.copyto(np.frombuffer(mmap.mmap(-1, size), np.float32), flat)),
         convert=rate(size, rounded),
         pack=rate(codes.nbytes, lambda: QuantizedLinear(q, None).resident()),
         threads=threads,

@@ -60,7 +60,7 @@ def cpu_sync_parts(sent: Sent, host: Host = HOST) -> dict[str, float]:
         "quantize": 4 * sent.codes / host.quantize + copied,
         "fingerprint": widened + sent.decoded / host.fingerprint,
         "compare": sent.codes / host.compare,
-        "put": sent.bytes / host.copy,
+        "put": sent.bytes / host.put,
         "decode": widened,
         "place": 4 * sent.floats / host.copy + sent.codes / host.pack / host.threads,
         "verify": sent.decoded / host.fingerprint / host.threads,
@@ -110,7 +110,7 @@ def sync_parts(
         return parts | {"send": moved + calls, "fingerprint": 2 * sent.decoded / device + launches}
     parts["fingerprint"] = share * (_widened_s(sent, host) + sent.decoded / host.fingerprint)
     travels = delta_bytes(shape, c) if route.delta else sent.bytes
-    parts["put"] = share * travels / host.copy + (share * sent.bytes / host.compare if route.delta else 0.0)
+    parts["put"] = share * travels / host.put + (share * sent.bytes / host.compare if route.delta else 0.0)
     parts["network"] = travels / c.objects if route.gpus > NODE else 0.0
     base = sent.decoded / host.copy if route.delta else 0.0
     parts["decode"] = base + _widened_s(sent, host) + sent.decoded / host.copy

@@ -23,7 +23,7 @@ from qurl_ray.planning.roofline import widths
 from qurl_ray.planning.shapes import SHAPES, configured_shape
 from qurl_ray.planning.workload import Workload, configured_workload, gpus_of
 
-CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+CONFIGS = Path(__file__).parents[2] / "qurl_ray" / "configs"
 H100 = GPUS["h100"]
 
 # --- the search ----------------------------------------------------------------------------------
