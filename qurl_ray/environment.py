@@ -27,6 +27,15 @@ _MALLOC = {
     "MALLOC_ARENA_MAX": (-8, 1),
 }
 """Variables of glibc's malloc: the numbers of these parameters in mallopt(3), and their values."""
+# Memory that a process has not had yet is fetched by pages of 2 MiB in place of 4 KiB (docs/LOG.md), where the kernel
+# lets programs ask for it ("madvise" in /sys/kernel/mm/transparent_hugepage/enabled). glibc 2.35 and later read this at
+# the start of a process, so it is for those that this one starts.
+_TUNABLES = "GLIBC_TUNABLES"
+if sys.platform == "linux":
+    os.environ.setdefault(_TUNABLES, "glibc.malloc.hugetlb=1")
+MEMORY = (*_MALLOC, _TUNABLES)
+"""Variables that a cluster's processes are given, too."""
+
 if sys.platform == "linux" and not _MALLOC.keys() & os.environ.keys():
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt

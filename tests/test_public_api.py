@@ -19,11 +19,15 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text()
 
 SIGNATURES = {
-    "Problem": "(*, uid: str, prompt: str, answer: str, meta: dict = <factory>) -> None",
+    "Callback": "()",
+    "Problem": (
+        "(*, uid: str, prompt: str, answer: str, meta: dict = <factory>, messages: list[dict] | None = None, "
+        "held_out_set: str = '') -> None"
+    ),
     "Report": (
         "(*, policy: str, quantization: str, kernels: list[str], reward: Estimate, accuracy: Estimate, samples: int, "
         "temperature: float, avg_reward_at_k: Estimate | None, avg_at_k: Estimate | None, pass_at_k: Estimate | None, "
-        "failed_rewards: int, seconds: float) -> None"
+        "failed_rewards: int, seconds: float, sets: dict[str, tuple[Estimate, Estimate]] = <factory>) -> None"
     ),
     "RunResult": "(*, run_dir: Path, policy: Path, summary: dict[str, Any], interrupted: bool) -> None",
     "evaluate": (
@@ -31,7 +35,16 @@ SIGNATURES = {
         "temperature: float = 1.0, progress: Callable[[int, int], None] = <function <lambda>>) -> Report"
     ),
     "load_config": "(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig",
-    "run": "(config: RunConfig, *, fresh: bool = False) -> RunResult",
+    "run": (
+        "(config: RunConfig, *, fresh: bool = False, extend: bool = False, callbacks: Iterable[Callback] = ()) "
+        "-> RunResult"
+    ),
+    "train": (
+        "(model: str | Path | Mapping[str, Any], data: str | Path | Iterable[Mapping[str, Any] | str], "
+        "reward: Callable[..., float] | str | None = None, *, held_out: str | Path | Iterable[Mapping[str, Any] | str] "
+        "| Mapping[str, str | Path | Iterable[Mapping[str, Any] | str]] | None = None, "
+        "callbacks: Iterable[Callback] = (), fresh: bool = False, extend: bool = False, **settings: Any) -> RunResult"
+    ),
 }
 
 SECTIONS = (
@@ -153,10 +166,35 @@ print(found[-1] - found[3])
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
 @pytest.mark.parametrize("start", ["told by a call", "told by its parent", "told otherwise"])
 def test_memory_that_returns_is_kept_unless_told_otherwise(start):
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     code = PAGES
     if start == "told by its parent":
         code = f"import qurl_ray, subprocess, sys; subprocess.run([sys.executable, '-c', {PAGES!r}], check=True)"
     given = {"MALLOC_TRIM_THRESHOLD_": "131072"} if start == "told otherwise" else {}
     done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
     assert (int(done.stdout) > 100_000) == (start == "told otherwise"), done.stdout
+
+
+FRESH = """
+from resource import RUSAGE_SELF, getrusage
+before = getrusage(RUSAGE_SELF).ru_minflt
+bytearray(256 * 2**20)
+print(getrusage(RUSAGE_SELF).ru_minflt - before)
+"""
+"""Program that prints how many pages it fetched for 256 MiB: 65,536 of 4 KiB."""
+LARGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="another malloc")
+@pytest.mark.skipif(not LARGE.exists() or "[never]" in LARGE.read_text(), reason="the kernel has no large pages")
+@pytest.mark.parametrize("tunables", [None, "glibc.malloc.check=0"])
+def test_processes_that_a_run_starts_fetch_large_pages_unless_told_otherwise(tunables):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    given = {"GLIBC_TUNABLES": tunables} if tunables else {}
+    code = f"import qurl_ray, subprocess, sys; subprocess.run([sys.executable, '-c', {FRESH!r}], check=True)"
+    done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
+    pages = int(done.stdout)
+    if tunables is None:
+        assert pages < 10_000
+    elif "[always]" not in LARGE.read_text():
+        assert pages > 60_000
