@@ -19,9 +19,21 @@ Finish = Literal["stop", "length", "cancelled", "deadline"]
 """Reason why an answer ended. A "cancelled" or "deadline" answer holds the tokens drawn so far, possibly none."""
 Status = Literal["ok", "error", "timeout", "invalid"]
 Outcome = Literal["finished", "failed", "interrupted"]
-EventKind = Literal["step", "evaluation", "warning", "info", "samples", "prompts", "timeline", "rewind", "summary"]
-KINDS: tuple[str, ...] = get_args(EventKind)
 """How a run ended."""
+EventKind = Literal[
+    "step",
+    "evaluation",
+    "checkpoint",
+    "phase",
+    "warning",
+    "info",
+    "samples",
+    "prompts",
+    "timeline",
+    "rewind",
+    "summary",
+]
+KINDS: tuple[str, ...] = get_args(EventKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +46,8 @@ class PolicySpec:
     """Limit of prompt and answer together, in tokens; None is the model's own limit."""
     quantized: bool = False
     """True for a checkpoint of quantized codes (policy/export.py): engines can load it, but it cannot be trained."""
+    overrides: dict = field(default_factory=dict)
+    """Entries that replace those of the policy's config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +63,13 @@ class Problem:
     prompt: str
     answer: str
     meta: dict = field(default_factory=dict)
-    """Further data for the task's own scorer, as plain JSON values. If the answer to judge was cut off before its end
-    token, the reward function also finds `truncated`: True here."""
+    """Further data for the task's own scorer, as plain JSON values: of a data set, its other columns. If the answer to
+    judge was cut off before its end token, the reward function also finds `truncated`: True here."""
+    messages: list[dict] | None = None
+    """The conversation that the prompt is, for the tokenizer's chat template, each message with role and content;
+    `prompt` is then its text. None for a prompt that is text."""
+    held_out_set: str = ""
+    """Name of the set of held-out problems that it belongs to, if there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +213,8 @@ class Event:
     """Report of a run: the metrics of a step, a warning, the start of a phase."""
 
     kind: EventKind
-    """Type of event. `rewind` withdraws all events after its step; its `totals` are those of that step, None at 0."""
+    """Type of event. `rewind` withdraws all events after its step; its `totals` are those of that step, None at 0.
+    `phase` says what goes on until the next event of a step or an evaluation, after `step` steps."""
     step: int
     message: str = ""
     values: dict = field(default_factory=dict)

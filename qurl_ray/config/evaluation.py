@@ -9,7 +9,8 @@ class EvaluationConfig(Section):
     """Evaluations on held-out problems: mean reward, and the share of problems solved (reward above 0.5)."""
 
     problems: int = Field(500, ge=1)
-    """Largest number of held-out problems in an evaluation; each is answered once, greedily."""
+    """Largest number of held-out problems in an evaluation, of each set if there are several; each is answered once,
+    greedily."""
     every: int = Field(0, ge=0)
     """Number of steps between two evaluations of the quantized policy during training; 0 evaluates only before and
     after training."""

@@ -2,10 +2,18 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from qurl_ray.config.section import Section
 from qurl_ray.tables import PROBLEMS, REWARDS
+
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
+"""Usual names of columns of prompts; the first is the default, and the others are looked for where it is missing."""
+ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
+"""The same of answers."""
+
+SetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+"""Name of a set of held-out problems, which is part of its metrics' names."""
 
 
 class TaskBase(Section):
@@ -30,7 +38,12 @@ class TaskBase(Section):
     """Text around a problem's prompt, which replaces {prompt} in it. It is used if the tokenizer has no chat template
     or `chat` is off; the tiny policy takes only the default."""
     chat: bool = False
-    """Wrap the prompt with the tokenizer's chat template, as one user message."""
+    """Wrap the prompt with the tokenizer's chat template, as one user message. Prompts that are lists of messages are
+    wrapped anyway."""
+    system_prompt: str | None = None
+    """System message before a prompt that goes through the chat template, unless its messages begin with one."""
+    chat_template_args: dict[str, Any] = {}
+    """Variables of the chat template, by name, such as `{enable_thinking: false}` for Qwen3."""
 
     @field_validator("template")
     @classmethod
@@ -74,29 +87,61 @@ class ReasoningGymTask(TaskBase):
 
 
 class DatasetTask(TaskBase):
-    """Prompts and answers from a local .jsonl/.parquet file or a Hugging Face data set, judged by math-verify."""
+    """Prompts and answers from a local file or a Hugging Face data set, judged by math-verify."""
 
     type: Literal["dataset"] = "dataset"
     path: str
-    """Local .jsonl or .parquet file, or hub id of a data set."""
+    """Local .jsonl, .json or .parquet file, or hub id of a data set."""
     name: str | None = None
     """Configuration of a hub data set, such as `main` for openai/gsm8k; null means its default."""
     split: str = "train"
     """Split of a hub data set that is trained on."""
-    held_out_path: str | None = None
-    """Local file or hub id of the held-out problems; null holds out the last `held_out_share` of `path`."""
+    held_out_path: str | dict[SetName, str] | None = None
+    """Local file or hub id of the held-out problems, or several of them by names, `{aime24: aime24.parquet, ...}`: each
+    has curves of its own, `eval/<name>/...`, and `eval/...` is of all together. null holds out the last
+    `held_out_share` of `path`."""
     held_out_split: str = "test"
     """Split of `held_out_path`, if that is a hub data set."""
     held_out_share: float = Field(0.1, gt=0, lt=1)
     """Share of the problems of `path`, the last ones, that is held out if `held_out_path` is null."""
-    prompt_column: str = "prompt"
-    """Name of the column of prompts."""
-    answer_column: str = "answer"
-    """Name of the column of answers."""
+    prompt_column: str = Field(
+        PROMPT_COLUMNS[0],
+        description="Name of the column of prompts, text or lists of messages; a field within a column is "
+        f"`column.field`. Where there is no `{PROMPT_COLUMNS[0]}`, the first of {', '.join(PROMPT_COLUMNS[1:])} is "
+        "taken, and the run says so.",
+    )
+    answer_column: str | None = Field(
+        ANSWER_COLUMNS[0],
+        description=f"Name of the column of answers, likewise; instead of `{ANSWER_COLUMNS[0]}`, "
+        f"{', '.join(ANSWER_COLUMNS[1:])} are looked for. A reward of your own needs no answers; null says that there "
+        "are none. All columns but the prompt are in the reward's `problem.meta`.",
+    )
     held_out_prompt_column: str | None = None
     """Name of the column of prompts in `held_out_path`; null means `prompt_column`."""
     held_out_answer_column: str | None = None
     """Name of the column of answers in `held_out_path`; null means `answer_column`."""
+
+    @field_validator("held_out_path")
+    @classmethod
+    def _sets_are_some(cls, held_out_path: Any) -> Any:
+        if isinstance(held_out_path, dict) and (not held_out_path or {"train"} & held_out_path.keys()):
+            raise ValueError("names no set of problems" if not held_out_path else "a set cannot be called train")
+        return held_out_path
+
+    @model_validator(mode="after")
+    def _answers_are_there(self) -> "DatasetTask":
+        if self.answer_column is None and (self.reward or "math_verify") in REWARDS.entries:
+            raise ValueError(
+                f"answer_column=null leaves nothing that reward {self.reward or 'math_verify'} could compare with: "
+                "set reward to a function of yours"
+            )
+        return self
+
+    def held_out_sets(self) -> dict[str, str]:
+        """Return the sources of held-out problems by the names of their sets; a single one has the name ""."""
+        if self.held_out_path is None:
+            return {}
+        return self.held_out_path if isinstance(self.held_out_path, dict) else {"": self.held_out_path}
 
 
 class CustomTask(TaskBase):

@@ -6,6 +6,7 @@ from typing import Any
 
 from qurl_ray.config.shown import shown
 from qurl_ray.config.task import CustomTask
+from qurl_ray.data.messages import is_conversation, read_messages, text_of
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError, QurlError
 from qurl_ray.tables import PROBLEMS
@@ -17,9 +18,9 @@ _KEYS = ("prompt", "answer", "meta", "uid")
 def custom_split(task: CustomTask) -> Split:
     """Call `task.problems` with `task.params` and split the problems that it returns.
 
-    The function returns or yields problems. Each is a Problem, or a mapping with a prompt and optionally an answer and
-    meta (plain JSON values for the reward). The last held_out_share of them are held out. Alternatively, the function
-    returns a mapping with the keys train and held_out, each of which holds problems.
+    The function returns or yields problems. Each is a Problem, or a mapping with a prompt (text or a list of messages)
+    and optionally an answer and meta (plain JSON values for the reward). The last held_out_share of them are held out.
+    Alternatively, the function returns a mapping with the keys train and held_out, each of which holds problems.
 
     Raises:
         DataError: the function cannot be imported, raises, or returns something else.
@@ -58,15 +59,18 @@ def _problems(made: Any, prefix: str) -> list[Problem]:
 
 def _problem(item: Any, uid: str) -> Problem:
     if isinstance(item, Problem):
-        item = {"prompt": item.prompt, "answer": item.answer, "meta": item.meta, "uid": item.uid or uid}
+        asked = item.messages or item.prompt
+        item = {"prompt": asked, "answer": item.answer, "meta": item.meta, "uid": item.uid or uid}
     if not isinstance(item, Mapping):
         raise DataError(f"problem {uid} is {type(item).__name__}, expected a Problem or a mapping with a prompt")
     if unknown := [key for key in item if key not in _KEYS]:
         raise DataError(f"problem {uid} has the key {unknown[0]!r}; known are {', '.join(_KEYS)}: put others into meta")
     prompt, answer, meta = item.get("prompt"), item.get("answer"), item.get("meta") or {}
+    messages = read_messages(prompt, f"problem {uid}") if is_conversation(prompt) else None
+    prompt = text_of(messages) if messages else prompt
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"problem {uid} has no prompt")
     if not isinstance(meta, Mapping):
         raise DataError(f"the meta of problem {uid} is {type(meta).__name__}, expected a mapping")
     answer = "" if answer is None else str(answer)  # None where the reward knows right answers when it sees them
-    return Problem(uid=str(item.get("uid", uid)), prompt=prompt, answer=answer, meta=dict(meta))
+    return Problem(uid=str(item.get("uid", uid)), prompt=prompt, answer=answer, meta=dict(meta), messages=messages)

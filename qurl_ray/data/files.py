@@ -1,83 +1,230 @@
-"""Problems from a local .jsonl or .parquet file, or from a Hugging Face data set."""
+"""Problems from a local file, or from a Hugging Face data set."""
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import date, datetime, time
+from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from qurl_ray.config.shown import shortened
-from qurl_ray.config.task import DatasetTask
+from qurl_ray.config.task import ANSWER_COLUMNS, PROMPT_COLUMNS, DatasetTask
+from qurl_ray.data.messages import is_conversation, read_messages, text_of
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError
+from qurl_ray.tables import REWARDS, TASKS
 from qurl_ray.types import Problem
 
-_SUFFIXES = (".jsonl", ".parquet")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_RESERVED = "truncated"
+"""Key of Problem.meta by which rewards learn that an answer was cut off."""
 
-Rows = list[tuple[Any, Any]]
-"""Rows of (prompt, answer), unchanged from the source."""
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row as its source has it."""
+
+    where: str
+    """The source, and the line or row, for errors."""
+    fields: Mapping[str, Any]
 
 
 def dataset_split(task: DatasetTask) -> Split:
     """Read a data set and split it. Held-out problems come from held_out_path, or are the last held_out_share of rows.
 
-    Rows with an empty prompt or answer are skipped and counted.
+    Rows with an empty prompt, or an empty answer that the reward would need, are skipped and counted.
 
     Raises:
         DataError: the source is missing, unreadable or empty, or lacks a column.
     """
-    columns = (task.prompt_column, task.answer_column)
-    rows, notes = _usable(_read(task, task.path, task.split, columns), source=task.path)
+    found, notes = _problems(task, task.path, task.split, (task.prompt_column, task.answer_column), "train")
     if task.held_out_path is None:
-        train_rows, held_out_rows = held_out_from(
-            rows, task.held_out_share, source=task.path, remedy="set task.held_out_path"
-        )
+        train, held_out = held_out_from(found, task.held_out_share, source=task.path, remedy="set task.held_out_path")
+        held_out = [replace(problem, uid=f"held_out-{index}") for index, problem in enumerate(held_out)]
     else:
-        own = (task.held_out_prompt_column or columns[0], task.held_out_answer_column or columns[1])
-        held_out = _usable(_read(task, task.held_out_path, task.held_out_split, own), source=task.held_out_path)
-        train_rows, held_out_rows, notes = rows, held_out[0], notes + held_out[1]
-    split = disjoint(_problems(train_rows, "train"), _problems(held_out_rows, "held_out"), source=task.path)
-    return split._replace(notes=notes + split.notes)
+        train, held_out = found, []
+        columns = (task.held_out_prompt_column or task.prompt_column, task.held_out_answer_column or task.answer_column)
+        for name, source in task.held_out_sets().items():
+            more, said = _problems(task, source, task.held_out_split, columns, name or "held_out")
+            held_out += [replace(problem, held_out_set=name) for problem in more]
+            notes += said
+    split = disjoint(train, held_out, source=task.path)
+    return split._replace(notes=tuple(notes) + split.notes)
 
 
 def hub_sources(task: DatasetTask) -> list[str]:
     """Return the sources of problems that are no local files, so that they are looked for on the hub."""
-    return [source for source in (task.path, task.held_out_path) if source and not _is_file(source)]
+    return [source for source in (task.path, *task.held_out_sets().values()) if not _is_file(source)]
 
 
-def _problems(rows: Rows, prefix: str) -> list[Problem]:
-    return [
-        Problem(uid=f"{prefix}-{index}", prompt=str(prompt), answer=str(answer))
-        for index, (prompt, answer) in enumerate(rows)
-    ]
+# --- rows to problems --------------------------------------------------------------------------------------------
 
 
-def _usable(rows: Rows, *, source: str) -> tuple[Rows, tuple[str, ...]]:
-    """Return the rows with both a prompt and an answer, and a note on how many rows were skipped."""
-    if not rows:
+def _problems(
+    task: DatasetTask, source: str, split: str, columns: tuple[str, str | None], prefix: str
+) -> tuple[list[Problem], list[str]]:
+    """Return the problems of a source, and sentences on what was chosen or left out."""
+    rows = _read(task, source, split)
+    first = next(rows, None)
+    if first is None:
         raise DataError(f"{source} is empty")
-    kept = [row for row in rows if all(_has_text(value, source) for value in row)]
-    if not kept:
-        raise DataError(f"{source}: each of the {len(rows)} rows has an empty prompt or answer")
-    skipped = len(rows) - len(kept)
-    return kept, (f"{source}: {skipped} of {len(rows)} rows skipped, prompt or answer empty",) if skipped else ()
+    needs_answer = _needs_answer(task)
+    prompt, answer, notes = _columns(first, columns, source, needs_answer=needs_answer)
+    found: list[Problem] = []
+    dropped: set[str] = set()
+    count = 0
+    for row in chain([first], rows):
+        count += 1
+        try:
+            problem = _problem(row, prompt, answer, f"{prefix}-{len(found)}", dropped, needs_answer=needs_answer)
+        except KeyError as error:
+            _no_column(str(error.args[0]), row)
+        if problem:
+            found.append(problem)
+    if not found:
+        raise DataError(f"{source}: each of the {count} rows has an empty prompt or answer")
+    if skipped := count - len(found):
+        notes.append(f"{source}: {skipped} of {count} rows skipped, prompt or answer empty")
+    if dropped:
+        names = ", ".join(sorted(dropped))
+        notes.append(f"{source}: columns that rewards do not get, as they hold no plain values: {names}")
+    return found, notes
 
 
-def _has_text(value: Any, source: str) -> bool:
+def _problem(
+    row: _Row, prompt: str, answer: str | None, uid: str, dropped: set[str], *, needs_answer: bool
+) -> Problem | None:
+    """Return the problem of a row, with its other columns as meta; None if its prompt or answer is empty.
+
+    Raises:
+        KeyError: the row has not the column that the error names.
+    """
+    asked, expected = _value(row.fields, prompt), None if answer is None else _value(row.fields, answer)
+    messages = read_messages(asked, row.where) if is_conversation(asked) else None
+    text = text_of(messages) if messages else _text(asked, row, prompt)
+    if isinstance(expected, list | dict) and not needs_answer:
+        expected = json.dumps(plain_value(expected), ensure_ascii=False)
+    answer_text = _text(expected, row, answer or "")
+    if not text or (needs_answer and not answer_text):
+        return None
+    meta = {}
+    for key, field in row.fields.items():
+        if key == prompt:
+            continue
+        try:
+            if key == _RESERVED:
+                raise TypeError
+            meta[key] = plain_value(field)
+        except TypeError:
+            dropped.add(key)
+    return Problem(uid=uid, prompt=text, answer=answer_text, meta=meta, messages=messages)
+
+
+def _text(value: Any, row: _Row, column: str) -> str:
+    """Return a prompt or an answer as text; "" if there is none."""
     if value is None:
-        return False
+        return ""
     if not isinstance(value, str | int | float):
-        raise DataError(f"{source}: a prompt or answer is {type(value).__name__}, expected text or a number")
-    return bool(str(value).strip())
+        raise DataError(f"{row.where}: {column!r} is {type(value).__name__}, expected text, a number or messages")
+    return str(value) if str(value).strip() else ""
 
 
-# --- reading -------------------------------------------------------------------------------------
+def plain_value(value: Any) -> Any:
+    """Return a value as JSON has it. Raise TypeError if it has no such form, as an image or other bytes."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(field) for key, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, date | datetime | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(type(value).__name__)
 
 
-def _read(task: DatasetTask, source: str, split: str, columns: tuple[str, str]) -> Rows:
-    if _is_file(source):
-        return _read_file(Path(source).expanduser(), columns)
-    return _read_hub(source, task.name, split, columns)
+# --- columns -----------------------------------------------------------------------------------------------------
+
+
+def _needs_answer(task: DatasetTask) -> bool:
+    """True if the task's reward compares with the expected answer, as the package's own do."""
+    return (task.reward or TASKS.entries[task.type].reward) in REWARDS.entries
+
+
+def _columns(
+    row: _Row, columns: tuple[str, str | None], source: str, *, needs_answer: bool
+) -> tuple[str, str | None, list[str]]:
+    """Return the columns of prompts and of answers, and a sentence on each that was not the one asked for."""
+    prompt, answer = columns
+    notes = []
+    if not _has(row.fields, prompt):
+        prompt = _other(row, prompt, PROMPT_COLUMNS)
+        notes.append(f"{source}: prompts are in the column {prompt!r}")
+    if answer is not None and not _has(row.fields, answer):
+        if answer == ANSWER_COLUMNS[0] and not needs_answer and not any(_has(row.fields, c) for c in ANSWER_COLUMNS):
+            return prompt, None, [*notes, f"{source}: there is no column of answers; the reward gets none"]
+        answer = _other(row, answer, ANSWER_COLUMNS)
+        notes.append(f"{source}: answers are in the column {answer!r}")
+    return prompt, answer, notes
+
+
+def _other(row: _Row, column: str, usual: tuple[str, ...]) -> str:
+    """Return the first of the usual columns that is there, if `column` is the default, which is the first of them."""
+    there = [other for other in usual if _has(row.fields, other)]
+    if column != usual[0] or not there:
+        _no_column(column, row)
+    return there[0]
+
+
+def _no_column(column: str, row: _Row) -> None:
+    present = list(map(str, row.fields))
+    nearest = difflib.get_close_matches(column, present, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    raise DataError(
+        f"{row.where} has no column {column!r}{hint}; it has {shortened(', '.join(present), 500) or 'none'}. "
+        "task.prompt_column and task.answer_column (task.held_out_… for the held-out ones) name the columns; "
+        "task.answer_column=null is for problems without answers, which a reward of your own can judge"
+    )
+
+
+def _value(fields: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, or of a field within one, as in `reward_model.ground_truth`.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if column in fields:
+        return fields[column]
+    head, _, rest = column.partition(".")
+    inner = fields.get(head)
+    if not rest or not isinstance(inner, Mapping):
+        raise KeyError(column)
+    try:
+        return _value(inner, rest)
+    except KeyError:
+        raise KeyError(column) from None
+
+
+def _has(fields: Mapping[str, Any], column: str) -> bool:
+    try:
+        _value(fields, column)
+    except KeyError:
+        return False
+    return True
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def _read(task: DatasetTask, source: str, split: str) -> Iterator[_Row]:
+    return _read_file(Path(source).expanduser()) if _is_file(source) else _read_hub(source, task.name, split)
 
 
 def _is_file(source: str) -> bool:
@@ -85,55 +232,64 @@ def _is_file(source: str) -> bool:
     return path.is_file() or path.suffix in _SUFFIXES
 
 
-def _read_file(path: Path, columns: tuple[str, str]) -> Rows:
+def _read_file(path: Path) -> Iterator[_Row]:
     if not path.is_file():
         raise DataError(f"no such file: {path.absolute()}")
-    if path.suffix == ".parquet":
-        return _read_parquet(path, columns)
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path, columns)
-    raise DataError(f"{path}: task.path takes files ending in {' or '.join(_SUFFIXES)}")
-
-
-def _read_jsonl(path: Path, columns: tuple[str, str]) -> Rows:
-    rows = []
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise DataError(f"{path}: task.path takes files ending in {', '.join(_SUFFIXES)}")
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = line.removeprefix("\ufeff").strip()  # a byte order mark, also of a file that was appended
-                if text:
-                    rows.append(_row(text, columns, where=f"{path}, line {number}"))
+        yield from readers[path.suffix](path)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return rows
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _row(line: str, columns: tuple[str, str], *, where: str) -> tuple[Any, Any]:
+def _read_jsonl(path: Path) -> Iterator[_Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix("\ufeff").strip()  # a byte order mark, also of a file that was appended
+            if text:
+                where = f"{path}, line {number}"
+                yield _row(_parsed(text, where), where)
+
+
+def _read_json(path: Path) -> Iterator[_Row]:
+    with path.open(encoding="utf-8-sig") as file:
+        found = _parsed(file.read(), str(path))
+    if not isinstance(found, list):
+        raise DataError(f"{path}: expected an array of objects, got {type(found).__name__}; lines of JSON are .jsonl")
+    for number, item in enumerate(found, start=1):
+        yield _row(item, f"{path}, row {number}")
+
+
+def _parsed(text: str, where: str) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits, and deep nesting
         raise DataError(f"{where}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, got {type(record).__name__}")
-    _check_columns(columns, list(record), source=where)
-    return record[columns[0]], record[columns[1]]
 
 
-def _read_parquet(path: Path, columns: tuple[str, str]) -> Rows:
+def _row(found: Any, where: str) -> _Row:
+    if not isinstance(found, dict):
+        raise DataError(f"{where}: expected an object, got {type(found).__name__}")
+    return _Row(where, found)
+
+
+def _read_parquet(path: Path) -> Iterator[_Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        _check_columns(columns, pyarrow.parquet.read_schema(path).names, source=str(path))
-        table = pyarrow.parquet.read_table(path, columns=list(dict.fromkeys(columns)))
+        rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
-    return list(zip(*(table.column(column).to_pylist() for column in columns), strict=True))
+    for number, fields in enumerate(rows, start=1):
+        yield _Row(f"{path}, row {number}", fields)
 
 
-def _read_hub(source: str, name: str | None, split: str, columns: tuple[str, str]) -> Rows:
+def _read_hub(source: str, name: str | None, split: str) -> Iterator[_Row]:
     import datasets
 
     try:
@@ -143,16 +299,5 @@ def _read_hub(source: str, name: str | None, split: str, columns: tuple[str, str
             f"{source} is no local file, and loading it (configuration {name}, split {split}) from the Hugging Face "
             f"hub failed: {type(error).__name__}: {error}. Offline, download it first and give the file's path"
         ) from error
-    _check_columns(columns, table.column_names, source=source)
-    return list(zip(*(table[column] for column in columns), strict=True))
-
-
-def _check_columns(columns: Iterable[str], present: Sequence[str], *, source: str) -> None:
-    for column in columns:
-        if column not in present:
-            nearest = difflib.get_close_matches(column, present, n=1)
-            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-            raise DataError(
-                f"{source} has no column {column!r}{hint}; it has {shortened(', '.join(present), 500) or 'none'}. "
-                "task.prompt_column and task.answer_column (task.held_out_… for the held-out ones) name the columns"
-            )
+    for number, fields in enumerate(table, start=1):
+        yield _Row(f"{source}, row {number}", fields)

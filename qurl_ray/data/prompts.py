@@ -6,34 +6,72 @@ from typing import Any
 
 import numpy as np
 
+from qurl_ray.config.task import TaskConfig
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
 _MOST_CHECKED = 20_000
 
 
-def encode_prompt(problem: Problem, tokenizer: Any, *, template: str, chat: bool) -> np.ndarray:
+def encode_prompt(problem: Problem, tokenizer: Any, task: TaskConfig) -> np.ndarray:
     r"""Token ids of a prompt, int32 [length].
 
-    With `chat` and a tokenizer that has a chat template, the prompt is one user message, followed by
-    the start of the assistant's turn. Otherwise `template` is used. Only {prompt} is replaced in it:
-    other braces, as in \boxed{}, are kept.
+    Messages, and with `task.chat` text as one user message, go through the tokenizer's chat template and are followed
+    by the start of the assistant's turn; if the last message is the assistant's, the answer continues it. Other text,
+    and all text if the tokenizer has no chat template, gets `task.template`: only {prompt} is replaced in it, and other
+    braces, as in \boxed{}, are kept.
 
     Raises:
-        DataError: the chat template fails, or the prompt has no tokens.
+        DataError: messages without a chat template, a template that fails, or a prompt without tokens.
     """
-    if chat and tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": problem.prompt}]
-        try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # the template is a program, which may raise anything
-            message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
-            raise DataError(message) from error
+    if problem.messages is not None or (task.chat and tokenizer.chat_template is not None):
+        ids = _chat_ids(problem, tokenizer, task)
     else:
-        ids = tokenizer(template.replace("{prompt}", problem.prompt))["input_ids"]
+        ids = tokenizer(task.template.replace("{prompt}", problem.prompt))["input_ids"]
     if len(ids) == 0:
         raise DataError(f"the prompt of {problem.uid} has no tokens: {problem.prompt[:80]!r}")
     return np.asarray(ids, dtype=np.int32)
+
+
+def check_chat(task: TaskConfig, tokenizer: Any, problem: Problem) -> None:
+    """Check that settings of the chat template have an effect on prompts such as this one.
+
+    Raises:
+        DataError: the prompt goes through no chat template, or the template has no such variable.
+    """
+    given = ["task.system_prompt"] if task.system_prompt is not None else []
+    given += ["task.chat_template_args"] if task.chat_template_args else []
+    if not given:
+        return
+    if tokenizer.chat_template is None:
+        raise DataError(f"{' and '.join(given)}: the tokenizer has no chat template")
+    if problem.messages is None and not task.chat:
+        raise DataError(
+            f"{' and '.join(given)}: prompts that are text go through the chat template with task.chat=true"
+        )
+    for name in task.chat_template_args:
+        if name not in str(tokenizer.chat_template):  # Jinja ignores variables that a template does not use
+            raise DataError(f"task.chat_template_args: the tokenizer's chat template has no variable {name!r}")
+
+
+def _chat_ids(problem: Problem, tokenizer: Any, task: TaskConfig) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise DataError(f"{problem.uid} is a list of messages, and the tokenizer has no chat template: give it as text")
+    messages = problem.messages or [{"role": "user", "content": problem.prompt}]
+    if task.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": task.system_prompt}, *messages]
+    goes_on = messages[-1]["role"] == "assistant"
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            return_dict=False,
+            **task.chat_template_args,
+        )
+    except Exception as error:  # the template is a program, which may raise anything
+        message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
+        raise DataError(message) from error
 
 
 def check_lengths(

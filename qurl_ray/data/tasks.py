@@ -27,13 +27,14 @@ class Task:
         """Return a digest of all problems, with their answers and meta, in their order: 32 hexadecimal digits."""
         digest = hashlib.blake2b(f"{len(self.train)} {len(self.held_out)}\n".encode(), digest_size=16)
         for problem in chain(self.train, self.held_out):
-            parts = [problem.uid, problem.prompt, problem.answer, *([problem.meta] if problem.meta else [])]
+            further = [part for part in (problem.meta, problem.messages) if part]
+            parts = [problem.uid, problem.prompt, problem.answer, *further]
             digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()
 
 
 def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
-    """Load the problems of a task, with at most `eval_problems` held-out problems.
+    """Load the problems of a task, with at most `eval_problems` held-out problems of each set.
 
     Raises:
         DataError: the file, data set, column or parameter does not exist, or there are no problems.
@@ -41,7 +42,14 @@ def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
     split = TASKS.load(task.type)(task)
     return Task(
         train=split.train,
-        held_out=split.held_out[:eval_problems],
+        held_out=_first_of_each_set(split.held_out, eval_problems),
         reward=task.reward or TASKS.entries[task.type].reward,
         notes=split.notes,
     )
+
+
+def _first_of_each_set(problems: Sequence[Problem], most: int) -> Sequence[Problem]:
+    if not problems[0].held_out_set:
+        return problems[:most]
+    names = dict.fromkeys(problem.held_out_set for problem in problems)
+    return [problem for name in names for problem in [p for p in problems if p.held_out_set == name][:most]]

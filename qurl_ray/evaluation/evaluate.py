@@ -4,8 +4,8 @@ All estimates have 95 % intervals.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +57,8 @@ class Report:
     """Share of problems that at least one sample solved."""
     failed_rewards: int
     seconds: float
+    sets: dict[str, tuple[Estimate, Estimate]] = field(default_factory=dict)
+    """`reward` and `accuracy` of each set of held-out problems, if there are several with names."""
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -93,7 +95,7 @@ def evaluate(
     spec = PolicySpec(source=str(policy), max_length=config.model.max_length, quantized=stored is not None)
     tokenizer = load_tokenizer(spec)
     task = load_task(config.task, eval_problems=config.evaluation.problems)
-    encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
+    encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
     engine = _engine(config, spec, stored, quantization)
@@ -139,7 +141,13 @@ def evaluate(
         else None,
         failed_rewards=failed,
         seconds=time.perf_counter() - started,
+        sets=_by_set(greedy_P, [problem.held_out_set for problem in task.held_out]),
     )
+
+
+def _by_set(rewards_P: np.ndarray, names: Sequence[str]) -> dict[str, tuple[Estimate, Estimate]]:
+    parts = {name: rewards_P[np.array(names) == name] for name in dict.fromkeys(names) if name}
+    return {name: (reward_with_interval(r), accuracy_with_interval(r > SOLVED)) for name, r in parts.items()}
 
 
 def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None, quantization: str) -> TorchEngine:

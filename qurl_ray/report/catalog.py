@@ -37,6 +37,9 @@ SOLVED = Chart(
     absent="No evaluation has been recorded.",
 )
 
+_SETS = "Held-out sets"
+_COLORS = 5
+
 _HELD_OUT = (REWARD, SOLVED)
 """Charts of evaluations; all others are charts of steps."""
 
@@ -260,7 +263,7 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
     quantized = settings.get("rollout.quantization") != "none"
     evaluations = evaluation_rows(record.evaluations, quantized=quantized)
     rows = record.rows if quantized else [(step, _without_codes(values)) for step, values in record.rows]
-    return [
+    made = [
         Group(
             title=title,
             charts=[
@@ -271,6 +274,41 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
         )
         for title, found in _HEADINGS.items()
     ]
+    if any(found.sets for found in record.evaluations):
+        learning = made[0].charts
+        after = next(place for place, (chart, _) in enumerate(learning, start=1) if chart is SOLVED)
+        learning.insert(after, _sets_chart(record.evaluations))
+    return made
+
+
+def _sets_chart(evaluations: Sequence[Evaluation]) -> tuple[Chart, Sequence[StepValues]]:
+    """Return a chart with a line for each set of held-out problems, and its rows: of the evaluations during training,
+    or of those before and after it in full precision if there are none."""
+    during = [found for found in evaluations if found.label == "during"]
+    shown = during or [found for found in evaluations if not is_quantized_evaluation(found.label)]
+    names = list(dict.fromkeys(name for found in evaluations for name in found.sets))
+    lines = tuple(
+        Series(name, name, 1 + index % _COLORS, f"{name}/low", f"{name}/high", dashed=index >= _COLORS)
+        for index, name in enumerate(names)
+    )
+    policy = "The policy as rolled out." if during else "In full precision, before and after."
+    chart = Chart(
+        _SETS,
+        f"{policy} Share of each set that greedy answers solve, with 95 % Wilson intervals.",
+        (Panel(lines, "of the problems", percent=True),),
+    )
+    rows = [
+        (
+            found.step,
+            {
+                key: value
+                for name, ends in found.sets.items()
+                for key, value in zip((name, f"{name}/low", f"{name}/high"), ends, strict=True)
+            },
+        )
+        for found in shown
+    ]
+    return chart, rows
 
 
 def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[StepValues]:
@@ -292,6 +330,11 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
 def is_quantized_evaluation(label: str) -> bool:
     """True if evaluations with this label use the policy as rolled out or exported, not in full precision."""
     return label in ("during", "after, quantized")
+
+
+def headings() -> Mapping[str, tuple[Chart, ...]]:
+    """Return all charts by heading."""
+    return _HEADINGS
 
 
 def charts() -> tuple[Chart, ...]:

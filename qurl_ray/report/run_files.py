@@ -40,6 +40,8 @@ class Evaluation:
     reward_high: float | None = None
     rewards: tuple[float, ...] = ()
     """Reward of each problem; empty if they were not recorded."""
+    sets: dict[str, tuple[float, float | None, float | None]] = field(default_factory=dict)
+    """Share of solved problems with the ends of its interval, by the names of sets, if there are several."""
 
     @property
     def graded(self) -> bool:
@@ -203,7 +205,17 @@ def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | N
         reward_low=reward_low,
         reward_high=reward_high,
         rewards=() if reward is None else _rewards(values.get("rewards"), outcomes),
+        sets=_sets(values),
     )
+
+
+def _sets(values: dict[str, Any]) -> dict[str, tuple[float, float | None, float | None]]:
+    found = {}
+    for key in values:
+        name = key.removeprefix("eval/").removesuffix("/accuracy")
+        if key == f"eval/{name}/accuracy" and (share := finite(values[key])) is not None:
+            found[name] = (share, finite(values.get(f"eval/{name}/low")), finite(values.get(f"eval/{name}/high")))
+    return found
 
 
 def _rewards(recorded: Any, outcomes: str) -> tuple[float, ...]:

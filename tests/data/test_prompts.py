@@ -5,8 +5,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from qurl_ray.config.task import ArithmeticTask
 from qurl_ray.data import prompts
-from qurl_ray.data.prompts import check_lengths, encode_prompt
+from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
@@ -27,35 +28,94 @@ def problem(prompt, uid="train-0"):
     return Problem(uid=uid, prompt=prompt, answer="")
 
 
+def task(**fields):
+    return ArithmeticTask(**fields)
+
+
 def text(ids):
     return "".join(sorted(set(LETTERS))[index] for index in ids)
 
 
 def test_a_prompt_becomes_int32_tokens(tokenizer):
-    ids = encode_prompt(problem("12+34="), tokenizer, template="{prompt}", chat=False)
+    ids = encode_prompt(problem("12+34="), tokenizer, task(template="{prompt}", chat=False))
     assert (ids.dtype, ids.shape, text(ids)) == (np.int32, (6,), "12+34=")
 
 
 def test_in_a_template_only_the_prompt_is_special(tokenizer):
     template = r"Q: {prompt} \boxed{}"
-    assert text(encode_prompt(problem("1+2={}"), tokenizer, template=template, chat=False)) == r"Q: 1+2={} \boxed{}"
+    assert (
+        text(encode_prompt(problem("1+2={}"), tokenizer, task(template=template, chat=False))) == r"Q: 1+2={} \boxed{}"
+    )
 
 
 def test_chat_opens_the_assistants_turn_and_ignores_the_template(tokenizer):
     tokenizer.chat_template = CHAT
-    ids = encode_prompt(problem("1+2="), tokenizer, template="Q: {prompt}", chat=True)
+    ids = encode_prompt(problem("1+2="), tokenizer, task(template="Q: {prompt}", chat=True))
     assert (ids.dtype, text(ids)) == (np.int32, "<user>1+2=<ai>")
 
 
 @pytest.mark.parametrize(("chat", "chat_template"), [(True, None), (False, CHAT)])
 def test_the_template_serves_where_chat_is_off_or_the_tokenizer_has_none(tokenizer, chat, chat_template):
     tokenizer.chat_template = chat_template
-    assert text(encode_prompt(problem("1+2="), tokenizer, template="Q:{prompt}", chat=chat)) == "Q:1+2="
+    assert text(encode_prompt(problem("1+2="), tokenizer, task(template="Q:{prompt}", chat=chat))) == "Q:1+2="
+
+
+def talk(*messages, uid="train-0"):
+    found = [{"role": role, "content": content} for role, content in messages]
+    return Problem(uid=uid, prompt="", answer="", messages=found)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_messages_go_through_the_chat_template_whatever_the_settings(tokenizer, chat):
+    tokenizer.chat_template = CHAT
+    prompt = talk(("user", "1+1="), ("ai", "2"), ("user", "1+2="))
+    assert text(encode_prompt(prompt, tokenizer, task(chat=chat))) == "<user>1+1=<ai>2<user>1+2=<ai>"
+
+
+def test_an_answer_continues_the_assistants_own_words(tokenizer):
+    tokenizer.chat_template = CHAT
+    prompt = talk(("user", "1+1="), ("assistant", "= 2"))
+    assert list(encode_prompt(prompt, tokenizer, task())) == tokenizer("<user>1+1=<assistant>= 2")["input_ids"]
+
+
+def test_a_system_prompt_comes_first_unless_the_messages_have_one(tokenizer):
+    tokenizer.chat_template = CHAT
+    setting = task(chat=True, system_prompt="x")
+    assert text(encode_prompt(problem("1"), tokenizer, setting)).startswith(text(tokenizer("<system>")["input_ids"]))
+    own = encode_prompt(talk(("system", "1"), ("user", "2")), tokenizer, setting)
+    assert list(own) == tokenizer("<system>1<user>2<ai>")["input_ids"]
+
+
+def test_variables_reach_the_chat_template(tokenizer):
+    tokenizer.chat_template = CHAT + "{% if think %}Q{% endif %}"
+    asked = task(chat=True, chat_template_args={"think": True})
+    assert text(encode_prompt(problem("1"), tokenizer, asked)).endswith("<ai>Q")
+    check_chat(asked, tokenizer, problem("1"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "template", "message"),
+    [
+        ({"chat": True, "chat_template_args": {"thinc": True}}, CHAT, "no variable 'thinc'"),
+        ({"chat_template_args": {"think": True}}, CHAT, "with task.chat=true"),
+        ({"system_prompt": "x"}, CHAT, "with task.chat=true"),
+        ({"system_prompt": "x", "chat": True}, None, "the tokenizer has no chat template"),
+    ],
+)
+def test_chat_settings_without_effect_are_an_error(tokenizer, fields, template, message):
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message):
+        check_chat(task(**fields), tokenizer, problem("1"))
+
+
+def test_messages_without_a_chat_template_are_an_error(tokenizer):
+    with pytest.raises(DataError, match="train-0 is a list of messages, and the tokenizer has no chat template"):
+        encode_prompt(talk(("user", "1")), tokenizer, task())
 
 
 def test_a_prompt_without_tokens_is_an_error(tokenizer):
     with pytest.raises(DataError, match="prompt of train-0 has no tokens"):
-        encode_prompt(problem(""), tokenizer, template="{prompt}", chat=False)
+        encode_prompt(problem(""), tokenizer, task(template="{prompt}", chat=False))
 
 
 def encode(item):

@@ -257,9 +257,11 @@ def test_a_missing_column_is_named_with_the_nearest_and_all_that_there_are(tmp_p
         ("data.jsonl", '{"prompt": ' + "1" * 5000 + "}", "line 1: not JSON"),
         ("data.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("data.jsonl", "[1, 2]\n", "line 1: expected an object, got list"),
-        ("data.jsonl", '{"prompt": [1], "answer": "2"}\n', "prompt or answer is list"),
+        ("data.jsonl", '{"prompt": [1], "answer": "2"}\n', "line 1: 'prompt' is list"),
+        ("data.json", '{"prompt": "1+1="}', "expected an array of objects, got dict"),
+        ("data.json", '[{"prompt": "1+1=", "answer": 2}, 3]', "row 2: expected an object, got int"),
         ("data.parquet", "not parquet", "not a readable parquet file"),
-        ("data.txt", "1+1=", r"takes files ending in .jsonl or .parquet"),
+        ("data.txt", "1+1=", r"takes files ending in .jsonl, .json, .parquet"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_an_error(tmp_path, name, text, message):
@@ -326,6 +328,118 @@ def test_a_hub_that_does_not_answer_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match=r"openai/gsm8k is no local file, .*Couldn't reach the hub.*Offline, download"):
         load_task(DatasetTask(path="openai/gsm8k"), eval_problems=5)
+
+
+# --- layouts of others -----------------------------------------------------------------------------
+
+ROLE = {"role": "user"}
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [ROLE | {"content": f"What is {n} + 1? Let's think step by step."}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"split": "train", "index": n, "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"},
+    }
+    for n in range(6)
+]
+"""As verl's examples/data_preprocess/gsm8k.py writes it."""
+TRL = [{"prompt": f"The sky of day {n} is"} for n in range(6)]
+"""TRL's prompt-only format, standard."""
+TRL_TALK = [{"prompt": [ROLE | {"content": f"Colour {n}?"}], "solution": f"{n}", "level": n} for n in range(6)]
+"""TRL's prompt-only format, conversational, with further columns, which its reward functions get."""
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_verls_layout_is_read_as_it_is(tmp_path, suffix):
+    path = tmp_path / f"train{suffix}"
+    path.write_text(json.dumps(VERL)) if suffix == ".json" else write(path, VERL)
+    task = load_task(DatasetTask(path=str(path)), eval_problems=9)
+    first = task.train[0]
+    assert (first.answer, first.messages) == ("1", VERL[0]["prompt"])
+    assert first.prompt == "What is 0 + 1? Let's think step by step."
+    assert first.meta == {key: VERL[0][key] for key in ("data_source", "ability", "reward_model", "extra_info")}
+    assert task.notes == (f"{path}: answers are in the column 'reward_model.ground_truth'",)
+    assert REWARDS.load(task.reward)("1", first) == 1
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_trls_layouts_are_read_as_they_are(tmp_path, suffix):
+    path = write(tmp_path / f"plain{suffix}", TRL)
+    task = load_task(DatasetTask(path=path, reward="mine:score"), eval_problems=9)
+    assert (task.train[0].prompt, task.train[0].answer, task.train[0].messages) == ("The sky of day 0 is", "", None)
+    assert task.notes == (f"{path}: there is no column of answers; the reward gets none",)
+    talk = load_task(DatasetTask(path=write(tmp_path / f"talk{suffix}", TRL_TALK)), eval_problems=9)
+    assert (talk.train[1].answer, talk.train[1].prompt) == ("1", "Colour 1?")
+    assert talk.train[1].meta == {"solution": "1", "level": 1}
+
+
+def test_a_reward_that_compares_needs_answers(tmp_path):
+    with pytest.raises(DataError, match=r"no column 'answer'.*answer_column=null is for problems without answers"):
+        load_task(DatasetTask(path=write(tmp_path / "data.jsonl", TRL)), eval_problems=9)
+    with pytest.raises(ValueError, match="leaves nothing that reward math_verify could compare with"):
+        DatasetTask(path="x.jsonl", answer_column=None)
+
+
+def test_a_column_that_was_named_is_not_replaced_by_another(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"question": "1+1=", "solution": "2"}] * 3)
+    for field in ("prompt_column", "answer_column"):
+        with pytest.raises(DataError, match="no column 'text'"):
+            load_task(DatasetTask(path=path, **{field: "text"}), eval_problems=9)
+
+
+def test_fields_within_columns_are_named_with_dots(tmp_path):
+    records = [{"a": {"b": {"c": f"{n}+1="}, "x.y": n + 1}, "d.e": n} for n in range(3)]
+    path = write(tmp_path / "data.jsonl", records)
+    task = load_task(DatasetTask(path=path, prompt_column="a.b.c", answer_column="a.x.y"), eval_problems=1)
+    assert (task.train[0].prompt, task.train[0].answer) == ("0+1=", "1")
+    assert task.train[0].meta == records[0]
+    column = load_task(DatasetTask(path=path, prompt_column="a.b.c", answer_column="d.e"), eval_problems=1)
+    assert column.train[1].answer == "1"
+
+
+def test_columns_reach_the_reward_as_json_or_are_named(tmp_path):
+    import datetime
+    import decimal
+
+    odd = {"when": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.50"), "image": b"png", "truncated": True}
+    path = write(tmp_path / "data.parquet", [row | odd for row in rows(4)])
+    task = load_task(DatasetTask(path=path), eval_problems=1)
+    assert task.train[0].meta == {"answer": "1", "level": 1, "when": "2026-01-02", "price": "1.50"}
+    assert task.notes == (f"{path}: columns that rewards do not get, as they hold no plain values: image, truncated",)
+    json.dumps(task.train[0].meta)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user"}], "line 1: message 1 has no content"),
+        ([{"content": "x"}], "message 1 has no role"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a list of parts; prompts are text here"),
+        ([{"role": "user", "content": " "}], "the conversation is empty"),
+        ([{"role": "user", "content": "x"}, "y"], "message 2 is str"),
+    ],
+)
+def test_messages_that_are_none_are_an_error(tmp_path, messages, message):
+    with pytest.raises(DataError, match=message):
+        load_task(DatasetTask(path=write(tmp_path / "d.jsonl", [{"prompt": messages, "answer": "1"}])), eval_problems=1)
+
+
+def test_several_sets_of_held_out_problems_each_keep_their_limit_and_name(tmp_path):
+    train = write(tmp_path / "train.jsonl", rows(20))
+    sets = {name: write(tmp_path / f"{name}.jsonl", rows(5, start=at)) for name, at in (("easy", 15), ("hard", 50))}
+    task = load_task(DatasetTask(path=train, held_out_path=sets), eval_problems=3)
+    assert [problem.held_out_set for problem in task.held_out] == ["easy"] * 3 + ["hard"] * 3
+    assert [problem.uid for problem in task.held_out] == [f"{s}-{n}" for s in ("easy", "hard") for n in range(3)]
+    assert len(set(uids(task))) == len(uids(task))
+    assert len(task.train) == 15  # those of `easy` beyond the limit are not trained on, either
+    assert {problem.held_out_set for problem in task.train} == {""}
+
+
+@pytest.mark.parametrize("sets", [{}, {"train": "x.jsonl"}, {"a/b": "x.jsonl"}])
+def test_sets_without_a_name_are_refused(sets):
+    with pytest.raises(ValueError, match="held_out_path"):
+        DatasetTask(path="x.jsonl", held_out_path=sets)
 
 
 # --- rewards -------------------------------------------------------------------------------------

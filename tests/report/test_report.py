@@ -1,6 +1,5 @@
 import base64
 import hashlib
-import importlib.util
 import json
 import math
 import re
@@ -14,6 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from qurl_ray.cli.report import main as report_command
 from qurl_ray.report.charts import COLUMNS
 from qurl_ray.report.report import write_report
 from qurl_ray.report.run_files import read_run, read_samples, spread
@@ -103,6 +103,28 @@ def report(folder: Path, *args, **kwargs) -> Page:
 
 def a_sample(n: int = 1, **values) -> dict:
     return {"step": n, "uid": "u", "prompt": "1+1=", "answer": "2", "expected": "2", "reward": 1.0} | values
+
+
+def with_sets(n: int, label: str, **shares: float) -> dict:
+    found = evaluation(n, label, 0.5)
+    for name, share in shares.items():
+        found["values"] |= {
+            f"eval/{name}/{key}": share + by for key, by in (("accuracy", 0), ("low", -0.1), ("high", 0.1))
+        }
+    return found
+
+
+def test_each_set_of_held_out_problems_has_a_line(tmp_path):
+    """During training if there are such evaluations, else before and after."""
+    during = [with_sets(n, "during", aime=0.1 * n, easy=0.5) for n in (1, 2)]
+    around = [with_sets(0, "before", aime=0.0, easy=0.4), with_sets(3, "after", aime=0.3, easy=0.6)]
+    chart = report(tmp_path / "a", [step(1), *around, *during]).charts()["Held-out sets"]
+    assert [name for name in ("aime", "easy") if name in chart] == ["aime", "easy"]
+    assert "The policy as rolled out." in chart
+    assert (
+        "In full precision, before and after." in report(tmp_path / "b", [step(1), *around]).charts()["Held-out sets"]
+    )
+    assert "Held-out sets" not in report(tmp_path / "c", [step(1), evaluation(0, "before", 0.5)]).charts()
 
 
 def full_of(text: str, folder: Path) -> Page:
@@ -412,12 +434,8 @@ def test_a_write_that_fails_leaves_the_old_page(tmp_path, monkeypatch):
 
 
 def test_the_job_prints_the_path_or_what_is_missing(tmp_path):
-    source = Path(__file__).parents[2] / "jobs" / "report.py"
-    spec = importlib.util.spec_from_file_location("report_job", source)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     app = typer.Typer()
-    app.command()(module.main)
+    app.command()(report_command)
     bad = CliRunner().invoke(app, [str(tmp_path)])
     assert bad.exit_code == 2
     assert "holds no metrics.jsonl" in bad.stderr

@@ -93,6 +93,11 @@ class Collector:
             seed=self._config.seed,
         )
 
+    @property
+    def held_out_sets(self) -> list[str]:
+        """Name of the set of each held-out problem."""
+        return [problem.held_out_set for problem in self._task.held_out]
+
     async def judge_held_out(self) -> list[Verdict]:
         """Return verdicts on the greedy answers to the held-out problems."""
         problems = self._task.held_out
@@ -219,8 +224,7 @@ class Collector:
         return make_requests(problems, self._encode, samples=samples, sampling=sampling, seed=seed, salt=salt)
 
     def _encode(self, problem: Problem) -> np.ndarray:
-        task = self._config.task
-        return encode_prompt(problem, self._tokenizer, template=task.template, chat=task.chat)
+        return encode_prompt(problem, self._tokenizer, self._config.task)
 
     def _texts(self, ids: list[int]) -> list[str]:
         """Text of each token, decoded by itself."""

@@ -46,26 +46,35 @@ def step_figures(
     return values | ((policy_metrics(sums) | value_metrics(sums)) if sums else {})
 
 
-def evaluation_figures(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def evaluation_figures(verdicts: Sequence[Verdict], sets: Sequence[str] = ()) -> dict[str, Any]:
     """Figures of the verdicts on the held-out problems, in their order. A failed reward counts as 0.
 
     `outcomes` and, unless every reward is 0 or 1, `rewards` are problem by problem, for paired tests.
+
+    Args:
+        sets: name of each problem's set, if there are several; their figures are `eval/<name>/…`.
     """
     rewards = [verdict.reward for verdict in verdicts]
-    solved = [reward > SOLVED for reward in rewards]
-    mean, share = reward_with_interval(rewards), accuracy_with_interval(solved)
-    values: dict[str, Any] = {
-        "eval/reward": mean.value,
-        "eval/reward_low": mean.low,
-        "eval/reward_high": mean.high,
-        "eval/accuracy": share.value,
-        "eval/low": share.low,
-        "eval/high": share.high,
+    values: dict[str, Any] = _estimates("eval", rewards) | {
         "eval/problems": len(verdicts),
         "eval/failed": sum(verdict.status != "ok" for verdict in verdicts),
-        "outcomes": "".join("01"[outcome] for outcome in solved),
+        "outcomes": "".join("01"[reward > SOLVED] for reward in rewards),
     }
+    for name in filter(None, dict.fromkeys(sets)):
+        values |= _estimates(f"eval/{name}", [r for r, of in zip(rewards, sets, strict=True) if of == name])
     return values if is_binary(rewards) else values | {"rewards": rewards}
+
+
+def _estimates(prefix: str, rewards: Sequence[float]) -> dict[str, float]:
+    mean, share = reward_with_interval(rewards), accuracy_with_interval([reward > SOLVED for reward in rewards])
+    return {
+        f"{prefix}/reward": mean.value,
+        f"{prefix}/reward_low": mean.low,
+        f"{prefix}/reward_high": mean.high,
+        f"{prefix}/accuracy": share.value,
+        f"{prefix}/low": share.low,
+        f"{prefix}/high": share.high,
+    }
 
 
 def _staleness(step: int, collected: Collected, drawn_at: Mapping[int, int]) -> dict[str, float]:

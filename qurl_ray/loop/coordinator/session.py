@@ -188,8 +188,11 @@ class Session:
         return await self._stale.result_of(self._evaluations[key], sent)
 
     async def _evaluate(self, label: str, step: int) -> float:
+        problems = len(self._collector.held_out_sets)
+        self._events.add(Event(kind="phase", step=step, message=f"evaluating {problems} problems"))
         verdicts = await self._collector.judge_held_out()
-        values = await asyncio.to_thread(evaluation_figures, verdicts)  # an interval may take a second to bootstrap
+        # An interval may take a second to bootstrap.
+        values = await asyncio.to_thread(evaluation_figures, verdicts, self._collector.held_out_sets)
         if failed := values["eval/failed"]:
             message = f"evaluation {label!r}: {failed} of {values['eval/problems']} rewards failed and count as 0"
             self._events.warn(step, message)

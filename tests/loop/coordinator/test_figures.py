@@ -54,8 +54,22 @@ def test_rewards_of_0_and_1_are_one_figure_recorded_under_both_names():
     assert "rewards" not in values
 
 
+def test_sets_of_held_out_problems_have_figures_of_their_own():
+    verdicts = [Verdict(reward=reward) for reward in (1.0, 0.0, 1.0, 1.0, 0.25)]
+    names = ["easy", "hard", "easy", "hard", "hard"]
+    values = evaluation_figures(verdicts, names)
+    assert (values["eval/accuracy"], values["eval/easy/accuracy"], values["eval/hard/accuracy"]) == (0.6, 1.0, 1 / 3)
+    assert (values["eval/reward"], values["eval/hard/reward"]) == (0.65, 1.25 / 3)
+    alone = evaluation_figures([v for v, name in zip(verdicts, names, strict=True) if name == "hard"])
+    for key in ("low", "high", "reward_low", "reward_high"):
+        assert values[f"eval/hard/{key}"] == alone[f"eval/{key}"]
+    assert evaluation_figures(verdicts, [""] * 5) == evaluation_figures(verdicts)
+
+
 class Collector:
     """Has these verdicts on the held-out problems."""
+
+    held_out_sets = ()
 
     def __init__(self, *verdicts: Verdict) -> None:
         self._verdicts = verdicts
@@ -73,6 +87,7 @@ def test_the_ranks_get_the_mean_reward_by_which_checkpoints_are_kept_and_failure
         return await session.evaluate("during", 3, 0)
 
     assert asyncio.run(ask()) == 0.5
-    warning, evaluation = events.take()
+    phase, warning, evaluation = events.take()
+    assert (phase.kind, phase.step) == ("phase", 3)
     assert warning.message == "evaluation 'during': 1 of 3 rewards failed and count as 0"
     assert (evaluation.message, evaluation.values["eval/accuracy"]) == ("during", 2 / 3)
