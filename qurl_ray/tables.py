@@ -149,9 +149,27 @@ CORRECTIONS = Table[Entry](
 # --- tracking --------------------------------------------------------------------------------------------------------
 
 SINKS = Table[Entry](
-    kind="sink", group="qurl_ray.sinks", arguments=("run_dir", "settings"), error=ConfigError, entries={}
+    kind="sink",
+    group="qurl_ray.sinks",
+    arguments=("run_dir", "settings"),
+    error=ConfigError,
+    entries={
+        "tensorboard": Entry(
+            reference="qurl_ray.tracking.trackers:TensorBoard",
+            help="writes event files to the run's folder",
+            needs=("tensorboardX",),
+        ),
+        "wandb": Entry(
+            reference="qurl_ray.tracking.trackers:WandB",
+            help="logs to Weights & Biases (pip install wandb)",
+            needs=("wandb",),
+        ),
+        "ray": Entry(
+            reference="qurl_ray.actors.metrics:RayMetrics", help="shows gauges to Prometheus, beside Ray's own"
+        ),
+    },
 )
-"""Receivers of a user's own (tracking.sink.Sink), beside the files, the console and MLflow."""
+"""Receivers of events (tracking.sink.Sink), beside the files, the console and MLflow."""
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
 

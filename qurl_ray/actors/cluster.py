@@ -80,8 +80,9 @@ def attach(**settings: Any) -> None:
         raise ConfigError(f"cannot attach to the Ray cluster at RAY_ADDRESS={address}: {reason}") from None
 
 
-def start(**settings: Any) -> None:
-    """Call `ray.init` with these settings, to start a Ray that ends with this process.
+def start(**settings: Any) -> str:
+    """Call `ray.init` with these settings, to start a Ray that ends with this process. Return the address of its
+    dashboard, "" if it has none.
 
     Each of Ray's processes leads a process group of its own. In the group of this process they would get the signals
     that a closing terminal, `timeout` or the first process of a container sends to it, and end at once. On Linux the
@@ -98,7 +99,8 @@ def start(**settings: Any) -> None:
     if sys.platform == "linux":
         services.ConsolePopen = start_one
     try:
-        ray.init("local", **settings)  # "local": do not use another Ray that was left running on this machine
+        # "local": do not use another Ray that was left running on this machine
+        return ray.init("local", **settings).dashboard_url or ""
     except BaseException:
         for process in started:
             with suppress(ProcessLookupError):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from ray.exceptions import RayActorError, RayTaskError
 
 from qurl_ray.errors import DeadlineExceeded, QurlError
+from qurl_ray.rewards.given import carried
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rewards.process import MEMORY_GB, VerifierProcess
 from qurl_ray.types import Problem, Verdict
@@ -175,7 +176,7 @@ def start_verifiers(count: int, spec: str, timeout_s: float, memory_gb: float = 
 
     # One thread for each chunk that the pool sends at once, and one for `close`.
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_PROCESSES + 1)(Verifier)
-    return VerifierPool(verifiers=tuple(actor.remote(spec, timeout_s, memory_gb) for _ in range(count)))
+    return VerifierPool(verifiers=tuple(actor.remote(carried(spec), timeout_s, memory_gb) for _ in range(count)))
 
 
 async def _ask(verifier: "ActorHandle", items: Sequence[tuple[str, Problem]]) -> list[Verdict]:

@@ -67,12 +67,17 @@ class TrackingConfig(Section):
     in `output_dir`. What a run writes holds the address without a password in it."""
     experiment: str = "qurl-ray"
     """Name of the MLflow experiment."""
-    sinks: tuple[str, ...] = ()
-    """Receivers of your own, each `package.module:Class` or an entry point of the group qurl_ray.sinks. Each is made
-    with (run_dir, settings) and gets the events of the run (docs/extending.md)."""
+    sinks: tuple[str, ...] = Field(
+        (),
+        description=f"Further receivers of events: {SINKS.help()}. Each is made with (run_dir, settings) and gets the "
+        "events of the run (docs/extending.md).",
+    )
     console: Literal["auto", "table", "plain", "none"] = "auto"
     """Output on the terminal: `table` is a live table with a progress bar; `plain` is one line per step; `none` is no
     output; `auto` is `table` on a terminal and `plain` elsewhere."""
+    ray_dashboard: bool = False
+    """Start Ray's dashboard, which also offers metrics to Prometheus, with a Ray that the run starts itself. A cluster
+    has one anyway."""
     samples_per_step: int = Field(2, ge=0)
     """Number of rollouts of each step that are kept token by token, in samples.jsonl: one of each prompt, then a second
     one of each, and so on. prompts_per_step times samples_per_prompt keeps all of a round; 0 keeps none."""

@@ -14,7 +14,7 @@ from rich.text import Text
 from qurl_ray.report.text import MISSING, duration, one_line, pairs
 from qurl_ray.report.values import number
 from qurl_ray.tracking.sink import Sink
-from qurl_ray.tracking.summary import summary_panel
+from qurl_ray.tracking.summary import commands, summary_panel
 from qurl_ray.types import Event, Outcome
 
 Mode = Literal["auto", "table", "plain", "none"]
@@ -97,6 +97,7 @@ class _View(Protocol):
     """Display of steps, samples and evaluations. All other events are printed in the same way for every view."""
 
     def step(self, event: Event, at: float) -> None: ...
+    def phase(self, event: Event) -> None: ...
     def samples(self, event: Event) -> None: ...
     def evaluation(self, event: Event) -> None: ...
     def stop(self) -> None: ...
@@ -113,10 +114,12 @@ class ConsoleSink:
         self._title = title
 
     def handle(self, event: Event, at: float) -> None:
-        if event.kind == "prompts":
+        if event.kind in ("prompts", "checkpoint"):
             return
         if event.kind == "step":
             self._view.step(event, at)
+        elif event.kind == "phase":
+            self._view.phase(event)
         elif event.kind == "samples":
             self._view.samples(event)
         elif event.kind == "evaluation":
@@ -126,6 +129,8 @@ class ConsoleSink:
         elif event.kind == "summary":
             self._view.stop()
             self._console.print(summary_panel(event.values, self._title))
+            for line in commands(event.values):  # below the box, where a terminal copies them whole
+                _print(self._console, line)
         else:
             _print(self._console, *message_line(event))
 
@@ -151,6 +156,9 @@ class PlainView:
         shown = (column for column in COLUMNS if not column.optional or column.value(event.values) is not None)
         numbers = "  ".join(f"{column.title} {column.show(event.values)}" for column in shown)
         _print(self._console, f"step {event.step}/{self._steps}  {numbers}  left {self._pace.left()}")
+
+    def phase(self, event: Event) -> None:
+        """Do nothing: the lines that follow say what went on."""
 
     def samples(self, event: Event) -> None:
         """Do nothing: samples are in samples.jsonl, and a log has one line per step."""
@@ -178,6 +186,7 @@ class TableView:
             TextColumn("left {task.fields[left]}"),
             console=console,
         )
+        self._title = title
         self._task = self._progress.add_task(title, total=steps, left=MISSING)
         self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=_REFRESH_PER_S)
         self._live.start()
@@ -185,13 +194,19 @@ class TableView:
     def step(self, event: Event, at: float) -> None:
         self._pace.saw(event, at)
         self._rows.append(event)
-        self._progress.update(self._task, completed=event.step, left=self._pace.left())
+        self._progress.update(self._task, completed=event.step, left=self._pace.left(), description=self._title)
+
+    def phase(self, event: Event) -> None:
+        """Show what goes on beside the title, and the steps that were made before."""
+        shown = f"{self._title}: {one_line(event.message)}"
+        self._progress.update(self._task, completed=event.step, description=shown)
 
     def samples(self, event: Event) -> None:
         self._samples = [sample_line(sample) for sample in event.values.get("samples", [])]
 
     def evaluation(self, event: Event) -> None:
         self._evaluations[event.step] = event.values
+        self._progress.update(self._task, description=self._title)
         if event.values.get("target_reached"):  # so the progress bar is full
             self._progress.update(self._task, total=event.step, left=duration(0))
 
@@ -250,12 +265,21 @@ def _told_once(event: Event) -> Event:
 
 def message_line(event: Event) -> tuple[str, str]:
     """Return (text, style) for a warning, a message or an evaluation."""
-    numbers = pairs({"eval/solved" if key == "eval/accuracy" else key: v for key, v in event.values.items()}, "eval/")
+    numbers = pairs({_shown_as(key): v for key, v in event.values.items() if _is_told(key)}, "eval/")
     if event.kind == "evaluation":
         return f"evaluation at step {event.step}  {one_line(event.message)}  {numbers}".replace("    ", "  "), "cyan"
     if event.kind == "warning":
         return f"warning (step {event.step}): {one_line(event.message)}", "yellow"
     return one_line(event.message) or numbers, ""
+
+
+def _shown_as(key: str) -> str:
+    return "eval/solved" if key == "eval/accuracy" else key.removesuffix("/accuracy")
+
+
+def _is_told(key: str) -> bool:
+    """True unless it is a figure of one set of held-out problems other than the share solved."""
+    return key.count("/") < 2 or key.endswith("/accuracy")
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

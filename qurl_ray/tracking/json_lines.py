@@ -71,7 +71,7 @@ class MetricsFile:
         self._lines = JsonLines(folder / self.name)
 
     def handle(self, event: Event, at: float) -> None:
-        if event.kind in ("samples", "prompts", "timeline"):
+        if event.kind in ("samples", "prompts", "timeline", "phase"):
             return
         record = {"kind": event.kind, "step": event.step, "time": at, "message": event.message, "values": event.values}
         self._lines.write([record])

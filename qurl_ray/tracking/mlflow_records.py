@@ -17,10 +17,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, Status, StatusCode
 
-from qurl_ray.report.catalog import is_quantized_evaluation
 from qurl_ray.report.run_files import finite
 from qurl_ray.report.text import storable
 from qurl_ray.report.values import flatten, number, plain
+from qurl_ray.tracking.numbers import event_numbers
 from qurl_ray.types import Event
 
 TRACE_NAME = "sampled rollout"
@@ -33,20 +33,14 @@ _Sample = Mapping[str, Any]
 
 
 def event_metrics(event: Event, at: float) -> list[Metric]:
-    """Return the numbers of an event as metrics; `at` is unix time in seconds. Evaluations of the policy as rolled out
-    are named `eval_rollout/…` instead of `eval/…`, since one step may have both."""
-    values = event.values
-    if event.kind == "evaluation" and is_quantized_evaluation(event.message):
-        values = {re.sub("^eval/", "eval_rollout/", key): value for key, value in values.items()}
-    return to_metrics(values, step=event.step, at=at, prefix="summary/" if event.kind == "summary" else "")
+    """Return the numbers of an event as metrics; `at` is unix time in seconds."""
+    return to_metrics(event_numbers(event), step=event.step, at=at)
 
 
-def to_metrics(values: Mapping[str, Any], *, step: int, at: float, prefix: str = "") -> list[Metric]:
+def to_metrics(values: Mapping[str, Any], *, step: int, at: float) -> list[Metric]:
     """Return the numbers in `values` under names that MLflow accepts; NaN stays NaN. `at` is unix time in seconds."""
     leaves = ((key, number(value)) for key, value in flatten(values, "/"))
-    return [
-        Metric(metric_name(prefix + key), value, int(at * 1000), step) for key, value in leaves if value is not None
-    ]
+    return [Metric(metric_name(key), value, int(at * 1000), step) for key, value in leaves if value is not None]
 
 
 def metric_name(key: str) -> str:

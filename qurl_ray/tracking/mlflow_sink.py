@@ -9,6 +9,9 @@ used, so that of a notebook is not changed.
 
 import logging
 import os
+import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -35,7 +38,7 @@ from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_B
 from sqlalchemy.exc import OperationalError
 
 from qurl_ray.config import RunConfig
-from qurl_ray.config.shown import reason, shown, shown_address
+from qurl_ray.config.shown import reason, redacted, shown, shown_address
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.report.plots import plots
 from qurl_ray.report.run_files import read_config
@@ -60,6 +63,7 @@ _STATUS = {"finished": RunStatus.FINISHED, "failed": RunStatus.FAILED, "interrup
 _ARTIFACTS = ("summary.json", "samples.jsonl", "metrics.jsonl", "report.html")
 _RUN_ID_FILE = "mlflow_run_id"
 _DRAIN_S = 30.0
+_GIT_S = 5.0
 _NUMBERS = ("step", "evaluation", "warning", "info", "summary")
 """Kinds of events whose numbers are logged as metrics."""
 _WAITING_SAMPLES = 50
@@ -105,8 +109,26 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
             "quantization": config.rollout.quantization,
             "correction": config.algorithm.correction.type,
             "algorithm": config.algorithm.type,
+            **_source(),
+            "mlflow.note.content": (
+                f"{config.algorithm.type}, {config.rollout.quantization} rollouts, correction "
+                f"{config.algorithm.correction.type}; folder {run_dir}"
+            ),
         },
     )
+
+
+def _source() -> dict[str, str]:
+    """Return MLflow's tags of the command that runs, and of the commit of the folder that it runs in."""
+    command = redacted(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    kind = "JOB" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else "LOCAL"
+    tags = {"mlflow.source.name": one_line(command, MAX_TAG_VAL_LENGTH), "mlflow.source.type": kind}
+    try:
+        asked = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or no repository
+        return tags
+    return tags | {"mlflow.source.git.commit": done.stdout.strip()}
 
 
 class MlflowSink:

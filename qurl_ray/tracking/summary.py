@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from qurl_ray.report.text import duration, one_line
+from qurl_ray.report.text import MISSING, duration, one_line
 from qurl_ray.report.values import number
 
 
@@ -44,6 +44,17 @@ def _phases(value: Any) -> str:
     return " · ".join(f"{name} {s:.1f} s" + (f" ({s / total:.0%})" if total > 0 else "") for name, s in seconds.items())
 
 
+def _sets(value: Any) -> str:
+    """Format the solved share of each set of held-out problems, a line each: aime24 12.0% → 31.0%"""
+    if not isinstance(value, Mapping):
+        return one_line(value)
+    lines = []
+    for name, found in value.items():
+        shares = [number(found.get(f"accuracy_{when}")) for when in ("before", "after")]
+        lines.append(f"{one_line(name)} " + " → ".join(MISSING if s is None else f"{s:.1%}" for s in shares))
+    return "\n".join(lines)
+
+
 _WHEN = ("before", "after", "after_quantized")
 ROWS = (
     SummaryLine("held-out reward before", "reward_before", _as(".3f")),
@@ -55,6 +66,7 @@ ROWS = (
     SummaryLine("solved after, quantized", "accuracy_after_quantized", _as(".1%")),
     SummaryLine("paired test of solved, p", "accuracy_p_value", _as(".2g")),
     SummaryLine("held-out problems", "eval_problems", _as(",")),
+    SummaryLine("solved of each set", "eval_sets", _sets),
     SummaryLine("steps", "steps", _as(",")),
     SummaryLine("target reached at step", "target_reached_at_step", _as(",")),
     SummaryLine("training time", "train_seconds", _seconds),
@@ -72,8 +84,19 @@ ROWS = (
     SummaryLine("checkpoint", "checkpoint", one_line),
     SummaryLine("report", "report", one_line),
     SummaryLine("MLflow run", "mlflow_run_id", one_line),
-    SummaryLine("MLflow", "mlflow_uri", lambda uri: f"mlflow ui --backend-store-uri {one_line(uri)}"),
 )
+
+
+def commands(values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each command that may come next: to resume, to look, to compare."""
+    found = []
+    if values.get("interrupted"):
+        found.append("the run has not made all its steps: the same command resumes it")
+    if uri := values.get("mlflow_uri"):
+        found.append(f"mlflow ui --backend-store-uri {one_line(uri)}")
+    if run_dir := values.get("run_dir"):
+        found.append(f"qurl evaluate {one_line(run_dir)} --samples 8")
+    return found
 
 
 def summary_panel(values: Mapping[str, Any], title: str) -> Panel:

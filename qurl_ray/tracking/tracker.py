@@ -34,12 +34,19 @@ class Tracker:
     """
 
     def __init__(
-        self, run_dir: Path, config: RunConfig, *, resolved: dict[str, Any], console: Console | None = None
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        *,
+        resolved: dict[str, Any],
+        sinks: Iterable[Sink] = (),
+        console: Console | None = None,
     ) -> None:
         """Open every sink.
 
         Args:
             resolved: the whole config as plain nested values.
+            sinks: further sinks.
             console: console to print to, for tests; standard output if absent.
 
         Raises:
@@ -55,6 +62,7 @@ class Tracker:
         self._files = _open_files(run_dir)
         self._sinks: list[Sink] = list(self._files)
         self._sinks += [_open_sink(name, run_dir, resolved) for name in config.tracking.sinks]
+        self._sinks += sinks
         screen = open_console(
             config.tracking.console,
             steps=config.steps,

@@ -105,6 +105,37 @@ def test_an_evaluation_is_a_line_of_its_numbers():
     assert shown(screen) == "evaluation at step 0  solved 0.38  problems 500\n"
 
 
+def test_the_bar_says_what_goes_on_until_a_step_and_begins_where_a_run_resumes():
+    screen = console(terminal=True)
+    sink = opened("table", screen, steps=20)
+    sink.handle(Event(kind="phase", step=7, message="starting [Ray]"), 1.0)
+    sink._view._live.refresh()
+    assert "demo: starting [Ray]" in shown(screen).splitlines()[-1]
+    assert " 7/20" in shown(screen).splitlines()[-1]
+    sink.handle(step(8), 2.0)
+    sink.close("finished")
+    assert shown(screen).split("demo")[-1].lstrip()[0] != ":"
+    assert " 8/20" in shown(screen).split("demo")[-1]
+
+
+def test_figures_of_one_set_of_held_out_problems_are_one_number_each():
+    screen = console()
+    values = {"eval/accuracy": 0.5, "eval/aime24/accuracy": 0.25, "eval/aime24/low": 0.1, "eval/aime24/reward": 0.25}
+    opened("plain", screen).handle(Event(kind="evaluation", step=0, values=values), 1.0)
+    assert shown(screen) == "evaluation at step 0  solved 0.5  aime24 0.25\n"
+
+
+def test_commands_are_below_the_summary_in_one_piece():
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False, color_system=None)
+    values = {"mlflow_uri": "sqlite:////" + "a-long-folder/" * 6 + "mlflow.db", "run_dir": "/runs/demo"}
+    opened("plain", screen).handle(Event(kind="summary", step=1, values=values | {"interrupted": True}), 1.0)
+    below = shown(screen).split("╯")[1].split("\n", 1)[1]
+    assert below.splitlines()[0] == "the run has not made all its steps: the same command resumes it"
+    assert "".join(below.splitlines()[1:-1]) == f"mlflow ui --backend-store-uri {values['mlflow_uri']}"
+    assert below.splitlines()[-1] == "qurl evaluate /runs/demo --samples 8"
+    assert "interrupted" not in shown(screen)
+
+
 def test_the_summary_shows_what_was_measured_and_only_that():
     screen = console()
     values = {

@@ -3,6 +3,7 @@ import math
 import re
 import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -51,12 +52,30 @@ def test_good_names_stay_as_they_are():
 
 def test_only_numbers_become_metrics():
     values = {"a": 1, "b": "text", "c": True, "d": {"e": 0.5}, "f": None, "g": [1, 2], "h": math.inf}
-    metrics = sink.to_metrics(values, step=7, at=2.5, prefix="summary/")
+    metrics = sink.event_metrics(Event(kind="summary", step=7, values=values), 2.5)
     assert [(m.key, m.value, m.step, m.timestamp) for m in metrics] == [
         ("summary/a", 1.0, 7, 2500),
         ("summary/d/e", 0.5, 7, 2500),
         ("summary/h", math.inf, 7, 2500),
     ]
+
+
+def test_a_run_says_which_command_and_commit_it_is_of(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/bin/qurl", "train", "a b.yaml", "tracking.mlflow_uri=http://me:sesame@host"])
+    tags = sink.plan_run(tmp_path / "demo", RunConfig(output_dir=tmp_path), {}).tags
+    assert tags["mlflow.source.name"].startswith("qurl train 'a b.yaml' ")
+    assert "sesame" not in str(tags)
+    assert tags["mlflow.source.type"] == "LOCAL"
+    assert "int8 rollouts" in tags["mlflow.note.content"]
+    assert str(tmp_path / "demo") in tags["mlflow.note.content"]
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    monkeypatch.chdir(tmp_path)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert sink.plan_run(tmp_path, RunConfig(output_dir=tmp_path), {}).tags["mlflow.source.git.commit"] == commit
+    monkeypatch.setenv("PATH", "")
+    assert "mlflow.source.git.commit" not in sink.plan_run(tmp_path, RunConfig(output_dir=tmp_path), {}).tags
 
 
 def test_the_database_lies_in_the_output_folder_unless_an_address_is_given(tmp_path):

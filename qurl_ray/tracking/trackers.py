@@ -1,0 +1,102 @@
+"""TensorBoard and Weights & Biases, beside MLflow: `tracking.sinks=[tensorboard,wandb]`.
+
+Both get every number of steps, evaluations and the summary, under the names of metrics.jsonl. A run that resumes goes
+on in the same files and the same W&B run; steps that are repeated replace those from before.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qurl_ray.tracking.numbers import event_numbers
+from qurl_ray.types import Event, Outcome
+
+_KINDS = ("step", "evaluation", "summary")
+
+
+class TensorBoard:
+    """Sink that writes event files to the run's folder `tensorboard`; `tensorboard --logdir` shows them."""
+
+    name = "TensorBoard"
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        self._folder = run_dir / "tensorboard"
+        self._folder.mkdir(exist_ok=True)
+        self._writer: Any = None
+        self._step = -1
+
+    def handle(self, event: Event, at: float) -> None:
+        """Write the numbers of an event."""
+        if event.kind not in _KINDS:
+            return
+        if self._writer is None or (event.kind == "step" and event.step <= self._step):
+            self._open(event.step)
+        if event.kind == "step":
+            self._step = event.step
+        for name, value in event_numbers(event).items():
+            self._writer.add_scalar(name, value, event.step, walltime=at)
+        self._writer.flush()
+
+    def notices(self) -> list[str]:
+        """Return nothing: what goes wrong is raised."""
+        return []
+
+    def close(self, outcome: Outcome) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, step: int) -> None:
+        """Open a file whose first record withdraws what earlier files have from `step` on."""
+        from tensorboardX import SummaryWriter
+
+        if self._writer is not None:
+            self._writer.close()
+        earlier = len(list(self._folder.iterdir()))
+        # Names have seconds: the number tells apart, and puts in order, two files of one second.
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=step if earlier else None, filename_suffix=f".{earlier:06d}"
+        )
+
+
+class WandB:
+    """Sink that logs to Weights & Biases, or with WANDB_MODE=offline to the run's folder `wandb`. Its own variables
+    (WANDB_PROJECT, WANDB_ENTITY, …) are heeded; the project is tracking.experiment otherwise."""
+
+    name = "W&B"
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        known = run_dir / "wandb_run_id"
+        identity = known.read_text().strip() if known.is_file() else uuid.uuid4().hex[:16]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or settings["tracking"]["experiment"],
+            name=settings["name"],
+            id=identity,
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(settings),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        known.write_text(identity + "\n")
+        # W&B drops values of a step before its last one; as a metric, a step can come again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def handle(self, event: Event, at: float) -> None:
+        """Log the numbers of an event."""
+        if event.kind == "summary":
+            self._run.summary.update(event_numbers(event))
+        elif event.kind in _KINDS:
+            self._run.log({**event_numbers(event), "step": event.step})
+
+    def notices(self) -> list[str]:
+        """Return nothing: what goes wrong is raised."""
+        return []
+
+    def close(self, outcome: Outcome) -> None:
+        """End the run, and wait until all is sent."""
+        self._run.finish(exit_code=0 if outcome == "finished" else 1)
