@@ -15,6 +15,10 @@ class CheckpointConfig(Section):
     """Seconds from a request to stop (Ctrl-C, SIGTERM, SIGHUP) until the run is aborted. Before that it ends its step,
     saves a checkpoint and evaluates. Let it be shorter than the time after which SIGKILL follows: by default 30 s under
     Kubernetes and Slurm, 3 s after `ray job stop`."""
+    upload: str | None = None
+    """Address in object storage to which every checkpoint is copied, in the background, and at the end the policy:
+    `s3://bucket/folder` (pip install s3fs), or any other that fsspec knows. The folder of the run stays on this
+    machine; a run whose folder is gone resumes from there. null copies nothing."""
     keep: int = Field(2, ge=1)
     """Number of latest checkpoints to keep, in addition to the one with the best held-out reward
     (`evaluation.every`)."""
