@@ -52,16 +52,16 @@ $(VENV)/vllm: $(VENV)/installed
 	@touch $@
 
 quickstart: $(VENV)/installed
-	$(BIN)/python jobs/qurl_dapo.py --config jobs/configs/quickstart.yaml
+	$(BIN)/qurl train quickstart
 
 smollm2: $(VENV)/smollm2
-	$(BIN)/python jobs/qurl_dapo.py --config jobs/configs/smollm2_135m.yaml
+	$(BIN)/qurl train smollm2_135m
 
 compare: $(VENV)/installed
-	$(BIN)/python jobs/compare.py --runs $(RUNS)
+	$(BIN)/qurl compare $(RUNS)
 
 serve: $(VENV)/installed
-	$(BIN)/python jobs/serve.py $(if $(POLICY),policy=$(POLICY))
+	$(BIN)/qurl serve $(if $(POLICY),policy=$(POLICY))
 
 test: $(VENV)/dev $(VENV)/vllm $(VENV)/smollm2
 	$(BIN)/python -m pytest --durations=15 --numprocesses=$(TESTERS) --dist=loadfile --no-loadscope-reorder

@@ -15,7 +15,7 @@ from cells import Arm, Cell, cell, draw_series, percent
 from matplotlib import pyplot as plt
 from shared import RESULTS, ROOT, machine
 
-CONFIG = "jobs/configs/quickstart.yaml"
+CONFIG = "qurl_ray/configs/quickstart.yaml"
 COMMON = (
     "guard.enabled=false",
     "steps=80",

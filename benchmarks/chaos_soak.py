@@ -179,6 +179,6 @@ def _train_seconds(tree: Path, runs: Path, name: str) -> float:
         f"output_dir={runs}",
         f"name={name}",
     )
-    command = [python, "jobs/qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--fresh", *settings]
+    command = [python, "jobs/qurl_dapo.py", "--config", "qurl_ray/configs/quickstart.yaml", "--fresh", *settings]
     subprocess.run(command, cwd=tree, env=environment, check=True)
     return json.loads((runs / name / "summary.json").read_text())["train_seconds"]

@@ -1,7 +1,7 @@
 """Are codes truer with equalization? python benchmarks/equalization.py (40 minutes), --only a table, or --quick (5).
 
-The first table is SmolLM2-135M-Instruct on answers that it draws itself, at temperature 1, to the problems of
-jobs/configs/smollm2_135m.yaml: for each format, KL(b‖p) over the vocabulary, ESS and the share of tokens whose ratio
+The first table is SmolLM2-135M-Instruct on answers that it draws itself, at temperature 1, to the problems of its
+settings file, smollm2_135m: for each format, KL(b‖p) over the vocabulary, ESS and the share of tokens whose ratio
 p/b leaves the clip range. Rows are without equalization, with factors from random tokens, as in the first step of a
 run, and with factors from other answers, as in the steps after it. The second table is the
 quickstart from three cold starts, 120 steps with INT8 rollouts. `make smollm2` installs the weights. Writes
@@ -38,7 +38,7 @@ from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.types import Request, SamplingParams
 
 Part = Literal["truth", "learning"]
-CONFIG = ROOT / "jobs" / "configs" / "smollm2_135m.yaml"
+CONFIG = ROOT / "qurl_ray" / "configs" / "smollm2_135m.yaml"
 FORMATS = ("int8", "fp8", "fp8_block", "int4")
 CLIP = (0.8, 1.28)
 ARMS = (
@@ -60,7 +60,7 @@ def answers(model: PreTrainedModel, spec: Any, count: int, new_tokens: int) -> t
     """Return answers to measure on, and half as many others, which factors are computed from."""
     config, tokenizer = load_config(CONFIG, []), load_tokenizer(spec)
     task = load_task(config.task, eval_problems=1)
-    encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
+    encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
     sampling = SamplingParams(temperature=1.0, max_new_tokens=new_tokens)
     asked = [
         Request(uid=problem.uid, prompt_ids=encode(problem), sampling=sampling, seed=seed)
@@ -174,7 +174,7 @@ def learning(starts: int, runs: Path) -> dict[str, list[Cell]]:
     for start in range(starts):
         for arm in ARMS:
             common = (f"model.seed={start}", "steps=120", "rollout.threads=1", "learner.threads=1")
-            done = cell("equalization", "jobs/configs/quickstart.yaml", common, arm, 0, runs.resolve(), quiet=True)
+            done = cell("equalization", "qurl_ray/configs/quickstart.yaml", common, arm, 0, runs.resolve(), quiet=True)
             found.setdefault(arm.name, []).append(done)
     return found
 

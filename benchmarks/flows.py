@@ -2,7 +2,7 @@
 
 Each cell is a job of its own (cells.py). Tables and a picture go to benchmarks/results/flows.{json,md,png}.
 
-- same: the task of jobs/configs/jet_rl.yaml in full precision, with quantized rollouts alone, and in unified flows.
+- same: the task of qurl_ray/configs/jet_rl.yaml in full precision, with quantized rollouts alone, and in unified flows.
 - coarse: the same task with ternary weights, twice the learning rate and fewer prompts. Quantized rollouts alone,
   uncorrected (naive importance sampling) and with ACR, are compared with the unified flow.
 """
@@ -17,7 +17,7 @@ from cells import Arm, Cell, cell, draw_series, percent
 from matplotlib import pyplot as plt
 from shared import RESULTS, ROOT, machine
 
-CONFIG = "jobs/configs/jet_rl.yaml"
+CONFIG = "qurl_ray/configs/jet_rl.yaml"
 _PLAIN = ("precision_flow=rollout_only", "rollout.quantization=none")
 
 

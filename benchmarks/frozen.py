@@ -75,7 +75,7 @@ class Setting:
 
     def __init__(self, seed: int) -> None:
         self.config = load_config(
-            ROOT / "jobs" / "configs" / "quickstart.yaml",
+            ROOT / "qurl_ray" / "configs" / "quickstart.yaml",
             [f"seed={seed}", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=8"],
         )
         task = load_task(self.config.task, eval_problems=64)
@@ -90,7 +90,7 @@ def _answers(config: RunConfig, task: Task, spec: PolicySpec) -> tuple[list[list
     """
     tokenizer, engine = load_tokenizer(spec), TorchEngine(spec, slots=config.rollout.slots)
     quantize_into(engine, load_model(spec), "int8", config.quantization.model_copy(update={"equalize": False}))
-    encode = partial(encode_prompt, tokenizer=tokenizer, template=config.task.template, chat=config.task.chat)
+    encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
     sampling = SamplingParams(
         temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, stop_ids=stop_ids(spec, tokenizer)
     )

@@ -1,6 +1,6 @@
 """A run driven into mismatch on purpose, without and with the guard: python benchmarks/guard.py.
 
-The task is that of jobs/configs/jet_rl.yaml with ternary weights in rollouts, naive importance sampling and twice the
+The task is that of `jet_rl` with ternary weights in rollouts, naive importance sampling and twice the
 learning rate. Each cell is a job of its own (cells.py). Table and picture go to benchmarks/results/guard.{json,md,png}.
 """
 
@@ -15,7 +15,7 @@ from cells import Arm, Cell, cell, draw_series, percent
 from matplotlib import pyplot as plt
 from shared import RESULTS, ROOT, machine
 
-CONFIG = "jobs/configs/jet_rl.yaml"
+CONFIG = "qurl_ray/configs/jet_rl.yaml"
 COMMON = (
     "precision_flow=rollout_only",
     "rollout.quantization=int4",

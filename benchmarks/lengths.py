@@ -65,7 +65,9 @@ def in_tree(tree: Path) -> dict[str, Any]:
 def step_seconds(tree: Path, folder: Path, *settings: str) -> tuple[float, float]:
     """Run SmolLM2's preset with the code of a tree. Return the medians of its steps' seconds, and of those without the
     update, whose work is the same for all arms. The first step, which warms up, does not count."""
-    command = [sys.executable, "jobs/qurl_dapo.py", "--config", "jobs/configs/smollm2_135m.yaml", "--fresh"]
+    places = [tree / folder / "smollm2_135m.yaml" for folder in ("qurl_ray/configs", "jobs/configs")]
+    config = next(place for place in places if place.exists())  # earlier commits have the second
+    command = [sys.executable, "jobs/qurl_dapo.py", "--config", str(config), "--fresh"]
     command += ["name=one", f"output_dir={folder}", "tracking.mlflow=false", "tracking.console=none", *settings]
     subprocess.run(command, check=True, **in_tree(tree))
     events = [json.loads(line) for line in (folder / "one" / "metrics.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ def run(preset: str, output_dir: Path) -> dict[str, Any]:
         sys.executable,
         "jobs/qurl_dapo.py",
         "--config",
-        f"jobs/configs/{preset}.yaml",
+        f"qurl_ray/configs/{preset}.yaml",
         f"output_dir={output_dir}",
         "--fresh",  # else an interrupted run would be resumed
     ]

@@ -50,7 +50,7 @@ SAME = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.corr
 
 def policy(preset: str) -> tuple[RunConfig, str, list[dict[str, str]], list[dict[str, str]]]:
     """Return a preset, the folder of its policy, and its prompts with answers, to learn from and held out."""
-    config = load_config(ROOT / "jobs" / "configs" / f"{preset}.yaml", [])
+    config = load_config(ROOT / "qurl_ray" / "configs" / f"{preset}.yaml", [])
     made = prepare(config, check_run(config), lambda *_: None)
 
     def plain(problems: Sequence[Problem]) -> list[dict[str, str]]:
@@ -78,7 +78,7 @@ def trl(folder: Path, **settings: Any) -> dict[str, Any]:
 def ours(preset: str, folder: Path, *settings: str) -> list[dict[str, Any]]:
     """Run a preset of this project, and return the events of the run."""
     name = f"{preset}-ours"
-    command = [sys.executable, "jobs/qurl_dapo.py", "--config", f"jobs/configs/{preset}.yaml", "--fresh"]
+    command = [sys.executable, "jobs/qurl_dapo.py", "--config", f"qurl_ray/configs/{preset}.yaml", "--fresh"]
     command += [f"name={name}", f"output_dir={folder}", "tracking.mlflow=false", "tracking.console=none", *settings]
     subprocess.run([*command, "export.quantized=none"], cwd=ROOT, check=True)
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

@@ -71,7 +71,7 @@ def run(preset: str, steps: int, folder: Path) -> list[dict[str, float]]:
         sys.executable,
         "jobs/qurl_dapo.py",
         "--config",
-        f"jobs/configs/{preset}.yaml",
+        f"qurl_ray/configs/{preset}.yaml",
         "--fresh",
         f"steps={steps + _WARM}",
         f"output_dir={folder}",
@@ -90,7 +90,7 @@ def run(preset: str, steps: int, folder: Path) -> list[dict[str, float]]:
 
 def compare(preset: str, folder: Path) -> dict[str, Any]:
     """Return predicted and measured seconds of a step's phases, in INT8."""
-    config, about = load_config(ROOT / "jobs" / "configs" / f"{preset}.yaml"), RUNS[preset]
+    config, about = load_config(ROOT / "qurl_ray" / "configs" / f"{preset}.yaml"), RUNS[preset]
     shape = configured_shape(config.model)
     guess = {"prompt": about["prompt"], "mean": about["mean"], "kept": about["kept"]}
     work = replace(configured_workload(config), **guess)

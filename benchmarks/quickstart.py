@@ -38,7 +38,7 @@ def cell(cpu: str, model_seed: int, seed: int, runs: Path) -> dict[str, Any]:
         cache = runs / f"{name}.cache"
         shutil.rmtree(cache, ignore_errors=True)
         settings = [f"model.seed={model_seed}", f"seed={seed}", f"name={name}", f"output_dir={runs}"]
-        job = [sys.executable, "jobs/qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--fresh"]
+        job = [sys.executable, "jobs/qurl_dapo.py", "--config", "qurl_ray/configs/quickstart.yaml", "--fresh"]
         environment = os.environ | CPUS[cpu] | {"QURL_CACHE": str(cache)}
         runs.mkdir(parents=True, exist_ok=True)
         began = time.time()

@@ -73,7 +73,7 @@ class Table:
     """Figures of the paper, by name of the row."""
     note: str
     """Source of the paper's figures, as Markdown."""
-    config: str = "jobs/configs/quickstart.yaml"
+    config: str = "qurl_ray/configs/quickstart.yaml"
     job: str = "qurl_dapo"
     curves: dict[str, str] | None = None
     """Metrics of steps to draw, with their labels."""

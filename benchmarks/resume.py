@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 def command(preset: str, name: str, output_dir: Path, overrides: list[str]) -> list[str]:
     """Return the command of the preset's job."""
-    config = f"jobs/configs/{preset}.yaml"
+    config = f"qurl_ray/configs/{preset}.yaml"
     return [
         sys.executable,
         "jobs/qurl_dapo.py",
@@ -61,7 +61,9 @@ def parameters(folder: Path) -> torch.Tensor:
 
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    preset: Annotated[str, typer.Option(help="Name of a file in jobs/configs, for jobs/qurl_dapo.py.")] = "quickstart",
+    preset: Annotated[
+        str, typer.Option(help="Name of a file in qurl_ray/configs, for jobs/qurl_dapo.py.")
+    ] = "quickstart",
     output_dir: Annotated[Path, typer.Option(help="Where the runs go.")] = ROOT / "runs",
 ) -> None:
     """Compare an interrupted and resumed run with an undisturbed one."""

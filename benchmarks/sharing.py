@@ -1,7 +1,7 @@
 """Time that the learner saves by computing a group's prompt once: python benchmarks/sharing.py (about 2 minutes).
 
 One update of the quickstart's policy on 8 to 64 prompts with 8 answers each, with and without `learner.share_prompts`.
-Lengths are those of the quickstart, those of jobs/configs/bench_step.yaml, and longer ones. Both variants take turns in
+Lengths are those of the quickstart, those of `bench_step`, and longer ones. Both variants take turns in
 one process.
 """
 
@@ -43,7 +43,7 @@ def batch(prompts: int, prompt: int, answer: int) -> list[MiniBatch]:
 
 
 def learner(share: bool) -> PolicyLearner:
-    config = load_config(ROOT / "jobs" / "configs" / "quickstart.yaml", [f"learner.share_prompts={share}"])
+    config = load_config(ROOT / "qurl_ray" / "configs" / "quickstart.yaml", [f"learner.share_prompts={share}"])
     model = make_model(config.model, make_tokenizer())
     return make_learner(model, config.learner, objective_settings(config), temperature=1.0, total_updates=1000)
 

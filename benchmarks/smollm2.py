@@ -1,6 +1,6 @@
 """A real pretrained model, INT8 rollouts against full precision: python benchmarks/smollm2.py (an hour on 2 cores).
 
-Runs two arms of jobs/configs/smollm2_135m.yaml, each of `--steps` steps: INT8 with ACR and UAQ, and full precision,
+Runs two arms of qurl_ray/configs/smollm2_135m.yaml, each of `--steps` steps: INT8 with ACR and UAQ, and full precision,
 uncorrected. Each is a job of its own and resumes where it was stopped; finished ones are kept. A table, the figures and
 the curves go to benchmarks/results/smollm2_135m.{md,json,png}. `make smollm2` installs the weights.
 """
@@ -83,7 +83,7 @@ def main(
 ) -> None:
     """Train both arms and compare them."""
     common = (f"steps={steps}", "evaluation.every=10", "checkpoint.every=2")
-    config = f"jobs/configs/{NAME}.yaml"
+    config = f"qurl_ray/configs/{NAME}.yaml"
     cells = {arm.name: cell(f"smollm2-{steps}", config, common, arm, 0, runs.resolve()) for arm in ARMS}
     text = [f"`python benchmarks/smollm2.py --steps {steps}`; {machine()}", "", *rows(cells), ""]
     print("\n".join(text))

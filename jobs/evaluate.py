@@ -1,84 +1,8 @@
 """Evaluate a policy: python jobs/evaluate.py runs/quickstart --samples 8"""
 
-import json
-from pathlib import Path
-from typing import Annotated, get_args
-
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
-from qurl_ray.config import load_config
-from qurl_ray.config.rollout import FormatName
-from qurl_ray.errors import QurlError
-from qurl_ray.evaluation.evaluate import evaluate
-from qurl_ray.evaluation.statistics import Estimate
-from qurl_ray.extensions import find_modules_here
-
-
-def main(
-    run: Annotated[Path, typer.Argument(help="Run folder: its config.yaml names the task, its policy/ is evaluated.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the run's settings.")
-    ] = None,
-    policy: Annotated[
-        Path | None, typer.Option(help="Evaluate this folder instead of RUN/policy; codes are used as they are.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Take the task from this file instead of RUN/config.yaml.")
-    ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help=f"{', '.join(get_args(FormatName))}.", show_default="the checkpoint's own")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy answers only.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the k samples.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="Also write the figures here, as JSON.")] = None,
-) -> None:
-    """Evaluate greedy answers to held-out problems: mean reward and problems solved (reward > 0.5); also avg@k and
-    pass@k.
-
-    All have 95 % intervals. Where every reward is 0 or 1, the mean reward is the share solved and is not repeated.
-    """
-    find_modules_here()
-    try:
-        settings = load_config(config or run / "config.yaml", overrides or [])
-        with Progress(console=Console(stderr=True)) as bar:
-            task = bar.add_task("answers judged")
-            report = evaluate(
-                settings,
-                policy or run / "policy",
-                quantization=quantization,
-                samples=samples,
-                temperature=temperature,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
-    except QurlError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    show_rewards("reward", report.reward, report.accuracy)
-    show("solved", report.accuracy)
-    if report.avg_reward_at_k and report.avg_at_k and report.pass_at_k:
-        show_rewards(f"reward@{samples}", report.avg_reward_at_k, report.avg_at_k)
-        show(f"avg@{samples}", report.avg_at_k)
-        show(f"pass@{samples}", report.pass_at_k)
-    weights = "full-precision" if report.quantization == "none" else report.quantization
-    computed = f" ({', '.join(report.kernels)})" if report.kernels else ""
-    print(f"{weights} weights{computed}, {report.seconds:.1f} s, {report.failed_rewards} rewards failed")
-    if out:
-        out.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-
-
-def show_rewards(name: str, mean: Estimate, solved: Estimate) -> None:
-    """Print one line: the mean reward and its interval. Print nothing where it is the share solved."""
-    if mean.value != solved.value:
-        print(f"{name:10} {mean.value:7.3f}  [{mean.low:.3f}, {mean.high:.3f}]  mean of {mean.n} problems")
-
-
-def show(name: str, estimate: Estimate) -> None:
-    """Print one line: the value and its interval, in percent."""
-    low, high = 100 * estimate.low, 100 * estimate.high
-    print(f"{name:10} {100 * estimate.value:5.1f} %  [{low:.1f}, {high:.1f}]  of {estimate.n} problems")
-
+from qurl_ray.cli.evaluate import main
 
 if __name__ == "__main__":
     typer.run(main)

@@ -1,4 +1,4 @@
-"""Train through the codes that generate (Jet-RL): python jobs/jet_rl.py --config jobs/configs/jet_rl.yaml"""
+"""Train through the codes that generate (Jet-RL): python jobs/jet_rl.py --config jet_rl"""
 
 from qurl_ray.config.cli import training_app
 from qurl_ray.loop.driver.job import train

@@ -1,4 +1,4 @@
-"""Train with DAPO and quantized rollouts: python jobs/qurl_dapo.py --config jobs/configs/quickstart.yaml"""
+"""Train with DAPO and quantized rollouts: python jobs/qurl_dapo.py --config quickstart"""
 
 from qurl_ray.config.cli import training_app
 from qurl_ray.loop.driver.job import train

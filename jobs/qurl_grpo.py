@@ -1,4 +1,4 @@
-"""Train with GRPO and quantized rollouts: python jobs/qurl_grpo.py --config jobs/configs/quickstart_grpo.yaml"""
+"""Train with GRPO and quantized rollouts: python jobs/qurl_grpo.py --config quickstart_grpo"""
 
 from qurl_ray.config.cli import training_app
 from qurl_ray.loop.driver.job import train

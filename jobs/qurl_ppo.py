@@ -1,4 +1,4 @@
-"""Train with PPO, a value model and quantized rollouts: python jobs/qurl_ppo.py --config jobs/configs/gsm8k_ppo.yaml"""
+"""Train with PPO, a value model and quantized rollouts: python jobs/qurl_ppo.py --config gsm8k_ppo"""
 
 from qurl_ray.config.cli import training_app
 from qurl_ray.loop.driver.job import train

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     )
     from qurl_ray.evaluation.evaluate import Report, evaluate
     from qurl_ray.loop.driver.run import RunResult, run
+    from qurl_ray.loop.driver.train import train
+    from qurl_ray.tracking.callback import Callback
     from qurl_ray.types import Problem
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "CheckpointError",
     "ConfigError",
     "CoordinatorDied",
@@ -52,9 +55,11 @@ __all__ = [
     "evaluate",
     "load_config",
     "run",
+    "train",
 ]
 
 _HOMES = {
+    "Callback": "qurl_ray.tracking.callback",
     "Problem": "qurl_ray.types",
     "Report": "qurl_ray.evaluation.evaluate",
     "RunConfig": "qurl_ray.config",
@@ -62,6 +67,7 @@ _HOMES = {
     "evaluate": "qurl_ray.evaluation.evaluate",
     "load_config": "qurl_ray.config",
     "run": "qurl_ray.loop.driver.run",
+    "train": "qurl_ray.loop.driver.train",
 }
 """Module of each public name. Names that are not listed are errors, from qurl_ray.errors."""
 

@@ -94,7 +94,7 @@ class Table(Generic[E]):
             self._import(package, name)
         module_name, _, attribute = self._reference(name).partition(":")
         function = self._attribute(self._import(module_name, name), attribute, name)
-        self._check_arguments(function, name)
+        self.check_arguments(function, name)
         return function
 
     def installed(self) -> dict[str, str]:
@@ -143,7 +143,8 @@ class Table(Generic[E]):
             )
         return function
 
-    def _check_arguments(self, function: Callable[..., Any], name: str) -> None:
+    def check_arguments(self, function: Callable[..., Any], name: str) -> None:
+        """Raise a QurlError of the table's kind unless the function takes the table's arguments."""
         if self.arguments is None:
             return
         try:

@@ -23,6 +23,7 @@ import ray
 import yaml
 from click.testing import CliRunner
 
+from qurl_ray.cli.main import main as qurl
 from qurl_ray.config import RunConfig, load_config
 from qurl_ray.config.load import describe
 from tests.loop.runs import ROOT, SMALL
@@ -42,7 +43,7 @@ ELSEWHERE = {
 
 NEEDS = re.compile(r"#.*\bneeds (a |\d+ )?(GPUs?|cluster)\b")
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TRAINING = re.compile(r"jobs/(qurl_\w+|jet_rl)\.py")
+TRAINING = re.compile(r"jobs/(qurl_\w+|jet_rl)\.py|/qurl train ")
 
 
 def name_of(path: Path) -> str:
@@ -154,7 +155,7 @@ def commands(page: Path) -> Iterator[tuple[str, str]]:
 ALL = list(dict.fromkeys(command for page in WITH_COMMANDS for command, _ in commands(page)))
 """Each once, in their order."""
 TRAINS = [c for c in ALL if TRAINING.search(c) and not {"--dry-run", "--help"} & set(shlex.split(c))]
-QUICK = [c for c in ALL if c.startswith(".venv/bin/python ") and c not in TRAINS]
+QUICK = [c for c in ALL if c.startswith((".venv/bin/python ", ".venv/bin/qurl ")) and c not in TRAINS]
 
 
 def test_every_command_is_run_here_or_elsewhere():
@@ -184,14 +185,13 @@ def test_what_make_runs_is_accepted(target, workspace, tiny_spec):
 def run_here(command: str, workspace: "Workspace", *overrides: str) -> str:
     """What a job prints. It runs in this process, which has imported everything, and in the Ray that is there."""
     program, *words = shlex.split(command)
-    assert program == ".venv/bin/python"
-    run = runpy.run_module if words[0] == "-m" else runpy.run_path
-    script, *arguments = words[1:] if words[0] == "-m" else words
+    assert program in (".venv/bin/python", ".venv/bin/qurl")
+    script, *arguments = [program, *words] if program.endswith("qurl") else words
     workspace.capture.readouterr()
     workspace.patch.setattr(sys, "argv", [script, *arguments, *overrides])
     status: object = None
     try:
-        run(script, run_name="__main__")
+        qurl() if script == program else runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         status = end.code
     output, errors = workspace.capture.readouterr()
@@ -291,7 +291,7 @@ def test_a_training_command_is_accepted(command, workspace):
 def test_a_training_command_runs(command, workspace, cluster):
     run_here(command, workspace, *small(command))
     name = next((w[5:] for w in shlex.split(command) if w.startswith("name=")), None)
-    config = re.search(r"--config (\S+)", command)
+    config = re.search(r"(?:--config|qurl train) (\S+)", command)
     run = workspace.folder / "runs" / (name or load_config(Path(config[1]) if config else None).name)
     assert json.loads((run / "summary.json").read_text())["steps"] == 1
 

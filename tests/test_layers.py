@@ -16,6 +16,7 @@ LAYERS = [
     {"rollout", "learner", "sync"},
     {"actors"},
     {"loop", "evaluation", "serving", "planning"},
+    {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {

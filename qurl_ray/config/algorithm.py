@@ -139,7 +139,9 @@ PRESETS: dict[str, Correction] = {
     "naive": Naive(),
     "ignore": Ignore(),
     "decoupled": Decoupled(),
+    "tis": TIS(),
     "flashrl": TIS(),
+    "acr": ACR(),
     "qurl": ACR(),
     "mis": MIS(),
     "icepop": MIS(),
@@ -152,7 +154,7 @@ PRESETS: dict[str, Correction] = {
     "ais": TIS(ess_floor=0.9),
     "monitor": ACR(metrics_only=True),
 }
-"""Corrections by their published names, each a whole section: `algorithm.correction=flashrl`."""
+"""Corrections by their types and their published names, each a whole section: `algorithm.correction=flashrl`."""
 
 # --- algorithms ----------------------------------------------------------------------------------
 
@@ -165,10 +167,10 @@ class Algorithm(Section):
 
     correction: Correction = ACR()
     """Correction for the mismatch between engine and learner: a section whose `type` is acr, tis, mis, decoupled,
-    naive, ignore or custom, or one of the names qurl, flashrl, mis, icepop, sequence_tis, sequence_mis, geometric, k2,
-    k3, veto, ais, decoupled, naive, ignore, monitor (docs/concepts.md), or package.module:function. Below, rho = p/b
-    is the probability of a token under the learner before the step (p, proximal) over that under the engine (b,
-    behavior)."""
+    naive, ignore or custom, or one of the names acr (or qurl), tis (or flashrl), mis, icepop, sequence_tis,
+    sequence_mis, geometric, k2, k3, veto, ais, decoupled, naive, ignore, monitor (docs/concepts.md), or
+    package.module:function. Below, rho = p/b is the probability of a token under the learner before the step (p,
+    proximal) over that under the engine (b, behavior)."""
     objective: str = Field("ppo", description=f"Form of the objective: {OBJECTIVES.help()}.")
     clip_low: float = Field(0.2, gt=0, le=1)
     """Distance of the ratio's lower clip bound from 1: the bound is 1 - clip_low. The default is 3e-4 with objectives

@@ -1,6 +1,7 @@
 """Command line that all training jobs share: --config FILE, key=value overrides, --dry-run, --help."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,15 +15,36 @@ from qurl_ray.extensions import find_modules_here
 
 _JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the run and print its settings; start and write nothing.")
+]
+Fresh = Annotated[
+    bool,
+    typer.Option(
+        "--fresh", help="Start from the beginning, not from an unfinished run's checkpoint; that run is kept."
+    ),
+]
+Extend = Annotated[
+    bool, typer.Option("--extend", help="Go on with a finished run of this name, with more steps than it had.")
+]
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Print an error that qurl_ray raises on purpose, without a traceback, and exit with status 2."""
+    try:
+        yield
+    except QurlError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
 
 def training_app(algorithm: str | None, train: Callable[..., int], about: str | None = None) -> typer.Typer:
     """Return a command that reads the settings, checks that their algorithm is `algorithm`, and calls `train`.
 
-    Errors that qurl_ray raises on purpose are printed without a traceback.
-
     Args:
         algorithm: None is for unified precision flows, with any algorithm.
-        train: function of (config, dry=…, fresh=…) that runs the job and returns the exit status.
+        train: function of (config, dry=…, fresh=…, extend=…) that runs the job and returns the exit status.
         about: docstring of the job: a sentence, a colon, and an example of use.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -32,37 +54,34 @@ def training_app(algorithm: str | None, train: Callable[..., int], about: str | 
         context: typer.Context,
         overrides: Overrides = None,
         config: Annotated[
-            Path | None, typer.Option(help="YAML file with the run's settings; defaults if absent.")
+            Path | None, typer.Option(help="YAML file with the run's settings, or one of `qurl configs`.")
         ] = None,
-        dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Check the run and print its settings; start and write nothing.")
-        ] = False,
-        fresh: Annotated[
-            bool,
-            typer.Option(
-                "--fresh", help="Start from the beginning, not from an unfinished run's checkpoint; that run is kept."
-            ),
-        ] = False,
+        dry_run: DryRun = False,
+        fresh: Fresh = False,
+        extend: Extend = False,
         show_help: HelpFlag = False,
     ) -> None:
         find_modules_here()
-        try:
+        with errors_told():
             if show_help:
                 typer.echo(help_page(context, RunConfig, overrides or [], about))
                 return
-            # Without a file the job decides the algorithm; with one, the file does, and must agree.
-            given = overrides or []
-            defaults = [f"algorithm.type={algorithm}"] if algorithm else _JET_RL
-            settings = load_config(config, given if config else [*defaults, *given])
-            other = settings.algorithm.type
-            if algorithm not in (None, other):
-                raise ConfigError(f"{config} sets algorithm.type={other}; run it with jobs/qurl_{other}.py")
-            if algorithm is None and settings.precision_flow == "rollout_only":
-                raise ConfigError(f"precision_flow is rollout_only; run it with jobs/qurl_{other}.py, or set unified")
-            status = train(settings, dry=dry_run, fresh=fresh)
-        except QurlError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
+            settings = _settings(algorithm, config, overrides or [])
+            status = train(settings, dry=dry_run, fresh=fresh, extend=extend)
         raise typer.Exit(status)
 
     return app
+
+
+def _settings(algorithm: str | None, config: Path | None, given: list[str]) -> RunConfig:
+    # Without a file the job decides the algorithm; with one, the file does, and must agree.
+    defaults = [f"algorithm.type={algorithm}"] if algorithm else _JET_RL
+    settings = load_config(config, given if config else [*defaults, *given])
+    other = settings.algorithm.type
+    if algorithm not in (None, other):
+        raise ConfigError(f"{config} sets algorithm.type={other}; run it with `qurl train`, or jobs/qurl_{other}.py")
+    if algorithm is None and settings.precision_flow == "rollout_only":
+        raise ConfigError(
+            f"precision_flow is rollout_only; run it with `qurl train`, or jobs/qurl_{other}.py, or set unified"
+        )
+    return settings

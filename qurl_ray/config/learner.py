@@ -1,6 +1,7 @@
 """Settings of the learner."""
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,16 +20,26 @@ class LearnerConfig(Section):
     compute: Literal["float32", "bfloat16"] = "float32"
     """Number format of forward and backward passes: `float32`, or `bfloat16` by autocast. Parameters, gradients and
     optimizer stay float32 in both."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """Optimizer: `adamw`; `adamw_8bit`, which keeps its two means in 8 bits, on CUDA and with bitsandbytes installed;
+    `muon`, which orthogonalises the updates of the blocks' matrices, scaled so that AdamW's rates fit, and leaves
+    embeddings, head and vectors to AdamW. `muon` needs backend=torch."""
     lr: float = Field(1e-6, gt=0)
-    """Learning rate of AdamW, after the warm-up."""
+    """Learning rate, after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Number of updates over which the learning rate rises linearly; 0 starts with the full rate."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Course of the learning rate after the warm-up: `constant` keeps it; `linear` and `cosine` let it fall to
+    `lr_final_share` over the whole run; `wsd` (warmup-stable-decay) keeps it and lets it fall linearly over the last
+    `decay_share` of the updates. Where only `lr_final_share` is given, the schedule is linear."""
     lr_final_share: float = Field(1.0, ge=0, le=1)
-    """Share of `lr` that is left at the last update, after a linear fall; 1 keeps the rate constant."""
+    """Share of `lr` that is left at the last update; 0 is the default of all schedules but `constant`."""
+    decay_share: float = Field(0.1, gt=0, le=1)
+    """Share of the updates, the last ones, over which the rate falls, with schedule=wsd."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW's decay rates of the running means of the gradient and of its square."""
     weight_decay: float = Field(0.0, ge=0)
-    """Weight decay of AdamW, for matrices only; norms and biases do not decay. 0 is off."""
+    """Weight decay, for matrices only; norms and biases do not decay. 0 is off."""
     grad_clip: float = Field(1.0, gt=0)
     """Upper bound on the global norm of an update's gradient; a larger gradient is scaled down to it."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
@@ -59,8 +70,62 @@ class LearnerConfig(Section):
     """Number of times that the ranks may be restarted, from the latest checkpoint, after one of them, or the
     coordinator, died."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _schedule_and_share(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict):
+            return settings
+        schedule, share = settings.get("schedule"), settings.get("lr_final_share")
+        if schedule is None and isinstance(share, int | float) and share < 1:
+            return {**settings, "schedule": "linear"}
+        if schedule in ("linear", "cosine", "wsd") and share is None:
+            return {**settings, "lr_final_share": 0.0}
+        return settings
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> "LearnerConfig":
+        if self.schedule == "constant" and self.lr_final_share < 1:
+            raise ValueError(
+                f"schedule=constant keeps the rate, and lr_final_share={self.lr_final_share:g} lets it fall: choose "
+                "linear, cosine or wsd, or leave lr_final_share out"
+            )
+        if self.schedule != "constant" and self.lr_final_share == 1:
+            raise ValueError(f"schedule={self.schedule} with lr_final_share=1 never falls: choose constant, or a share")
+        return self
+
+    def rate(self, updates: int, total_updates: int) -> float:
+        """Return the factor on the learning rate of the next update, after `updates` of `total_updates`: a linear
+        warm-up times the schedule."""
+        warm = min(1.0, (updates + 1) / max(1, self.warmup_steps))
+        progress = min(1.0, updates / max(1, total_updates - 1))
+        match self.schedule:
+            case "constant":
+                fallen = 0.0
+            case "linear":
+                fallen = progress
+            case "cosine":
+                fallen = (1 - math.cos(math.pi * progress)) / 2
+            case "wsd":
+                fallen = max(0.0, 1 - (1 - progress) / self.decay_share)
+        return warm * (1 - (1 - self.lr_final_share) * fallen)
+
+    def same_rates(self, done: int, total: int, other: int) -> bool:
+        """True if the first `done` of `total` updates have the same rates as the first `done` of `other` updates."""
+        if self.schedule == "constant" or total == other:
+            return True
+        return self.schedule == "wsd" and self.rate(done - 1, min(total, other)) == self.rate(done - 1, 10**9)
+
     @model_validator(mode="after")
     def _backend_can(self) -> "LearnerConfig":
         if self.offload_optimizer and (self.backend == "torch" or self.zero_stage == 0):
             raise ValueError("offload_optimizer needs backend=deepspeed and zero_stage 1, 2 or 3")
+        if self.optimizer == "muon" and self.backend == "deepspeed":
+            raise ValueError(
+                "optimizer=muon works on whole matrices, which backend=deepspeed flattens: choose backend=torch, or "
+                "adamw"
+            )
+        if self.optimizer == "adamw_8bit" and self.device == "cpu":
+            raise ValueError("optimizer=adamw_8bit is bitsandbytes', which computes on GPUs: choose adamw, or muon")
+        if self.optimizer != "adamw" and self.offload_optimizer:
+            raise ValueError(f"offload_optimizer moves AdamW to the CPU, and cannot move optimizer={self.optimizer}")
         return self

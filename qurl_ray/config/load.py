@@ -10,12 +10,13 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from qurl_ray.config.algorithm import CLIP_BOUNDS, PRESETS
+from qurl_ray.config.names import meant
 from qurl_ray.config.paths import absolute
 from qurl_ray.config.run import RunConfig
 from qurl_ray.config.section import DEFAULT_TYPES
 from qurl_ray.config.shown import MARK, names_secret, redacted, shortened
 from qurl_ray.config.tracking import known_uri
-from qurl_ray.config.yaml_text import read_yaml, read_yaml_file
+from qurl_ray.config.yaml_text import read_text, read_yaml, read_yaml_file
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
 
@@ -35,8 +36,15 @@ _LONGEST_LINE, _MOST_LINES = 1000, 20
 """Limits of an error's text: a line's in characters, and the number of lines."""
 
 
+SHIPPED = Path(__file__).parents[1] / "configs"
+"""Settings files that come with the package."""
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` (defaults if None), apply overrides in order, validate.
+
+    Args:
+        path: a YAML file, or the name of one that comes with the package, such as `quickstart`.
 
     Raises:
         ConfigError: the file is missing or no mapping, an override is no `key=value`, a key is unknown (the nearest
@@ -57,8 +65,14 @@ def validated_run(settings: dict[str, Any], source: str) -> RunConfig:
         raise ConfigError(explain(error, source, _fault)) from None
 
 
-def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_settings(
+    path: Path | None, overrides: Sequence[str] = (), model: type[BaseModel] = RunConfig
+) -> dict[str, Any]:
     """Read the settings of `path`, if there is one, and apply overrides in order. They are not validated.
+
+    Args:
+        model: what the settings are of. What a setting that is text is overridden with is taken as it is, and all else
+            is read as YAML.
 
     Raises:
         ConfigError: the file is missing or no mapping, or an override is no `key=value`.
@@ -70,8 +84,27 @@ def read_settings(path: Path | None, overrides: Sequence[str] = ()) -> dict[str,
         told = f"override {shortened(text)!r}"
         if not equals or not key:
             raise ConfigError(f"{told} is not of the form key=value")
-        _assign(settings, key.split("."), read_yaml(value, f"{told}: the value") if value else "")
+        keys = key.split(".")
+        _assign(settings, keys, _override_value(value, f"{told}: the value", model, keys))
     return settings
+
+
+def _override_value(value: str, told: str, model: type[BaseModel], keys: list[str]) -> Any:
+    if not value:
+        return ""
+    kinds = _annotations(model, keys)
+    if kinds and all(set(get_args(kind) or (kind,)) <= {str, type(None)} for kind in kinds):
+        return read_text(value, told, nullable=any(type(None) in get_args(kind) for kind in kinds))
+    return read_yaml(value, told)
+
+
+def _annotations(model: type[BaseModel], keys: Sequence[str]) -> list[Any]:
+    """Return the types of the setting with these keys, one for each type of its section that has it."""
+    models = [model]
+    for name in keys[:-1]:
+        found = [m.model_fields[name].annotation for m in models if name in m.model_fields]
+        models = [section for annotation in found for section in _sections(annotation)]
+    return [m.model_fields[keys[-1]].annotation for m in models if keys[-1] in m.model_fields]
 
 
 def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
@@ -97,9 +130,13 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     resolved = {}
     for name, fields in paths.items():
         section = getattr(config, name)
-        found = {field: absolute(path) for field in fields if (path := getattr(section, field, None))}
+        found = {field: _absolute(path) for field in fields if (path := getattr(section, field, None))}
         resolved[name] = section.model_copy(update=found)
     return config.model_copy(update=resolved)
+
+
+def _absolute(paths: str | dict[str, str]) -> str | dict[str, str]:
+    return absolute(paths) if isinstance(paths, str) else {name: absolute(path) for name, path in paths.items()}
 
 
 def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
@@ -138,14 +175,19 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
             yield from (row for row in own if row not in shared and row[0] != f"{key}.type")
 
 
+def config_file(path: Path) -> Path:
+    """Return `path`, or the file of that name that comes with the package if there is no such file here."""
+    shipped = SHIPPED / f"{path}.yaml"
+    return shipped if not path.is_file() and path.name == str(path) and shipped.is_file() else path
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
+        path = config_file(path)
         if path.is_dir():
             raise ConfigError(f"config file {path} is a folder: give a YAML file")
         if not path.is_file():
-            nearest = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-            hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
-            raise ConfigError(f"config file {path} does not exist{hint}")
+            raise ConfigError(f"config file {path} does not exist{_nearest_file(path)}")
         settings = read_yaml_file(path)
     except OSError as error:
         raise ConfigError(f"config file {shortened(str(path))} cannot be read: {error.strerror}") from None
@@ -155,7 +197,18 @@ def _read(path: Path) -> dict[str, Any]:
     return settings
 
 
+def _nearest_file(path: Path) -> str:
+    """Return the end of an error message that names the most similar file of the folder, or of the package."""
+    here = {file.name: str(file) for file in path.parent.glob("*.y*ml")}
+    if path.name == str(path):
+        here |= {file.stem: file.stem for file in SHIPPED.glob("*.yaml")}
+    nearest = difflib.get_close_matches(path.name, here, n=1)
+    return f"; did you mean {here[nearest[0]]}?" if nearest else ""
+
+
 def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
+    if keys[-1] in DEFAULT_TYPES and keys[-1] != "correction" and isinstance(value, str):
+        keys = [*keys, "type"]  # algorithm=grpo is short for algorithm.type=grpo
     *sections, last = keys
     for done, section in enumerate(sections):
         if settings.get(section) is None:  # absent, or a heading with nothing below it
@@ -175,9 +228,11 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def _as_section(name: str, value: Any) -> Any:
-    """Return the section that a correction's name stands for, so that one of its settings can be changed."""
-    if name != "correction" or not isinstance(value, str):
+    """Return the section that a name stands for, so that one of its settings can be changed."""
+    if name not in DEFAULT_TYPES or not isinstance(value, str):
         return value
+    if name != "correction":
+        return {"type": value}
     if value in PRESETS:
         return PRESETS[value].model_dump()
     return {"type": "custom", "function": value} if ":" in value else value
@@ -214,13 +269,26 @@ def given(item: Any) -> str:
 def _fault(item: Any) -> str:
     key = _dotted([str(part) for part in item["loc"]])
     if item["type"] == "extra_forbidden":
-        if sentence := _INSTEAD.get(key.split(".")[-1]):
+        if sentence := _instead(key.split(".")[-1]):
             return sentence
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:
             return f"{key} is a setting of another type; see --help {key}"
+        if (same := meant(key)) and same != key:
+            return f"unknown key {key!r}; it is called {same!r} here (--help {same})"
         return f"unknown key {key!r}{did_you_mean(key, keys, cutoff=0.5)}"
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type") and key in _section_keys():
+        return f"{key}: give {key}.<setting>=… (--help {key} lists them): it is a section, not a value{given(item)}"
     return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given(item)}"
+
+
+def _instead(name: str) -> str | None:
+    """Return the message for a key of something that is not supported; any key of LoRA's is one."""
+    return _INSTEAD.get("lora" if name.startswith("lora") or name.endswith("peft") else name)
+
+
+def _section_keys() -> set[str]:
+    return {key.partition(".type=")[0] for key, default, _ in describe() if not default}
 
 
 def _dotted(path: list[str]) -> str:

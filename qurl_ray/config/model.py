@@ -1,6 +1,6 @@
 """Settings of the policy that is trained."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -52,6 +52,9 @@ class PretrainedModel(Section):
     max_length: int | None = Field(None, ge=8)
     """Context length to use (prompt and answer together), in tokens. null uses the model's own; a value above that is
     an error."""
+    overrides: dict[str, Any] = {}
+    """Entries that replace those of the model's config.json, such as `{max_position_embeddings: 32768}`; the trained
+    policy is saved with them."""
 
 
 class GgufModel(Section):

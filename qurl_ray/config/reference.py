@@ -9,7 +9,7 @@ from qurl_ray.config.load import describe
 _HEAD = """# Configuration
 
 Every setting of a run, written by `python -m qurl_ray.config.reference > docs/configuration.md` from
-`qurl_ray/config/`. A run is one YAML file (`jobs/configs/` has examples); `section.key=value` on the command
+`qurl_ray/config/`. A run is one YAML file (`qurl_ray/configs/` has examples); `section.key=value` on the command
 line overrides it, and `--dry-run` prints the result. Unknown keys are errors. Where a section has several types, the
 first is the default, and its `type` decides which settings it has, besides those that all of them have."""
 

@@ -28,13 +28,17 @@ def without_removed(settings: Any) -> Any:
 
 
 def with_default_types(settings: Any) -> Any:
-    """Fill in the default `type` of sections that give none, so that `task: {max_operand: 9}` is valid."""
+    """Fill in the default `type` of sections that give none, so that `task: {max_operand: 9}` is valid. A section that
+    is a name alone has that type."""
     if not isinstance(settings, dict):
         return settings
     filled = dict(settings)
     for key, default in DEFAULT_TYPES.items():
-        if isinstance(filled.get(key), dict):
-            filled[key] = {"type": default, **filled[key]}
+        given = filled.get(key)
+        if isinstance(given, dict):
+            filled[key] = {"type": default, **given}
+        elif isinstance(given, str) and key != "correction":  # whose names are more than its types
+            filled[key] = {"type": given}
     return filled
 
 

@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from qurl_ray.config.cli import errors_told
 from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
 from qurl_ray.config.load import explain, given, read_settings, runs_folder
 from qurl_ray.config.paths import absolute
 from qurl_ray.config.rollout import FormatName
 from qurl_ray.config.section import Section
 from qurl_ray.config.tracking import MlflowUri, known_uri
-from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
 from qurl_ray.tables import ENGINES
 
@@ -159,7 +160,7 @@ def load_serving(path: Path | None, overrides: Sequence[str] = ()) -> ServingCon
     Raises:
         ConfigError: as load_config.
     """
-    return validated(read_settings(path, overrides), str(path) if path else "settings")
+    return validated(read_settings(path, overrides, ServingConfig), str(path) if path else "settings")
 
 
 def resolve_serving(config: ServingConfig) -> ServingConfig:
@@ -189,16 +190,19 @@ def _fault(item: Any) -> str:
 
 
 def serving_app(serve: Callable[..., int], about: str | None = None) -> typer.Typer:
-    """Return a command that reads settings and calls `serve(config, dry=…, swap=…)`, which returns the exit status.
+    """Return a program whose only command is `serving_command(serve, about)`."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(**COMMAND)(serving_command(serve, about))
+    return app
 
-    Errors that qurl_ray raises on purpose are printed without a traceback.
+
+def serving_command(serve: Callable[..., int], about: str | None = None) -> Callable[..., None]:
+    """Return a command that reads settings and calls `serve(config, dry=…, swap=…)`, which returns the exit status.
 
     Args:
         about: Docstring of the job: a sentence, a colon, and an example of use.
     """
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-    @app.command(**COMMAND)
     def main(
         context: typer.Context,
         overrides: Overrides = None,
@@ -211,14 +215,11 @@ def serving_app(serve: Callable[..., int], about: str | None = None) -> typer.Ty
         ] = False,
         show_help: HelpFlag = False,
     ) -> None:
-        try:
+        with errors_told():
             if show_help:
                 typer.echo(help_page(context, ServingConfig, overrides or [], about))
                 return
             status = serve(load_serving(config, overrides or []), dry=dry_run, swap=swap)
-        except QurlError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
         raise typer.Exit(status)
 
-    return app
+    return main

@@ -53,6 +53,27 @@ def read_yaml(text: str | bytes, source: str) -> Any:
         raise ConfigError(f"{source} is not valid YAML: {told}") from None
 
 
+def read_text(text: str, source: str, *, nullable: bool) -> str | None:
+    """Return the value of a setting that is text: what YAML makes of it if that is text, such as a quoted one, else the
+    text as it is.
+
+    Args:
+        nullable: `null` is None.
+
+    Raises:
+        ConfigError: it has a NUL or half of a surrogate pair.
+    """
+    if _UNWRITABLE.search(text):
+        raise ConfigError(f"{source} has a NUL or half of a surrogate pair")
+    try:
+        value = read_yaml(text, source)
+    except ConfigError:
+        return text
+    if value is None and nullable:
+        return None
+    return value if isinstance(value, str) else text
+
+
 class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)

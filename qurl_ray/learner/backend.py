@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.errors import ConfigError
+
 
 class Resident(IntEnum):
     """Part of a learner that is on its device; the rest is on the host."""
@@ -58,16 +61,43 @@ class Backend(Protocol):
         """Keep this part on the device, and the rest on the host. `step` needs ALL."""
 
 
-def adamw(module: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """Return an AdamW optimizer with weight decay for matrices, and without for norms and biases."""
-    matrices = [p for p in module.parameters() if p.ndim >= 2]
+def make_optimizers(module: nn.Module, config: LearnerConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that together update all parameters, with weight decay for matrices only.
+
+    Raises:
+        ConfigError: bitsandbytes is missing.
+    """
+    matrices = {name: p for name, p in module.named_parameters() if p.ndim >= 2}
     vectors = [p for p in module.parameters() if p.ndim < 2]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=lr,
-        betas=betas,
-        fused=True,
-    )
+    made: list[torch.optim.Optimizer] = []
+    if config.optimizer == "muon":
+        of_blocks = {name: p for name, p in matrices.items() if not _is_embedding_or_head(module, name)}
+        made.append(
+            torch.optim.Muon(
+                list(of_blocks.values()),
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+        matrices = {name: p for name, p in matrices.items() if name not in of_blocks}
+    groups = [
+        {"params": list(matrices.values()), "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if config.optimizer == "adamw_8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError as error:
+            raise ConfigError(f"learner.optimizer=adamw_8bit needs bitsandbytes: pip install it ({error})") from None
+        return [AdamW8bit(groups, lr=config.lr, betas=config.betas)]
+    return [*made, torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
+
+
+def _is_embedding_or_head(module: nn.Module, name: str) -> bool:
+    """True for matrices whose rows belong to tokens, and for heads: Muon is for what lies between."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, nn.Embedding) or name.rpartition(".")[0].endswith("head")
 
 
 def world() -> tuple[int, int]:

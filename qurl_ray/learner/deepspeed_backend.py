@@ -20,7 +20,7 @@ from torch import nn
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import CheckpointError
-from qurl_ray.learner.backend import Resident, adamw, world
+from qurl_ray.learner.backend import Resident, make_optimizers, world
 
 _OPTIMIZERS = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
 _AWAY = {
@@ -46,11 +46,11 @@ class DeepSpeedBackend:
 
     def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
         self._config, self._ranks, self.module = config, world()[1], module
-        optimizer = adamw(module, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        (optimizer,) = make_optimizers(module, config)
         # Stage 3 offloads masters and moments only of DeepSpeed's own Adam, which is compiled and for CUDA.
         self._stay = _OPTIMIZERS if config.zero_stage == 3 and config.device == "cpu" else set()
         own_adam = config.offload_while_waiting and config.zero_stage == 3 and not config.offload_optimizer
-        if own_adam and config.device == "cuda":
+        if own_adam and config.device == "cuda" and config.optimizer == "adamw":
             optimizer = FusedAdam(optimizer.param_groups, lr=config.lr, betas=config.betas)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=zero_settings(config), dist_init_required=False

@@ -113,12 +113,7 @@ class PolicyLearner:
         for index, (mini_batch, chosen) in enumerate(zip(mini_batches, passes, strict=True)):
             equalizer = measured if not index else None
             sums.append(self._accumulate(chosen, mini_batch.denominators, strength, calibration, equalizer))
-            share = schedule(
-                self._updates,
-                self._total_updates,
-                warmup_steps=self._config.warmup_steps,
-                final_share=self._config.lr_final_share,
-            )
+            share = self._config.rate(self._updates, self._total_updates)
             lr = self._config.lr * share
             norms.append(self._policy.step(lr))
             self._updates += norms[-1] is not None
@@ -315,14 +310,6 @@ def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
         for row, sample in enumerate(one.samples)
         if sample.watched
     }
-
-
-def schedule(updates: int, total_updates: int, *, warmup_steps: int, final_share: float) -> float:
-    """Return the factor on the learning rate of the next update, after `updates` updates: linear warm-up times linear
-    decay to `final_share`."""
-    warm = min(1.0, (updates + 1) / max(1, warmup_steps))
-    progress = min(1.0, updates / max(1, total_updates - 1))
-    return warm * (1 - (1 - final_share) * progress)
 
 
 def make_learner(

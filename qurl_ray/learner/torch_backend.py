@@ -13,9 +13,7 @@ from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.learner.backend import Resident, adamw, world
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+from qurl_ray.learner.backend import Resident, make_optimizers, world
 
 
 class TorchBackend:
@@ -25,7 +23,10 @@ class TorchBackend:
 
     def __init__(self, module: nn.Module, config: LearnerConfig) -> None:
         self.module, self._config = module, config
-        self._optimizer = adamw(module, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        self._optimizers = make_optimizers(module, config)
+        self._optimizer_of: dict[torch.Tensor, torch.optim.Optimizer] = {
+            p: o for o in self._optimizers for group in o.param_groups for p in group["params"]
+        }
         self._rank, self._ranks = world()
         if self._ranks > 1:
             for parameter in module.parameters():
@@ -42,10 +43,11 @@ class TorchBackend:
         norm = float(clip_grad_norm_(self.module.parameters(), self._config.grad_clip))
         finite = norm < float("inf")  # False for nan
         if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+        self.module.zero_grad(set_to_none=True)
         return norm if finite else None
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,32 +71,46 @@ class TorchBackend:
         if self._rank:
             return
         named = dict(self.named_parameters())
-        moments = {
-            f"{name}:{kind}": self._optimizer.state[parameter][kind]
+        states = {
+            f"{name}:{kind}": value
             for name, parameter in named.items()
-            for kind in _MOMENTS
-            if parameter in self._optimizer.state  # there is no state before the first update
+            for kind, value in self._state_of(parameter).items()  # there is none before the first update
         }
         save_file({name: p.detach() for name, p in named.items()}, folder / "parameters.safetensors")
-        save_file(moments, folder / "optimizer.safetensors")
+        save_file(states, folder / "optimizer.safetensors")
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        optimizer = self._optimizer_of[parameter]
+        state = optimizer.state.get(parameter, {})
+        if type(optimizer).__module__.startswith("torch."):
+            return state
+        # In bitsandbytes' states, the number of steps is no tensor, and parameters share some of the tensors.
+        return {kind: torch.as_tensor(value).clone() for kind, value in state.items()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         parameters = load_file(folder / "parameters.safetensors")
-        moments = load_file(folder / "optimizer.safetensors")
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in load_file(folder / "optimizer.safetensors").items():
+            name, _, kind = key.rpartition(":")
+            states.setdefault(name, {})[kind] = value
         for name, parameter in self.named_parameters():
             parameter.copy_(parameters[name])  # in place: results may depend on the alignment of memory
-            if f"{name}:step" in moments:
-                self._optimizer.state[parameter] = {
-                    # AdamW keeps its step count on the CPU unless it is fused on a GPU.
-                    kind: moments[f"{name}:{kind}"].clone().to(parameter.device)
-                    for kind in _MOMENTS
+            if name in states:
+                optimizer = self._optimizer_of[parameter]
+                # Torch's AdamW, fused, counts steps where it computes.
+                as_number = not type(optimizer).__module__.startswith("torch.")
+                optimizer.state[parameter] = {
+                    kind: int(value) if as_number and kind == "step" else value.clone().to(parameter.device)
+                    for kind, value in states[name].items()
                 }
 
     def reside(self, resident: Resident) -> None:
         own = self._config.device
         for parameter in self.module.parameters():  # gradients are freed after each step
             parameter.data = parameter.data.to(own if resident >= Resident.PARAMETERS else "cpu")
-        for state in self._optimizer.state.values():
-            for kind in _MOMENTS:
-                state[kind] = state[kind].to(own if resident is Resident.ALL else "cpu")
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                for kind, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        state[kind] = value.to(own if resident is Resident.ALL else "cpu")

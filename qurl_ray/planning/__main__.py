@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from qurl_ray.config import RunConfig
+from qurl_ray.config.cli import errors_told
 from qurl_ray.config.load import load_config
-from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.errors import ConfigError
 from qurl_ray.planning.configured import check_layout
 from qurl_ray.planning.machines import GPUS, find_gpu
 from qurl_ray.planning.plan import make_plan
@@ -26,7 +27,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     model: Annotated[str | None, typer.Option(help="Name (see below), or a folder with a config.json.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A run's YAML file: model, lengths, batch and GPUs are its own.")
+        Path | None,
+        typer.Option(help="A run's YAML file, or one of `qurl configs`: model, lengths, batch and GPUs are its own."),
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(GPUS)}.")] = "h100",
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs; those of --config, or 8, if absent.")] = None,
@@ -80,7 +82,7 @@ def main(
         "graphs": False if eager else None,
         "transport": transport,
     }
-    try:
+    with errors_told():
         if validate:
             show_published(console, as_json=as_json)
             return
@@ -98,9 +100,6 @@ def main(
             typer.echo(json.dumps(as_values(plan) | {"check": asdict(check) if check else None}, indent=2))
         else:
             show(plan, console, check)
-    except QurlError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _gpus(given: int | None, run: RunConfig | None) -> int:

@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import did_you_mean
 from qurl_ray.numerics.activations import MODULES
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import NAME
@@ -202,4 +203,16 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
     if (Path(spec.source) / "adapter_config.json").is_file():
         raise ConfigError(f"{spec.source} is a LoRA adapter, which is not supported: merge it into its base model")
     with reading(spec.source):
-        return trainable(AutoConfig.from_pretrained(spec.source, trust_remote_code=False), spec)
+        config = AutoConfig.from_pretrained(spec.source, trust_remote_code=False)
+        if spec.overrides:
+            config = _overridden(config, spec)
+        return trainable(config, spec)
+
+
+def _overridden(config: PreTrainedConfig, spec: PolicySpec) -> PreTrainedConfig:
+    own, _ = PreTrainedConfig.get_config_dict(spec.source)
+    known = {*own, *config.to_dict(), "rope_scaling"}
+    for name in spec.overrides:
+        if name not in known:
+            raise ConfigError(f"model.overrides: {spec.source} has no setting {name!r}{did_you_mean(name, known)}")
+    return type(config).from_dict({**own, **spec.overrides})

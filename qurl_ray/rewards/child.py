@@ -19,8 +19,8 @@ import threading
 import time
 
 from qurl_ray.errors import RewardError
+from qurl_ray.rewards.given import load
 from qurl_ray.rewards.judge import judge
-from qurl_ray.tables import REWARDS
 from qurl_ray.types import Problem
 
 THREADS_LEFT = 98
@@ -35,7 +35,7 @@ _LOOK_AGAIN_S = 1.0  # interval until threads that slept are checked again
 def run_judge(channel: socket.socket, spec: str) -> int:
     """Resolve the reward and judge with it until the parent closes the socket. Return the exit code."""
     try:
-        score = REWARDS.load(spec)
+        score = load(spec)
     except RewardError as error:
         _send(channel, {"error": str(error)})
         return 0

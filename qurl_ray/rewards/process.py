@@ -17,10 +17,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast, get_args
 
 from qurl_ray.errors import RewardError
 from qurl_ray.rewards.child import THREADS_LEFT
+from qurl_ray.rewards.given import carried, told
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rewards.keeper import STOPPED, TOO_MUCH
 from qurl_ray.types import Problem, Status, Verdict
@@ -37,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 # -P and an explicit path: the child can import exactly what the parent can import.
 _BOOT = (
-    "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('path');"
+    "import json, sys; settings = json.load(sys.stdin); sys.path[:] = settings.pop('path');"
     "from qurl_ray.rewards.keeper import main; main(**settings)"
 )
 
@@ -66,12 +68,13 @@ class VerifierProcess:
         """Store the settings; no process is started yet.
 
         Args:
-            spec: name of a reward (qurl_ray.tables); it is imported in the child, never in this process.
+            spec: a reward, by name (qurl_ray.tables) or as `given` carries it; it is imported in the child, never in
+                this process.
             timeout_s: seconds for one answer, counted from the previous verdict.
             memory_gb: limit for the child and all that it starts together, for memory and temporary files, in
                 GiB; see docs/failure.md for the systems on which it is enforced.
         """
-        self._spec = spec
+        self._spec = carried(spec)
         self._timeout_s = timeout_s
         self._memory_gb = memory_gb
         self._child: _Child | None = None
@@ -141,7 +144,7 @@ class VerifierProcess:
                 self._warned = True
                 _log.warning(
                     "reward %r leaves threads that run on, or many; its process is replaced after such answers",
-                    self._spec,
+                    told(self._spec),
                 )
             self._child = None
 
@@ -168,7 +171,7 @@ class _Child:
     """Warden process, and the socket to the judge below it."""
 
     def __init__(self, spec: str, memory_gb: float) -> None:
-        self._spec, self._memory_gb = spec, memory_gb
+        self._name, self._memory_gb = told(spec), memory_gb
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
         self._owed: deque[str] = deque()
@@ -178,27 +181,30 @@ class _Child:
         settings = {"spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, json.dumps(settings)],
+                [sys.executable, "-P", "-c", _BOOT],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that Ctrl-C does not reach it
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # a function may be larger than an argument
                 stdout=subprocess.DEVNULL,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
+        assert self._process.stdin
+        with suppress(BrokenPipeError), self._process.stdin as settings_of:  # the wait for it tells of its death
+            settings_of.write(json.dumps(settings).encode())
 
     def wait_until_ready(self) -> None:
         try:
             reply = self._receive(time.monotonic() + _START_S)
         except _LateError:
-            raise RewardError(f"reward {self._spec!r}: importing it took longer than {_START_S:g} s") from None
+            raise RewardError(f"reward {self._name!r}: importing it took longer than {_START_S:g} s") from None
         except _DeathError as death:
-            raise RewardError(f"reward {self._spec!r}: the process that imports it {death}") from None
+            raise RewardError(f"reward {self._name!r}: the process that imports it {death}") from None
         match reply:
             case {"ready": True}:
                 return
             case {"error": str(message)}:
                 raise RewardError(message)
-        raise RewardError(f"reward {self._spec!r}: the process that imports it wrote to the socket of its verdicts")
+        raise RewardError(f"reward {self._name!r}: the process that imports it wrote to the socket of its verdicts")
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -287,7 +293,8 @@ class _Child:
 
 def _plain(problem: Problem) -> dict[str, Any]:
     """Return the same as dataclasses.asdict, in a tenth of the time."""
-    return {"uid": problem.uid, "prompt": problem.prompt, "answer": problem.answer, "meta": problem.meta}
+    names = ("uid", "prompt", "answer", "meta", "messages", "held_out_set")
+    return {name: getattr(problem, name) for name in names}
 
 
 def _verdict(reply: Any, owed: str) -> Verdict:

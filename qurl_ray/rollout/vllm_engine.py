@@ -125,6 +125,8 @@ class VllmEngine:
         if on_cuda:
             # vLLM's own operation, where its compiler would make eleven of the same.
             self._settings["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
+        if spec.overrides:
+            self._settings["hf_overrides"] = dict(spec.overrides)
         if sleep_mode and kv_cache_bytes is not None:
             self._settings["gpu_memory_utilization"] = _SHARED  # at the start, the learner may hold the rest
         self._start(format_name)

@@ -10,7 +10,7 @@ from qurl_ray.actors.placement import Demand, GpuAssignment, demand, engine_assi
 from qurl_ray.config import load_config
 from qurl_ray.errors import PlacementError
 
-CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
+CONFIGS = Path(__file__).parents[2] / "qurl_ray" / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if "Made for 8 GPUs" in path.read_text())
 BOX = {"CPU": 64.0, "GPU": 8.0}
 

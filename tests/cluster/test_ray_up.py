@@ -112,7 +112,9 @@ def test_up_submit_down(laptop, tmp_path):
     assert refused.returncode != 0
     assert "token" in (refused.stdout + refused.stderr).lower()
 
-    job = laptop(f"ray job submit -- python jobs/qurl_dapo.py --config jobs/configs/quickstart.yaml {' '.join(SMALL)}")
+    job = laptop(
+        f"ray job submit -- python jobs/qurl_dapo.py --config qurl_ray/configs/quickstart.yaml {' '.join(SMALL)}"
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     assert "succeeded" in job.stdout
     summary = json.loads((tmp_path / "qurl-runs/quickstart/summary.json").read_text())

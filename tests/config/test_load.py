@@ -1,5 +1,6 @@
 """Settings from real YAML files: what is accepted, and what an error says of the rest."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import yaml
 from qurl_ray.config import RunConfig, load_config, resolve
 from qurl_ray.config.algorithm import PRESETS, TIS
 from qurl_ray.config.idle import idle_settings
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.load import describe
+from qurl_ray.config.names import ELSEWHERE, SAME
 from qurl_ray.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").rglob("*.y*ml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "qurl_ray" / "configs").rglob("*.y*ml"))
 
 
 @pytest.fixture
@@ -471,7 +476,7 @@ def test_the_same_setting_elsewhere_is_no_news(load, settings):
 def test_every_named_correction_comes_back_from_what_a_run_writes(load, algorithm, name, objective):
     overrides = [f"algorithm.objective={objective}", f"algorithm.correction={name}"]
     text = f"algorithm: {{type: {algorithm}, correction: {{type: acr, is_cap: 8}}, clip_low: 0.1, dual_clip: 3}}"
-    if name == "qurl" and objective != "ppo":
+    if name in ("acr", "qurl") and objective != "ppo":
         assert "algorithm.correction=flashrl, or sequence_tis, goes with it" in complaint(load, text, *overrides)
         return
     config = load(text, *overrides)
@@ -649,7 +654,7 @@ def test_a_target_needs_evaluations_on_the_way():
     with pytest.raises(ConfigError, match=r"evaluation\.target_reward=0\.9 is looked at every evaluation\.every steps"):
         load_config(None, ["evaluation.target_reward=0.9"])
     assert load_config(None, ["evaluation.target_reward=0.9", "evaluation.every=5"]).evaluation.target_reward == 0.9
-    quickstart = Path("jobs/configs/quickstart.yaml")
+    quickstart = Path("qurl_ray/configs/quickstart.yaml")
     assert load_config(quickstart, ["evaluation.target_reward=null"]).evaluation.target_reward is None
 
 
@@ -660,3 +665,141 @@ def test_a_url_is_no_folder_of_runs(where, monkeypatch):
     monkeypatch.setenv("QURL_RUNS", where)
     with pytest.raises(ConfigError, match="is a URL: give a folder"):
         resolve(RunConfig(), submitted=True)
+
+
+# --- names of other frameworks, text, short forms ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown", "here"),
+    [
+        ("learning_rate: 1", "learning_rate", "learner.lr"),
+        ("learner: {learning_rate: 1}", "learner.learning_rate", "learner.lr"),
+        ("rollout: {n: 8}", "rollout.n", "rollout.samples_per_prompt"),
+        ("algorithm: {beta: 0.1}", "algorithm.beta", "algorithm.kl_coef"),
+        ("train_batch_size: 8", "train_batch_size", "rollout.prompts_per_step"),
+        ("save-freq: 8", "save-freq", "checkpoint.every"),
+    ],
+)
+def test_a_name_of_another_framework_is_translated(load, text, unknown, here):
+    assert complaint(load, text).endswith(f"unknown key {unknown!r}; it is called {here!r} here (--help {here})")
+
+
+def test_lora_is_a_sentence_and_not_a_similar_name(load):
+    for key in ("lora_rank", "use_peft", "model.lora_alpha"):
+        assert "LoRA is not supported" in complaint(load, "{}", f"{key}=8")
+
+
+def test_names_of_other_frameworks_lead_to_settings_and_hide_none():
+    keys = {row[0].split(".type=")[0] for row in describe()} | {"algorithm.type"}
+    assert set(ELSEWHERE) <= keys
+    names = [other for others in ELSEWHERE.values() for other in others]
+    assert len(names) == len(set(names))
+
+
+def test_the_page_on_migrating_has_the_names_that_errors_know():
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    for here, *others in rows:
+        keys = set(re.findall(r"`([a-z_.]+)", here))
+        for cell in others:  # quotients are other figures than their parts
+            for name in [] if " / " in cell else re.findall(r"`(?:--)?([a-z_.]+)`", cell):
+                known = SAME.get(name.rpartition(".")[2])
+                assert known is None or known in keys, (name, keys)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("task.template={prompt}", "{prompt}"),
+        ("task.template=Q: {prompt}", "Q: {prompt}"),
+        ("task.template='{prompt} '", "{prompt} "),
+        ("task.template=[{prompt}]", "[{prompt}]"),
+        ("task.template=- {prompt}: x", "- {prompt}: x"),
+        ("task.template=@{prompt}", "@{prompt}"),
+    ],
+)
+def test_a_setting_that_is_text_takes_it_as_it_is(load, override, value):
+    assert load("{}", override).task.template == value
+
+
+def test_numbers_and_null_are_text_where_text_is_wanted(load):
+    assert load("{}", "name=7").name == "7"
+    assert load("{}", "task.reward=null").task.reward is None
+    assert load("{}", "model.type=pretrained", "model.path=123").model.path == "123"
+    assert "NUL" in complaint(load, "{}", "task.template={prompt}\0")
+
+
+@pytest.mark.parametrize("name", ["acr", "tis", "naive"])
+def test_the_name_of_a_correction_is_short_for_its_type(load, name):
+    assert load("{}", f"algorithm.correction={name}").algorithm.correction.type == name
+    capped = load("{}", "algorithm.correction=tis", "algorithm.correction.is_cap=3").algorithm.correction
+    assert (capped.type, capped.is_cap) == ("tis", 3)
+
+
+def test_the_name_of_a_type_is_short_for_its_section(load):
+    assert load("algorithm: grpo").algorithm.type == "grpo"
+    short = load("algorithm: {type: dapo, max_refill_rounds: 3}", "algorithm=grpo", "algorithm.clip_low=0.1").algorithm
+    assert (short.type, short.clip_low, short.max_refill_rounds) == ("grpo", 0.1, 10)
+    assert "expected tags" in complaint(load, "{}", "algorithm=gropo")
+
+
+def test_a_value_in_place_of_a_section_is_told(load):
+    message = complaint(load, "rollout: int8")
+    told = "rollout: give rollout.<setting>=… (--help rollout lists them): it is a section, not a value (got 'int8')"
+    assert message.endswith(told)
+
+
+def test_a_name_is_that_of_a_file_of_the_package_unless_there_is_one_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("quickstart")).name == "quickstart"
+    Path("quickstart").write_text("name: mine")
+    assert load_config(Path("quickstart")).name == "mine"
+    with pytest.raises(ConfigError, match=r"quikstart does not exist; did you mean quickstart\?"):
+        load_config(Path("quikstart"))
+
+
+# --- schedules of the learning rate --------------------------------------------------------------------------------
+
+
+def rates(total=11, **fields):
+    learner = LearnerConfig(**fields)
+    return [round(learner.rate(done, total), 4) for done in range(total)]
+
+
+def test_schedules_of_the_learning_rate():
+    assert rates() == [1.0] * 11
+    assert rates(schedule="linear") == [round(1 - n / 10, 4) for n in range(11)]
+    assert rates(lr_final_share=0.5) == [round(1 - n / 20, 4) for n in range(11)]
+    assert rates(schedule="cosine", lr_final_share=0.1)[::5] == [1.0, 0.55, 0.1]
+    assert rates(schedule="wsd", decay_share=0.2) == [1.0] * 9 + [0.5, 0.0]
+    assert rates(warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert LearnerConfig(schedule="linear").rate(99, 10) == 0.0  # beyond the end
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "constant", "lr_final_share": 0.1}, "keeps the rate"),
+        ({"schedule": "cosine", "lr_final_share": 1.0}, "never falls"),
+        ({"optimizer": "muon", "backend": "deepspeed"}, "whole matrices"),
+        ({"optimizer": "adamw_8bit"}, "computes on GPUs"),
+        (
+            {"optimizer": "adamw_8bit", "device": "cuda", "backend": "deepspeed", "offload_optimizer": True},
+            "cannot move",
+        ),
+    ],
+)
+def test_learners_that_contradict_themselves(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LearnerConfig(**fields)
+
+
+def test_rates_so_far_depend_on_the_number_of_updates_only_once_they_fall():
+    assert LearnerConfig().same_rates(50, 100, 200)
+    assert not LearnerConfig(schedule="linear").same_rates(1 + 1, 100, 200)
+    wsd = LearnerConfig(schedule="wsd", decay_share=0.1, warmup_steps=5)
+    assert wsd.same_rates(90, 100, 200)
+    assert not wsd.same_rates(92, 100, 200)
+    for done in (1, 50, 90):
+        assert [wsd.rate(n, 100) for n in range(done)] == [wsd.rate(n, 200) for n in range(done)]

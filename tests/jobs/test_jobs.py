@@ -50,7 +50,7 @@ def test_errors_have_no_traceback():
 def test_dry_run_prints_the_resolved_settings_and_what_it_checked_and_leaves_no_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("QURL_CACHE", str(tmp_path / "cache"))
     done = job(
-        "qurl_dapo.py", "--config", "jobs/configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path / 'runs'}",
+        "qurl_dapo.py", "--config", "qurl_ray/configs/quickstart.yaml", "--dry-run", f"output_dir={tmp_path / 'runs'}",
         "seed=7", "learner.zero_stage=3",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -74,8 +74,8 @@ def test_dry_run_prints_the_resolved_settings_and_what_it_checked_and_leaves_no_
     ("arguments", "message"),
     [
         (["rollout.quantisation=int8"], "unknown key 'rollout.quantisation'; did you mean 'rollout.quantization'?"),
-        (["--config", "jobs/configs/quikstart.yaml"], "did you mean jobs/configs/quickstart.yaml?"),
-        (["--config", "jobs/configs/quickstart_grpo.yaml"], "run it with jobs/qurl_grpo.py"),
+        (["--config", "qurl_ray/configs/quikstart.yaml"], "did you mean qurl_ray/configs/quickstart.yaml?"),
+        (["--config", "quickstart_grpo"], "run it with `qurl train`, or jobs/qurl_grpo.py"),
         (["rollout.samples_per_prompt=1"], "a group of one has no advantage"),
         (["model.type=pretrained", "model.path=/no/such/folder"], "model '/no/such/folder' cannot be loaded"),
         (["rollout.max_new_tokens=80"], "exceeds the context 64"),
@@ -100,9 +100,9 @@ def test_jet_rl_takes_any_algorithm_in_a_unified_flow(tmp_path):
         settings = yaml.safe_load(done.stdout)
         assert (settings["precision_flow"], settings["rollout"]["quantization"]) == ("unified", "fp8_block")
         assert settings["algorithm"]["type"] == ("grpo" if overrides else "dapo")
-    done = job("jet_rl.py", "--config", "jobs/configs/quickstart.yaml")
+    done = job("jet_rl.py", "--config", "qurl_ray/configs/quickstart.yaml")
     assert done.returncode == 2
-    assert "precision_flow is rollout_only; run it with jobs/qurl_dapo.py" in done.stderr
+    assert "precision_flow is rollout_only; run it with `qurl train`, or jobs/qurl_dapo.py" in done.stderr
 
 
 def test_evaluate_reports_accuracy_and_samples_with_intervals(tmp_path):

@@ -47,6 +47,20 @@ def test_the_context_may_be_shortened_and_not_stretched(tiny_spec):
         context_length(PolicySpec(source=tiny_spec.source, max_length=65))
 
 
+def test_settings_of_the_model_can_be_replaced_and_are_saved(tiny_spec, tokenizer, tmp_path):
+    longer = PolicySpec(source=tiny_spec.source, overrides={"max_position_embeddings": 99})
+    assert context_length(longer) == 99
+    save_policy(load_model(longer), tokenizer, tmp_path / "policy")
+    assert context_length(PolicySpec(source=str(tmp_path / "policy"))) == 99
+    scaled = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    model = empty_model(PolicySpec(source=tiny_spec.source, overrides=scaled))
+    assert "linear" in str(model.config.rope_parameters)
+    with pytest.raises(ConfigError, match=r"has no setting 'max_position_embedding'; did you mean 'max_position_em"):
+        context_length(PolicySpec(source=tiny_spec.source, overrides={"max_position_embedding": 99}))
+    with pytest.raises(ConfigError, match=r"num_hidden_layers` \(99\) must be equal"):
+        load_model(PolicySpec(source=tiny_spec.source, overrides={"num_hidden_layers": 99}))
+
+
 def test_stop_ids_are_the_tokenizers_and_the_models(tiny_spec, tokenizer, tmp_path):
     assert stop_ids(tiny_spec, tokenizer) == (tokenizer.eos_token_id,)
     config = LlamaConfig(vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=[5, 7])

@@ -39,7 +39,7 @@ class DryRun:
     """Sentence on equal bits; None if engine and learner do not share one forward pass, or the model is not here."""
 
 
-def dry_run(config: RunConfig, *, fresh: bool) -> DryRun:
+def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
     """Make the checks of a run, and return what they were.
 
     Raises:
@@ -48,7 +48,7 @@ def dry_run(config: RunConfig, *, fresh: bool) -> DryRun:
     config = resolve(config, submitted=submitted())
     found = DryRun(settings=settings_text(shown(config.model_dump(mode="json"))))
     try_functions(config)
-    folder, resume = look_at_run_dir(config, fresh=fresh)
+    folder, resume = look_at_run_dir(config, fresh=fresh, extend=extend)
     found.checked += ["settings", "functions", folder]
     task = None
     if isinstance(config.task, DatasetTask) and (hub := hub_sources(config.task)):

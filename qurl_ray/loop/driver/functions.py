@@ -1,6 +1,7 @@
 """User functions that the settings name: they are imported and tried before anything else is done."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from qurl_ray.tables import ADVANTAGES, CORRECTIONS, ENGINES, OBJECTIVES, SINKS,
 
 
 def try_functions(config: RunConfig) -> None:
-    """Import each function that is not built in, and call it with a few numbers.
+    """Import each function that is not built in, and call it with a few numbers. Look for an optional package.
 
     Raises:
         ConfigError: a function cannot be imported, raises, or returns something that the learner cannot use.
     """
+    if config.learner.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise ConfigError("learner.optimizer=adamw_8bit needs bitsandbytes: pip install bitsandbytes")
     for sink in config.tracking.sinks:
         SINKS.load(sink)  # the tracker creates it, in the run's folder
     if config.rollout.engine not in ENGINES.entries:

@@ -10,17 +10,17 @@ from qurl_ray.signals import StopRequests
 # What needs torch or Ray is imported where it is used: that takes seconds, and --help does without it.
 
 
-def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
+def train(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) -> int:
     """Train, or only check and print the settings. Returns the exit status: 128 and the signal's number after a request
     to stop (130 after Ctrl-C), 3 if the guard has stopped the run."""
     if dry:
-        return _dry_run(config, fresh=fresh)
+        return _dry_run(config, fresh=fresh, extend=extend)
     stops = StopRequests()
     try:
         with stops.caught(then_exit=True):
             from qurl_ray.loop.driver.run import run_until
 
-            result = run_until(stops, config, fresh=fresh)
+            result = run_until(stops, config, fresh=fresh, extend=extend)
     except KeyboardInterrupt:
         typer.echo("aborted", err=True)
         return stops.exit_status
@@ -29,10 +29,10 @@ def train(config: RunConfig, *, dry: bool, fresh: bool) -> int:
     return stops.exit_status if result.interrupted else 0
 
 
-def _dry_run(config: RunConfig, *, fresh: bool) -> int:
+def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
     from qurl_ray.loop.driver.dry_run import dry_run
 
-    found = dry_run(config, fresh=fresh)
+    found = dry_run(config, fresh=fresh, extend=extend)
     typer.echo(found.settings, nl=False)
     typer.echo(f"# placement: {demand(config)}")
     if found.promise:

@@ -10,7 +10,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
 from qurl_ray.config.paths import absolute
 from qurl_ray.config.task import TaskConfig
-from qurl_ray.data.prompts import check_lengths, encode_prompt
+from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import ConfigError, DataError, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
@@ -117,10 +117,8 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
         ConfigError: a GGUF file is not there, or is damaged.
     """
     if isinstance(model, GgufModel):
-        source = str(cached_gguf_policy(model.path))
-    else:
-        source = absolute(model.path)
-    return PolicySpec(source=source, max_length=model.max_length)
+        return PolicySpec(source=str(cached_gguf_policy(model.path)), max_length=model.max_length)
+    return PolicySpec(source=absolute(model.path), max_length=model.max_length, overrides=model.overrides)
 
 
 def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:
@@ -139,12 +137,11 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
         if config.task.template != "{prompt}":
             raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
         check_characters(task.train)
+    check_chat(config.task, found.tokenizer, task.train[0])
     for problems in (task.train, task.held_out):
         check_lengths(
             problems,
-            lambda problem: encode_prompt(
-                problem, found.tokenizer, template=config.task.template, chat=config.task.chat
-            ),
+            lambda problem: encode_prompt(problem, found.tokenizer, config.task),
             max_new_tokens=config.rollout.max_new_tokens,
             context=found.context,
         )

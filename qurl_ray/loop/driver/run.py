@@ -6,7 +6,7 @@ the driver creates outlive a train worker; actors created inside a train worker 
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,14 @@ from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.model import ModelConfig, TinyModel
+from qurl_ray.environment import MEMORY
 from qurl_ray.loop.coordinator.coordinator import Coordinator
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
 from qurl_ray.loop.driver.run_dir import RunDir, forget_summary, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import summarize, write_summary
+from qurl_ray.loop.driver.upload import Storage, Uploader
 from qurl_ray.loop.driver.watch import Fit, Watch
 from qurl_ray.loop.messages import Material
 from qurl_ray.loop.rank.entry import train_entry
@@ -42,6 +44,8 @@ from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
 from qurl_ray.report.viewer import write_rollouts
 from qurl_ray.signals import StopRequests
+from qurl_ray.tracking.callback import Callback, CallbackSink
+from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event, Outcome
 
@@ -59,21 +63,34 @@ class RunResult:
     interrupted: bool
 
 
-def run(config: RunConfig, *, fresh: bool = False) -> RunResult:
+def run(
+    config: RunConfig, *, fresh: bool = False, extend: bool = False, callbacks: Iterable[Callback] = ()
+) -> RunResult:
     """Train as configured. Attaches to the cluster of $RAY_ADDRESS (submitted jobs have it), else starts Ray here.
 
-    An unfinished run of the same name and settings resumes from its latest checkpoint, unless `fresh`. A first request
+    An unfinished run of the same name and settings resumes from its latest checkpoint, unless `fresh`; with `extend`, a
+    finished one with fewer `steps` does, too. A first request
     to stop (Ctrl-C, SIGTERM, SIGHUP) ends the run after its step, with a checkpoint and an evaluation; a second one
     aborts it, and so does the first one before the learner has started.
+
+    Args:
+        callbacks: called in this process as the run goes on.
 
     Raises:
         QurlError: the settings are bad (before anything starts), or an error of ours ended the run.
         KeyboardInterrupt: the run was aborted.
     """
-    return run_until(StopRequests(), config, fresh=fresh)
+    return run_until(StopRequests(), config, fresh=fresh, extend=extend, callbacks=callbacks)
 
 
-def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) -> RunResult:
+def run_until(
+    stops: StopRequests,
+    config: RunConfig,
+    *,
+    fresh: bool = False,
+    extend: bool = False,
+    callbacks: Iterable[Callback] = (),
+) -> RunResult:
     """Train as `run` does. `stops` gets the requests to stop, and knows afterwards which there were."""
     config = resolve(config, submitted=submitted())
     with stops.caught():
@@ -81,16 +98,25 @@ def run_until(stops: StopRequests, config: RunConfig, *, fresh: bool = False) ->
             check_address()  # now, and not only after a cold start
         try_functions(config)
         checked = check_run(config)
-        with open_run_dir(config, fresh=fresh) as run_dir:
-            return _run_in(run_dir, config, checked, stops)
+        storage = Storage(config) if config.checkpoint.upload else None
+        assert config.output_dir, "resolve() comes first"
+        restored = storage.restore(config.output_dir / config.name) if storage and not fresh else []
+        with open_run_dir(config, fresh=fresh, extend=extend) as place:
+            place.notes[:0] = restored
+            sinks: list[Sink] = [CallbackSink(one) for one in callbacks]
+            if storage:
+                sinks.append(Uploader(storage, place.path, storage.claim(place.path)))
+            return _run_in(place, config, checked, stops, sinks)
 
 
-def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopRequests) -> RunResult:
+def _run_in(
+    place: RunDir, config: RunConfig, checked: Checked, stops: StopRequests, sinks: Sequence[Sink]
+) -> RunResult:
     run_dir, resume = place.path, place.resume
     check_problems(checked.task, resume)
     forget_summary(run_dir)
     torch.set_num_threads(os.cpu_count() or 1)
-    with Tracker(run_dir, config, resolved=config.model_dump(mode="json")) as tracker:
+    with Tracker(run_dir, config, resolved=config.model_dump(mode="json"), sinks=sinks) as tracker:
         try:
             totals = rewound(place, tracker)
             _announce(place.notes, "info", tracker)
@@ -100,7 +126,10 @@ def _run_in(place: RunDir, config: RunConfig, checked: Checked, stops: StopReque
             if not resume:  # else metrics.jsonl has them already
                 _announce([*idle_settings(config), *unequalized(config, checked.model)], "warning", tracker)
                 _announce(prepared.task.notes, "info", tracker)
-            with _cluster(config, stops):
+            _phase("starting Ray", totals.steps, tracker)
+            with _cluster(config, stops) as dashboard:
+                if dashboard:
+                    _announce([f"Ray's dashboard: http://{dashboard}"], "info", tracker)
                 totals = _train(config, prepared, place, totals, tracker, stops)
                 summary = summarize(config, totals)
             # A request to stop that came after the last step does not count.
@@ -140,6 +169,10 @@ def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracke
         tracker.handle(Event(kind=kind, step=0, message=sentence))
 
 
+def _phase(message: str, step: int, tracker: Tracker) -> None:
+    tracker.handle(Event(kind="phase", step=step, message=message))
+
+
 def _report(run_dir: Path, tracker: Tracker, outcome: Outcome) -> str | None:
     """Write the timeline, the pages of rollouts and the report, and return the report's path. A failure is only logged:
     a run is not lost because of its report."""
@@ -164,6 +197,7 @@ def _train(
     """Start the actors, train, end the actors. Return the totals of the whole run."""
     workers = config.rollout.max_workers or config.rollout.workers
     check_room(demand(config))
+    _phase("starting rollout workers and the learner", totals.steps, tracker)
     worker_group = WorkerGroup(
         config=config.rollout,
         spec=prepared.spec,
@@ -243,12 +277,14 @@ def scaling_config(config: RunConfig) -> ray.train.ScalingConfig:
 
 
 @contextmanager
-def _cluster(config: RunConfig, stops: StopRequests) -> Iterator[None]:
-    """Attach to the cluster of $RAY_ADDRESS, else start a Ray for this run only and stop it afterwards."""
+def _cluster(config: RunConfig, stops: StopRequests) -> Iterator[str]:
+    """Attach to the cluster of $RAY_ADDRESS, else start a Ray for this run only and stop it afterwards. Yield the
+    address of the dashboard of a Ray that was started, if it has one."""
     if ray.is_initialized():
-        yield
+        yield ""
         return
-    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    dashboard = ""
+    variables = {name: os.environ[name] for name in (*VARIABLES, *MEMORY) if name in os.environ}
     variables["TOKENIZERS_PARALLELISM"] = "false"
     before = dict(os.environ)
     try:
@@ -262,8 +298,13 @@ def _cluster(config: RunConfig, stops: StopRequests) -> Iterator[None]:
                 os.environ |= variables
                 # Phases alternate, so workers may share cores; Ray counts one core for each worker.
                 cpus = max(os.cpu_count() or 1, config.rollout.workers + config.learner.workers)
-                start(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
-        yield
+                dashboard = start(
+                    num_cpus=cpus,
+                    include_dashboard=config.tracking.ray_dashboard,
+                    log_to_driver=False,
+                    logging_level="ERROR",  # the console belongs to the run
+                )
+        yield dashboard
     finally:
         ray.shutdown()
         for name in variables:

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,8 @@ _OF_A_START = (*_LOGS, "timeline.jsonl", "mlflow_run_id", "summary.json")
 """Files that a failed start leaves, and that the next one must not append to or read."""
 _MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 """Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
-threads may differ as well."""
+threads may differ as well, and what says only when the run ends: evaluation.target_reward, and `steps` where the
+learning rates so far do not depend on it."""
 _MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads")
 
 
@@ -47,12 +48,13 @@ class RunDir:
 
 
 @contextmanager
-def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
+def open_run_dir(config: RunConfig, *, fresh: bool = False, extend: bool = False) -> Iterator[RunDir]:
     """Open <output_dir>/<name> and lock it for this run while the context lasts.
 
-    An unfinished run of the same name and settings resumes from its latest whole checkpoint. The folder of a start that
-    failed before its first step is used again. Any other run, and with `fresh` every run, is moved to <name>.<n>, never
-    overwritten; it is moved back if the block fails before its first step. What is no run is left alone.
+    An unfinished run of the same name and settings, with `extend` a finished one, too, resumes from its latest whole
+    checkpoint. The folder of a start that failed before its first step is used again. Any other run, and with `fresh`
+    every run, is moved to <name>.<n>, never overwritten; it is moved back if the block fails before its first step.
+    What is no run is left alone.
 
     Raises:
         CheckpointError: the run has checkpoints, and none of them can be used.
@@ -69,12 +71,12 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
     with lock:
         with _explained(run_dir):
             _take(lock, fcntl.LOCK_EX, run_dir)
-            place = _resume_or_create(config, run_dir, fresh)
+            place = _resume_or_create(config, run_dir, fresh=fresh, extend=extend)
         with _put_back_on_failure(run_dir, place.older):
             yield place
 
 
-def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> tuple[str, Checkpoint | None]:
+def look_at_run_dir(config: RunConfig, *, fresh: bool = False, extend: bool = False) -> tuple[str, Checkpoint | None]:
     """Return what `open_run_dir` would do, in words, and the checkpoint that the run would resume from. Nothing is
     changed.
 
@@ -91,11 +93,12 @@ def look_at_run_dir(config: RunConfig, *, fresh: bool = False) -> tuple[str, Che
             with lock.open() as held:
                 _take(held, fcntl.LOCK_SH, run_dir)
         old = _settings_of_run(run_dir)
-        if old and not fresh and not _finished(run_dir, old):
+        if old and _goes_on(config, run_dir, old, fresh=fresh, extend=extend):
             checkpoint, _ = latest(run_dir, set_aside=False)
             if checkpoint:
-                _check_same(config, run_dir, old)
+                _check_same(config, run_dir, old, checkpoint)
                 return f"the folder {run_dir} (its run resumes after step {checkpoint.step})", checkpoint
+        _check_nothing_asked(run_dir, extend)
         return f"the folder {run_dir} ({'its run is moved aside' if _has_steps(run_dir) else 'new'})", None
 
 
@@ -148,16 +151,25 @@ def _settings_of_run(run_dir: Path) -> dict[str, Any] | None:
     return settings
 
 
-def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
+def _goes_on(config: RunConfig, run_dir: Path, old: dict[str, Any], *, fresh: bool, extend: bool) -> bool:
+    """True if the run in the folder, of settings `old`, is to resume, provided that it has a checkpoint."""
+    finished = _finished(run_dir, old)
+    if extend and finished and config.steps <= old["steps"]:
+        raise ConfigError(f"{run_dir} holds a finished run of {old['steps']} steps: --extend needs more steps")
+    return not fresh and (extend or not finished)
+
+
+def _resume_or_create(config: RunConfig, run_dir: Path, *, fresh: bool, extend: bool) -> RunDir:
     notes: list[str] = []
     old = _settings_of_run(run_dir)
-    if old and not fresh and not _finished(run_dir, old):
+    if old and _goes_on(config, run_dir, old, fresh=fresh, extend=extend):
         checkpoint, notes = latest(run_dir)
         if checkpoint:
-            _check_same(config, run_dir, old)
+            _check_same(config, run_dir, old, checkpoint)
             _write_settings(config, run_dir)  # those that may differ, such as the name
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
             return RunDir(path=run_dir, resume=checkpoint, notes=notes)
+    _check_nothing_asked(run_dir, extend)
     older = None
     if old and _has_steps(run_dir):
         older = _move_aside(run_dir)
@@ -168,6 +180,11 @@ def _resume_or_create(config: RunConfig, run_dir: Path, fresh: bool) -> RunDir:
     with _put_back_on_failure(run_dir, older):
         _write_settings(config, run_dir)
     return RunDir(path=run_dir, notes=notes, older=older)
+
+
+def _check_nothing_asked(run_dir: Path, extend: bool) -> None:
+    if extend:
+        raise ConfigError(f"{run_dir} holds no checkpoint from which a run could be extended")
 
 
 @contextmanager
@@ -236,7 +253,7 @@ def _target_reached_at(checkpoint: Path) -> Any:
         return None  # damaged
 
 
-def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any]) -> None:
+def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any], checkpoint: Checkpoint) -> None:
     try:  # settings that were added since then get their defaults
         known = validated_run(old, "config.yaml")
     except ConfigError as error:
@@ -244,19 +261,35 @@ def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any]) -> None:
             f"{run_dir} holds an unfinished run of another version, whose settings are not all known here: {error}. "
             "Set another name, or start again with --fresh (the old run is kept)"
         ) from None
+    may_differ = ["evaluation.target_reward"]
+    done, *totals = (
+        steps * config.algorithm.updates_per_rollout for steps in (checkpoint.step, known.steps, config.steps)
+    )
+    if config.steps > checkpoint.step and config.learner.same_rates(done, *totals):
+        may_differ.append("steps")
     before, now = (with_absolute_paths(settings).model_dump(mode="json") for settings in (known, config))
-    differing = differences(before, now)
+    differing = differences(before, now, may_differ)
     if differing:
         raise ConfigError(
-            f"{run_dir} holds an unfinished run with other settings: {'; '.join(differing)}. "
+            f"{run_dir} holds a run with other settings: {'; '.join(differing)}. "
             "Give those to resume it, set another name, or start again with --fresh (the old run is kept)"
+            + _why_not_steps(config, known, checkpoint)
         )
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Settings that change what is learned and that differ, as `key: old → new`."""
+def _why_not_steps(config: RunConfig, known: RunConfig, checkpoint: Checkpoint) -> str:
+    if config.steps in (known.steps, checkpoint.step) or config.learner.schedule == "constant":
+        return ""
+    return (
+        f". With learner.schedule={config.learner.schedule}, the learning rates so far depend on `steps`; with "
+        "constant they do not, nor with wsd before it falls"
+    )
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], may_differ: Sequence[str] = ()) -> list[str]:
+    """Settings that change what is learned and that differ, as `key: old → new`. Those in `may_differ` do not count."""
     before, now = dict(_leaves(old)), dict(_leaves(new))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in may_differ]
     return [
         f"{key}: {shown(before.get(key, 'absent'), key)} → {shown(now.get(key, 'absent'), key)}"
         for key in keys

@@ -37,6 +37,7 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
         **_held_out(totals, "reward", _rewards),
         **_held_out(totals, "accuracy", _outcomes),
         "eval_problems": problems,
+        **_sets(totals),
         "steps": totals.steps,
         "target_reached_at_step": totals.reached_at,
         "train_seconds": train_seconds,
@@ -80,6 +81,17 @@ def _held_out(totals: RunTotals, name: str, per_problem: Callable[[dict[str, Any
         f"{name}_after_quantized": totals.evaluations.get("after, quantized", after).get(f"eval/{name}"),
         f"{name}_p_value": paired_p_value(first, second) if first and second else None,
     }
+
+
+def _sets(totals: RunTotals) -> dict[str, Any]:
+    """Figures of each set of held-out problems, before and after; nothing if they have no names."""
+    found: dict[str, dict[str, float]] = {}
+    for label, suffix in (("before", "before"), ("after", "after"), ("after, quantized", "after_quantized")):
+        for key, value in totals.evaluations.get(label, {}).items():
+            parts = key.split("/")  # eval/<name>/accuracy
+            if len(parts) == 3 and parts[0] == "eval" and parts[2] in ("reward", "accuracy"):
+                found.setdefault(parts[1], {})[f"{parts[2]}_{suffix}"] = value
+    return {"eval_sets": found} if found else {}
 
 
 def _outcomes(evaluation: dict[str, Any]) -> list[float]:

@@ -24,7 +24,7 @@ from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.uaq import unfold
-from qurl_ray.types import PolicySpec
+from qurl_ray.types import Event, PolicySpec
 
 
 def check_shared(run_dir: Path) -> None:
@@ -67,8 +67,10 @@ class Saver:
                 (partial / LOOP).write_text(json.dumps(state))
             barrier()  # every rank has written its files
             if self._rank == 0:
-                complete(partial, step=step, reward=reward)
+                made = complete(partial, step=step, reward=reward)
                 prune(self._run_dir, self._config.checkpoint.keep)
+                event = Event(kind="checkpoint", step=step, values={"folder": str(made.folder)})
+                wait(self._coordinator.tell.remote(event), self._config.sync.timeout_s, "the coordinator")
         barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
 
     def final(self) -> None:

@@ -193,6 +193,59 @@ def test_fresh_starts_anew_and_keeps_the_old_run(tmp_path):
     assert (tmp_path / "mine.1" / "checkpoints" / "step-000003").is_dir()
 
 
+def test_more_steps_are_no_other_run_where_the_rates_so_far_do_not_depend_on_them(tmp_path):
+    unfinished(tmp_path, "steps=9")
+    for steps in (4, 9, 50):
+        with open_run_dir(config(tmp_path, f"steps={steps}")) as place:
+            assert place.resume.step == 3
+    with pytest.raises(ConfigError, match="steps: 50 → 3"), open_run_dir(config(tmp_path, "steps=3")):
+        pass
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_more_steps_are_another_run_where_the_rate_falls(tmp_path, schedule):
+    unfinished(tmp_path, f"learner.schedule={schedule}")
+    longer = config(tmp_path, f"learner.schedule={schedule}", "steps=200")
+    with (
+        pytest.raises(ConfigError, match=rf"steps: 100 → 200.*With learner\.schedule={schedule}"),
+        open_run_dir(longer),
+    ):
+        pass
+
+
+def test_a_target_may_change_when_a_run_resumes(tmp_path):
+    unfinished(tmp_path, "evaluation.every=3")
+    with open_run_dir(config(tmp_path, "evaluation.every=3", "evaluation.target_reward=0.9")) as place:
+        assert place.resume.step == 3
+
+
+def test_a_finished_run_is_extended_only_if_that_is_asked_for(tmp_path):
+    run_dir = unfinished(tmp_path)
+    (run_dir / "summary.json").write_text(json.dumps(FINISHED))
+    longer = config(tmp_path, "steps=200")
+    assert "resumes after step 3" in look_at_run_dir(longer, extend=True)[0]
+    with (
+        pytest.raises(ConfigError, match=r"learner\.lr"),
+        open_run_dir(config(tmp_path, "steps=200", "learner.lr=1e-3"), extend=True),
+    ):
+        pass
+    with open_run_dir(longer, extend=True) as place:
+        assert (place.path, place.resume.step) == (run_dir, 3)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["steps"] == 200
+
+
+@pytest.mark.parametrize("name", ["mine", "other"])
+def test_where_nothing_can_be_extended_that_is_an_error(tmp_path, name):
+    with open_run_dir(config(tmp_path)) as place:  # without a checkpoint
+        (place.path / "prompts.jsonl").write_text('{"step": 1}')
+    asked = load_config(None, [f"output_dir={tmp_path}", f"name={name}", "steps=200"])
+    with pytest.raises(ConfigError, match="holds no checkpoint from which a run could be extended"):
+        look_at_run_dir(asked, extend=True)
+    with pytest.raises(ConfigError, match="holds no checkpoint"), open_run_dir(asked, extend=True):
+        pass
+    assert not (tmp_path / "mine.1").exists()
+
+
 def write_lines(run_dir, log, **line):
     (run_dir / f"{log}.jsonl").write_text(json.dumps(line | {"time": 1.0, "message": "", "values": {}}) + "\n")
 

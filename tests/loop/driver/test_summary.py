@@ -102,3 +102,16 @@ def test_a_folder_in_the_place_of_a_summary_is_an_error(tmp_path):
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(CheckpointError, match=r"summary\.json cannot be written: Is a directory"):
         write_summary(tmp_path, {})
+
+
+def test_sets_of_held_out_problems_are_told_before_and_after():
+    verdicts = [[Verdict(reward=reward) for reward in rewards] for rewards in ((0.0, 0.0, 1.0), (1.0, 0.0, 1.0))]
+    events = [
+        Event(kind="evaluation", step=0, message=label, values=evaluation_figures(found, ["a", "b", "b"]))
+        for label, found in zip(("before", "after"), verdicts, strict=True)
+    ]
+    assert summary(*events)["eval_sets"] == {
+        "a": {"reward_before": 0.0, "accuracy_before": 0.0, "reward_after": 1.0, "accuracy_after": 1.0},
+        "b": {"reward_before": 0.5, "accuracy_before": 0.5, "reward_after": 0.5, "accuracy_after": 0.5},
+    }
+    assert "eval_sets" not in summary(evaluation("before", [0.0, 1.0]))

@@ -1,4 +1,4 @@
-"""jobs/compare.py as a user types it."""
+"""qurl compare as a user types it."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from jobs import compare as job
+from qurl_ray.cli import compare as job
 from tests.report.test_compare import a_run, whole
 
 ROOT = Path(__file__).parents[2]

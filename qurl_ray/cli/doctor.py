@@ -1,0 +1,155 @@
+"""qurl doctor: what this machine has, what it promises, and what a run would refuse or emulate here."""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import typer
+from packaging.requirements import Requirement
+
+from qurl_ray import __version__
+from qurl_ray.cache import cache_root
+from qurl_ray.config.load import runs_folder
+from qurl_ray.config.shown import shown_address
+from qurl_ray.config.tracking import mlflow_address
+from qurl_ray.errors import QurlError
+
+_LEAST_SHM, _LEAST_DISK = 2 << 30, 5 << 30
+"""Bytes: Ray's object store lies in /dev/shm; a run of a 135M policy keeps two checkpoints of 1.6 GB."""
+_PORTS = {8265: "Ray's dashboard", 8000: "qurl serve", 5000: "mlflow server"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the page."""
+
+    what: str
+    found: str
+    problem: str = ""
+    """What does not work because of it, and the remedy; "" if nothing."""
+    fatal: bool = False
+    """True if no run can start."""
+
+
+def main() -> None:
+    """Print versions, devices, kernels, and what would be refused here. The exit status is 1 if no run could start."""
+    findings = []
+    for title, part in (("Software", software()), ("Machine", machine()), ("Numbers", numbers()), ("Places", places())):
+        typer.echo(title)
+        for finding in part:
+            findings.append(finding)
+            typer.echo(f"  {finding.what:22}{finding.found}")
+            if finding.problem:
+                typer.echo(f"  {'':22}{'!!' if finding.fatal else '!'} {finding.problem}")
+    fatal = sum(finding.fatal for finding in findings)
+    typer.echo(f"{fatal} problem{'s' * (fatal != 1)} that would stop any run")
+    raise typer.Exit(1 if fatal else 0)
+
+
+def software() -> Iterator[Finding]:
+    """Yield the versions of this package and of what it requires; those that are optional only where installed."""
+    yield Finding("qurl-ray", f"{__version__}, {Path(__file__).parents[1]}")
+    yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
+    for line in metadata.requires("qurl-ray") or ():
+        wanted = Requirement(line)
+        extra = wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})
+        try:
+            version = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            if not extra:
+                yield Finding(wanted.name, "missing", f"install {wanted}", fatal=True)
+            continue
+        fits = wanted.specifier.contains(version.partition("+")[0], prereleases=True)
+        problem = "" if fits else f"this version of qurl-ray is made for {wanted.name}{wanted.specifier}"
+        if not extra or wanted.name.startswith("vllm"):
+            yield Finding(wanted.name, version, problem, fatal=bool(problem) and not extra)
+
+
+def machine() -> Iterator[Finding]:
+    """Yield processor, memory and GPUs."""
+    import torch
+
+    from qurl_ray.numerics.processor import processor_name
+
+    yield Finding("processor", f"{processor_name()}, {os.cpu_count()} cores")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("memory", _gb(total))
+    with suppress(OSError):
+        free = shutil.disk_usage("/dev/shm").free
+        little = "little for Ray's object store: containers need --shm-size" if free < _LEAST_SHM else ""
+        yield Finding("shared memory", f"{_gb(free)} free", little)
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPUs"
+        yield Finding("GPUs", f"none ({built})", "rollout.device=cuda and learner.device=cuda would be refused")
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        yield Finding(
+            f"GPU {index}", f"{gpu.name}, {_gb(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+        )
+
+
+def numbers() -> Iterator[Finding]:
+    """Yield the kernels of each format, engines, and whether bits are equal."""
+    import torch
+
+    from qurl_ray.config.model import TinyModel
+    from qurl_ray.numerics.promise import promise_for
+    from qurl_ray.policy.settings import head_dim
+    from qurl_ray.policy.tiny import tiny_outline
+    from qurl_ray.quant.formats import FORMATS
+    from qurl_ray.quant.kernels import kernel_for, why_emulated
+    from qurl_ray.rollout.vllm_check import check
+
+    devices = [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
+    for device in devices:
+        for name, fmt in FORMATS.items():
+            if kernel := kernel_for(fmt, device):
+                yield Finding(f"{name} on {device.type}", f"kernel {kernel.name}")
+            else:
+                why = why_emulated(fmt, device)
+                yield Finding(f"{name} on {device.type}", f"emulated: {why}", "right numbers, and no speed")
+    try:
+        check(())
+        yield Finding("rollout.engine=vllm", "can be used")
+    except QurlError as error:
+        yield Finding("rollout.engine=vllm", "would be refused", str(error))
+    model = tiny_outline(TinyModel()).model
+    promise = promise_for(model, head_dim=head_dim(model.config))
+    yield Finding("quickstart's policy", promise.sentence())
+
+
+def places() -> Iterator[Finding]:
+    """Yield the folders that runs write to, addresses that the environment names, and ports."""
+    try:
+        runs = runs_folder(None)
+        for what, folder in (("runs", runs), ("cache", cache_root())):
+            yield _folder(what, folder)
+        yield Finding("MLflow", shown_address(mlflow_address(None, runs)))
+    except QurlError as error:
+        yield Finding("settings", "of the environment", str(error), fatal=True)
+    address = os.environ.get("RAY_ADDRESS")
+    yield Finding("Ray", f"RAY_ADDRESS={address}" if address else "is started here for each run (RAY_ADDRESS is unset)")
+    for port, user in _PORTS.items():
+        with socket.socket() as probe:
+            free = probe.connect_ex(("127.0.0.1", port)) != 0
+        yield Finding(f"port {port}", f"{'free' if free else 'in use'} ({user})")
+
+
+def _folder(what: str, folder: Path) -> Finding:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        return Finding(what, str(folder), f"{there} cannot be written: set $QURL_{what.upper()}", fatal=True)
+    free = shutil.disk_usage(there).free
+    problem = "little room for checkpoints" if free < _LEAST_DISK else ""
+    return Finding(what, f"{folder}, {_gb(free)} free", problem)
+
+
+def _gb(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,88 @@
+"""Rewards that are given as Python functions instead of by name.
+
+A function that other processes can import gets its name, `module:function`. Any other one, such as a lambda or one of
+the script that is run, is pickled by value and travels to the processes that judge; settings then hold `given:<name>`,
+which only a process has in which the function was given.
+"""
+
+import base64
+import importlib
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from qurl_ray.errors import RewardError
+from qurl_ray.tables import REWARDS
+
+_PREFIX = "given:"
+_given: dict[str, str] = {}
+"""What travels, by reference."""
+
+
+def give(function: Callable[..., Any]) -> str:
+    """Return the reference of a reward function, for `task.reward`.
+
+    Raises:
+        RewardError: it does not take (answer, problem), or cannot be pickled.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    REWARDS.check_arguments(function, name)
+    module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module and module != "__main__" and _importable(module, qualified, function):
+        return f"{module}:{qualified}"
+    try:
+        pickled = cloudpickle.dumps(function)
+    except Exception as error:  # as objects raise that it refers to
+        raise RewardError(
+            f"reward {name} cannot be sent to other processes: {type(error).__name__}: {error}"
+        ) from error
+    reference = f"{_PREFIX}{name}"
+    _given[reference] = f"{reference}\n{base64.b85encode(zlib.compress(pickled)).decode()}"
+    return reference
+
+
+def carried(reference: str) -> str:
+    """Return what a process that judges needs to `load` the reward: the reference, with the function if it was given.
+
+    Raises:
+        RewardError: the function was given in another process.
+    """
+    if not reference.startswith(_PREFIX) or "\n" in reference:
+        return reference
+    if reference not in _given:
+        raise RewardError(
+            f"reward {reference} was given to qurl_ray.train as a function, and is not known here: give it again, or "
+            "put it into a module and set task.reward=module:function"
+        )
+    return _given[reference]
+
+
+def told(reference: str) -> str:
+    """Return a reference as messages name it, without the function that it may carry."""
+    return reference.partition("\n")[0]
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """Return the function of a reference that `carried` returned.
+
+    Raises:
+        RewardError: it cannot be imported, or does not fit.
+    """
+    name, carries, pickled = reference.partition("\n")
+    if not carries:
+        return REWARDS.load(reference)
+    try:
+        return cloudpickle.loads(zlib.decompress(base64.b85decode(pickled)))
+    except Exception as error:  # what the function refers to may be missing here
+        raise RewardError(f"reward {name} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _importable(module: str, qualified: str | None, function: Callable[..., Any]) -> bool:
+    if not qualified or not qualified.isidentifier():
+        return False
+    try:
+        return getattr(importlib.import_module(module), qualified, None) is function
+    except Exception:  # a module that only this process has
+        return False
