@@ -18,7 +18,7 @@ from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError, DataError, QurlError
 from qurl_ray.extensions import Table, import_reference
 from qurl_ray.loop.driver.functions import try_functions
-from qurl_ray.loop.driver.job import train
+from qurl_ray.loop.driver.job import run_job
 from qurl_ray.loop.driver.prepare import prepare_task
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.quant.formats import FORMATS
@@ -203,11 +203,11 @@ def test_help_needs_no_torch():
 
 def test_a_dry_run_tries_the_functions_too(here, imports, capsys):
     config = load_config(None, settings(here)[1])
-    assert train(config, dry=True, fresh=False) == 0
+    assert run_job(config, dry=True, fresh=False) == 0
     (here / "my_objectives.py").write_text("def soft(): ...")
     sys.modules.pop("my_objectives")
     with pytest.raises(QurlError, match="must take"):
-        train(config, dry=True, fresh=False)
+        run_job(config, dry=True, fresh=False)
 
 
 def test_an_entry_point_is_a_short_name(here, imports):

@@ -33,7 +33,7 @@ class Finding:
     what: str
     found: str
     problem: str = ""
-    """What does not work because of it, and the remedy; "" if nothing."""
+    """Sentence on what does not work because of it, and the remedy; "" if nothing."""
     fatal: bool = False
     """True if no run can start."""
 
@@ -41,7 +41,12 @@ class Finding:
 def main() -> None:
     """Print versions, devices, kernels, and what would be refused here. The exit status is 1 if no run could start."""
     findings = []
-    for title, part in (("Software", software()), ("Machine", machine()), ("Numbers", numbers()), ("Places", places())):
+    for title, part in (
+        ("Software", software()),
+        ("Machine", machine()),
+        ("Numbers", computing()),
+        ("Places", places()),
+    ):
         typer.echo(title)
         for finding in part:
             findings.append(finding)
@@ -95,7 +100,7 @@ def machine() -> Iterator[Finding]:
         )
 
 
-def numbers() -> Iterator[Finding]:
+def computing() -> Iterator[Finding]:
     """Yield the kernels of each format, engines, and whether bits are equal."""
     import torch
 

@@ -56,14 +56,14 @@ def main(
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     show_rewards("reward", report.reward, report.accuracy)
-    show("solved", report.accuracy)
+    show_share("solved", report.accuracy)
     if report.avg_reward_at_k and report.avg_at_k and report.pass_at_k:
         show_rewards(f"reward@{samples}", report.avg_reward_at_k, report.avg_at_k)
-        show(f"avg@{samples}", report.avg_at_k)
-        show(f"pass@{samples}", report.pass_at_k)
+        show_share(f"avg@{samples}", report.avg_at_k)
+        show_share(f"pass@{samples}", report.pass_at_k)
     for name, (mean, solved) in report.sets.items():
         show_rewards(name, mean, solved)
-        show(name, solved)
+        show_share(name, solved)
     weights = "full-precision" if report.quantization == "none" else report.quantization
     computed = f" ({', '.join(report.kernels)})" if report.kernels else ""
     typer.echo(f"{weights} weights{computed}, {report.seconds:.1f} s, {report.failed_rewards} rewards failed")
@@ -77,7 +77,7 @@ def show_rewards(name: str, mean: "Estimate", solved: "Estimate") -> None:
         typer.echo(f"{name:10} {mean.value:7.3f}  [{mean.low:.3f}, {mean.high:.3f}]  mean of {mean.n} problems")
 
 
-def show(name: str, estimate: "Estimate") -> None:
+def show_share(name: str, estimate: "Estimate") -> None:
     """Print one line: the value and its interval, in percent."""
     low, high = 100 * estimate.low, 100 * estimate.high
     typer.echo(f"{name:10} {100 * estimate.value:5.1f} %  [{low:.1f}, {high:.1f}]  of {estimate.n} problems")

@@ -9,14 +9,14 @@ import typer
 
 from qurl_ray import __version__
 from qurl_ray.cli import compare, doctor, evaluate, report, track
-from qurl_ray.config.cli import DryRun, Extend, Fresh, errors_told
+from qurl_ray.config.cli import DryRunFlag, ExtendFlag, FreshFlag, errors_told
 from qurl_ray.config.help import COMMAND, HelpFlag, help_page
 from qurl_ray.config.load import SHIPPED, config_file, describe, load_config
 from qurl_ray.config.run import RunConfig
 from qurl_ray.config.serving import serving_command
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import find_modules_here
-from qurl_ray.loop.driver.job import train as run_job
+from qurl_ray.loop.driver.job import run_job
 from qurl_ray.planning.__main__ import main as plan
 from qurl_ray.serving.job import serve
 
@@ -62,8 +62,8 @@ def completed(incomplete: str) -> Iterator[tuple[str, str]]:
             yield f"{key}=", text.split(". ")[0]
 
 
-@app.command(help="Train a policy as a settings file says.", **COMMAND)
-def train(
+@app.command("train", help="Train a policy as a settings file says.", **COMMAND)
+def train_command(
     context: typer.Context,
     arguments: Annotated[
         list[str] | None,
@@ -74,9 +74,9 @@ def train(
             autocompletion=completed,
         ),
     ] = None,
-    dry_run: DryRun = False,
-    fresh: Fresh = False,
-    extend: Extend = False,
+    dry_run: DryRunFlag = False,
+    fresh: FreshFlag = False,
+    extend: ExtendFlag = False,
     show_help: HelpFlag = False,
 ) -> None:
     """Train a policy as a settings file says."""

@@ -15,16 +15,16 @@ from qurl_ray.extensions import find_modules_here
 
 _JET_RL = ["precision_flow=unified", "rollout.quantization=fp8_block"]
 
-DryRun = Annotated[
+DryRunFlag = Annotated[
     bool, typer.Option("--dry-run", help="Check the run and print its settings; start and write nothing.")
 ]
-Fresh = Annotated[
+FreshFlag = Annotated[
     bool,
     typer.Option(
         "--fresh", help="Start from the beginning, not from an unfinished run's checkpoint; that run is kept."
     ),
 ]
-Extend = Annotated[
+ExtendFlag = Annotated[
     bool, typer.Option("--extend", help="Go on with a finished run of this name, with more steps than it had.")
 ]
 
@@ -56,9 +56,9 @@ def training_app(algorithm: str | None, train: Callable[..., int], about: str | 
         config: Annotated[
             Path | None, typer.Option(help="YAML file with the run's settings, or one of `qurl configs`.")
         ] = None,
-        dry_run: DryRun = False,
-        fresh: Fresh = False,
-        extend: Extend = False,
+        dry_run: DryRunFlag = False,
+        fresh: FreshFlag = False,
+        extend: ExtendFlag = False,
         show_help: HelpFlag = False,
     ) -> None:
         find_modules_here()

@@ -1,4 +1,4 @@
-"""What settings of TRL, verl and OpenRLHF are called here, for error messages and docs/migrating.md."""
+"""Names of settings in TRL, verl and OpenRLHF, for error messages that say what they are called here."""
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "steps": ("max_steps", "total_training_steps", "num_train_steps", "total_steps", "num_steps"),

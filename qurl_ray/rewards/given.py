@@ -18,7 +18,7 @@ from qurl_ray.tables import REWARDS
 
 _PREFIX = "given:"
 _given: dict[str, str] = {}
-"""What travels, by reference."""
+"""Text that travels to processes that judge, by reference."""
 
 
 def give(function: Callable[..., Any]) -> str:

@@ -125,7 +125,7 @@ def test_the_job_is_one_of_the_repository_and_fits():
     python, job, option, file = shlex.split(manifest("train")["spec"]["entrypoint"])
     assert (python, option) == ("python", "--config")
     assert (ROOT / job).is_file()
-    config = load_config(ROOT / file)
+    config = load_config(Path(file))
     (workers,) = cluster("train")["workerGroupSpecs"]
     gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert config.learner.device == "cuda"
@@ -161,4 +161,4 @@ def test_the_policy_that_is_served_is_the_one_that_is_trained():
     file = shlex.split(manifest("train")["spec"]["entrypoint"])[-1]
     arguments = yaml.safe_load(manifest("serve")["spec"]["serveConfigV2"])["applications"][0]["args"]
     environment = {one["name"]: one.get("value") for one in containers("train")[0]["env"]}
-    assert arguments["policy"] == f"{environment['QURL_RUNS']}/{load_config(ROOT / file).name}"
+    assert arguments["policy"] == f"{environment['QURL_RUNS']}/{load_config(Path(file)).name}"

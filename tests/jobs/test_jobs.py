@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from qurl_ray.config.cli import training_app
 from qurl_ray.config.model import TinyModel
-from qurl_ray.loop.driver.job import train
+from qurl_ray.loop.driver.job import run_job
 from qurl_ray.policy.tiny import cached_tiny_policy
 from tests.conftest import SUMS
 
@@ -87,7 +87,7 @@ def test_dry_run_prints_the_resolved_settings_and_what_it_checked_and_leaves_no_
 def test_bad_input_is_one_clear_line_within_seconds(tmp_path, arguments, message):
     plain = [] if "model.type=pretrained" in arguments else ["model.cold_start=false"]
     done = CliRunner().invoke(
-        training_app("dapo", train), [*arguments, *plain, f"output_dir={tmp_path}", "tracking.mlflow=false"]
+        training_app("dapo", run_job), [*arguments, *plain, f"output_dir={tmp_path}", "tracking.mlflow=false"]
     )
     assert done.exit_code == 2, done.output
     assert message in done.stderr

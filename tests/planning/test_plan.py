@@ -125,7 +125,7 @@ def test_short_answers_of_a_large_model_pay():
     ("options", "why"),
     [
         ("--model Qwen3-1.7B --response-length 32768 --mean-length 20000", "reads keys and values"),
-        ("--model SmolLM2-135M --gpus 1 --response-length 512", "launches, sampling"),
+        ("--model SmolLM2-135M --gpus 1 --response-length 512 --transport ipc", "launches, sampling"),
         (
             "--model Qwen2.5-0.5B --prompts 256 --samples 1 --response-length 512 --transport ipc",
             "launches, sampling",

@@ -168,7 +168,7 @@ def test_a_password_is_nowhere_in_what_a_run_leaves_and_is_asked_for_again(tmp_p
 
 
 def test_the_job_sends_several_runs_and_hides_passwords(tmp_path, monkeypatch):
-    from jobs import track
+    from qurl_ray.cli import track
 
     runs = [str(a_run(tmp_path, name=name)) for name in ("one", "two")]
     done = CliRunner().invoke(app_of(track.main), runs)

@@ -10,7 +10,7 @@ from qurl_ray.signals import StopRequests
 # What needs torch or Ray is imported where it is used: that takes seconds, and --help does without it.
 
 
-def train(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) -> int:
+def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) -> int:
     """Train, or only check and print the settings. Returns the exit status: 128 and the signal's number after a request
     to stop (130 after Ctrl-C), 3 if the guard has stopped the run."""
     if dry:

@@ -19,7 +19,9 @@ def saver(tiny_spec, tmp_path):
     config = load_config(None, [f"output_dir={tmp_path}", "export.quantized=none"])
     settings = objective_settings(config)
     learner = make_learner(load_model(tiny_spec), config.learner, settings, temperature=1.0, total_updates=1)
-    coordinator = SimpleNamespace(state=SimpleNamespace(remote=lambda step: {"step": step}))
+    coordinator = SimpleNamespace(
+        state=SimpleNamespace(remote=lambda step: {"step": step}), tell=SimpleNamespace(remote=lambda event: None)
+    )
     return Saver(config, learner, tiny_spec, coordinator, tmp_path, rank=0)
 
 
