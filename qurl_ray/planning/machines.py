@@ -159,6 +159,8 @@ class Host:
     """Bytes that are copied: to memory shared with workers, to where an engine holds them."""
     put: float
     """Bytes that are put into the object store, whose pages are fresh each time."""
+    changes: float
+    """Bytes of deltas that are packed, with one thread."""
     convert: float
     """Float32 values that are rounded to bfloat16, or made from it."""
     pack: float
@@ -167,10 +169,20 @@ class Host:
     """Threads that load and verify an engine's weights on a CPU."""
 
 
-HOST = Host(quantize=3e9, fingerprint=6e9, compare=3e9, copy=6e9, put=2e9, convert=9e9, pack=0.1e9, threads=2)
-"""Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, rounded from one look on 2026-11-25 beside other work;
-benchmarks/results/planner.md has those of the same machine alone. The rates of a GPU's host are taken to be the same.
-"""
+HOST = Host(
+    quantize=3.4e9,
+    fingerprint=8e9,
+    compare=4e9,
+    copy=1e10,
+    put=2e9,
+    changes=12e6,
+    convert=1.5e10,
+    pack=0.07e9,
+    threads=2,
+)
+"""Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, alone, rounded from benchmarks/results/planner.md of
+2026-11-25. The rates of a GPU's host are taken to be the same, but for `put`: fresh pages cost twice as much in this
+virtual machine, and it is assumed that they do not there."""
 
 
 def find_gpu(name: str) -> Gpu:

@@ -41,6 +41,7 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.requests import make_requests, probe_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.sync.delta import encode_delta
 from qurl_ray.sync.local import chosen_codes, send_into
 from qurl_ray.sync.publish import Publisher, Unquantized
 from qurl_ray.types import Completion, PolicySpec, Problem, Request, SamplingParams, Trajectory
@@ -53,6 +54,7 @@ _STEPS = 4  # decode steps in one timing
 _CONTEXT, _HELD_TOKENS = 1024, 8192  # most tokens of a sequence and of a batch
 _PASS_TOKENS = 512  # tokens of the larger timed pass: some seconds at 135 M parameters
 _MESSAGES = 128
+_CHANGED = 0.01  # share of codes that change between two versions that a delta is timed with
 _WEIGHT, _HOST_TIMES = (8192, 4096), 5  # shape of the weight on which a host is timed, beyond caches, and repetitions
 
 
@@ -290,7 +292,9 @@ def measure_host() -> Host:
     weight = torch.randn(_WEIGHT) * 0.02
     q = quantize(weight, get_format("int8", weight_max_code(get_format("int8"), weight.device)))
     codes = q.codes.view(torch.uint8).numpy()
-    others, size = codes.copy(), weight.nbytes
+    others, moved, size = codes.copy(), codes + (np.random.default_rng(0).random(codes.shape) < _CHANGED), weight.nbytes
+    delta = encode_delta(codes, moved)
+    assert delta, "so few changes are packed"
     rounded, copied, flat = weight.to(torch.bfloat16).float, weight.clone(), weight.numpy().reshape(-1)
 
     def rate(amount: float, call: Callable[[], object]) -> float:
@@ -302,6 +306,7 @@ def measure_host() -> Host:
         compare=rate(codes.nbytes, lambda: np.count_nonzero(codes != others)),
         copy=rate(size, lambda: copied.copy_(weight)),
         put=rate(size, lambda: np.copyto(np.frombuffer(mmap.mmap(-1, size), np.float32), flat)),
+        changes=rate(delta.nbytes, lambda: encode_delta(codes, moved)),
         convert=rate(size, rounded),
         pack=rate(codes.nbytes, lambda: QuantizedLinear(q, None).resident()),
         threads=threads,

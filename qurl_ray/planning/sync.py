@@ -110,7 +110,9 @@ def sync_parts(
         return parts | {"send": moved + calls, "fingerprint": 2 * sent.decoded / device + launches}
     parts["fingerprint"] = share * (_widened_s(sent, host) + sent.decoded / host.fingerprint)
     travels = delta_bytes(shape, c) if route.delta else sent.bytes
-    parts["put"] = share * travels / host.put + (share * sent.bytes / host.compare if route.delta else 0.0)
+    parts["put"] = share * travels / host.put
+    if route.delta:
+        parts["put"] += share * (sent.bytes / host.compare + travels / host.changes)
     parts["network"] = travels / c.objects if route.gpus > NODE else 0.0
     base = sent.decoded / host.copy if route.delta else 0.0
     parts["decode"] = base + _widened_s(sent, host) + sent.decoded / host.copy

@@ -11,7 +11,9 @@ from qurl_ray.planning.sync import Route, Sent, cpu_sync_parts, sent_weights, sy
 SEVEN, H100 = SHAPES["Qwen2.5-7B"], GPUS["h100"]
 CODES = 28 * (3584 * 3584 * 2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
 FLOATS = 2 * 152064 * 3584
-SLOW = Host(quantize=1e9, fingerprint=2e9, compare=3e9, copy=4e9, put=4e9, convert=5e9, pack=6e9, threads=2)
+SLOW = Host(
+    quantize=1e9, fingerprint=2e9, compare=3e9, copy=4e9, put=4e9, changes=1e7, convert=5e9, pack=6e9, threads=2
+)
 ALONE = Route(transport="object_store", ranks=1, gpus=2, gathered=False)
 FREE = Constants(
     bandwidth=1e9, link=1, pageable=1e10, gather_s=0, launch_s=0, call_s=0, objects=1e9
@@ -108,7 +110,7 @@ def test_a_full_sync_of_7b_takes_seconds_and_not_a_fifth_of_one():
 
 def test_a_cpu_packs_codes_and_verifies_with_its_threads():
     sent = Sent(codes=600, floats=100, float_bytes=2, tensors=1)
-    host = Host(quantize=4, fingerprint=10, compare=6, copy=8, put=4, convert=2, pack=3, threads=2)
+    host = Host(quantize=4, fingerprint=10, compare=6, copy=8, put=4, changes=1, convert=2, pack=3, threads=2)
     assert cpu_sync_parts(sent, host) == {
         "quantize": 600 + 200,  # float32 codes at 4, and floats to bfloat16 at 2
         "fingerprint": 200 + 100,
