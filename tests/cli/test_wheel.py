@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_the_policy_is_served(installed, place):
     command = [installed / "qurl", "serve", "policy=run", "port=8765"]
     server = subprocess.Popen(command, cwd=place, env=clean, stdout=subprocess.PIPE, text=True)
     try:
-        body = json.dumps({"messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 4}).encode()
+        body = json.dumps({"model": "run", "messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 4}).encode()
         request = urllib.request.Request(
             "http://127.0.0.1:8765/v1/chat/completions", body, {"Content-Type": "application/json"}
         )
@@ -118,6 +119,8 @@ def test_the_policy_is_served(installed, place):
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     assert json.loads(answer.read())["choices"]
                 break
+            except urllib.error.HTTPError:
+                raise
             except OSError:
                 assert server.poll() is None
                 assert time.monotonic() < deadline
