@@ -197,7 +197,7 @@ def _train(
     """Start the actors, train, end the actors. Return the totals of the whole run."""
     workers = config.rollout.max_workers or config.rollout.workers
     check_room(demand(config))
-    _phase("starting rollout workers and the learner", totals.steps, tracker)
+    _phase("starting workers", totals.steps, tracker)
     worker_group = WorkerGroup(
         config=config.rollout,
         spec=prepared.spec,
