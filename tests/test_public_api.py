@@ -195,6 +195,6 @@ def test_processes_that_a_run_starts_fetch_large_pages_unless_told_otherwise(tun
     done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
     pages = int(done.stdout)
     if tunables is None:
-        assert pages < 10_000
+        assert pages < 50_000  # fewer where memory is in one piece
     elif "[always]" not in LARGE.read_text():
         assert pages > 60_000
