@@ -44,7 +44,7 @@ def main() -> None:
     for title, part in (
         ("Software", software()),
         ("Machine", machine()),
-        ("Numbers", computing()),
+        ("Computing", computing()),
         ("Places", places()),
     ):
         typer.echo(title)

@@ -170,19 +170,18 @@ class Host:
 
 
 HOST = Host(
-    quantize=3.4e9,
-    fingerprint=8e9,
+    quantize=3.6e9,
+    fingerprint=7e9,
     compare=4e9,
-    copy=1e10,
-    put=2e9,
-    changes=12e6,
-    convert=1.5e10,
-    pack=0.07e9,
+    copy=1.1e10,
+    put=0.8e9,
+    changes=6.5e6,
+    convert=1.6e10,
+    pack=0.064e9,
     threads=2,
 )
-"""Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, alone, rounded from benchmarks/results/planner.md of
-2026-11-25. The rates of a GPU's host are taken to be the same, but for `put`: fresh pages cost twice as much in this
-virtual machine, and it is assumed that they do not there."""
+"""Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, alone, rounded from two calls of measure_host on
+2026-11-26. The rates of a GPU's host are taken to be the same."""
 
 
 def find_gpu(name: str) -> Gpu:

@@ -1,4 +1,4 @@
-"""Work of jobs/serve.py after its settings are read."""
+"""Work of `qurl serve` after its settings are read."""
 
 import threading
 from typing import TYPE_CHECKING

@@ -93,7 +93,9 @@ def test_launches_are_counted_once_a_tensor_and_calls_once_a_bucket():
 def test_a_delta_pays_where_the_network_is_slow_alone():
     near, far = ALONE, replace(ALONE, gpus=16)
     for route, pays in ((near, False), (far, True)):
-        whole, changes = (sync_s(SEVEN, H100, "int8", replace(route, delta=delta)) for delta in (False, True))
+        whole, changes = (
+            sync_s(SEVEN, H100, "int8", replace(route, delta=delta), host=SLOW) for delta in (False, True)
+        )
         assert (changes < whole) is pays
     found = sync_parts(SEVEN, H100, "int8", replace(far, delta=True), host=SLOW, c=FREE)
     assert found["network"] == pytest.approx(2 * SEVEN.params / 309 / 1e9)

@@ -255,7 +255,7 @@ def test_a_server_that_stays_away_is_sent_the_run_later(tmp_path, server):
     assert time.monotonic() - began < 10
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["message"]
-    assert f"jobs/track.py {run_dir} sends them" in last
+    assert f"qurl track {run_dir} sends them" in last
     server.start()
     for _ in range(2):
         done = subprocess.run(

@@ -49,7 +49,7 @@ from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event, Outcome
 
-_ROLLOUTS_BYTES = 32 << 20  # limit of samples.jsonl; above it, jobs/report.py writes the pages on request
+_ROLLOUTS_BYTES = 32 << 20  # limit of samples.jsonl; above it, `qurl report` writes the pages on request
 _CALLS = 1000  # calls that may wait in the coordinator at a time, in addition to two per rank: they hold no threads
 
 
@@ -105,7 +105,8 @@ def run_until(
             place.notes[:0] = restored
             sinks: list[Sink] = [CallbackSink(one) for one in callbacks]
             if storage:
-                sinks.append(Uploader(storage, place.path, storage.claim(place.path)))
+                storage.claim(place.path)
+                sinks.append(Uploader(storage, place.path))
             return _run_in(place, config, checked, stops, sinks)
 
 

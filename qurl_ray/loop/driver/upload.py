@@ -53,10 +53,12 @@ class Storage:
         """
         assert config.checkpoint.upload, "the caller looks"
         self.address = f"{config.checkpoint.upload.rstrip('/')}/{config.name}"
+        self._own, self._beaten = "", 0.0
+        """Id of the run that uses the place, and when it last said so, in monotonic seconds."""
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.address)
         except (ImportError, ValueError, OSError) as error:
-            raise ConfigError(f"checkpoint.upload={redacted(self.address)} cannot be opened: {reason(error)}") from None
+            raise ConfigError(f"checkpoint.upload={self._shown} cannot be opened: {reason(error)}") from None
 
     def restore(self, run_dir: Path) -> list[str]:
         """Make the run's folder from the newest whole checkpoint, if the folder is not there. Return sentences on what
@@ -100,15 +102,16 @@ class Storage:
             raise ConfigError(
                 f"{self._shown} holds another run of this name: set another name or checkpoint.upload, or remove it"
             )
-        own = own or uuid.uuid4().hex
+        self._own = own or uuid.uuid4().hex
         with self._explained("written"):
-            self.beat(own)
-        known.write_text(own + "\n")
-        return own
+            self.beat()
+        known.write_text(self._own + "\n")
+        return self._own
 
-    def beat(self, own: str) -> None:
+    def beat(self) -> None:
         """Write down that the run is active now."""
-        self._write("owner.json", json.dumps({"run": own, "host": socket.gethostname(), "seen": time.time()}))
+        self._write("owner.json", json.dumps({"run": self._own, "host": socket.gethostname(), "seen": time.time()}))
+        self._beaten = time.monotonic()
 
     def copy_checkpoint(self, folder: Path) -> None:
         """Copy a checkpoint and the run's logs; the manifest last."""
@@ -150,9 +153,7 @@ class Storage:
         except QurlError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"checkpoint.upload: {redacted(self.address)} cannot be {done}: {reason(error)}"
-            ) from None
+            raise ConfigError(f"checkpoint.upload: {self._shown} cannot be {done}: {reason(error)}") from None
 
     def _refuse_active(self, owner: dict[str, Any]) -> None:
         age = time.time() - float(owner["seen"])
@@ -197,6 +198,8 @@ class Storage:
         self._files.get_file(remote, str(here))
 
     def _put(self, here: Path, name: str) -> None:
+        if time.monotonic() - self._beaten > _BEAT_S:  # a checkpoint of many files may take long
+            self.beat()
         remote = f"{self._root}/{name}"
         self._files.makedirs(remote.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(here), remote)
@@ -213,8 +216,9 @@ class Uploader:
 
     name = "upload"
 
-    def __init__(self, storage: Storage, run_dir: Path, own: str) -> None:
-        self._storage, self._run_dir, self._own = storage, run_dir, own
+    def __init__(self, storage: Storage, run_dir: Path) -> None:
+        """Start the thread. `storage` has been claimed for the run."""
+        self._storage, self._run_dir = storage, run_dir
         self._change = threading.Condition()
         self._wanted: Path | None = None
         self._results = self._closed = False
@@ -254,7 +258,7 @@ class Uploader:
                     self._change.wait(_BEAT_S)
                 wanted, closed = self._wanted, self._closed
             try:
-                self._storage.beat(self._own)
+                self._storage.beat()
                 if wanted:
                     self._storage.copy_checkpoint(wanted)
                     self._storage.prune(self._kept())

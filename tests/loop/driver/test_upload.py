@@ -105,6 +105,17 @@ def test_the_manifest_comes_last(place, monkeypatch):
     assert len(order) == 5
 
 
+def test_a_long_copy_gives_signs_of_life(place, monkeypatch):
+    storage, _ = uploaded(place)
+    folder, beats, beat = checkpoint(place[1], 3), [], Storage.beat
+    monkeypatch.setattr(Storage, "beat", lambda self: (beats.append(1), beat(self)))
+    storage.copy_checkpoint(folder)
+    assert beats == []  # it was quick
+    monkeypatch.setattr(upload, "_BEAT_S", -1.0)
+    storage.copy_checkpoint(folder)
+    assert len(beats) == 5  # one before each file
+
+
 def test_two_runs_of_one_name_at_one_address_are_refused(place, tmp_path, monkeypatch):
     uploaded(place, 3)
     elsewhere = tmp_path / "other machine" / "mine"
@@ -163,7 +174,8 @@ def slow(place, monkeypatch):
     monkeypatch.setattr(upload, "_RETRY_S", (0.01, 0.05))
     storage = Slow(settings(place))
     place[1].mkdir(parents=True)
-    return storage, Uploader(storage, place[1], storage.claim(place[1]))
+    storage.claim(place[1])
+    return storage, Uploader(storage, place[1])
 
 
 def test_copies_that_fall_behind_block_nothing_and_skip_to_the_newest(slow, place):
