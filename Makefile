@@ -12,7 +12,7 @@ TESTERS ?= 2
 
 CONTRACT := .venv-contract
 
-.PHONY: help quickstart smollm2 compare serve test oracle gpu-contract peers lint format clean
+.PHONY: help quickstart smollm2 compare serve test oracle gpu-contract peers lint format lock clean
 
 help:
 	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
@@ -24,6 +24,7 @@ help:
 	@echo "make gpu-contract  compare what the GPU path uses with the wheels of vLLM, torch and DeepSpeed for CUDA (2 GB)"
 	@echo "make peers       make the environment of TRL, for benchmarks/peers.py"
 	@echo "make lint        check style, format and types"
+	@echo "make lock        write the versions that the image for clusters installs, cluster/requirements.lock"
 	@echo "make clean       remove .venv, caches and build files; runs/ stays"
 
 # Torch first and by itself: later requirements then find it, whichever build (CPU or CUDA) was chosen.
@@ -109,6 +110,13 @@ lint: $(VENV)/dev
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# boto3 is Ray's, to start instances on AWS.
+lock: $(VENV)/dev
+	@$(BIN)/$(INSTALL) uv
+	{ echo "# Versions of the image for clusters: make lock"; echo "$(TORCH) boto3" | tr ' ' '\n' \
+	  | $(BIN)/uv pip compile --quiet --no-header --no-annotate --extra gpu --python-version 3.12 \
+	    --python-platform x86_64-manylinux_2_34 pyproject.toml -; } > cluster/requirements.lock
 
 clean:
 	rm -rf $(VENV) $(ORACLE) $(PEERS) $(CONTRACT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

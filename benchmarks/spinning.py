@@ -17,7 +17,10 @@ from typing import Annotated
 import typer
 from shared import RESULTS, machine
 
-COUNTS = {"default": {}, "1000 (qurl_ray's)": {"GOMP_SPINCOUNT": "1000"}, "0": {"GOMP_SPINCOUNT": "0"}}
+COUNTS = {
+    "default": {},
+    **{str(count): {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 10_000, 100_000)},
+}
 BUSY = (0, 1, 2)
 
 

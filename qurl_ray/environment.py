@@ -15,7 +15,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # OpenMP's threads wait in a loop before they sleep, by default for milliseconds. Where other processes want the cores,
 # one waits for another that does not run (benchmarks/spinning.py). libgomp reads this when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 # glibc gives memory back to the system as soon as it is free. Tensors of megabytes are then fetched again, page by
 # page, in every operation: most of the time of a sync, and part of an update (docs/LOG.md). With these values it keeps

@@ -31,10 +31,10 @@ SIGNATURES = {
     ),
     "RunResult": "(*, run_dir: Path, policy: Path, summary: dict[str, Any], interrupted: bool) -> None",
     "evaluate": (
-        "(config: RunConfig, policy: Path, *, quantization: str | None = None, samples: int = 0, "
+        "(config: RunConfig, policy: Path | str, *, quantization: str | None = None, samples: int = 0, "
         "temperature: float = 1.0, progress: Callable[[int, int], None] = <function <lambda>>) -> Report"
     ),
-    "load_config": "(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig",
+    "load_config": "(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig",
     "run": (
         "(config: RunConfig, *, fresh: bool = False, extend: bool = False, callbacks: Iterable[Callback] = ()) "
         "-> RunResult"
@@ -127,7 +127,7 @@ def test_the_package_ships_its_types_and_is_cited_by_its_version():
 
 
 @pytest.mark.parametrize(
-    ("given", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("given", "found"), [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
 def test_openmp_s_threads_sleep_soon_unless_told_otherwise(given, found):
     """What libgomp itself says that it has read, when torch was imported."""

@@ -43,6 +43,7 @@ INDIRECT = {"load_checkpoint", "VLLM_ALLOW_INSECURE_SERIALIZATION"}
 ALLOWED = {
     ("qurl_ray/config/yaml_text.py", "yaml.load"): "with a loader of plain values, derived from SafeLoader",
     ("qurl_ray/learner/deepspeed_backend.py", "load_checkpoint"): "after the SHA-256 manifest of the run's own files",
+    ("qurl_ray/loop/coordinator/coordinator.py", "cloudpickle"): "handles that the run's own driver packed",
     ("qurl_ray/rewards/given.py", "cloudpickle"): "a function that this run's own process was given, where it judges",
     ("qurl_ray/transfer/memory.py", "pickle"): "handles of a GPU's memory, between own processes",
 }
@@ -59,7 +60,7 @@ def hazards(source: str) -> set[str]:
             found |= {a.name for a in node.names} & PICKLES
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-            found |= {node.module} & PICKLES
+            found |= {node.module, *(a.name for a in node.names)} & PICKLES
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute):
             first, *rest = ast.unparse(node).split(".")
@@ -92,6 +93,7 @@ def test_nothing_that_is_read_can_run_code_but_for_the_places_known():
         ("import torch\ntorch.load(f)", {"torch.load"}),
         ("import pickle", {"pickle"}),
         ("from cloudpickle import loads", {"cloudpickle"}),
+        ("from ray import cloudpickle", {"cloudpickle"}),
         ("AutoModel.from_pretrained(x, trust_remote_code=flag)", {"trust_remote_code"}),
         ("load(f, weights_only=False)", {"weights_only"}),
         ("subprocess.run(command, shell=True)", {"shell"}),

@@ -1,5 +1,6 @@
 """qurl compare: runs side by side."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +18,13 @@ from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_
 from qurl_ray.files import write_whole
 from qurl_ray.report.compare import Difference, Run, compare, newest, read_runs
 from qurl_ray.report.compare_page import console_table, render_comparison
+from qurl_ray.report.values import flatten
 
 NEWEST = 4
+_FEWEST = 2
+_FULL = ("full-precision rollouts", "full", "rollout.quantization=none quantization.uaq_scale=1")
+_QUANTIZED = ("INT8 rollouts", "int8", "rollout.quantization=int8")
+"""The other run of a pair: what it has, the end of its name, and its settings."""
 
 
 def main(
@@ -62,7 +68,10 @@ def chosen(names: list[str], experiment: str | None, given: str | None, folder: 
             experiment are given.
     """
     if experiment is None:
-        return read_runs(names or newest(folder, NEWEST), folder)
+        names = names or newest(folder, NEWEST)
+        if len(names) < _FEWEST:
+            raise ConfigError(_wants_another(names, folder))
+        return read_runs(names, folder)
     if names:
         raise ConfigError("give runs or --experiment, not both")
     uri = mlflow_address(given, folder)
@@ -71,6 +80,30 @@ def chosen(names: list[str], experiment: str | None, given: str | None, folder: 
     from qurl_ray.tracking.compare_mlflow import experiment_runs  # the import takes over a second
 
     return experiment_runs(uri, experiment)
+
+
+def _wants_another(names: list[str], folder: Path) -> str:
+    """Return what to say where there are less than two runs: the command that makes another one."""
+    if not names:
+        return f"there are no runs in {folder}; `qurl train quickstart` makes one"
+    (run,) = read_runs(names, folder)
+    path = Path(names[0]) if (Path(names[0]) / "config.yaml").is_file() else folder / names[0]
+    known = dict(flatten(run.record.config, "."))
+    quantized = known.get("rollout.quantization") != "none"
+    what, end, changed = _FULL if quantized else _QUANTIZED
+    changes = {
+        "precision_flow": "rollout_only" if known.get("precision_flow") not in (None, "rollout_only") else None,
+        "quantization.backward": "auto" if known.get("quantization.backward") not in (None, "auto") else None,
+        "algorithm.calibrate_every": 0 if known.get("algorithm.calibrate_every") else None,
+        # Corrections are for rollouts of older weights, too.
+        "algorithm.correction": None if known.get("rollout.max_staleness") else "ignore" if quantized else "acr",
+    }
+    changed += "".join(f" {key}={value}" for key, value in changes.items() if value is not None)
+    config = shlex.quote(str(path / "config.yaml"))
+    return (
+        f"one run, {run.name}, is not enough to compare; the same with {what} is made by `qurl train {config} "
+        f"name={run.name}_{end} {changed}`"
+    )
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference:

@@ -24,6 +24,11 @@ _INSTEAD = {
     "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
     "sequence_parallel": "sequence parallelism is not supported: a sequence stays on one rank, so learner.packing and "
     "learner.gradient_checkpointing bound its length",
+    **dict.fromkeys(
+        ("num_iterations", "ppo_epochs", "max_epochs"),
+        "there is no second pass over the samples of a step: each is used in one update, and "
+        "algorithm.updates_per_rollout is the number of these",
+    ),
     "multi_turn": "multi-turn rollouts are not supported: a prompt is answered once",
     "tools": "tools are not supported: a prompt is answered once",
     "images": "images are not supported: prompts are text",
@@ -36,11 +41,13 @@ _LONGEST_LINE, _MOST_LINES = 1000, 20
 """Limits of an error's text: a line's in characters, and the number of lines."""
 
 
+_TYPED = [["model"], ["task"], ["algorithm"], ["algorithm", "correction"]]
+"""Sections that have types, by their keys."""
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Settings files that come with the package."""
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` (defaults if None), apply overrides in order, validate.
 
     Args:
@@ -66,7 +73,7 @@ def validated_run(settings: dict[str, Any], source: str) -> RunConfig:
 
 
 def read_settings(
-    path: Path | None, overrides: Sequence[str] = (), model: type[BaseModel] = RunConfig
+    path: Path | str | None, overrides: Sequence[str] = (), model: type[BaseModel] = RunConfig
 ) -> dict[str, Any]:
     """Read the settings of `path`, if there is one, and apply overrides in order. They are not validated.
 
@@ -175,22 +182,23 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
             yield from (row for row in own if row not in shared and row[0] != f"{key}.type")
 
 
-def config_file(path: Path) -> Path:
+def config_file(path: Path | str) -> Path:
     """Return `path`, or the file of that name that comes with the package if there is no such file here."""
+    path = Path(path)
     shipped = SHIPPED / f"{path}.yaml"
     return shipped if not path.is_file() and path.name == str(path) and shipped.is_file() else path
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(asked: Path | str) -> dict[str, Any]:
     try:
-        path = config_file(path)
+        path = config_file(asked)
         if path.is_dir():
             raise ConfigError(f"config file {path} is a folder: give a YAML file")
         if not path.is_file():
             raise ConfigError(f"config file {path} does not exist{_nearest_file(path)}")
         settings = read_yaml_file(path)
     except OSError as error:
-        raise ConfigError(f"config file {shortened(str(path))} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"config file {shortened(str(asked))} cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
         holds = "is empty" if settings is None else f"holds {type(settings).__name__}"
         raise ConfigError(f"{path} {holds}, expected a mapping of sections")
@@ -207,21 +215,23 @@ def _nearest_file(path: Path) -> str:
 
 
 def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
-    if keys[-1] in DEFAULT_TYPES and keys[-1] != "correction" and isinstance(value, str):
+    if keys[-1] in DEFAULT_TYPES and len(keys) == 1 and isinstance(value, str):
         keys = [*keys, "type"]  # algorithm=grpo is short for algorithm.type=grpo
     *sections, last = keys
     for done, section in enumerate(sections):
         if settings.get(section) is None:  # absent, or a heading with nothing below it
             settings[section] = {}
-        settings[section] = _as_section(section, settings[section])
+        if sections[: done + 1] in _TYPED:
+            settings[section] = _as_section(section, settings[section])
         settings = settings[section]
         if not isinstance(settings, dict):
             where = ".".join(keys[: done + 1])
             told = f"{where} is a value, not a section: cannot set {'.'.join(keys)}"
             raise ConfigError(shortened(told, _LONGEST_LINE))
-    if last == "type" and value != settings.get("type", DEFAULT_TYPES.get(keys[-2] if sections else "")):
+    typed = sections in _TYPED
+    if typed and last == "type" and value != settings.get("type", DEFAULT_TYPES[sections[-1]]):
         settings.clear()  # another type has other settings: drop those of the old one
-    if last == "objective" and value != settings.get(last, "ppo"):
+    if typed and last == "objective" and value != settings.get(last, "ppo"):
         for bound in CLIP_BOUNDS:  # another objective has other bounds
             settings.pop(bound, None)
     settings[last] = value
@@ -274,12 +284,22 @@ def _fault(item: Any) -> str:
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:
             return f"{key} is a setting of another type; see --help {key}"
-        if (same := meant(key)) and same != key:
-            return f"unknown key {key!r}; it is called {same!r} here (--help {same})"
+        for leaf in _leaves(key, item["input"]):
+            if (same := meant(leaf)) and same != leaf:
+                return f"unknown key {leaf!r}; it is called {same!r} here (--help {same})"
         return f"unknown key {key!r}{did_you_mean(key, keys, cutoff=0.5)}"
     if item["type"] in ("model_type", "model_attributes_type", "dict_type") and key in _section_keys():
         return f"{key}: give {key}.<setting>=… (--help {key} lists them): it is a section, not a value{given(item)}"
     return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given(item)}"
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """Yield the keys of the values in an unknown section, such as those of a settings file of another framework."""
+    if not isinstance(value, dict) or not value:
+        yield key
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{key}.{name}", inner)
 
 
 def _instead(name: str) -> str | None:

@@ -29,9 +29,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "rollout.vllm.tensor_parallel": ("vllm_tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_size"),
     "rollout.vllm.kv_cache_gb": ("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
     "rollout.max_staleness": ("async_train", "async_training", "staleness", "max_head_offpolicyness"),
-    "algorithm.type": ("adv_estimator", "advantage_estimator", "trainer"),
+    "algorithm.type": ("adv_estimator", "advantage_estimator"),
     "algorithm.updates_per_rollout": (
-        "steps_per_generation", "ppo_mini_batch_size", "num_minibatches", "num_iterations", "ppo_epochs",
+        "steps_per_generation", "ppo_mini_batch_size", "num_minibatches",
     ),
     "algorithm.clip_low": ("epsilon", "clip_ratio_low", "clip_ratio", "eps_clip", "cliprange"),
     "algorithm.clip_high": ("epsilon_high", "clip_ratio_high", "eps_clip_high"),

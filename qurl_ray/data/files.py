@@ -126,7 +126,7 @@ def _problem(
 
 def _text(value: Any, row: _Row, column: str) -> str:
     """Return a prompt or an answer as text; "" if there is none."""
-    if value is None:
+    if value is None or value != value:  # NaN: tables have it where nothing is
         return ""
     if not isinstance(value, str | int | float):
         raise DataError(f"{row.where}: {column!r} is {type(value).__name__}, expected text, a number or messages")
@@ -138,7 +138,7 @@ def plain_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+        return None if math.isnan(value) else value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): plain_value(field) for key, field in value.items()}
     if isinstance(value, list | tuple):

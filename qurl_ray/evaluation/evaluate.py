@@ -66,7 +66,7 @@ class Report:
 
 def evaluate(
     config: RunConfig,
-    policy: Path,
+    policy: Path | str,
     *,
     quantization: str | None = None,
     samples: int = 0,
@@ -85,6 +85,7 @@ def evaluate(
         QurlError: the policy, the task or the reward cannot be used, or the policy holds codes of another format.
     """
     started = time.perf_counter()
+    policy = Path(policy)
     if not (policy / "config.json").is_file():
         raise ConfigError(f"{policy} holds no policy: config.json is missing")
     stored = read_quantized(policy) if is_quantized_checkpoint(policy) else None

@@ -11,7 +11,7 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import Backend, add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.learner.passes import Pass, Penalty
-from qurl_ray.learner.scorer import on_device, states_before_answers, value_head
+from qurl_ray.learner.scorer import casting, on_device, states_before_answers, value_head
 from qurl_ray.policy.logprobs import scatter
 from qurl_ray.rl.ratios import Sums
 from qurl_ray.rl.reduce import as_floats, merge, moments
@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: Tensors) -> torch.Tensor:
         """Return the value of the state before each token of the answer, 0 elsewhere, float32 [B, T]."""
-        with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
+        with casting(self._device, enabled=self._autocast):
             states_Nd = states_before_answers(self.body, batch, self._config)
         return scatter(self.head(states_Nd.float())[:, 0], batch.mask_BT)
 

@@ -55,7 +55,7 @@ class Scorer(nn.Module):
     def forward(self, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         mask_BT = batch.mask_BT
         entropy: Entropy = self._entropy if torch.is_grad_enabled() else "none"
-        with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
+        with casting(self._device, enabled=self._autocast):
             states_Nd = states_before_answers(self.policy, batch, self._config)
             ids_N = batch.token_ids_BT[mask_BT]
             logprobs_N, entropy_N = score_states(self.policy, states_Nd, ids_N, self._temperature, entropy=entropy)
@@ -64,6 +64,12 @@ class Scorer(nn.Module):
             None if entropy_N is None else scatter(entropy_N, mask_BT),
             None if self.value_head is None else scatter(self.value_head(states_Nd.float())[:, 0], mask_BT),
         )
+
+
+def casting(device: str, *, enabled: bool) -> torch.autocast:
+    """Return the context of bfloat16 products. Without its cache, which would hold a copy of every weight until the end
+    of a pass, though each is used once."""
+    return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def value_head(model: PreTrainedModel, device: str) -> nn.Linear:

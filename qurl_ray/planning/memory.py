@@ -44,8 +44,8 @@ def learner_bytes(
 ) -> dict[TurnName, float]:
     """Bytes of a learner on each rank's GPU in each turn.
 
-    Each rank starts with the whole model on its GPU (learner.scorer.on_device). Autocast keeps bfloat16 copies of all
-    weights, also of gathered ones, until a forward pass ends, and without checkpointing until the backward pass does.
+    Each rank starts with the whole model on its GPU (learner.scorer.on_device). bfloat16 copies of all weights, also of
+    gathered ones, are kept for the backward pass; with checkpointing there is one at a time.
 
     Args:
         offloads: it gives up its GPU while it does not learn. At stage 0, DeepSpeed cannot.
@@ -53,14 +53,14 @@ def learner_bytes(
     """
     params = shape.params
     states = state_bytes(shape, ranks=ranks, stage=stage)
-    cast = 2 * params if work.autocast else 0
+    cast = 2 * (shape.head_params if work.checkpointing else params) if work.autocast else 0
     buckets = 4 * BUCKET * ((2 if overlaps else 1) if stage in (1, 2) else 1 if stage == 3 or ranks > 1 else 0)
     fixed = buckets if stage == 3 else 0
     gathered = 4 * min(params, _LIVE) if stage == 3 and ranks > 1 else 0
     joined = 4 * min(params, BUCKET) if stage == 3 else 0
     kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
     forward = fixed + gathered + cast + kept
-    backward = buckets + joined + gathered + kept + (0 if work.checkpointing else cast)
+    backward = buckets + joined + gathered + kept + cast
     step = fixed + (4 * (min(params, _GROUP) if stage == 3 else params) / ranks if stage else 0)
     critic = states + fixed if work.critic else 0
     reference = 4 * params if work.reference else 0

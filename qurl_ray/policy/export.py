@@ -5,19 +5,19 @@ linears are quantized, the safetensors hold codes under "<linear>.weight" and sc
 "<linear>.weight_scale". All other tensors keep their precision. Scales are float32, as the engines use them.
 """
 
-import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.policy.save import replaced
+from qurl_ray.policy.save import Take, policy_folder
 from qurl_ray.policy.settings import reading
 from qurl_ray.policy.weights import stored_tensors
 from qurl_ray.quant.equalize import Factors, equalized
@@ -46,12 +46,29 @@ def save_quantized(
     keep: Sequence[str],
     factors: Mapping[str, Factors] | None = None,
 ) -> None:
-    """Write codes, scales, settings and tokenizer. The folder is never half written.
+    """Write a model's codes, scales, settings and tokenizer; see quantized_folder."""
+    with quantized_folder(model, tokenizer, folder, fmt, keep, factors) as take:
+        for name, parameter in model.named_parameters():
+            take(name, parameter)
 
-    The model is exported as it is, update-aware scaling included: a folded network computes the same function, and its
-    codes are those that the engines generated with and were evaluated with.
+
+@contextmanager
+def quantized_folder(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    fmt: Format,
+    keep: Sequence[str],
+    factors: Mapping[str, Factors] | None = None,
+) -> Iterator[Take]:
+    """Yield what takes the parameters of a policy, and write them as codes and scales, with settings and tokenizer, as
+    policy.save.policy_folder does.
+
+    The parameters are exported as they are, update-aware scaling included: a folded network computes the same function,
+    and its codes are those that the engines generated with and were evaluated with.
 
     Args:
+        model: its architecture; its weights are not looked at.
         keep: `quantization.keep`, patterns of the parameters that are not quantized.
         factors: factors of equalization, by module. They become part of the weights, so that any reader computes
             what the engines did.
@@ -62,24 +79,20 @@ def save_quantized(
     if fmt.name not in _SETTINGS:
         raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
     names = quantized_parameters(model, keep)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in equalized(model.named_parameters(), factors or {}):
-        if name in names:
-            q = quantize(parameter, fmt)
-            tensors |= {name: q.codes, name + _SCALE: q.scale}
-        else:
-            tensors[name] = parameter.detach().contiguous()
     linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    config = copy.deepcopy(model.config)
-    config.architectures, config.dtype = [type(model).__name__], model.dtype
-    config.quantization_config = _SETTINGS[fmt.name] | {
-        "ignore": [name for name in linears if f"{name}.weight{_SCALE}" not in tensors]
-    }
-    with replaced(folder) as aside:
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(aside)
-        model.generation_config.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+    ignored = [name for name in linears if f"{name}.weight" not in names]
+    with policy_folder(model, tokenizer, folder, _SETTINGS[fmt.name] | {"ignore": ignored}) as add:
+
+        def take(name: str, parameter: torch.Tensor) -> None:
+            ((_, value),) = equalized([(name, parameter.detach())], factors or {})
+            if name not in names:
+                add(name, value)
+                return
+            q = quantize(value, fmt)
+            add(name, q.codes)
+            add(name + _SCALE, q.scale)
+
+        yield take
 
 
 def is_quantized_checkpoint(folder: Path) -> bool:

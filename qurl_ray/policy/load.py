@@ -1,5 +1,6 @@
 """Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -172,6 +174,19 @@ def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrai
             model that can be made.
     """
     return _model_of(_config(spec), spec, dtype)
+
+
+def architecture(spec: PolicySpec) -> PreTrainedModel:
+    """Return the policy without weights, on the meta device, with its settings of generation.
+
+    Raises:
+        ConfigError: see `empty_model`.
+    """
+    with torch.device("meta"):
+        model = empty_model(spec)
+    with reading(spec.source), suppress(OSError):  # a policy may have none
+        model.generation_config = GenerationConfig.from_pretrained(spec.source)
+    return model
 
 
 def _model_of(config: PreTrainedConfig, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

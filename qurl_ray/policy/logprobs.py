@@ -4,8 +4,9 @@ The memory for long answers is bounded: logits exist for a few tokens at a time,
 are given, and a model's blocks can be recomputed instead of kept. None of this changes a bit of a log-prob.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import embedding, pad
@@ -152,9 +153,35 @@ def score_states(
         entropy: "none" returns None; "value" costs one more pass over the logits, and has no gradient.
     """
     rows = max(1, HEAD_BYTES // (4 * model.config.vocab_size))
-    score = partial(_score, model.get_output_embeddings(), temperature, entropy)
+    head = model.get_output_embeddings()
     if len(ids_N) <= rows:
-        return score(states_Nd, ids_N)
+        return _score(head, temperature, entropy, states_Nd, ids_N)
+    return _in_one_call(head, partial(_score_pieces, rows, temperature, entropy), states_Nd, ids_N)
+
+
+def _in_one_call(module: torch.nn.Module, work: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """Return work(forward, *inputs), where `forward` is the module's, from within one call of the module: a sharded
+    weight is gathered around each call, and would be for each piece."""
+    forward, own = module.forward, vars(module).get("forward")
+    module.forward = partial(work, forward)
+    try:
+        return module(*inputs)
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _score_pieces(
+    rows: int,
+    temperature: float,
+    entropy: str,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    states_Nd: torch.Tensor,
+    ids_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    score = partial(_score, head, temperature, entropy)
     if torch.is_grad_enabled():
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
     pieces = zip(states_Nd.split(rows), ids_N.split(rows), strict=True)
@@ -163,7 +190,11 @@ def score_states(
 
 
 def _score(
-    head: torch.nn.Module, temperature: float, entropy: str, states_Nd: torch.Tensor, ids_N: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor],
+    temperature: float,
+    entropy: str,
+    states_Nd: torch.Tensor,
+    ids_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     logprobs_NV = log_softmax(head(states_Nd), temperature)
     # A mere value comes after the taken tokens: where chunks are recomputed for their gradient, it is not recomputed.

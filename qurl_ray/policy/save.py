@@ -1,12 +1,23 @@
 """Save a policy so that AutoModelForCausalLM.from_pretrained loads it, with or without this package."""
 
+import copy
+import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+FILE_BYTES = 2 * 10**9
+"""Bytes of tensors from which on another file is begun; the writer holds as many."""
+Take = Callable[[str, torch.Tensor], None]
+"""Callback that takes the parameters of a policy, (name, values), one after the other."""
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -14,6 +25,71 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     with replaced(folder) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+
+
+@contextmanager
+def policy_folder(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    quantization: dict[str, Any] | None = None,
+) -> Iterator[Take]:
+    """Yield what takes the tensors of a policy, and write them with its settings when the block ends. The folder is
+    never half written, and never are all tensors in memory.
+
+    Args:
+        model: its architecture; its weights are not looked at, and need not be there.
+        quantization: `quantization_config` for the settings.
+    """
+    with replaced(folder) as aside:
+        files = _TensorFiles(aside)
+        yield files.add
+        files.close()
+        config = copy.deepcopy(model.config)
+        config.architectures, config.dtype = [type(model).__name__], model.dtype
+        if quantization:
+            config.quantization_config = quantization
+        config.save_pretrained(aside)
+        model.generation_config.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+
+class _TensorFiles:
+    """The safetensors of a folder, under the names by which transformers finds them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, torch.Tensor] = {}
+        self._files: list[tuple[Path, list[str]]] = []
+        self._held_bytes = self._bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor, which may change or be freed afterwards."""
+        if self._held and self._held_bytes + tensor.nbytes > FILE_BYTES:
+            self._write()
+        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._held_bytes += tensor.nbytes
+        self._bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is held, and the index if there are several files."""
+        self._write()
+        if len(self._files) == 1:
+            self._files[0][0].rename(self._folder / SAFE_WEIGHTS_NAME)
+            return
+        weight_map: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._files, start=1):
+            named = f"model-{number:05d}-of-{len(self._files):05d}.safetensors"
+            path.rename(self._folder / named)
+            weight_map |= dict.fromkeys(names, named)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+        (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        path = self._folder / f"part-{len(self._files)}"
+        save_file(self._held, path, metadata={"format": "pt"})
+        self._files.append((path, list(self._held)))
+        self._held, self._held_bytes = {}, 0
 
 
 @contextmanager

@@ -5,6 +5,7 @@ is refused: that part may read the norm too (the router of a mixture of experts)
 norm for attention and MLP, norms after them).
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -64,12 +65,18 @@ def gated_mlps(model: nn.Module) -> list[str]:
 def gain_offset(norm: nn.Module) -> int:
     """Return, by trial, 0 if a norm multiplies by its weight w, 1 if it multiplies by 1 + w (Gemma).
 
+    The trial is made with other parameters: the norm's own may be sharded, or not there yet.
+
     Raises:
         QuantizationError: it multiplies by neither.
     """
-    weight = norm.get_parameter("weight")
-    gain = norm(torch.full_like(weight, 1e3))  # normalized to 1, being large compared to the norm's epsilon
-    offset = next((o for o in (0, 1) if torch.allclose(gain, weight + o, equal_nan=True)), None)
+    own = dict(norm.named_parameters(recurse=False))
+    weight = nn.Parameter(torch.linspace(-0.5, 2.0, own["weight"].numel()))
+    trial = copy.copy(norm)
+    zeros: dict[str, nn.Parameter | None] = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in own.items()}
+    trial._parameters = zeros | {"weight": weight}
+    gain = trial.forward(torch.full_like(weight, 1e3))  # normalized to 1, being large compared to the norm's epsilon
+    offset = next((o for o in (0, 1) if torch.allclose(gain, weight + o)), None)
     if offset is None:
         raise QuantizationError(f"{type(norm).__name__} multiplies neither by w nor by 1 + w")
     return offset

@@ -5,6 +5,8 @@ computes the same, but one optimizer step moves the smaller weights, and so thei
 once before training, on float32 masters only, and undone when the policy is saved in full precision.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import torch
 from torch import nn
 
@@ -45,16 +47,32 @@ def fold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
             linear.weight.data.div_(scale)
 
 
-@torch.no_grad()
-def unfold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
-    """Undo `fold` with the same arguments: bit for bit if s is a power of two, else within 1 ulp.
+def folded_offsets(model: nn.Module, layers: str = "qkv+mlp") -> dict[str, int | None]:
+    """Return the parameters that `fold` changes, by name: the offset of a norm's gain, None for a linear's weight. The
+    model may be without weights."""
+    found: dict[str, int | None] = {}
+    for one, offset in _with_offsets(model, layers):
+        found[f"{one.name}.weight"] = offset
+        found |= {f"{name}.weight": None for name in one.linears}
+    return found
+
+
+def unfolded(
+    parameters: Iterable[tuple[str, torch.Tensor]], offsets: Mapping[str, int | None], scale: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters as they were before `fold`: bit for bit if s is a power of two, else within 1 ulp.
 
     A gain of Gemma's is restored within 1 ulp of 1 + w for any s: its small w loses bits while it contains s − 1.
+
+    Args:
+        offsets: what `folded_offsets` returned.
     """
-    for one, offset in _with_offsets(model, layers):
-        one.norm.get_parameter("weight").data.sub_(offset * (scale - 1)).div_(scale)
-        for linear in one.linears.values():
-            linear.weight.data.mul_(scale)
+    for name, parameter in parameters:
+        if name in offsets:
+            offset = offsets[name]
+            value = parameter.detach()
+            parameter = value * scale if offset is None else (value - offset * (scale - 1)) / scale
+        yield name, parameter
 
 
 def _with_offsets(model: nn.Module, layers: str) -> list[tuple[NormFed, int]]:

@@ -73,6 +73,7 @@ _LEARNING = (
         "Repeated garbage",
         "Tokens in sequences that repeat: quantized rollouts produce them when something is wrong.",
         (Panel((Series("repeated", "rollout/garbage_share", 2),), "of the tokens", percent=True, zero=True),),
+        calm=True,
     ),
     Chart(
         "Movement of the policy",
@@ -125,6 +126,7 @@ _MISMATCH = (
                 zero=True,
             ),
         ),
+        calm=True,
     ),
     Chart(
         "Truncated weights",
@@ -138,6 +140,7 @@ _MISMATCH = (
             ),
             Panel((Series("kept by ACR", "acr_active_tokens", 3),), "kept by ACR, tokens", zero=True),
         ),
+        calm=True,
     ),
     Chart(
         "Rejected",
@@ -150,6 +153,7 @@ _MISMATCH = (
                 zero=True,
             ),
         ),
+        calm=True,
     ),
     Chart(
         "Codes changed by a sync",
@@ -211,6 +215,7 @@ _SURVIVAL = (
             Panel((Series("figures beyond", "guard/beyond", 2),), "figures beyond their threshold", zero=True),
         ),
         absent="The guard was off, or no step has been recorded yet.",
+        calm=True,
     ),
     Chart(
         "Fleet",
@@ -238,6 +243,7 @@ _SURVIVAL = (
                 zero=True,
             ),
         ),
+        calm=True,
     ),
 )
 

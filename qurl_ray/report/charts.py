@@ -92,6 +92,8 @@ class Chart:
     panels: tuple[Panel, ...]
     absent: str = "This run has not recorded it."
     """Text shown instead of the drawing if no panel has a value."""
+    calm: bool = False
+    """True if nobody needs to see it as long as all of its values are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,12 @@ def present(chart: Chart, rows: Sequence[StepValues]) -> list[Panel]:
     seen = {key for _, values in rows for key, value in values.items() if value is not None}
     panels = (replace(panel, series=tuple(s for s in panel.series if s.key in seen)) for panel in chart.panels)
     return [panel for panel in panels if panel.series]
+
+
+def is_calm(chart: Chart, rows: Sequence[StepValues]) -> bool:
+    """Return True if the chart may be folded: it is of those that are calm at 0, and it has only that value."""
+    keys = {series.key for panel in present(chart, rows) for series in panel.series}
+    return chart.calm and bool(keys) and not any(values.get(key) for _, values in rows for key in keys)
 
 
 def thin(rows: Sequence[StepValues], series: Iterable[Series], limit: int = COLUMNS) -> list[Column]:

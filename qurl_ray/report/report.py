@@ -13,7 +13,7 @@ from qurl_ray.config.shown import redacted
 from qurl_ray.files import write_whole
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short, signed
-from qurl_ray.report.charts import Chart, Series, StepValues, draw, present
+from qurl_ray.report.charts import Chart, Series, StepValues, draw, is_calm, present
 from qurl_ray.report.page import render_page
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run, read_samples
 from qurl_ray.report.text import MISSING, duration, format_setting, listed
@@ -56,6 +56,16 @@ class _Card:
     legend: list[Series]
     drawing: Markup | None
     absent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Cards under a heading. `zeros` are those of charts that are folded, as all of their values are 0."""
+
+    title: str
+    anchor: str
+    cards: list[_Card]
+    zeros: list[_Card]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +124,7 @@ def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
         ],
         "more_warnings": max(0, len(record.warnings) - _WARNINGS),
         "unreadable": record.unreadable,
-        "groups": [
-            (group.title, [_card(chart, rows) for chart, rows in group.charts])
-            for group in catalog.groups(record, settings)
-        ],
+        "groups": [_group(group) for group in catalog.groups(record, settings)],
         "samples": samples,
         "samples_per_step": _SAMPLES_PER_STEP,
         "rollouts": ROLLOUTS if (run_dir / ROLLOUTS).exists() else None,
@@ -241,6 +248,14 @@ def _total(record: RunRecord, key: str) -> float:
 
 
 # --- body and foot ----------------------------------------------------------------------------------------------------
+
+
+def _group(group: catalog.Group) -> _Group:
+    cards: dict[bool, list[_Card]] = {False: [], True: []}
+    for chart, rows in group.charts:
+        cards[is_calm(chart, rows)].append(_card(chart, rows))
+    anchor = group.title.split()[0].lower().rstrip(",")
+    return _Group(title=group.title, anchor=anchor, cards=cards[False], zeros=cards[True])
 
 
 def _card(chart: Chart, rows: Sequence[StepValues]) -> _Card:

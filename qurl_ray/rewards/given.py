@@ -2,13 +2,16 @@
 
 A function that other processes can import gets its name, `module:function`. Any other one, such as a lambda or one of
 the script that is run, is pickled by value and travels to the processes that judge; settings then hold `given:<name>`,
-which only a process has in which the function was given.
+which only a process has in which the function was given. A digest of its code is part of the name, so that a run does
+not resume with another function.
 """
 
 import base64
+import hashlib
 import importlib
 import zlib
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -38,7 +41,7 @@ def give(function: Callable[..., Any]) -> str:
         raise RewardError(
             f"reward {name} cannot be sent to other processes: {type(error).__name__}: {error}"
         ) from error
-    reference = f"{_PREFIX}{name}"
+    reference = f"{_PREFIX}{name}-{_digest(function)}"
     _given[reference] = f"{reference}\n{base64.b85encode(zlib.compress(pickled)).decode()}"
     return reference
 
@@ -77,6 +80,23 @@ def load(reference: str) -> Callable[..., Any]:
         return cloudpickle.loads(zlib.decompress(base64.b85decode(pickled)))
     except Exception as error:  # what the function refers to may be missing here
         raise RewardError(f"reward {name} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _digest(function: Callable[..., Any]) -> str:
+    """Return 8 digits that depend on the function's code, and not on values that it closes over."""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return hashlib.sha256(repr(_parts(code)).encode()).hexdigest()[:8]
+
+
+def _parts(code: CodeType | None) -> list[Any]:
+    """Return instructions, names and constants, those of functions within it, too."""
+    if code is None:
+        return []
+    constants = [
+        _parts(one) if isinstance(one, CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else one
+        for one in code.co_consts
+    ]
+    return [code.co_code, code.co_names, constants]
 
 
 def _importable(module: str, qualified: str | None, function: Callable[..., Any]) -> bool:

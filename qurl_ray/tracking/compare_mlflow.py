@@ -61,7 +61,7 @@ def _from_metrics(client: MlflowClient, run: MlflowRun) -> RunRecord:
         for metric in client.get_metric_history(run.info.run_id, name):
             if part in ("eval", "eval_rollout"):
                 evaluations.setdefault((part, metric.step), {})[key] = finite(metric.value)
-            elif part not in ("summary", "system"):
+            elif part not in ("summary", "system", "problems"):
                 rows.setdefault(metric.step, {})[name] = finite(metric.value)
     return RunRecord(
         config={key: shown(_plain(value), key) for key, value in run.data.params.items()},

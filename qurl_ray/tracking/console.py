@@ -205,7 +205,8 @@ class TableView:
         self._samples = [sample_line(sample) for sample in event.values.get("samples", [])]
 
     def evaluation(self, event: Event) -> None:
-        self._evaluations[event.step] = event.values
+        if event.message != "after, quantized":  # `after` is of the same step
+            self._evaluations[event.step] = event.values
         self._progress.update(self._task, description=self._title)
         if event.values.get("target_reached"):  # so the progress bar is full
             self._progress.update(self._task, total=event.step, left=duration(0))

@@ -6,15 +6,8 @@ from typing import Any
 
 from qurl_ray.report import catalog
 from qurl_ray.report.charts import Panel
-from qurl_ray.tracking.numbers import gauge_name
+from qurl_ray.tracking.numbers import gauge_name, series_name
 
-_EVALUATION = {
-    "full": "eval/accuracy",
-    "full/reward": "eval/reward",
-    "rollout": "eval_rollout/accuracy",
-    "rollout/reward": "eval_rollout/reward",
-}
-"""Metrics of the held-out charts, whose keys are the report's own."""
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 
 
@@ -47,7 +40,7 @@ def dashboard() -> dict[str, Any]:
 def _panel(title: str, reading: str, panel: Panel) -> dict[str, Any]:
     targets = [
         {
-            "expr": f'ray_{gauge_name(_EVALUATION.get(series.key, series.key))}{{run=~"$run"}}',
+            "expr": f'ray_{gauge_name(series_name(series.key))}{{run=~"$run"}}',
             "legendFormat": f"{series.label} {{{{run}}}}",
             "refId": chr(ord("A") + place),
         }

@@ -1,13 +1,17 @@
-"""Registration of the final policy as a model version with a signature; MLflow loads it as a pipeline or pyfunc."""
+"""The final policy as a logged model of the MLflow run, which its table of runs shows, and as a registered version of
+it with a signature; MLflow loads it as a pipeline or pyfunc."""
 
 import json
 import platform
 import re
+import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlflow.pyfunc
+from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
@@ -16,7 +20,7 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from qurl_ray.report.run_files import read_summary
 from qurl_ray.report.text import storable
 
-FOLDER = "policy"  # name of the folder in the run, and of its artifact
+FOLDER = "policy"  # name of the folder in the run, and of its logged model
 _TAGS = (
     "reward_before",
     "reward_after",
@@ -50,9 +54,9 @@ SIGNATURE = ModelSignature(
 
 
 def register_policy(client: MlflowClient, run_id: str, run_dir: Path, name: str) -> None:
-    """Register a version of the model `name`, from the run's artifact policy/, or from the folder if it is large.
+    """Register a version of the model `name`: the run's logged model, or the folder itself if it is large.
 
-    A run has only one version: if the run is resumed, its artifact is replaced, and with it the content of the version.
+    A run has only one of each: if the run is resumed, the files are replaced, and with them the content of the version.
     """
     folder, name = run_dir / FOLDER, model_name(name)
     tags = policy_tags(run_dir)
@@ -61,16 +65,17 @@ def register_policy(client: MlflowClient, run_id: str, run_dir: Path, name: str)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
+    model: LoggedModel | None = None
+    source = folder.resolve().as_uri()
     if sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= _COPY_LIMIT_BYTES:
-        source = _upload(client, run_id, folder)
-    else:
-        source = folder.resolve().as_uri()
+        model = _log_model(client, run_id, folder, tags)
+        source = model.artifact_location
     for known in client.search_model_versions(f"run_id='{run_id}'"):
         if (known.name, known.source) == (name, source):
             for key, value in tags.items():
                 client.set_model_version_tag(name, known.version, key, value)
             return
-    client.create_model_version(name, source, run_id=run_id, tags=dict(tags))
+    client.create_model_version(name, source, run_id=run_id, tags=dict(tags), model_id=model and model.model_id)
 
 
 def model_name(text: str) -> str:
@@ -84,24 +89,44 @@ def policy_tags(run_dir: Path) -> Mapping[str, str]:
     return {key: storable(str(summary[key])) for key in _TAGS if summary.get(key) is not None}
 
 
-def _upload(client: MlflowClient, run_id: str, folder: Path) -> str:
-    """Copy the checkpoint, with the files that make it an MLflow model. Return the address of the artifact."""
-    client.log_artifacts(run_id, str(folder), FOLDER)
+def _log_model(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[str, str]) -> LoggedModel:
+    """Copy the checkpoint to the run's logged model, with the files that MLflow needs to load it. Return the model."""
+    run = client.get_run(run_id)
+    experiment = run.info.experiment_id
+    found = client.search_logged_models([experiment], filter_string=f"source_run_id='{run_id}'")
+    model = next((known for known in found if known.name == FOLDER), None)
+    if model:
+        client.set_logged_model_tags(model.model_id, dict(tags))
+        client.finalize_logged_model(model.model_id, "FAILED")  # while its files are replaced
+    else:
+        model = client.create_logged_model(experiment, name=FOLDER, source_run_id=run_id, tags=dict(tags))
+    if model.model_id not in {output.model_id for output in run.outputs.model_outputs}:
+        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
+    client.log_model_artifacts(model.model_id, str(folder))
+    with TemporaryDirectory() as made:
+        _write_loader(Path(made), folder, run_id, model.model_id)
+        client.log_model_artifacts(model.model_id, made)
+    client.finalize_logged_model(model.model_id, "READY")
+    return model
+
+
+def _write_loader(to: Path, folder: Path, run_id: str, model_id: str) -> None:
+    """Write what makes a checkpoint an MLflow model."""
+    tokenizer = to / "components" / "tokenizer"  # mlflow.transformers looks for it here
+    tokenizer.mkdir(parents=True)
     for file in folder.iterdir():
-        if file.suffix != ".safetensors":  # mlflow.transformers looks for the tokenizer here
-            client.log_artifact(run_id, str(file), f"{FOLDER}/components/tokenizer")
-    pinned = "".join(f"{package}=={version(package)}\n" for package in _REQUIREMENTS)
-    client.log_text(run_id, pinned, f"{FOLDER}/requirements.txt")
+        if file.is_file() and file.suffix != ".safetensors":
+            shutil.copyfile(file, tokenizer / file.name)
+    (to / "requirements.txt").write_text("".join(f"{package}=={version(package)}\n" for package in _REQUIREMENTS))
     env = f"python: {platform.python_version()}\nbuild_dependencies: [pip]\ndependencies: [-r requirements.txt]\n"
-    client.log_text(run_id, env, f"{FOLDER}/python_env.yaml")
-    client.log_text(run_id, _mlmodel(folder, run_id), f"{FOLDER}/MLmodel")
-    return f"{client.get_run(run_id).info.artifact_uri}/{FOLDER}"
+    (to / "python_env.yaml").write_text(env)
+    (to / "MLmodel").write_text(_mlmodel(folder, run_id, model_id))
 
 
-def _mlmodel(folder: Path, run_id: str) -> str:
+def _mlmodel(folder: Path, run_id: str, model_id: str) -> str:
     """Return the text of the MLmodel file. It is written here, because MLflow's own writer loads torch and weights."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model = Model(artifact_path=FOLDER, run_id=run_id, signature=SIGNATURE)
+    model = Model(artifact_path=FOLDER, run_id=run_id, model_id=model_id, signature=SIGNATURE)
     model.add_flavor(
         "transformers",
         task="text-generation",

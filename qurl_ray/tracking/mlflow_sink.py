@@ -7,6 +7,7 @@ Lost records are sent again at the end from the run's files, or later by `replay
 used, so that of a notebook is not changed.
 """
 
+import json
 import logging
 import os
 import shlex
@@ -29,12 +30,19 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the console belongs to the run
 
-from mlflow.entities import Experiment, Metric, Param, Run, RunStatus, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.rest_store import RestStore
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
-from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH, MAX_TAG_VAL_LENGTH
+from mlflow.utils.validation import (
+    MAX_DATASET_DIGEST_SIZE,
+    MAX_DATASET_NAME_SIZE,
+    MAX_DATASET_SOURCE_SIZE,
+    MAX_METRICS_PER_BATCH,
+    MAX_PARAMS_TAGS_PER_BATCH,
+    MAX_TAG_VAL_LENGTH,
+)
 from sqlalchemy.exc import OperationalError
 
 from qurl_ray.config import RunConfig
@@ -56,12 +64,15 @@ from qurl_ray.tracking.mlflow_records import (
     trace_info,
     trace_spans,
 )
+from qurl_ray.tracking.mlflow_view import COLORS, KIND_TAG, VIEW_TAG, view_path, view_value
 from qurl_ray.tracking.recorded import events, message_lines, samples
 from qurl_ray.types import Event, Outcome
 
 _STATUS = {"finished": RunStatus.FINISHED, "failed": RunStatus.FAILED, "interrupted": RunStatus.KILLED}
 _ARTIFACTS = ("summary.json", "samples.jsonl", "metrics.jsonl", "report.html")
-_RUN_ID_FILE = "mlflow_run_id"
+RUN_ID_FILE = "mlflow_run_id"
+_COLOR_TAG = "mlflow.runColor"
+_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens by default
 _DRAIN_S = 30.0
 _GIT_S = 5.0
 _NUMBERS = ("step", "evaluation", "warning", "info", "summary")
@@ -89,6 +100,10 @@ class RunPlan:
     """Folder for artifacts if this run creates the experiment; None if the server chooses it."""
     params: dict[str, str]
     tags: dict[str, str]
+    problems: tuple[str, str]
+    """Name and settings of the run's problems."""
+    id_file: str = RUN_ID_FILE
+    """File of the run's folder that holds the id of the MLflow run."""
 
 
 def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> RunPlan:
@@ -105,6 +120,7 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
         name=config.name,
         artifact_root=None if uri.startswith(("http", "databricks")) else folder / "mlartifacts",
         params={metric_name(key): param_text(value) for key, value in flatten(shown(resolved), ".")},
+        problems=_problems(shown(resolved).get("task", {})),
         tags={
             "quantization": config.rollout.quantization,
             "correction": config.algorithm.correction.type,
@@ -116,6 +132,11 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
             ),
         },
     )
+
+
+def _problems(task: Mapping[str, Any]) -> tuple[str, str]:
+    name = task.get("path") or task.get("dataset") or task.get("problems") or task.get("type", "")
+    return str(name)[-MAX_DATASET_NAME_SIZE:], json.dumps(plain(task))[:MAX_DATASET_SOURCE_SIZE]
 
 
 def _source() -> dict[str, str]:
@@ -160,6 +181,8 @@ class MlflowSink:
         self._resolved = resolved
         self._drain_s = drain_s
         self._open_run: _OpenRun | None = None
+        self._viewed = False
+        """The experiment has its view."""
         self._settled = threading.Event()
         self._warnings = self._step = 0
         self._began = next((at for _, at in events(run_dir)), None)
@@ -169,12 +192,21 @@ class MlflowSink:
         recourse = f"{run_dir} has all of them: qurl track {run_dir} sends them"
         self._background = Background(self.name, first=self._open, is_transient=is_transient, recourse=recourse)
         self._background.submit(self._log_plan)
+        self._background.submit(self._settle_view)
         self._watch = MachineWatch(self._take_readings) if watch else None
 
     def run_id(self, timeout_s: float) -> str | None:
         """Id of the MLflow run; None if it cannot be opened within `timeout_s` seconds."""
         self._settled.wait(timeout_s)
         return self._open_run.run_id if self._open_run else None
+
+    def page(self) -> str | None:
+        """Address of MLflow's page of the experiment's runs, on its server or that of `mlflow ui` on this machine; None
+        if the run is not open, or MLflow has no such page there."""
+        if not self._open_run or not self.uri.startswith(("http", "sqlite")):
+            return None
+        server = shown_address(self.uri).rstrip("/") if self.uri.startswith("http") else _UI
+        return server + view_path(self._open_run.experiment_id, viewed=self._viewed)
 
     def handle(self, event: Event, at: float) -> None:
         self._step, self._ended = max(self._step, event.step), at
@@ -212,7 +244,7 @@ class MlflowSink:
                 run_name=self._plan.name,
                 start_time=int(1000 * (self._began or time.time())),
             )
-            (self._run_dir / _RUN_ID_FILE).write_text(run.info.run_id)
+            (self._run_dir / self._plan.id_file).write_text(run.info.run_id)
             self._open_run = _OpenRun(
                 client=client, run_id=run.info.run_id, experiment_id=run.info.experiment_id, earlier=earlier
             )
@@ -221,7 +253,7 @@ class MlflowSink:
 
     def _earlier_run(self, client: MlflowClient) -> Run | None:
         """Reopen the MLflow run whose id is in the folder. Return None if there is none."""
-        file = self._run_dir / _RUN_ID_FILE
+        file = self._run_dir / self._plan.id_file
         if not file.is_file():
             return None
         run_id = file.read_text(errors="replace").strip()
@@ -251,11 +283,42 @@ class MlflowSink:
             run.client.log_batch(run.run_id, params=batch)
         run.tag(self._plan.tags)
 
+    def _settle_view(self) -> None:
+        """Give the run a colour that the runs before it do not have, and the experiment its view, if it has none."""
+        run = self._run()
+        if not run.earlier or _COLOR_TAG not in run.earlier.data.tags:
+            before = run.client.search_runs([run.experiment_id], max_results=len(COLORS), order_by=["start_time DESC"])
+            used = [known.data.tags.get(_COLOR_TAG) for known in before]
+            # The one that was used longest ago, if all are in use.
+            free = [color for color in COLORS if color not in used] or [color for color in reversed(used) if color]
+            run.tag({_COLOR_TAG: free[0]})
+        tags = run.client.get_experiment(run.experiment_id).tags
+        if tags.get(VIEW_TAG) is None:
+            run.client.set_experiment_tag(run.experiment_id, VIEW_TAG, view_value(int(1000 * time.time())))
+        if KIND_TAG[0] not in tags:
+            run.client.set_experiment_tag(run.experiment_id, *KIND_TAG)
+        self._viewed = True
+
+    def _log_problems(self, event: Event) -> None:
+        """Log the problems of the run as its data set, if the event tells of them."""
+        if found := event.values.get("problems"):
+            name, source = self._plan.problems
+            dataset = Dataset(
+                name=name,
+                digest=str(found["digest"])[:MAX_DATASET_DIGEST_SIZE],
+                source_type="qurl-ray task",
+                source=source,
+                profile=json.dumps(plain(found)),
+            )
+            context = InputTag("mlflow.data.context", "train")
+            self._run().client.log_inputs(self._run().run_id, [DatasetInput(dataset, [context])])
+
     def _log(self, event: Event, at: float) -> None:
         run = self._run()
         if event.kind == "warning":
             self._warnings += 1
             run.tag({"warnings": str(self._warnings), "last_warning": one_line(event.message, MAX_TAG_VAL_LENGTH)})
+        self._log_problems(event)
         metrics = event_metrics(event, at)
         if run.earlier and (event.kind == "step" or (event.kind == "evaluation" and event.message == "during")):
             # The run may have logged this step before it was resumed from a checkpoint.
@@ -276,6 +339,8 @@ class MlflowSink:
         self._ended = max((at for _, at in recorded), default=self._ended)
         metrics = [m for event, at in recorded if event.kind in _NUMBERS for m in event_metrics(event, at)]
         run.log([metric for metric in metrics if (metric.key, metric.step) not in there])
+        for event, _ in recorded:
+            self._log_problems(event)  # again is no harm
         traced = run.traced()
         missing = (found for found in samples(self._run_dir) if trace_id(run.run_id, found[0], found[2]) not in traced)
         for batch in _batches(missing, _WAITING_SAMPLES):

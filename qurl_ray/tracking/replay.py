@@ -1,7 +1,8 @@
 """Transfer of a run's folder to MLflow after the run, for records that a server missed while it was down."""
 
 import fcntl
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qurl_ray.config import RunConfig
@@ -28,8 +29,8 @@ class Replayed:
 def replay(run_dir: Path, uri: str | None = None) -> Replayed:
     """Send the records in the folder of an ended run that its MLflow run lacks. A second call changes nothing.
 
-    The MLflow run is that of the file mlflow_run_id, or a new one if there is no such file or MLflow does not know the
-    run.
+    The MLflow run is that of the file mlflow_run_id (of another one for another address), or a new one if there is no
+    such file or MLflow does not know the run.
 
     Args:
         uri: address of a server or database, to be used instead of that of the run's config.
@@ -47,6 +48,9 @@ def replay(run_dir: Path, uri: str | None = None) -> Replayed:
     config = _config(run_dir, uri)
     resolved = config.model_dump(mode="json")
     plan = plan_run(run_dir, config, resolved)
+    if uri and plan.uri != plan_run(run_dir, _config(run_dir, None), resolved).uri:
+        # The run's own MLflow has another run: a resumed run, and a second call, find theirs.
+        plan = replace(plan, id_file=f"{plan.id_file}-{hashlib.sha256(plan.uri.encode()).hexdigest()[:8]}")
     sink = MlflowSink(plan, run_dir=run_dir, resolved=resolved, drain_s=_SEND_S, watch=False)
     run_id = sink.run_id(_OPEN_S)
     if run_id is None:

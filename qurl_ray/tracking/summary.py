@@ -92,8 +92,10 @@ def commands(values: Mapping[str, Any]) -> list[str]:
     found = []
     if values.get("interrupted"):
         found.append("the run has not made all its steps: the same command resumes it")
-    if uri := values.get("mlflow_uri"):
+    if (uri := values.get("mlflow_uri")) and not uri.startswith("http"):
         found.append(f"mlflow ui --backend-store-uri {one_line(uri)}")
+    if page := values.get("mlflow_page"):
+        found.append(one_line(page))
     if run_dir := values.get("run_dir"):
         found.append(f"qurl evaluate {one_line(run_dir)} --samples 8")
     return found

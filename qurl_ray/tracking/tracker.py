@@ -61,8 +61,6 @@ class Tracker:
         self._mlflow: MlflowSink | None = None
         self._files = _open_files(run_dir)
         self._sinks: list[Sink] = list(self._files)
-        self._sinks += [_open_sink(name, run_dir, resolved) for name in config.tracking.sinks]
-        self._sinks += sinks
         screen = open_console(
             config.tracking.console,
             steps=config.steps,
@@ -70,8 +68,17 @@ class Tracker:
             may_end_early=config.evaluation.target_reward is not None,
             console=console,
         )
-        if screen:
+        if screen:  # first, so that it shows what the others say while they close
             self._sinks.append(screen)
+        try:
+            for name in config.tracking.sinks:
+                self._sinks.append(_open_sink(name, run_dir, resolved))
+        except ConfigError:
+            for sink in self._sinks[::-1]:
+                if sink is not screen:  # the error is what it would say
+                    self._guarded(sink, partial(sink.close, "failed"))
+            raise
+        self._sinks += sinks
         if config.tracking.mlflow:
             self._open_mlflow(config, resolved)
 
@@ -111,6 +118,11 @@ class Tracker:
         """Address of MLflow's store without its password, the argument of `mlflow ui --backend-store-uri`; None if
         MLflow is off."""
         return shown_address(self._mlflow.uri) if self._mlflow else None
+
+    @property
+    def mlflow_page(self) -> str | None:
+        """Address of MLflow's page of the training runs; None if MLflow is off or has none."""
+        return self._mlflow.page() if self._mlflow else None
 
     def close(self, outcome: Outcome) -> None:
         """Write all outstanding records and end the MLflow run. Later calls and events do nothing."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qurl_ray.config.shown import shown
 from qurl_ray.tracking.numbers import event_numbers
 from qurl_ray.types import Event, Outcome
 
@@ -78,7 +79,7 @@ class WandB:
             id=identity,
             resume="allow",
             dir=str(run_dir),
-            config=dict(settings),
+            config=shown(dict(settings)),
             settings=wandb.Settings(console="off", silent=True),
         )
         known.write_text(identity + "\n")

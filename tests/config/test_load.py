@@ -685,6 +685,28 @@ def test_a_name_of_another_framework_is_translated(load, text, unknown, here):
     assert complaint(load, text).endswith(f"unknown key {unknown!r}; it is called {here!r} here (--help {here})")
 
 
+def test_sections_of_another_framework_are_translated(load):
+    for key, here in (
+        ("actor_rollout_ref.rollout.n", "rollout.samples_per_prompt"),
+        ("data.train_batch_size", "rollout.prompts_per_step"),
+        ("trainer.total_training_steps", "steps"),
+    ):
+        assert complaint(load, "{}", f"{key}=8").endswith(
+            f"unknown key {key!r}; it is called {here!r} here (--help {here})"
+        )
+    assert "no second pass" in complaint(load, "{}", "ppo_epochs=2")
+
+
+def test_parameters_of_a_function_are_no_sections_of_ours(load):
+    given = "task: {type: custom, problems: tests.config.test_load:problems, params: {n: 5, type: easy}}"
+    params = load(given, "task.params.model=judge-7b", "task.params.type=hard").task.params
+    assert params == {"n": 5, "type": "hard", "model": "judge-7b"}
+
+
+def problems(n, model, type):
+    return []
+
+
 def test_lora_is_a_sentence_and_not_a_similar_name(load):
     for key in ("lora_rank", "use_peft", "model.lora_alpha"):
         assert "LoRA is not supported" in complaint(load, "{}", f"{key}=8")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 
 import pyarrow
@@ -372,6 +373,16 @@ def test_trls_layouts_are_read_as_they_are(tmp_path, suffix):
     talk = load_task(DatasetTask(path=write(tmp_path / f"talk{suffix}", TRL_TALK)), eval_problems=9)
     assert (talk.train[1].answer, talk.train[1].prompt) == ("1", "Colour 1?")
     assert talk.train[1].meta == {"solution": "1", "level": 1}
+
+
+def test_rows_without_an_answer_are_skipped_whatever_says_so(tmp_path):
+    """NaN is what tables have where nothing is."""
+    records = [{"prompt": f"{n}+1=", "answer": n + 0.5, "level": math.nan} for n in range(4)]
+    records += [{"prompt": "9+1=", "answer": math.nan, "level": 1.0}]
+    for suffix in (".jsonl", ".parquet"):
+        task = load_task(DatasetTask(path=write(tmp_path / f"data{suffix}", records)), eval_problems=1)
+        assert len(task.train) + len(task.held_out) == 4
+        assert task.train[0].meta["level"] is None
 
 
 def test_a_reward_that_compares_needs_answers(tmp_path):

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,32 +32,43 @@ class EngineProcess:
         self._process.start()
         theirs.close()
         self._tickets = itertools.count(1)
-        self._replies: dict[int, tuple[bool, Any]] = {}
+        self._replies: dict[int, Future] = {0: Future()}
+        self._lock = threading.Lock()
         self._known: list[psutil.Process] = []
+        threading.Thread(target=self._read, daemon=True).start()
         try:
             self.result(0, START_S)
         except BaseException:
             self.end()
             raise
 
+    def _read(self) -> None:
+        """Hand out the replies, in a thread of its own: calls of several threads wait at a time."""
+        while True:
+            try:
+                ticket, good, value = self._pipe.recv()
+            except (EOFError, OSError):
+                break
+            if reply := self._replies.get(ticket):  # somebody still waits
+                reply.set_result(value) if good else reply.set_exception(value)
+        for reply in list(self._replies.values()):
+            if not reply.done():
+                reply.set_exception(EOFError("the engine's process has ended"))
+
     def start(self, method: str, *args: object, **kwargs: object) -> int:
         """Begin a call, in a thread of its own over there."""
-        ticket = next(self._tickets)
-        self._pipe.send((ticket, method, args, kwargs))
+        with self._lock:
+            ticket = next(self._tickets)
+            self._replies[ticket] = Future()
+            self._pipe.send((ticket, method, args, kwargs))
         return ticket
 
     def result(self, ticket: int, timeout_s: float = 60) -> Any:
         """The result of a call, or raise its error."""
-        until = time.monotonic() + timeout_s
-        while ticket not in self._replies:
-            if not self._pipe.poll(max(0.0, until - time.monotonic())):
-                raise TimeoutError(f"no answer of the engine's process in {timeout_s} s")
-            number, good, value = self._pipe.recv()
-            self._replies[number] = good, value
-        good, value = self._replies.pop(ticket)
-        if not good:
-            raise value
-        return value
+        try:
+            return self._replies[ticket].result(timeout_s)
+        finally:
+            del self._replies[ticket]
 
     def call(self, method: str, *args: object, **kwargs: object) -> Any:
         return self.result(self.start(method, *args, **kwargs))

@@ -72,6 +72,8 @@ class RemoteEngine:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return self._process.call(method, *args, **kwargs)
+            except TimeoutError:  # an OSError, too
+                raise
             except (EOFError, OSError):
                 raise ActorDiedError from None
 

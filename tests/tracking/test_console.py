@@ -127,11 +127,17 @@ def test_figures_of_one_set_of_held_out_problems_are_one_number_each():
 
 def test_commands_are_below_the_summary_in_one_piece():
     screen = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False, color_system=None)
-    values = {"mlflow_uri": "sqlite:////" + "a-long-folder/" * 6 + "mlflow.db", "run_dir": "/runs/demo"}
+    values = {
+        "mlflow_uri": "sqlite:////" + "a-long-folder/" * 6 + "mlflow.db",
+        "mlflow_page": "http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=qurl-ray&compareRunsMode=CHART",
+        "run_dir": "/runs/demo",
+    }
     opened("plain", screen).handle(Event(kind="summary", step=1, values=values | {"interrupted": True}), 1.0)
     below = shown(screen).split("╯")[1].split("\n", 1)[1]
     assert below.splitlines()[0] == "the run has not made all its steps: the same command resumes it"
-    assert "".join(below.splitlines()[1:-1]) == f"mlflow ui --backend-store-uri {values['mlflow_uri']}"
+    assert "".join(below.splitlines()[1:-1]) == (
+        f"mlflow ui --backend-store-uri {values['mlflow_uri']}{values['mlflow_page']}"
+    )
     assert below.splitlines()[-1] == "qurl evaluate /runs/demo --samples 8"
     assert "interrupted" not in shown(screen)
 

@@ -1,3 +1,4 @@
+import base64
 import json
 import math
 import re
@@ -5,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
+import zlib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -20,6 +22,7 @@ from qurl_ray.types import Event
 
 sink = pytest.importorskip("qurl_ray.tracking.mlflow_sink")
 mlflow = pytest.importorskip("mlflow")
+COLORS = pytest.importorskip("qurl_ray.tracking.mlflow_view").COLORS
 TRACKING = TrackingConfig(console="none")
 NO_MLFLOW = TrackingConfig(console="none", mlflow=False)
 
@@ -143,6 +146,67 @@ def test_two_runs_share_an_experiment_also_in_a_folder_with_odd_characters(tmp_p
     client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
     assert len({client.get_run(run_id).info.experiment_id for run_id in ids}) == 1
     assert len(list((folder / "mlartifacts").rglob("config.json"))) == 2
+
+
+def test_runs_have_colors_of_their_own_and_the_experiment_a_view(tmp_path):
+    runs = []
+    for number in range(len(COLORS) + 1):
+        run = open_sink(tmp_path / str(number))
+        runs.append(run.run_id(30.0))
+        run.close("finished")
+        assert run.notices() == []
+    client = client_of(tmp_path / "0")
+    colors = [client.get_run(run_id).data.tags["mlflow.runColor"] for run_id in runs]
+    assert colors == [*COLORS, COLORS[0]]
+    experiment = client.get_experiment_by_name("qurl-ray")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert run.page() == (
+        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs"
+        "?viewStateShareKey=qurl-ray&compareRunsMode=CHART"
+    )
+    view = json.loads(experiment.tags["mlflow.sharedViewState.qurl-ray"])
+    state = json.loads(zlib.decompress(base64.b64decode(view["state"].removeprefix("deflate;"))))
+    sections = {section["uuid"]: section for section in state["compareRunSections"]}
+    charts = state["compareRunCharts"]
+    assert 25 <= len(charts) <= 35
+    assert all(sections[chart["metricSectionId"]]["display"] for chart in charts)
+    shown = {name for chart in charts for name in chart["selectedMetricKeys"]}
+    assert set(STABLE.split()) <= shown
+    assert {"eval/accuracy", "eval/low", "eval_rollout/reward_high"} <= shown
+
+
+def test_a_color_or_view_that_somebody_chose_stays(tmp_path):
+    run = open_sink(tmp_path / "demo")
+    run_id = run.run_id(30.0)
+    run.close("interrupted")
+    client = client_of(tmp_path / "demo")
+    client.set_tag(run_id, "mlflow.runColor", "#000000")
+    client.set_experiment_tag(client.get_run(run_id).info.experiment_id, "mlflow.sharedViewState.qurl-ray", "theirs")
+    run = open_sink(tmp_path / "demo")
+    run.close("finished")
+    assert client.get_run(run_id).data.tags["mlflow.runColor"] == "#000000"
+    experiment = client.get_experiment_by_name("qurl-ray")
+    assert experiment.tags["mlflow.sharedViewState.qurl-ray"] == "theirs"
+
+
+def test_the_problems_of_a_run_are_its_data_set(tmp_path):
+    run_dir = tmp_path / "demo"
+    event = Event(
+        kind="info", step=0, message="x", values={"problems": {"digest": "ab" * 16, "train": 9, "held_out": 3}}
+    )
+    resolved = {"task": {"type": "dataset", "path": "/data/sums.jsonl", "token": "sesame"}}
+    run_dir.mkdir()
+    run = sink.MlflowSink(
+        sink.plan_run(run_dir, RunConfig(output_dir=tmp_path), resolved), run_dir=run_dir, resolved={}
+    )
+    run.handle(event, 1.0)
+    run.close("finished")
+    assert run.notices() == []
+    (found,) = client_of(run_dir).get_run(run.run_id(0.0)).inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest) == ("/data/sums.jsonl", "ab" * 16)
+    assert json.loads(found.dataset.profile) == {"digest": "ab" * 16, "train": 9, "held_out": 3}
+    assert "sesame" not in found.dataset.source
+    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "train")]
 
 
 def test_secrets_of_settings_are_not_sent_to_mlflow(tmp_path):
@@ -440,7 +504,10 @@ def test_the_policy_becomes_a_version_that_mlflow_loads(tmp_path, tiny_spec, out
     latest = max(versions, key=lambda v: int(v.version))
     assert latest.run_id == run.run_id(0.0)
     assert latest.tags == {"accuracy_before": "0.25", "accuracy_after": "0.75", "steps": "9", "correction": "acr"}
-    assert {"report.html", "policy", "summary.json"} <= {a.path for a in client.list_artifacts(latest.run_id)}
+    assert {"report.html", "summary.json"} <= {a.path for a in client.list_artifacts(latest.run_id)}
+    logged = client.get_logged_model(latest.model_id)
+    assert (logged.source_run_id, logged.name, str(logged.status)) == (latest.run_id, "policy", "READY")
+    assert [output.model_id for output in client.get_run(latest.run_id).outputs.model_outputs] == [latest.model_id]
     source = client.get_model_version_download_uri(latest.name, latest.version)
     pipeline = mlflow.transformers.load_model(source)
     assert type(pipeline.model).__name__ == "Qwen2ForCausalLM"
@@ -481,6 +548,9 @@ def test_a_run_that_is_gone_on_with_keeps_its_version(tmp_path, tiny_spec):
         assert run.notices() == []
         (version,) = client_of(run_dir).search_model_versions("name='qurl-ray-demo'")
         assert (version.version, version.tags) == (1, {"steps": steps})
+        (experiment,) = [e.experiment_id for e in client_of(run_dir).search_experiments() if e.name == "qurl-ray"]
+        (logged,) = client_of(run_dir).search_logged_models([experiment])
+        assert logged.tags["steps"] == steps
 
 
 @pytest.mark.parametrize("content", [b"[]", b"3", b"{", b"\xff", b"[" * 100_000])

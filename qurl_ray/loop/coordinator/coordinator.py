@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import ray
 from ray import ObjectRef
@@ -37,23 +38,31 @@ from qurl_ray.types import Completion, Event, StagedBucket
 _POLL_S = 0.02
 
 
+def packed_handles(workers: Sequence[ActorHandle], verifiers: VerifierPool) -> bytes:
+    """Return the rollout workers and verifiers for a Coordinator. As arguments of their own, Ray takes them for objects
+    that a restart may not find, and prints an error at every start."""
+    return cloudpickle.dumps((workers, verifiers))
+
+
 class Coordinator:
     """Owner of the fleet and the events. It replaces the session, and passes the ranks' calls on to it.
 
     Args:
-        workers: handles of the rollout workers.
+        handles: see packed_handles; or what it takes, within one process.
         resume: checkpoint that the run resumes from; after a failure, the latest one in `run_dir` is used instead.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        workers: Sequence[ActorHandle],
-        verifiers: VerifierPool,
+        handles: bytes | tuple[Sequence[ActorHandle], VerifierPool],
         run_dir: Path,
         resume: Checkpoint | None,
     ) -> None:
-        self._config, self._verifiers, self._run_dir = config, verifiers, run_dir
+        workers: Sequence[ActorHandle]
+        self._verifiers: VerifierPool
+        workers, self._verifiers = cloudpickle.loads(handles) if isinstance(handles, bytes) else handles
+        self._config, self._run_dir = config, run_dir
         self._events = EventBuffer()
         self._fleet = Fleet(workers, config.rollout, self._events.tell)
         self._beginnings = Rendezvous(config.learner.workers)

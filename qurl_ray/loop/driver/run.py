@@ -26,8 +26,9 @@ from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.model import ModelConfig, TinyModel
+from qurl_ray.data.tasks import Task
 from qurl_ray.environment import MEMORY
-from qurl_ray.loop.coordinator.coordinator import Coordinator
+from qurl_ray.loop.coordinator.coordinator import Coordinator, packed_handles
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
@@ -127,6 +128,7 @@ def _run_in(
             if not resume:  # else metrics.jsonl has them already
                 _announce([*idle_settings(config), *unequalized(config, checked.model)], "warning", tracker)
                 _announce(prepared.task.notes, "info", tracker)
+                tracker.handle(_problems(prepared.task))
             _phase("starting Ray", totals.steps, tracker)
             with _cluster(config, stops) as dashboard:
                 if dashboard:
@@ -149,6 +151,7 @@ def _run_in(
             "policy": str(run_dir / "policy"),
             "report": _report(run_dir, tracker, outcome),
             "mlflow_uri": tracker.mlflow_uri,
+            "mlflow_page": tracker.mlflow_page,
             "run_dir": str(run_dir),
         }
         tracker.handle(Event(kind="summary", step=summary["steps"], values=summary | places))
@@ -168,6 +171,12 @@ def rewound(place: RunDir, tracker: Tracker) -> RunTotals:
 def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracker: Tracker) -> None:
     for sentence in sentences:
         tracker.handle(Event(kind=kind, step=0, message=sentence))
+
+
+def _problems(task: Task) -> Event:
+    found = {"digest": task.digest(), "train": len(task.train), "held_out": len(task.held_out)}
+    message = f"{found['train']:,} problems to train on, {found['held_out']:,} held out"
+    return Event(kind="info", step=0, message=message, values={"problems": found})
 
 
 def _phase(message: str, step: int, tracker: Tracker) -> None:
@@ -222,7 +231,7 @@ def _train(
         coordinator = (
             ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
             .options(max_concurrency=_CALLS + 2 * config.learner.workers)
-            .remote(config, worker_group.actors, verifiers, place.path, place.resume)
+            .remote(config, packed_handles(worker_group.actors, verifiers), place.path, place.resume)
         )
         # Not the handle itself: a process that unpacks it, as Ray Train's controller would, imports the coordinator.
         handle = ray.put(coordinator)

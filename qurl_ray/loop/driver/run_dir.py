@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from qurl_ray.config.shown import shown, write_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.files import PART
 from qurl_ray.loop.checkpoint import LOOP, Checkpoint, discard, latest, step_folders
-from qurl_ray.report.run_files import has_finished, lines, read_summary
+from qurl_ray.report.run_files import finite, has_finished, lines, read_summary
 
 _MARKER = "config.yaml"
 """The file that makes a folder a run's: it is written first, and only a folder with it is ever moved."""
@@ -26,7 +27,7 @@ _KEYS = frozenset({"name", "steps", "model", "task", "rollout", "algorithm", "le
 """Keys that the marker has in runs of every version, as it holds all settings. A file without them is not ours."""
 _LOGS = ("metrics.jsonl", "samples.jsonl", "prompts.jsonl")
 """Files with a line for what happened in a step."""
-_OF_A_START = (*_LOGS, "timeline.jsonl", "mlflow_run_id", "summary.json")
+_OF_A_START = (*_LOGS, "timeline.jsonl", "mlflow_run_id", "wandb_run_id", "summary.json")
 """Files that a failed start leaves, and that the next one must not append to or read."""
 _MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 """Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
@@ -45,6 +46,8 @@ class RunDir:
     """Sentences on what was found in the folder and what was done about it."""
     older: Path | None = None
     """Folder to which the run that was there has been moved."""
+    before: dict[str, bytes] = field(default_factory=dict)
+    """Settings and summary of the run that resumes, as they were."""
 
 
 @contextmanager
@@ -72,7 +75,7 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False, extend: bool = False
         with _explained(run_dir):
             _take(lock, fcntl.LOCK_EX, run_dir)
             place = _resume_or_create(config, run_dir, fresh=fresh, extend=extend)
-        with _put_back_on_failure(run_dir, place.older):
+        with _put_back_on_failure(run_dir, place.older), _as_before_on_failure(place):
             yield place
 
 
@@ -166,9 +169,11 @@ def _resume_or_create(config: RunConfig, run_dir: Path, *, fresh: bool, extend: 
         checkpoint, notes = latest(run_dir)
         if checkpoint:
             _check_same(config, run_dir, old, checkpoint)
+            kept = (run_dir / name for name in (_MARKER, "summary.json"))
+            before = {file.name: file.read_bytes() for file in kept if file.is_file()}
             _write_settings(config, run_dir)  # those that may differ, such as the name
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
-            return RunDir(path=run_dir, resume=checkpoint, notes=notes)
+            return RunDir(path=run_dir, resume=checkpoint, notes=notes, before=before)
     _check_nothing_asked(run_dir, extend)
     older = None
     if old and _has_steps(run_dir):
@@ -198,6 +203,22 @@ def _put_back_on_failure(run_dir: Path, older: Path | None) -> Iterator[None]:
                 if run_dir.exists():
                     discard(run_dir)
                 older.rename(run_dir)
+        raise
+
+
+@contextmanager
+def _as_before_on_failure(place: RunDir) -> Iterator[None]:
+    """Give a run that resumes its settings and its summary back if the block fails before a further step: a finished
+    run that could not be extended is finished still."""
+    began = time.time()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            found = (line for _, line in lines(place.path / "metrics.jsonl") if line and line.get("kind") == "step")
+            if all((finite(line.get("time")) or 0.0) < began for line in found):
+                for name, content in place.before.items():
+                    (place.path / name).write_bytes(content)
         raise
 
 

@@ -69,6 +69,8 @@ def _source(data: str | Path | Rows, runs: Path) -> str:
     their content: a run that resumes finds the same file, and so does an evaluation."""
     if isinstance(data, str | Path):
         return str(data)
+    if isinstance(data, Mapping):
+        raise DataError(f"data is a mapping of {', '.join(map(str, data))}: give one split, or a list of rows")
     lines = [_line(row, place) for place, row in enumerate(data)]
     if not lines:
         raise DataError("data has no rows")

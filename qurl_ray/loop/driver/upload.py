@@ -1,7 +1,7 @@
 """Copies of a run in object storage (`checkpoint.upload`), and a run's folder from there when this machine's is gone.
 
     <address>/<name>/
-        owner.json       which run it is, and when it was last active
+        owner.json       which run it is, and when it was last active; 0 once it has ended
         config.yaml, metrics.jsonl, samples.jsonl, prompts.jsonl, …   as of the last copy
         checkpoints/step-000040/…, manifest.json                      the manifest is copied last
         policy/, policy-int8/, summary.json, report.html              when the run has ended
@@ -27,6 +27,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.shown import reason, redacted
 from qurl_ray.errors import CheckpointError, ConfigError, QurlError
 from qurl_ray.loop.checkpoint import verify
+from qurl_ray.policy.save import replaced
 from qurl_ray.types import Event, Outcome
 
 _ACTIVE_S = 300.0
@@ -37,7 +38,15 @@ _RETRY_S = (1.0, 60.0)
 _CLOSE_S = 600.0
 """Longest time that the end of a run waits for its last copies."""
 _ID = "upload_id"
-_LOGS = ("config.yaml", "metrics.jsonl", "samples.jsonl", "prompts.jsonl", "timeline.jsonl", "mlflow_run_id")
+_LOGS = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "prompts.jsonl",
+    "timeline.jsonl",
+    "mlflow_run_id",
+    "wandb_run_id",
+)
 _RESULTS = ("summary.json", "report.html")
 _MANIFEST = "manifest.json"
 
@@ -53,7 +62,7 @@ class Storage:
         """
         assert config.checkpoint.upload, "the caller looks"
         self.address = f"{config.checkpoint.upload.rstrip('/')}/{config.name}"
-        self._own, self._beaten = "", 0.0
+        self._own, self._beaten, self._process = "", 0.0, uuid.uuid4().hex
         """Id of the run that uses the place, and when it last said so, in monotonic seconds."""
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.address)
@@ -78,13 +87,13 @@ class Storage:
             notes: list[str] = []
             for step in reversed(steps):
                 try:
-                    self._fetch(step, run_dir)
+                    with replaced(run_dir) as aside:  # or a start after a broken connection would find half of it
+                        self._fetch(step, aside)
+                        (aside / _ID).write_text(owner["run"] + "\n")
                 except CheckpointError as error:
                     notes.append(f"a copy was passed over: {error}")
                     continue
-                (run_dir / _ID).write_text(owner["run"] + "\n")
                 return [*notes, f"{run_dir} was not here: its checkpoint of step {step} came from {self._shown}"]
-            shutil.rmtree(run_dir, ignore_errors=True)
             raise CheckpointError(f"no checkpoint in {self._shown} is whole: {'; '.join(notes)}")
 
     def claim(self, run_dir: Path) -> str:
@@ -97,8 +106,11 @@ class Storage:
         own = known.read_text().strip() if known.is_file() else ""
         with self._explained("read"):
             owner = self._owner()
-        if owner and owner["run"] != own:
+            another = owner is not None and owner["run"] != own
+            kept = another and (self._steps() or self._files.exists(f"{self._root}/summary.json"))
+        if owner and (another or owner["host"] != socket.gethostname()):
             self._refuse_active(owner)
+        if kept:
             raise ConfigError(
                 f"{self._shown} holds another run of this name: set another name or checkpoint.upload, or remove it"
             )
@@ -109,8 +121,25 @@ class Storage:
         return self._own
 
     def beat(self) -> None:
-        """Write down that the run is active now."""
-        self._write("owner.json", json.dumps({"run": self._own, "host": socket.gethostname(), "seen": time.time()}))
+        """Write down that the run is active now.
+
+        Raises:
+            CheckpointError: another process has taken the run over, as this one gave no sign for long.
+        """
+        if self._beaten and (owner := self._owner()) and owner.get("process") != self._process:
+            raise CheckpointError(
+                f"the run is now made on {owner['host']}, since this process could not reach {self._shown}: nothing "
+                "more is copied from here"
+            )
+        self._sign(time.time())
+
+    def release(self) -> None:
+        """Write down that the run is not active any more: it may go on elsewhere at once."""
+        self._sign(0.0)
+
+    def _sign(self, seen: float) -> None:
+        owner = {"run": self._own, "process": self._process, "host": socket.gethostname(), "seen": seen}
+        self._write("owner.json", json.dumps(owner))
         self._beaten = time.monotonic()
 
     def copy_checkpoint(self, folder: Path) -> None:
@@ -190,6 +219,8 @@ class Storage:
             shutil.rmtree(folder)
             raise
         for log in _LOGS:
+            if log == "config.yaml":  # it may hold a password
+                (run_dir / log).touch(mode=0o600)
             with suppress(FileNotFoundError):
                 self._get(f"{self._root}/{log}", run_dir / log)
 
@@ -217,17 +248,18 @@ class Uploader:
     name = "upload"
 
     def __init__(self, storage: Storage, run_dir: Path) -> None:
-        """Start the thread. `storage` has been claimed for the run."""
+        """Prepare the thread, which the first event starts. `storage` has been claimed for the run."""
         self._storage, self._run_dir = storage, run_dir
         self._change = threading.Condition()
         self._wanted: Path | None = None
         self._results = self._closed = False
         self._notes: list[str] = []
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
-        self._thread.start()
 
     def handle(self, event: Event, at: float) -> None:
         """Ask for a copy of a checkpoint."""
+        if self._thread.ident is None:  # not before: a start that fails would leave it behind
+            self._thread.start()
         if event.kind == "checkpoint":
             with self._change:
                 self._wanted = Path(event.values["folder"])
@@ -244,6 +276,8 @@ class Uploader:
         with self._change:
             self._results, self._closed = outcome != "failed", True
             self._change.notify()
+        if self._thread.ident is None:
+            return
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             self._note(f"the last copies were not done within {_CLOSE_S:.0f} s; {self._run_dir} has all of it")
@@ -266,8 +300,12 @@ class Uploader:
                 elif closed:
                     if self._results:
                         self._storage.copy_results(self._run_dir)
+                    self._storage.release()
                     return
                 pause, told = _RETRY_S[0], False
+            except CheckpointError as error:
+                self._note(str(error))
+                return
             except Exception as error:  # of as many kinds as there are storages
                 if wanted and not wanted.is_dir():
                     self._forget(wanted)  # a newer one has taken its place here, and comes next

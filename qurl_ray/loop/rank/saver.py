@@ -3,8 +3,8 @@
 import json
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -18,12 +18,12 @@ from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.checkpoint import LOOP, complete, partial_folder, prune
 from qurl_ray.loop.rank.sender import fleet_weight_max_code
 from qurl_ray.loop.rank.wait import wait
-from qurl_ray.policy.export import save_quantized
-from qurl_ray.policy.load import load_model, load_tokenizer
-from qurl_ray.policy.save import save_policy
+from qurl_ray.policy.export import quantized_folder
+from qurl_ray.policy.load import architecture, load_tokenizer
+from qurl_ray.policy.save import Take, policy_folder
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.uaq import unfold
+from qurl_ray.quant.uaq import folded_offsets, unfolded
 from qurl_ray.types import Event, PolicySpec
 
 
@@ -45,8 +45,7 @@ class Saver:
     ) -> None:
         self._config, self._learner, self._coordinator = config, learner, coordinator
         self._run_dir, self._rank = run_dir, rank
-        # A copy, filled from the learner at each save: the learner's own model may be sharded, and is folded.
-        self._policy = load_model(spec).requires_grad_(False) if rank == 0 else None
+        self._model = architecture(spec)
         self._tokenizer = load_tokenizer(spec)
 
     def checkpoint(self, step: int, reward: float | None) -> None:
@@ -59,9 +58,8 @@ class Saver:
                 (partial / "learner").mkdir(parents=True, exist_ok=True)
             barrier()
             self._learner.save(partial / "learner")
-            self._gather()
+            self._save_policy(partial / "policy")
             if self._rank == 0:
-                self._save_policy(partial / "policy")
                 call = self._coordinator.state.remote(step)
                 state = wait(call, self._config.sync.timeout_s, "the coordinator's state")
                 (partial / LOOP).write_text(json.dumps(state))
@@ -75,42 +73,52 @@ class Saver:
 
     def final(self) -> None:
         """Write policy/, and policy-<format>/ if a quantized policy is exported."""
-        self._gather()
         exported = self._config.export.format(self._config.rollout.quantization)
         equalizes = exported != "none" and self._config.quantization.equalizes(exported)
         factors = self._learner.factors() if equalizes else {}
-        if self._policy is None:
-            return
         with _writing("the final policy", self._run_dir):
             try:
                 if exported != "none":
-                    self._save_quantized(exported, factors)
+                    self._stream(lambda: self._quantized(exported, factors))
             finally:  # even if the export fails
                 self._save_policy(self._run_dir / "policy")
 
-    def _save_quantized(self, format_name: str, factors: Mapping[str, Factors]) -> None:
-        """Write the quantized policy, still folded by UAQ, and equalized: its codes are those that the engines hold
-        and that the evaluation judges."""
+    def _quantized(self, format_name: str, factors: Mapping[str, Factors]) -> AbstractContextManager[Take]:
+        """Return the writer of the quantized policy, still folded by UAQ, and equalized: its codes are those that the
+        engines hold and that the evaluation judges."""
         fmt = get_format(format_name, fleet_weight_max_code(self._config, self._coordinator, format_name))
-        assert self._policy, "rank 0 saves"
         folder = self._run_dir / f"policy-{format_name}"
-        kept = self._config.quantization.kept(self._policy.config.num_hidden_layers)
-        save_quantized(self._policy, self._tokenizer, folder, fmt, kept, factors)
-
-    @torch.no_grad()
-    def _gather(self) -> None:
-        """Fill rank 0's policy from the learner. Collective."""
-        own = dict(self._policy.named_parameters()) if self._policy is not None else {}
-        for name, parameter in self._learner.named_parameters():
-            if own:
-                own[name].copy_(parameter)
+        kept = self._config.quantization.kept(self._model.config.num_hidden_layers)
+        return quantized_folder(self._model, self._tokenizer, folder, fmt, kept, factors)
 
     def _save_policy(self, folder: Path) -> None:
-        assert self._policy is not None, "rank 0 only"
+        """Write the policy in full precision, without UAQ's scale."""
         quantization = self._config.quantization
-        if quantization.uaq_scale != 1:
-            unfold(self._policy, quantization.uaq_scale, quantization.uaq_layers)
-        save_policy(self._policy, self._tokenizer, folder)
+        scale, offsets = quantization.uaq_scale, {}
+        if scale != 1:
+            offsets = folded_offsets(self._model, quantization.uaq_layers)
+        self._stream(
+            lambda: policy_folder(self._model, self._tokenizer, folder),
+            lambda parameters: unfolded(parameters, offsets, scale),
+        )
+
+    @torch.no_grad()
+    def _stream(
+        self,
+        opened: Callable[[], AbstractContextManager[Take]],
+        changed: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter,
+    ) -> None:
+        """Pass the learner's parameters, one after the other, to what rank 0 opens. Collective: an error of rank 0's is
+        raised when the other ranks, which gather them with it, are through."""
+        parameters = self._learner.named_parameters()
+        try:
+            if self._rank == 0:
+                with opened() as take:
+                    for name, parameter in changed(parameters):
+                        take(name, parameter)
+        finally:
+            for _ in parameters:
+                pass
 
 
 @contextmanager

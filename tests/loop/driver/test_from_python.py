@@ -1,6 +1,7 @@
 """qurl_ray.train and callbacks: runs of objects instead of settings; and runs that are extended."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -87,11 +88,46 @@ def test_a_model_rows_and_a_function_are_a_run(talking, tmp_path, cluster):
     warned = [line["message"] for line in events(result.run_dir, "warning")]
     assert any("callback Broken failed (ZeroDivisionError: on purpose); training goes on" in line for line in warned)
     settings = yaml.safe_load((result.run_dir / "config.yaml").read_text())
-    assert settings["task"]["reward"] == "given:<lambda>"
+    assert re.fullmatch("given:<lambda>-[0-9a-f]{8}", settings["task"]["reward"])
     kept = tmp_path / "data"
     assert settings["task"]["path"].startswith(str(kept))
     lines = [json.loads(line) for line in Path(settings["task"]["path"]).read_text().splitlines()]
     assert lines == rows[5:]
+
+
+ASKED = [[{"role": "user", "content": f"{n}+1="}] for n in range(12)]
+LAYOUTS = {
+    "verl, GSM8K": [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": prompt,
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"split": "train", "index": n, "answer": f"#### {n + 1}", "question": f"{n}+1="},
+        }
+        for n, prompt in enumerate(ASKED)
+    ],
+    "TRL, prompt only": [{"prompt": f"{n}+1="} for n in range(12)],
+    "TRL, conversational": [{"prompt": prompt, "solution": str(n + 1)} for n, prompt in enumerate(ASKED)],
+}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_verl_and_trl_train_a_step_as_they_are(talking, tmp_path, cluster, layout):
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_list(LAYOUTS[layout]).to_parquet(path)
+    reward = (lambda answer, problem: len(answer) % 2) if layout == "TRL, prompt only" else None
+    result = qurl_ray.train(talking, path, reward, output_dir=tmp_path, **FEW | {"steps": 1})
+    assert result.summary["steps"] == 1
+    (step,) = events(result.run_dir, "step")
+    assert step["values"]["reward/failed"] == 0
+    samples = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    expected = {sample["prompt"]: sample["expected"] for sample in samples}
+    assert expected
+    wanted = {f"{n}+1=": "" if layout == "TRL, prompt only" else str(n + 1) for n in range(12)}
+    assert expected.items() <= wanted.items()
+    assert not torch.equal(parameters(result.policy), parameters(talking)) or step["values"]["grad_norm"] == 0
 
 
 @pytest.mark.parametrize(
@@ -100,6 +136,7 @@ def test_a_model_rows_and_a_function_are_a_run(talking, tmp_path, cluster):
         ({"learning_rate": 1e-5}, ConfigError, "unknown key 'learning_rate'; it is called 'learner.lr' here"),
         ({"rollout": {"max_new_token": 5}}, ConfigError, "did you mean 'rollout.max_new_tokens'"),
         ({"data": []}, DataError, "data has no rows"),
+        ({"data": {"train": [], "test": []}}, DataError, "data is a mapping of train, test: give one split"),
         ({"data": [3]}, DataError, "row 0 of data is int, expected a mapping with a prompt"),
         ({"data": [{"prompt": "1", "image": b"x"}]}, DataError, "row 0 of data holds bytes"),
         (

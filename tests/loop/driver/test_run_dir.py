@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -231,6 +232,26 @@ def test_a_finished_run_is_extended_only_if_that_is_asked_for(tmp_path):
         pass
     with open_run_dir(longer, extend=True) as place:
         assert (place.path, place.resume.step) == (run_dir, 3)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["steps"] == 200
+
+
+def test_a_finished_run_that_could_not_be_extended_is_finished_still(tmp_path):
+    run_dir = unfinished(tmp_path)
+    (run_dir / "summary.json").write_text(json.dumps(FINISHED))
+    before = (run_dir / "config.yaml").read_text()
+
+    def fail(before_it_fails):
+        with open_run_dir(config(tmp_path, "steps=200"), extend=True):
+            before_it_fails()
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        fail((run_dir / "summary.json").unlink)
+    assert (run_dir / "config.yaml").read_text() == before
+    assert json.loads((run_dir / "summary.json").read_text()) == FINISHED
+    line = {"kind": "step", "step": 4, "time": time.time() + 1, "message": "", "values": {}}
+    with pytest.raises(ZeroDivisionError):
+        fail(lambda: (run_dir / "metrics.jsonl").open("a").write(json.dumps(line) + "\n"))
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["steps"] == 200
 
 

@@ -131,6 +131,70 @@ def test_two_runs_of_one_name_at_one_address_are_refused(place, tmp_path, monkey
         Storage(settings(place)).claim(elsewhere)
 
 
+def test_a_restore_that_breaks_off_is_begun_again(place, monkeypatch):
+    uploaded(place, 3)
+    shutil.rmtree(place[1])
+    rested(monkeypatch)
+    get, calls = Storage._get, []
+
+    def broken(self, remote, here):
+        calls.append(remote)
+        if len(calls) == 2:
+            raise ConnectionError("gone")
+        get(self, remote, here)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "_get", broken)
+        with pytest.raises(ConfigError, match="cannot be read: ConnectionError: gone"):
+            Storage(settings(place)).restore(place[1])
+    assert not place[1].exists()
+    assert list(place[1].parent.iterdir()) == []
+    Storage(settings(place)).restore(place[1])
+    assert latest(place[1])[0].step == 3
+    assert (place[1] / "config.yaml").stat().st_mode & 0o077 == 0
+
+
+def test_a_place_that_holds_no_checkpoint_is_taken_over(place, monkeypatch):
+    uploaded(place)
+    shutil.rmtree(place[1])
+    with pytest.raises(ConfigError, match="was active"):
+        uploaded(place)
+    rested(monkeypatch)
+    storage, own = uploaded(place, 3)
+    assert (place[1] / "upload_id").read_text().strip() == own
+    storage.beat()
+
+
+def test_a_process_that_was_replaced_copies_nothing_more(place, monkeypatch):
+    storage, _ = uploaded(place, 3)
+    sink = Uploader(storage, place[1])
+    Storage(settings(place)).claim(place[1])  # another process of the same run
+    sink.handle(event(checkpoint(place[1], 6), 6), 0.0)
+    sink._thread.join(20)
+    assert not sink._thread.is_alive()
+    (note,) = sink.notices()
+    assert "nothing more is copied from here" in note
+    sink.close("finished")
+
+
+def test_a_run_that_has_ended_may_go_on_elsewhere_at_once(place, tmp_path):
+    storage, own = uploaded(place, 3)
+    sink = Uploader(storage, place[1])
+    sink.handle(Event(kind="info", step=0), 0.0)
+    sink.close("interrupted")
+    elsewhere = tmp_path / "other machine" / "mine"
+    other = Storage(settings(place))
+    assert "its checkpoint of step 3 came from" in other.restore(elsewhere)[-1]
+    assert other.claim(elsewhere) == own
+
+
+def test_a_start_that_fails_leaves_no_thread(place):
+    storage, _ = uploaded(place)
+    sink = Uploader(storage, place[1])
+    assert not sink._thread.is_alive()
+    sink.close("failed")
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [

@@ -1,8 +1,11 @@
-"""What is left when a checkpoint cannot be written."""
+"""What a rank saves, and what is left when it cannot."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import CheckpointError
@@ -10,7 +13,11 @@ from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.checkpoint import latest, partial_folder
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.loop.rank.saver import Saver
-from qurl_ray.policy.load import load_model
+from qurl_ray.policy import save
+from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy.save import save_policy
+from qurl_ray.quant.uaq import fold
+from qurl_ray.types import PolicySpec
 from tests.loop.test_checkpoint import hold_open, write
 
 
@@ -23,6 +30,62 @@ def saver(tiny_spec, tmp_path):
         state=SimpleNamespace(remote=lambda step: {"step": step}), tell=SimpleNamespace(remote=lambda event: None)
     )
     return Saver(config, learner, tiny_spec, coordinator, tmp_path, rank=0)
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
+
+
+def test_the_policy_is_that_of_a_model_that_is_saved_whole(saver, tiny_spec, tmp_path, monkeypatch):
+    """Settings and all; in several files where it is large."""
+    saver.final()
+    model = load_model(tiny_spec)
+    save_policy(model, load_tokenizer(tiny_spec), tmp_path / "whole")
+    assert files_of(tmp_path / "policy") == files_of(tmp_path / "whole")
+    monkeypatch.setattr(save, "FILE_BYTES", 100_000)
+    saver.final()
+    assert len(list((tmp_path / "policy").glob("model-*-of-*.safetensors"))) > 3
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    for (name, written), expected in zip(found.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(written, expected), name
+
+
+class Gathered:
+    """A sharded learner, whose parameters are there only until the next is asked for."""
+
+    def __init__(self, model):
+        self._model, self.gathered = model, 0
+
+    def named_parameters(self):
+        for name, parameter in self._model.named_parameters():
+            self.gathered += 1
+            whole = parameter.detach().clone()
+            yield name, whole
+            whole.fill_(float("nan"))
+
+    def factors(self):
+        return {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_gather_all_parameters_whatever_rank_0_meets(tiny_spec, tmp_path, rank, small_files):
+    model = load_model(tiny_spec)
+    learner = Gathered(model)
+    config = load_config(None, [f"output_dir={tmp_path}", "export.quantized=none"])
+    saver = Saver(config, learner, tiny_spec, None, tmp_path, rank=rank)
+    with pytest.raises(CheckpointError) if rank == 0 else nullcontext():
+        saver.final()
+    assert learner.gathered == len(list(model.parameters()))
+
+
+def test_what_was_gathered_is_saved_before_it_is_gone(tiny_spec, tmp_path):
+    model = load_model(tiny_spec)
+    fold(model, 2.0)
+    config = load_config(None, [f"output_dir={tmp_path}", "export.quantized=none", "quantization.uaq_scale=2"])
+    Saver(config, Gathered(model), tiny_spec, None, tmp_path, rank=0).final()
+    found = load_model(PolicySpec(source=str(tmp_path / "policy")))
+    for written, expected in zip(found.parameters(), load_model(tiny_spec).parameters(), strict=True):
+        assert torch.equal(written, expected)
 
 
 def test_a_full_disk_is_said_and_the_checkpoint_before_is_left(saver, tmp_path, small_files):
