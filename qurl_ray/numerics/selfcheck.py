@@ -23,11 +23,9 @@ from qurl_ray.environment import TORCH_WAS_FIRST
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, MatmulLibrary, Rule, find_rows
 
-_RECIPE = 4  # raise when a change below, or in numerics.rules, alters the result
+_RECIPE = 3  # raise when a change below, or in numerics.rules, alters the result
 _WIDE = 192  # with at least so many outputs, MKL's kernels were seen to share one order of sums (docs/LOG.md)
 _FEW_ROWS = 8  # if a rule requires more, padded outputs are tried as well
-_SMALL_BYTES = 2**23
-"""Size of weights up to which MKL is faster than oneDNN from 32 rows, where vectors have 256 bits (docs/LOG.md)."""
 _MOST_OUTPUTS = 512  # wider products are measured at this width plus their own modulo 64
 _KEYS = (16, 48, 144)  # key counts of attention: multiples of attention.KEY_MULTIPLE
 _CHUNKS = (16, 128)  # key counts of a chunk: up to attention.KEY_CHUNK
@@ -81,13 +79,7 @@ def thread_counts() -> tuple[int, ...]:
 @cache
 def linear_rule(inner: int, outputs: int) -> Rule | None:
     """Return the rule of products with a weight [outputs, inner]; None if this machine has none."""
-    # The instructions and the shape decide, not a measurement: a run that resumes has the same bits.
-    small = 4 * inner * outputs <= _SMALL_BYTES and torch.backends.cpu.get_cpu_capability() != "AVX512"
-    preferred: MatmulLibrary | None = "mkl" if small else None
-    return _kept(
-        f"linear {outputs}x{inner}",
-        lambda: find_linear_rule(inner, outputs, kernels(), thread_counts(), preferred=preferred),
-    )
+    return _kept(f"linear {outputs}x{inner}", lambda: find_linear_rule(inner, outputs, kernels(), thread_counts()))
 
 
 @cache
@@ -97,24 +89,14 @@ def attention_rule(head_dim: int) -> Rule | None:
 
 
 def find_linear_rule(
-    inner: int,
-    outputs: int,
-    multiply: Mapping[MatmulLibrary, Sequence[Bind]],
-    threads: Iterable[int],
-    *,
-    preferred: MatmulLibrary | None = None,
+    inner: int, outputs: int, multiply: Mapping[MatmulLibrary, Sequence[Bind]], threads: Iterable[int]
 ) -> Rule | None:
-    """Measure and return the rule that requires the fewest rows; MKL's if oneDNN's requires as many.
-
-    Args:
-        preferred: library whose rule is returned if it requires few rows.
-    """
+    """Measure and return the rule that requires the fewest rows; MKL's if oneDNN's requires as many."""
     threads = tuple(threads)
     width = outputs if outputs <= _MOST_OUTPUTS else _MOST_OUTPUTS + outputs % 64
     x, weight = _random(WHOLE, inner), _random(width, inner)
     best: Rule | None = None
     tried: tuple[tuple[MatmulLibrary, int], ...] = (("onednn", 0), ("mkl", 0), ("mkl", _WIDE))
-    tried = tuple(sorted(tried, key=lambda one: one[0] != preferred or one[1] > 0))  # stable
     for kernel, least in tried:
         if kernel not in multiply or (least and (width >= least or (best and best.rows <= _FEW_ROWS))):
             continue
@@ -124,8 +106,6 @@ def find_linear_rule(
         alike = all(torch.equal(compute(x), computes[0][0](x)) for compute, _ in computes[1:])
         if alike and (found := find_rows(computes, at_most=at_most, threads=threads)):
             best = Rule(kernel=kernel, rows=found[0], multiple=found[1], outputs=least)
-            if kernel == preferred and best.rows <= _FEW_ROWS and best.multiple == 1:
-                return best
     return best
 
 

@@ -70,11 +70,11 @@ def gain_offset(norm: nn.Module) -> int:
     Raises:
         QuantizationError: it multiplies by neither.
     """
-    own = dict(norm.named_parameters(recurse=False))
-    weight = nn.Parameter(torch.linspace(-0.5, 2.0, own["weight"].numel()))
+    weight = nn.Parameter(torch.linspace(-0.5, 2.0, norm.get_parameter("weight").numel()))
     trial = copy.copy(norm)
-    zeros: dict[str, nn.Parameter | None] = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in own.items()}
-    trial._parameters = zeros | {"weight": weight}
+    trial._parameters = {
+        name: None if own is None else nn.Parameter(torch.zeros(own.shape)) for name, own in norm._parameters.items()
+    } | {"weight": weight}
     gain = trial.forward(torch.full_like(weight, 1e3))  # normalized to 1, being large compared to the norm's epsilon
     offset = next((o for o in (0, 1) if torch.allclose(gain, weight + o)), None)
     if offset is None:

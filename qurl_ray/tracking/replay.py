@@ -48,8 +48,9 @@ def replay(run_dir: Path, uri: str | None = None) -> Replayed:
     config = _config(run_dir, uri)
     resolved = config.model_dump(mode="json")
     plan = plan_run(run_dir, config, resolved)
-    if uri and plan.uri != plan_run(run_dir, _config(run_dir, None), resolved).uri:
-        # The run's own MLflow has another run: a resumed run, and a second call, find theirs.
+    own = _config(run_dir, None).tracking.mlflow_uri or f"sqlite:///{run_dir.parent / 'mlflow.db'}"
+    if shown_address(plan.uri) != shown_address(own):
+        # The run's own MLflow has another run: a run that resumes, and a second call, find theirs.
         plan = replace(plan, id_file=f"{plan.id_file}-{hashlib.sha256(plan.uri.encode()).hexdigest()[:8]}")
     sink = MlflowSink(plan, run_dir=run_dir, resolved=resolved, drain_s=_SEND_S, watch=False)
     run_id = sink.run_id(_OPEN_S)

@@ -82,7 +82,8 @@ def test_errors_are_one_line(folder, arguments, message):
         ("quickstart", [], "none"),
         ("quickstart_full", [], "int8"),
         ("jet_rl", [], "none"),
-        ("quickstart", ["rollout.max_staleness=1", "algorithm.calibrate_every=5"], "none"),
+        ("quickstart", ["rollout.max_staleness=1"], "none"),
+        ("quickstart", ["algorithm.correction=naive", "algorithm.calibrate_every=5"], "none"),
     ],
 )
 def test_after_one_run_it_says_how_to_make_the_second(tmp_path, config, settings, other):

@@ -186,6 +186,15 @@ def test_a_token_of_100_kb_and_an_answer_of_100_000_tokens_stay_small(tmp_path):
         assert notice in page.text()
 
 
+def test_charts_that_are_calm_at_zero_are_folded(tmp_path):
+    calm = {"rollout/garbage_share": 0.0, "guard/level": 0.0, "guard/beyond": 0.0, "reward/mean": 0.0}
+    for last, folded in ((0.0, "0 throughout: Guard<"), (1.0, None)):
+        events = [step(1, **calm), step(2, **calm | {"guard/level": last})]
+        page = write_report(a_run(tmp_path / "run", events)).read_text()
+        found = re.findall("<summary>(0 throughout: .*?<)", page)
+        assert found == ["0 throughout: Repeated garbage<", *([folded] if folded else [])]  # no reward is no calm
+
+
 def test_the_page_needs_nothing_but_itself(tmp_path):
     page = full_of("http://host/x", tmp_path / "run")
     names = {name for _, attributes in page.elements for name in attributes}
@@ -194,7 +203,16 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert not {tag for tag, _ in page.elements} & {"script", "link", "iframe", "img", "object", "base", "form"}
     links = [attributes["href"] for _, attributes in page.elements if "href" in attributes]
     assert links
-    assert set(links) <= {"policy/", "checkpoints/", "metrics.jsonl", "samples.jsonl", "config.yaml", "summary.json"}
+    anchors = {link for link in links if link.startswith("#")}
+    assert anchors == {f"#{a['id']}" for tag, a in page.elements if tag == "section" and "id" in a}
+    assert set(links) - anchors <= {
+        "policy/",
+        "checkpoints/",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "config.yaml",
+        "summary.json",
+    }
     (style,) = [data for above, data in page.texts if above.endswith("style.")]
     assert not re.search(r"url\(|@import|http", style)
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")

@@ -505,9 +505,10 @@ def test_the_policy_becomes_a_version_that_mlflow_loads(tmp_path, tiny_spec, out
     assert latest.run_id == run.run_id(0.0)
     assert latest.tags == {"accuracy_before": "0.25", "accuracy_after": "0.75", "steps": "9", "correction": "acr"}
     assert {"report.html", "summary.json"} <= {a.path for a in client.list_artifacts(latest.run_id)}
-    logged = client.get_logged_model(latest.model_id)
+    (output,) = client.get_run(latest.run_id).outputs.model_outputs
+    logged = client.get_logged_model(output.model_id)
     assert (logged.source_run_id, logged.name, str(logged.status)) == (latest.run_id, "policy", "READY")
-    assert [output.model_id for output in client.get_run(latest.run_id).outputs.model_outputs] == [latest.model_id]
+    assert latest.source == logged.artifact_location
     source = client.get_model_version_download_uri(latest.name, latest.version)
     pipeline = mlflow.transformers.load_model(source)
     assert type(pipeline.model).__name__ == "Qwen2ForCausalLM"
