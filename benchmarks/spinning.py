@@ -19,7 +19,7 @@ from shared import RESULTS, machine
 
 COUNTS = {
     "default": {},
-    **{str(count): {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 10_000, 100_000)},
+    **{str(count): {"GOMP_SPINCOUNT": str(count)} for count in (0, 1000, 4000, 10_000, 100_000)},
 }
 BUSY = (0, 1, 2)
 

@@ -293,7 +293,7 @@ class MlflowSink:
             free = [color for color in COLORS if color not in used] or [color for color in reversed(used) if color]
             run.tag({_COLOR_TAG: free[0]})
         tags = run.client.get_experiment(run.experiment_id).tags
-        if tags.get(VIEW_TAG) is None:
+        if VIEW_TAG not in tags:
             run.client.set_experiment_tag(run.experiment_id, VIEW_TAG, view_value(int(1000 * time.time())))
         if KIND_TAG[0] not in tags:
             run.client.set_experiment_tag(run.experiment_id, *KIND_TAG)

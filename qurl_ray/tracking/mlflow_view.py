@@ -2,7 +2,7 @@
 other metrics follow in groups that are folded.
 
 MLflow keeps such views as tags of the experiment, as its own button "Save & share view" does. The form of a view was
-read from what MLflow 3.17 itself writes; other versions that do not know it show all metrics instead.
+read from the source of MLflow 3.17's pages, and was not yet looked at in a browser.
 """
 
 import base64
