@@ -106,10 +106,11 @@ def _learner(config: RunConfig) -> Iterator[str]:
     offload = "learner.offload_while_waiting=true"
     if learner.offload_while_waiting and learner.device == "cpu" and config.placement == "disaggregated":
         yield f"{offload} only costs time with learner.device=cpu, because there is no GPU memory to free; remove it"
-    if learner.backend == "torch" and learner.zero_stage != 2:
+    if learner.backend != "deepspeed" and learner.zero_stage != 2:
+        shards = "nothing" if learner.backend == "torch" else "everything"
         yield (
-            f"learner.zero_stage={learner.zero_stage} has no effect with learner.backend=torch, which shards nothing; "
-            "remove it or choose deepspeed"
+            f"learner.zero_stage={learner.zero_stage} has no effect with learner.backend={learner.backend}, which "
+            f"shards {shards}; remove it or choose deepspeed"
         )
     if learner.backend == "deepspeed" and learner.zero_stage == 0 and learner.offload_while_waiting:
         yield (

@@ -11,8 +11,9 @@ from qurl_ray.config.section import Section, Share
 class LearnerConfig(Section):
     """The learner, which trains the full-precision weights."""
 
-    backend: Literal["torch", "deepspeed"] = "torch"
-    """Training backend: `torch` replicates the parameters on every rank; `deepspeed` shards as `zero_stage` says."""
+    backend: Literal["torch", "fsdp", "deepspeed"] = "torch"
+    """Training backend: `torch` replicates the parameters on every rank; `fsdp` shards everything over the ranks, which
+    read only their parts of the model's files (FSDP2); `deepspeed` shards as `zero_stage` says."""
     workers: int = Field(1, ge=1)
     """Number of learner ranks (processes), which share the samples of each update."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -43,8 +44,8 @@ class LearnerConfig(Section):
     grad_clip: float = Field(1.0, gt=0)
     """Upper bound on the global norm of an update's gradient; a larger gradient is scaled down to it."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Largest number of tokens of one forward and backward pass; padding counts unless `packing` is on. A sample that
-    is longer is alone in its pass."""
+    """Largest number of tokens of one forward and backward pass, of each of the ranks that share it; padding counts
+    unless `packing` is on. A sample that is longer is alone in its pass."""
     packing: bool = False
     """Join the samples of a micro-batch end to end instead of padding them; attention stays within each."""
     share_prompts: bool = True
@@ -52,6 +53,9 @@ class LearnerConfig(Section):
     without `packing`."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of the blocks for the backward pass, and compute the rest again."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Number of ranks that share the tokens of each sample, for long answers: each computes a part of the tokens, and in
+    attention all tokens of a part of the heads (Ulysses). `workers` must be a multiple of it. 1 is off."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """State that DeepSpeed shards over the ranks, with backend=deepspeed: 0 shards nothing; 1 the optimizer's states; 2
     also the gradients; 3 also the parameters."""
@@ -117,13 +121,20 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _backend_can(self) -> "LearnerConfig":
-        if self.offload_optimizer and (self.backend == "torch" or self.zero_stage == 0):
+        if self.offload_optimizer and (self.backend != "deepspeed" or self.zero_stage == 0):
             raise ValueError("offload_optimizer needs backend=deepspeed and zero_stage 1, 2 or 3")
-        if self.optimizer == "muon" and self.backend == "deepspeed":
+        if self.workers % self.sequence_parallel:
             raise ValueError(
-                "optimizer=muon works on whole matrices, which backend=deepspeed flattens: choose backend=torch, or "
-                "adamw"
+                f"workers={self.workers} is no multiple of sequence_parallel={self.sequence_parallel}, the ranks that "
+                "share a sample"
             )
+        if self.optimizer == "muon" and self.backend != "torch":
+            raise ValueError(
+                f"optimizer=muon works on whole matrices, which backend={self.backend} divides: choose backend=torch, "
+                "or adamw"
+            )
+        if self.optimizer == "adamw_8bit" and self.backend == "fsdp":
+            raise ValueError("optimizer=adamw_8bit knows no parameters that are divided by rows: choose another backend")
         if self.optimizer == "adamw_8bit" and self.device == "cpu":
             raise ValueError("optimizer=adamw_8bit is bitsandbytes', which computes on GPUs: choose adamw, or muon")
         if self.optimizer != "adamw" and self.offload_optimizer:

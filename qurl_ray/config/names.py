@@ -65,6 +65,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "learner.packing": ("use_remove_padding", "packing_samples", "padding_free"),
     "learner.workers": ("n_gpus_per_node", "num_gpus", "actor_num_gpus_per_node", "nproc_per_node"),
     "learner.zero_stage": ("zero", "deepspeed_stage"),
+    "learner.sequence_parallel": (
+        "ulysses_sequence_parallel_size", "sequence_parallel_size", "sp_size", "context_parallel_size", "cp_size",
+        "ring_attn_size",
+    ),
     "learner.gradient_checkpointing": ("enable_gradient_checkpointing", "activation_checkpointing"),
     "placement": ("colocate_all_models", "vllm_mode", "colocate", "hybrid_engine"),
     "evaluation.every": ("eval_steps", "test_freq", "eval_every", "eval_interval"),

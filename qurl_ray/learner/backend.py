@@ -1,6 +1,7 @@
 """The interface of a backend, which computes gradients and optimizer steps on all ranks; code that backends share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,10 @@ from torch import distributed, nn
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import ConfigError
+from qurl_ray.policy.sequence import SequenceGroup
+
+Rows = Callable[[str, int, int], torch.Tensor]
+"""Callback that reads rows of a parameter, (name, first, one after the last), float32."""
 
 
 class Resident(IntEnum):
@@ -55,7 +60,7 @@ class Backend(Protocol):
         """Write the parameters and the state of the optimizer."""
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote, with the same number of ranks."""
+        """Restore the state that `save` wrote, with any number of ranks, and with any backend (learner.state)."""
 
     def reside(self, resident: Resident) -> None:
         """Keep this part on the device, and the rest on the host. `step` needs ALL."""
@@ -105,12 +110,24 @@ def world() -> tuple[int, int]:
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
-def add_over_ranks(total: torch.Tensor, device: str) -> torch.Tensor:
-    """Return the sum over all ranks, on the CPU. Collective."""
+def add_over_ranks(total: torch.Tensor, config: LearnerConfig) -> torch.Tensor:
+    """Return the sum over all samples, on the CPU, from each rank's sum over its own. Collective."""
     if world()[1] > 1:
-        total = total.to(device)  # nccl cannot reduce tensors on the CPU
+        total = total.to(config.device)  # nccl cannot reduce tensors on the CPU
         distributed.all_reduce(total)
-    return total.cpu()
+    return total.cpu() / config.sequence_parallel  # the ranks of a sequence group have the same samples
+
+
+def sequence_group(config: LearnerConfig) -> SequenceGroup | None:
+    """Return the ranks that share the tokens of this rank's samples; None if it has them alone. Collective."""
+    rank, ranks = world()
+    each = config.sequence_parallel
+    if each == 1:
+        return None
+    members = [list(range(first, first + each)) for first in range(0, ranks, each)]
+    limit = timedelta(seconds=config.timeout_s)
+    process_group, _ = distributed.new_subgroups_by_enumeration(members, timeout=limit)
+    return SequenceGroup(process_group=process_group, rank=rank % each, ranks=each)
 
 
 def save_random_state(folder: Path) -> None:
@@ -122,8 +139,12 @@ def save_random_state(folder: Path) -> None:
 
 
 def load_random_state(folder: Path) -> None:
-    """Restore the states that `save_random_state` wrote."""
-    states = load_file(folder / f"random-{world()[0]}.safetensors")
+    """Restore the states that `save_random_state` wrote. A rank that has none, because there were fewer, keeps its
+    own: nothing that the learner computes is random."""
+    path = folder / f"random-{world()[0]}.safetensors"
+    if not path.is_file():
+        return
+    states = load_file(path)
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

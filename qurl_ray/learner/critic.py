@@ -11,8 +11,8 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import Backend, add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.learner.passes import Pass, Penalty
-from qurl_ray.learner.scorer import casting, on_device, states_before_answers, value_head
-from qurl_ray.policy.logprobs import scatter
+from qurl_ray.learner.scorer import casting, on_device, placed, states_before_answers, value_head
+from qurl_ray.policy.sequence import SequenceGroup
 from qurl_ray.rl.ratios import Sums
 from qurl_ray.rl.reduce import as_floats, merge, moments
 from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
@@ -31,10 +31,11 @@ class Credit:
 
 
 class ValueModel(nn.Module):
-    """Language model whose head returns one number per state."""
+    """Language model whose head returns one number per state. Arguments as of a Scorer."""
 
-    def __init__(self, body: PreTrainedModel, config: LearnerConfig) -> None:
+    def __init__(self, body: PreTrainedModel, config: LearnerConfig, sequence: SequenceGroup | None = None) -> None:
         super().__init__()
+        self._sequence = sequence
         self.body = on_device(body.base_model, config.device, checkpointing=config.gradient_checkpointing)
         self.head = value_head(body, config.device)
         self._config = config
@@ -43,8 +44,8 @@ class ValueModel(nn.Module):
     def forward(self, batch: Tensors) -> torch.Tensor:
         """Return the value of the state before each token of the answer, 0 elsewhere, float32 [B, T]."""
         with casting(self._device, enabled=self._autocast):
-            states_Nd = states_before_answers(self.body, batch, self._config)
-        return scatter(self.head(states_Nd.float())[:, 0], batch.mask_BT)
+            states_md, division = states_before_answers(self.body, batch, self._config, self._sequence)
+        return placed(self.head(states_md.float())[:, 0], batch.mask_BT, division)
 
 
 class Critic:
@@ -54,9 +55,9 @@ class Critic:
         backend: runs a ValueModel; None if the policy has a value head, whose loss is then part of the policy's loss.
     """
 
-    def __init__(self, backend: Backend | None, credit: Credit, *, device: str) -> None:
+    def __init__(self, backend: Backend | None, credit: Credit, config: LearnerConfig) -> None:
         self.backend, self.coef = backend, credit.coef
-        self._credit, self._device = credit, device
+        self._credit, self._config = credit, config
 
     @torch.no_grad()
     def estimate(self, passes: Sequence[Pass], penalty: Penalty | None) -> None:
@@ -73,7 +74,7 @@ class Critic:
                 rewards_BT, one.values_BT, one.batch.mask_BT, gamma=self._credit.gamma, lam=self._credit.lam
             )
             total += moments(one.advantages, one.batch.mask_BT)
-        total = add_over_ranks(total, self._device)
+        total = add_over_ranks(total, self._config)
         for one in passes:
             one.advantages = whiten(one.advantages, one.batch.mask_BT, total)
 
@@ -103,4 +104,5 @@ class Critic:
             self.backend.backward(loss, last=index + 1 == len(passes))
             found.append(as_floats(sums))
         skipped = self.backend.step(self._credit.lr * schedule) is None
-        return merge([*found, {"value_skipped": skipped / world()[1]}])  # all ranks skip together, and are added up
+        # All ranks skip together, and those that report are added up.
+        return merge([*found, {"value_skipped": skipped * self._config.sequence_parallel / world()[1]}])

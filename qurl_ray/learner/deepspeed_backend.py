@@ -16,11 +16,19 @@ import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import (
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 from torch import nn
+from torch.nn.functional import pad
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.backend import Resident, make_optimizers, world
+from qurl_ray.learner.state import SavedState, own_rows, save_rows
 
 _OPTIMIZERS = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
 _AWAY = {
@@ -28,7 +36,6 @@ _AWAY = {
     Resident.PARAMETERS: set(OffloadStateTypeEnum) - {OffloadStateTypeEnum.lp_params},
     Resident.NOTHING: set(OffloadStateTypeEnum),
 }
-_TAG = "zero"  # name of the only checkpoint in a folder
 
 warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -39,7 +46,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 class DeepSpeedBackend:
     """Backend with DeepSpeed ZeRO; see learner.backend.Backend. It needs a process group, even for one rank.
 
-    Every rank loads the whole model before it is sharded, so a node's memory limits the model's size.
+    Every rank loads the whole model before it is sharded, so a node's memory limits the model's size; FSDP2 does not.
     """
 
     lockstep = True  # ZeRO reduces gradients, and with stage 3 gathers parameters, in every pass
@@ -91,13 +98,79 @@ class DeepSpeedBackend:
     # --- state ---------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        """Write this rank's rows. Not DeepSpeed's own form, which is pickles for one number of ranks."""
+        rank, ranks = world()
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self.named_parameters():
+            own = slice(*own_rows(len(parameter), rank, ranks))
+            tensors[name] = parameter.detach()[own].to("cpu", copy=True)
+            for kind, value in self._states_of(parameter).items():
+                tensors[f"{name}:{kind}"] = (value[own] if value.ndim else value).to("cpu", copy=True)
+        save_rows(folder, tensors, rank=rank, ranks=ranks)
 
+    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore the state. DeepSpeed unpickles files: they must be of this run, with checksums already verified."""
-        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
-        if path is None:
-            raise CheckpointError(f"{folder} holds no DeepSpeed state")
+        saved = SavedState(folder)
+        for name, parameter in self._engine.module.named_parameters():
+            value = saved.rows(name)
+            with GatheredParameters([parameter], modifier_rank=0, enabled=self._config.zero_stage == 3):
+                parameter.copy_(value)
+            states = {kind: saved.rows(f"{name}:{kind}") for kind in saved.states(name)}
+            if not self._config.zero_stage:
+                self._engine.optimizer.state[parameter] |= {kind: own.clone() for kind, own in states.items()}
+                continue
+            self._make_states(states)
+            self._set_flat(parameter, value)
+            for kind, own in states.items():
+                if own.ndim:
+                    self._set_flat(parameter, own, kind)
+
+    def _states_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return the optimizer's whole states of a parameter; none before the first step. Collective."""
+        optimizer = self._engine.optimizer
+        if not self._config.zero_stage:
+            return dict(optimizer.state.get(parameter, {}))
+        flat = optimizer.optimizer.state.get(self._flats()[0], {})
+        return {
+            kind: safe_get_full_optimizer_state(parameter, kind) if value.ndim else value
+            for kind, value in flat.items()
+        }
+
+    def _flats(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the parameters, which DeepSpeed joins and gives to the optimizer."""
+        optimizer = self._engine.optimizer
+        return (
+            optimizer.fp32_partitioned_groups_flat
+            if self._config.zero_stage == 3
+            else optimizer.single_partition_of_fp32_groups
+        )
+
+    def _make_states(self, like: dict[str, torch.Tensor]) -> None:
+        """Give the optimizer such states where it has none, as it does in its first step."""
+        optimizer = self._engine.optimizer
+        for flat in self._flats():
+            state = optimizer.optimizer.state[flat]
+            for kind, value in like.items():
+                if kind not in state:
+                    state[kind] = torch.zeros_like(flat) if value.ndim else value.clone()
+                elif not value.ndim:
+                    state[kind].copy_(value)
+        if self._config.zero_stage < 3 and like:
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _set_flat(self, parameter: nn.Parameter, value: torch.Tensor, kind: str | None = None) -> None:
+        """Set this rank's part of a parameter's master, or of a state, from the whole."""
+        if self._config.zero_stage < 3:
+            parameter.set_full_hp_param(value, kind)
+            return
+        part = safe_get_local_optimizer_state(parameter, kind) if kind else safe_get_local_fp32_param(parameter)
+        rank, ranks = world()
+        # The last parts of a parameter are padded; DeepSpeed's own function for whole values does not pad.
+        flat = pad(value.flatten(), (0, len(part) * ranks - value.numel()))[len(part) * rank :][: len(part)]
+        if kind:
+            safe_set_local_optimizer_state(parameter, flat, kind)
+        else:
+            safe_set_local_fp32_param(parameter, flat)
 
     def reside(self, resident: Resident) -> None:
         if not self._config.zero_stage:

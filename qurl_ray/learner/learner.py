@@ -7,7 +7,7 @@ different numbers of tokens, and micro-batches may have any size.
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import CheckpointError
-from qurl_ray.learner.backend import Backend, Resident, load_random_state, save_random_state, world
+from qurl_ray.learner.backend import (
+    Backend,
+    Resident,
+    Rows,
+    load_random_state,
+    save_random_state,
+    sequence_group,
+    world,
+)
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.equalizer import Equalizer
@@ -93,7 +101,7 @@ class PolicyLearner:
             return {}
         if not self._equalizer.settled:
             one = self._prompt_pass(range_ids(self._equalizer.model.config))
-            with self._out_of_flow(), self._equalizer.measuring(_real(one)):
+            with self._undivided(), self._out_of_flow(), self._equalizer.measuring(_real(one)):
                 self._policy(one.batch)
             self._equalizer.settle(self.named_parameters())
         return dict(self._equalizer.factors)
@@ -121,14 +129,15 @@ class PolicyLearner:
                 sums.append(self._critic.update(chosen, mini_batch.denominators.tokens, share))
         if calibration:
             nominal = self._settings.clip_low, self._settings.clip_high
-            self._bounds = calibration.bounds(*nominal, device=self._config.device)
+            self._bounds = calibration.bounds(*nominal, self._config)
         if measured:
             measured.settle(self.named_parameters())
             sums.append({"max_factors_moved": measured.moved})
         self._steps += 1
         finite = [norm for norm in norms if norm is not None]
+        group = self._policy.module.sequence
         return StepResult(
-            sums=merge(sums),
+            sums={} if group and group.rank else merge(sums),  # the first rank of a sequence group reports for all
             seconds={"logprob": between - started, "update": time.perf_counter() - between},
             grad_norm=finite[-1] if finite else float("nan"),
             lr=lr,
@@ -164,7 +173,7 @@ class PolicyLearner:
             compare_again(everything, self._penalty)
         if not self._adaptive:
             return 1.0
-        return correction_strength(everything, self._settings.correction, self._config.device)
+        return correction_strength(everything, self._settings.correction, self._config)
 
     def _accumulate(
         self,
@@ -240,12 +249,22 @@ class PolicyLearner:
             for c in completions
         ]
         one = self._make_pass(samples)
-        with self._out_of_flow(), through_codes(self._policy.module.policy, precision, self._pass_over):
+        with self._undivided(), self._out_of_flow(), through_codes(self._policy.module.policy, precision, self._pass_over):
             found_BT = Scores(*self._policy(one.batch)).logprobs_BT
         return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
 
     def _out_of_flow(self) -> AbstractContextManager:
         return self._flow.full_precision() if self._flow else nullcontext()
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Context in which every rank computes whole sequences, as an engine does."""
+        scorer = self._policy.module
+        sequence, scorer.sequence = scorer.sequence, None
+        try:
+            yield
+        finally:
+            scorer.sequence = sequence
 
     def _pass_over(self, ids: Sequence[int]) -> None:
         """Run a forward pass over one sequence, through the backend: only there is a sharded module gathered."""
@@ -326,6 +345,7 @@ def make_learner(
     flow: UnifiedFlow | None = None,
     equalizer: Equalizer | None = None,
     calibrate_every: int = 0,
+    rows: Rows | None = None,
 ) -> PolicyLearner:
     """Return a learner of `model` on the configured backend. Every rank of the process group must call this.
 
@@ -335,32 +355,43 @@ def make_learner(
         credit: settings of a value model, which computes advantages per token; None for no value model.
         value_body: initial model of a separate value model, which takes it over. Without it, the policy gets a value
             head.
-        reference: reference policy of the KL penalty, which the learner takes over; every rank holds all of it.
+        reference: reference policy of the KL penalty, which the learner takes over. It is sharded with FSDP2; else,
+            every rank holds all of it.
         flow: unified flow of the policy, and of a value head on it; reference and separate value model stay in full
             precision.
         equalizer: factors of the model's codes, made from this model.
+        rows: with FSDP2, reads the weights of these models, which then have none.
     """
     switch = FlowSwitch(model, flow, equalizer.factors if equalizer and flow.equalized else {}) if flow else None
+    sequence = sequence_group(config)
     critic = None
     if credit:
-        separate = make_backend(ValueModel(value_body, config), config) if value_body else None
-        critic = Critic(separate, credit, device=config.device)
+        separate = None
+        if value_body:
+            separate = make_backend(ValueModel(value_body, config, sequence), config, value_body, rows)
+        critic = Critic(separate, credit, config)
+    frozen = None
     if reference:
-        reference = Scorer(reference.requires_grad_(False), config, temperature=temperature)
+        frozen = Scorer(reference.requires_grad_(False), config, temperature=temperature, sequence=sequence)
+        if config.backend == "fsdp":
+            from qurl_ray.learner.fsdp_backend import shard
+
+            shard(frozen, config.device, reference, rows)
     scorer = Scorer(
         model,
         config,
         temperature=temperature,
         entropy_gradient=settings.entropy_coef > 0,
         with_values=credit is not None and value_body is None,
+        sequence=sequence,
     )
     return PolicyLearner(
-        make_backend(scorer, config),
+        make_backend(scorer, config, model, rows),
         config,
         settings,
         total_updates=total_updates,
         critic=critic,
-        reference=reference,
+        reference=frozen,
         penalty=penalty,
         flow=switch,
         equalizer=equalizer,
@@ -368,8 +399,14 @@ def make_learner(
     )
 
 
-def make_backend(module: torch.nn.Module, config: LearnerConfig) -> Backend:
-    """Return the configured backend around a module."""
+def make_backend(
+    module: torch.nn.Module, config: LearnerConfig, model: PreTrainedModel, rows: Rows | None = None
+) -> Backend:
+    """Return the configured backend around a module, of which `model` is a part; see make_learner."""
+    if config.backend == "fsdp":
+        from qurl_ray.learner.fsdp_backend import FsdpBackend  # so do these
+
+        return FsdpBackend(module, config, model, rows)
     if config.backend == "deepspeed":
         from qurl_ray.learner.deepspeed_backend import DeepSpeedBackend  # the import takes a second
 

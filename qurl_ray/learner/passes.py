@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import add_over_ranks, world
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.rl.advantages import AdvantageEstimator, advantages, grpo, padded
@@ -76,7 +77,7 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
         one.advantages = one.advantages.new_tensor([by_key.get((s.group, s.uid), 0.0) for s in one.samples])
 
 
-def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, device: str) -> float:
+def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, config: LearnerConfig) -> float:
     """Return λ of a whole step (rl.corrections.strength). Collective."""
     assert settings.ess_floor is not None
     total = torch.zeros(3, dtype=torch.float64)
@@ -86,7 +87,7 @@ def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, de
         log_rho_BT = log_ratio(one.prox_BT, one.batch.behavior_BT, mask_BT)
         weight_BT = correct(log_rho_BT, mask_BT, settings).weight_BT
         total += moments(weight_BT, mask_BT & (weight_BT > 0))
-    return strength(add_over_ranks(total, device), settings.ess_floor)
+    return strength(add_over_ranks(total, config), settings.ess_floor)
 
 
 class Calibration:
@@ -116,7 +117,7 @@ class Calibration:
         self._noisy = self._noisy.to(adv_BT.device) + clip_histogram(noisy_BT, adv_BT, mask_BT)
         self._exact = self._exact.to(adv_BT.device) + clip_histogram(exact_BT, adv_BT, mask_BT)
 
-    def bounds(self, clip_low: float, clip_high: float, *, device: str) -> tuple[float, float]:
+    def bounds(self, clip_low: float, clip_high: float, config: LearnerConfig) -> tuple[float, float]:
         """Return (clip_low, clip_high), to be used in place of the nominal ones. Collective."""
-        noisy, exact = (add_over_ranks(histogram, device) for histogram in (self._noisy, self._exact))
+        noisy, exact = (add_over_ranks(histogram, config) for histogram in (self._noisy, self._exact))
         return calibrated(noisy, exact, clip_low, clip_high)

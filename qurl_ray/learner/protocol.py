@@ -81,7 +81,7 @@ class Learner(Protocol):
         """Write what `load` needs to resume: parameters, optimizer, position in the schedule, random states."""
 
     def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote, with the same number of ranks. The caller has verified the files."""
+        """Restore the state that `save` wrote, with any number of ranks. The caller has verified the files."""
 
     def reside(self, resident: Resident) -> None:
         """Keep this part on the device, and the rest on the host, until the next call. The initial value is ALL, which

@@ -10,7 +10,15 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import Tensors
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import VARLEN
-from qurl_ray.policy.logprobs import Entropy, answer_states, enable_checkpointing, scatter, score_states
+from qurl_ray.policy.logprobs import (
+    Entropy,
+    answer_states,
+    enable_checkpointing,
+    own_answer_states,
+    scatter,
+    score_states,
+)
+from qurl_ray.policy.sequence import Division, SequenceGroup
 
 MODEL_PREFIX = "policy."
 """Prefix of the model's parameter names inside a Scorer."""
@@ -34,6 +42,7 @@ class Scorer(nn.Module):
         temperature: sampling temperature of the rollouts; log-probs are computed at the same temperature.
         entropy_gradient: compute entropies with a gradient, because they are part of a loss.
         with_values: add a value head that reads the model's final states.
+        sequence: ranks that share the tokens of each sample; they must be given the same ones.
     """
 
     def __init__(
@@ -44,8 +53,10 @@ class Scorer(nn.Module):
         temperature: float,
         entropy_gradient: bool = False,
         with_values: bool = False,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
+        self.sequence = sequence
         self.policy = on_device(model, config.device, checkpointing=config.gradient_checkpointing)
         self.value_head = value_head(model, config.device) if with_values else None
         self._temperature, self._config = temperature, config
@@ -56,13 +67,15 @@ class Scorer(nn.Module):
         mask_BT = batch.mask_BT
         entropy: Entropy = self._entropy if torch.is_grad_enabled() else "none"
         with casting(self._device, enabled=self._autocast):
-            states_Nd = states_before_answers(self.policy, batch, self._config)
-            ids_N = batch.token_ids_BT[mask_BT]
-            logprobs_N, entropy_N = score_states(self.policy, states_Nd, ids_N, self._temperature, entropy=entropy)
+            states_md, division = states_before_answers(self.policy, batch, self._config, self.sequence)
+            ids_m = batch.token_ids_BT[mask_BT]
+            if division:
+                ids_m = ids_m[division.own_m]
+            logprobs_m, entropy_m = score_states(self.policy, states_md, ids_m, self._temperature, entropy=entropy)
         return (
-            scatter(logprobs_N, mask_BT),
-            None if entropy_N is None else scatter(entropy_N, mask_BT),
-            None if self.value_head is None else scatter(self.value_head(states_Nd.float())[:, 0], mask_BT),
+            placed(logprobs_m, mask_BT, division),
+            None if entropy_m is None else placed(entropy_m, mask_BT, division),
+            None if self.value_head is None else placed(self.value_head(states_md.float())[:, 0], mask_BT, division),
         )
 
 
@@ -79,18 +92,31 @@ def value_head(model: PreTrainedModel, device: str) -> nn.Linear:
     return head
 
 
-def states_before_answers(model: PreTrainedModel, batch: Tensors, config: LearnerConfig) -> torch.Tensor:
-    """Return answer_states [N, d] of a model from `on_device`, packed or with shared prompts as configured."""
+def states_before_answers(
+    model: PreTrainedModel, batch: Tensors, config: LearnerConfig, sequence: SequenceGroup | None = None
+) -> tuple[torch.Tensor, Division | None]:
+    """Return answer_states [m, d] of a model from `on_device`, packed or with shared prompts as configured: with a
+    sequence group, those that this rank computes, and how they are divided."""
     lengths_B = batch.lengths_B if config.packing else None
     share_prompts = config.share_prompts and config.device == "cpu"  # depends on the attention that on_device chooses
-    return answer_states(model, batch.token_ids_BT, batch.mask_BT, lengths_B, share_prompts=share_prompts)
+    tokens = batch.token_ids_BT, batch.mask_BT
+    if sequence:
+        shares = share_prompts and not config.packing
+        return own_answer_states(model, *tokens, batch.lengths_B, sequence, share_prompts=shares)
+    return answer_states(model, *tokens, lengths_B, share_prompts=share_prompts), None
+
+
+def placed(values_m: torch.Tensor, mask_BT: torch.Tensor, division: Division | None) -> torch.Tensor:
+    """Return [B, T] with the values of the masked tokens, from what each rank of a sequence group has, and 0
+    elsewhere."""
+    return scatter(division.gather(values_m) if division else values_m, mask_BT)
 
 
 def on_device(model: PreTrainedModel, device: str, *, checkpointing: bool) -> PreTrainedModel:
     """Move `model` to the device, in place, with the attention for it, and with gradient checkpointing if that is
-    asked for; return it."""
+    asked for; return it. One without weights stays where it is."""
     if checkpointing:
         enable_checkpointing(model)
     if device == "cuda":
         model.set_attn_implementation(VARLEN)  # the invariant attention is made for the engine on a CPU
-    return model.to(device)
+    return model if next(model.parameters()).is_meta else model.to(device)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import Resident, make_optimizers, world
+from qurl_ray.learner.state import SavedState, save_rows
 
 
 class TorchBackend:
@@ -76,8 +76,7 @@ class TorchBackend:
             for name, parameter in named.items()
             for kind, value in self._state_of(parameter).items()  # there is none before the first update
         }
-        save_file({name: p.detach() for name, p in named.items()}, folder / "parameters.safetensors")
-        save_file(states, folder / "optimizer.safetensors")
+        save_rows(folder, named | states)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         optimizer = self._optimizer_of[parameter]
@@ -89,21 +88,16 @@ class TorchBackend:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        parameters = load_file(folder / "parameters.safetensors")
-        states: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in load_file(folder / "optimizer.safetensors").items():
-            name, _, kind = key.rpartition(":")
-            states.setdefault(name, {})[kind] = value
+        saved = SavedState(folder)
         for name, parameter in self.named_parameters():
-            parameter.copy_(parameters[name])  # in place: results may depend on the alignment of memory
-            if name in states:
-                optimizer = self._optimizer_of[parameter]
-                # Torch's AdamW, fused, counts steps where it computes.
-                as_number = not type(optimizer).__module__.startswith("torch.")
-                optimizer.state[parameter] = {
-                    kind: int(value) if as_number and kind == "step" else value.clone().to(parameter.device)
-                    for kind, value in states[name].items()
-                }
+            parameter.copy_(saved.rows(name))  # in place: results may depend on the alignment of memory
+            optimizer = self._optimizer_of[parameter]
+            # Torch's AdamW, fused, counts steps where it computes.
+            as_number = not type(optimizer).__module__.startswith("torch.")
+            for kind in saved.states(name):
+                value = saved.rows(f"{name}:{kind}")
+                known = int(value) if as_number and kind == "step" else value.clone().to(parameter.device)
+                optimizer.state[parameter][kind] = known
 
     def reside(self, resident: Resident) -> None:
         own = self._config.device

@@ -2,14 +2,13 @@
 
     checkpoints/step-000040/
         manifest.json    step, mean held-out reward if it was measured there, SHA-256 of every other file
-        learner/         parameters, optimizer, schedule, random states, as the backend writes them
+        learner/         parameters, optimizer, schedule, random states, by rows (learner.state)
         loop.json        state of the coordinator
         policy/          the policy at this step, for AutoModelForCausalLM.from_pretrained
 
 A checkpoint is written to a folder whose name begins with a dot, and renamed when its manifest is complete. Nothing is
 loaded from a folder whose files differ from its manifest. This detects damage, half-written files, and foreign files
-beside our own. It does not protect against someone who may write to the run folder; and DeepSpeed's states are pickles,
-which execute what they hold.
+beside our own. It does not protect against someone who may write to the run folder.
 """
 
 import hashlib

@@ -12,9 +12,10 @@ with their length, not quadratically.
 `VARLEN`, varlen_attention: torch's fused kernels, for training on a GPU. Not batch-invariant.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import cast
+from functools import partial, reduce, wraps
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from transformers import AttentionInterface
 from qurl_ray.numerics.products import queries_to_add
 from qurl_ray.numerics.rules import Rule
 from qurl_ray.numerics.selfcheck import attention_rule
+from qurl_ray.policy.sequence import Division
 from qurl_ray.policy.sharing import Sharing
 
 NAME = "qurl_invariant"
@@ -54,6 +56,30 @@ def round_up(length: int, multiple: int = KEY_MULTIPLE) -> int:
     return -(-length // multiple) * multiple
 
 
+def _over_ranks(attention: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Give an attention the option `division`, with which the ranks of a sequence group share its heads: it then takes
+    and returns the tokens of one rank (policy.sequence)."""
+
+    @wraps(attention)
+    def divided(
+        module: nn.Module | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        division: Division | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if division is None:
+            return attention(module, query, key, value, *args, **options)
+        of_heads = division.to_heads(query, key, value)
+        out, _ = attention(module, *of_heads, *args, **options | {"position_ids": division.positions_1N})
+        return division.to_tokens(out, query.shape[1]), None
+
+    return divided
+
+
+@_over_ranks
 def invariant_attention(
     module: nn.Module | None,
     query: torch.Tensor,
@@ -207,6 +233,7 @@ def _weighted(weights: torch.Tensor, values: torch.Tensor, rule: Rule | None) ->
     return reduce(torch.add, (_bmm(*chunk, rule) for chunk in chunks))
 
 
+@_over_ranks
 def varlen_attention(
     module: nn.Module,
     query: torch.Tensor,

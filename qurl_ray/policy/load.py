@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,7 +28,7 @@ from qurl_ray.numerics.activations import MODULES
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import NAME
 from qurl_ray.policy.settings import activation_of, fitting, reading, trainable
-from qurl_ray.policy.weights import check_weights, same_values, stored_tensors
+from qurl_ray.policy.weights import Stored, check_weights, same_values, stored_tensors
 from qurl_ray.types import PolicySpec
 
 HEAD = "lm_head.weight"
@@ -133,6 +135,52 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
     return with_row_rules(model).eval()
 
 
+def unloaded_model(spec: PolicySpec) -> PreTrainedModel:
+    """Return the policy as `load_model` does, but with its weights on the meta device, for `StoredWeights` to read. What
+    it computes from its settings, such as the frequencies of positions, is there.
+
+    Raises:
+        ConfigError: see `check_policy`.
+    """
+    check_policy(spec)
+    with init_empty_weights(include_buffers=False):
+        return empty_model(spec)
+
+
+class StoredWeights:
+    """The weights of a policy in its files, of which a learner that is sharded reads its own rows.
+
+    Args:
+        model: the policy, with or without weights.
+
+    Raises:
+        ConfigError: the policy cannot be found, or its files name their tensors in a way that only transformers' own
+            loading knows.
+    """
+
+    def __init__(self, spec: PolicySpec, model: PreTrainedModel) -> None:
+        _, stored = _stored(spec, _config(spec))
+        body = f"{model.base_model_prefix}."
+        tied = {own: head for head, own in tied_head(model).items()}
+        self._keys: dict[str, str] = {}
+        for name, _ in model.named_parameters():
+            others = (name, name.removeprefix(body), body + name, tied.get(name, name))
+            key = next((other for other in others if other in stored), None)
+            if key is None:
+                raise ConfigError(
+                    f"{spec.source} holds no tensor of the name {name}, and learner.backend=fsdp reads them by name: "
+                    "load and save the model once with transformers, or choose learner.backend=deepspeed"
+                )
+            self._keys[name] = key
+        self._files = {key: stored[key].file for key in self._keys.values()}
+
+    def rows(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Return rows `first` to `end`, without the latter, of a parameter, float32."""
+        key = self._keys[name]
+        with safe_open(self._files[key], framework="pt") as opened:
+            return opened.get_slice(key)[first:end].float()
+
+
 def check_policy(spec: PolicySpec) -> PreTrainedModel:
     """Check that the policy's files hold the weights that its settings describe. Only their headers are read; but if
     there is a head beside the embedding that it is tied to, these two are compared.
@@ -146,10 +194,7 @@ def check_policy(spec: PolicySpec) -> PreTrainedModel:
     """
     config = _config(spec)
     with reading(spec.source):
-        folder = Path(spec.source)
-        if not folder.is_dir():
-            folder = Path(snapshot_download(spec.source, allow_patterns=["model*.safetensors", "model*.json"]))
-        stored = stored_tensors(folder, getattr(config, "transformers_weights", None))
+        folder, stored = _stored(spec, config)
         if config.num_hidden_layers > len(stored):  # before they are made
             raise ConfigError(
                 f"{folder}: num_hidden_layers is {config.num_hidden_layers}, and the files hold {len(stored)} tensors"
@@ -207,6 +252,15 @@ def with_row_rules(model: PreTrainedModel) -> PreTrainedModel:
             if make and type(child) is activation:
                 setattr(module, child_name, make())
     return model
+
+
+def _stored(spec: PolicySpec, config: PreTrainedConfig) -> tuple[Path, dict[str, Stored]]:
+    """Return the policy's folder and the tensors of its files, which are downloaded if they are not there."""
+    with reading(spec.source):
+        folder = Path(spec.source)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(spec.source, allow_patterns=["model*.safetensors", "model*.json"]))
+        return folder, stored_tensors(folder, getattr(config, "transformers_weights", None))
 
 
 def _config(spec: PolicySpec) -> PreTrainedConfig:

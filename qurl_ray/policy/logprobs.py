@@ -5,6 +5,7 @@ are given, and a model's blocks can be recomputed instead of kept. None of this 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from qurl_ray.policy.attention import Packing
-from qurl_ray.policy.sharing import share
+from qurl_ray.policy.sequence import Division, SequenceGroup
+from qurl_ray.policy.sharing import Sharing, share
 
 HEAD_BYTES = 128 * 2**20  # bytes of float32 logits that exist at a time
 
@@ -85,56 +87,95 @@ def answer_states(
     *,
     share_prompts: bool = False,
 ) -> torch.Tensor:
-    """Return the final state before each of the N masked tokens, row by row, [N, d]. Arguments as in token_logprobs.
+    """Return the final state before each of the M masked tokens, row by row, [M, d]. Arguments as in token_logprobs.
 
     Args:
         share_prompts: compute equal prompts once (policy.sharing). This needs a CPU, attention.NAME as the model's
             attention, and `lengths_B` None. The result is the same.
     """
+    row = None
     if lengths_B is not None:
-        return _states_packed(model, token_ids_BT, mask_BT, lengths_B)
-    if share_prompts:
-        return _states_shared(model, token_ids_BT, mask_BT)
-    return _states_padded(model, token_ids_BT, mask_BT)
-
-
-def _states_padded(model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        row = _packed(token_ids_BT, mask_BT, lengths_B)
+    elif share_prompts:
+        row = _shared(token_ids_BT, mask_BT)
+    if row:
+        return _states(model, row)
     inputs_BT = token_ids_BT[:, :-1]
     positions = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)[None]
     states_BTd = model.base_model(input_ids=inputs_BT, position_ids=positions, use_cache=False).last_hidden_state
     return states_BTd[mask_BT[:, 1:]]
 
 
-def _states_shared(model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+def own_answer_states(
+    model: PreTrainedModel,
+    token_ids_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    lengths_B: torch.Tensor,
+    group: SequenceGroup,
+    *,
+    share_prompts: bool = False,
+) -> tuple[torch.Tensor, Division]:
+    """Return those of answer_states that this rank of a sequence group computes, [m, d], and how the group divides them.
+    Collective. Padding is never computed."""
+    row = _shared(token_ids_BT, mask_BT) if share_prompts else None
+    if row is None or len(row.ids_N) < group.ranks:
+        row = _packed(token_ids_BT, mask_BT, lengths_B, at_least=group.ranks)
+    division = group.division(row.positions_N, row.before_M)
+    return _states(model, row, division), division
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """Tokens that a pass computes, as one row."""
+
+    ids_N: torch.Tensor
+    positions_N: torch.Tensor
+    before_M: torch.Tensor
+    """Place of the token before each masked one, int64."""
+    layout: dict[str, Packing | Sharing]
+    """Option by which the attention knows the sequences."""
+
+
+def _states(model: PreTrainedModel, row: _Row, division: Division | None = None) -> torch.Tensor:
+    own = division.own if division else slice(None)
+    states_1nd = model.base_model(
+        input_ids=row.ids_N[own][None],
+        position_ids=row.positions_N[own][None],
+        use_cache=False,
+        **row.layout,
+        **({"division": division} if division else {}),
+    ).last_hidden_state
+    return embedding(division.before_m if division else row.before_M, states_1nd[0])
+
+
+def _shared(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> _Row | None:
     sharing = share(token_ids_BT, mask_BT)
     if sharing is None:
-        return _states_padded(model, token_ids_BT, mask_BT)
-    states_1Nd = model.base_model(
-        input_ids=token_ids_BT.flatten()[sharing.row_N][None],
-        position_ids=sharing.positions_N[None],
-        use_cache=False,
-        sharing=sharing,
-    ).last_hidden_state
-    return embedding(sharing.before_M, states_1Nd[0])
+        return None
+    return _Row(
+        ids_N=token_ids_BT.flatten()[sharing.row_N],
+        positions_N=sharing.positions_N,
+        before_M=sharing.before_M,
+        layout={"sharing": sharing},
+    )
 
 
-def _states_packed(
-    model: PreTrainedModel, token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor
-) -> torch.Tensor:
-    """Compute the same as _states_padded, from one row without padding, where positions restart with each sequence."""
+def _packed(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor, *, at_least: int = 0) -> _Row:
+    """Return a row without padding, where positions restart with each sequence. If it is too short, sequences of one
+    token are added."""
     positions_BT = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device).expand_as(token_ids_BT)
     real_BT = positions_BT < lengths_B[:, None]
     if (mask_BT & ~real_BT).any():
         raise ValueError(f"mask_BT is True beyond lengths_B = {lengths_B.tolist()}")
-    packing = Packing(lengths=tuple(lengths_B.tolist()), bounds=pad(lengths_B.cumsum(0), (1, 0)).int())
-    states_1Nd = model.base_model(
-        input_ids=token_ids_BT[real_BT][None],
-        position_ids=positions_BT[real_BT][None],
-        use_cache=False,
-        packing=packing,
-    ).last_hidden_state
+    more = max(0, at_least - int(lengths_B.sum()))
+    lengths_S = pad(lengths_B, (0, more), value=1)
     before_BT = pad(mask_BT[:, 1:], (0, 1))  # True where the next token is masked
-    return states_1Nd[0, before_BT[real_BT]]
+    return _Row(
+        ids_N=pad(token_ids_BT[real_BT], (0, more)),
+        positions_N=pad(positions_BT[real_BT], (0, more)),
+        before_M=before_BT[real_BT].nonzero()[:, 0],
+        layout={"packing": Packing(lengths=tuple(lengths_S.tolist()), bounds=pad(lengths_S.cumsum(0), (1, 0)).int())},
+    )
 
 
 def score_states(

@@ -805,6 +805,9 @@ def test_schedules_of_the_learning_rate():
         ({"schedule": "constant", "lr_final_share": 0.1}, "keeps the rate"),
         ({"schedule": "cosine", "lr_final_share": 1.0}, "never falls"),
         ({"optimizer": "muon", "backend": "deepspeed"}, "whole matrices"),
+        ({"optimizer": "muon", "backend": "fsdp"}, "backend=fsdp divides"),
+        ({"optimizer": "adamw_8bit", "device": "cuda", "backend": "fsdp"}, "divided by rows"),
+        ({"offload_optimizer": True, "backend": "fsdp"}, "needs backend=deepspeed"),
         ({"optimizer": "adamw_8bit"}, "computes on GPUs"),
         (
             {"optimizer": "adamw_8bit", "device": "cuda", "backend": "deepspeed", "offload_optimizer": True},

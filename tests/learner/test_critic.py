@@ -70,7 +70,7 @@ def test_a_step_without_samples_changes_nothing(tiny_spec):
 
 
 def _rank(rank: int, ranks: int, spec, out: str) -> None:
-    for backend in ("torch", "deepspeed"):
+    for backend in ("torch", "fsdp", "deepspeed"):
         trained = learner(spec, backend=backend)
         trained.learn(plan(samples(), updates=3, ranks=ranks, token_budget=30, seed=3)[rank])
         torch.save(flat(trained), f"{out}/{backend}.{rank}.pt")
@@ -88,7 +88,7 @@ def test_two_ranks_make_the_updates_of_one(tiny_spec, tmp_path):
     alone.learn(plan(samples(2), updates=2, ranks=1, token_budget=100, seed=3)[0])
     few = flat(alone)
     run_ranks(2, _rank, tiny_spec, str(tmp_path))
-    for backend in ("torch", "deepspeed"):
+    for backend in ("torch", "fsdp", "deepspeed"):
         for name, expected in (("", after), (".few", few)):
             first, second = (torch.load(tmp_path / f"{backend}{name}.{rank}.pt") for rank in range(2))
             assert torch.equal(first, second)

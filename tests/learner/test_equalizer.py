@@ -205,21 +205,20 @@ def exponents_of(learner) -> dict[str, list[float]]:
 # --- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def shared(rank: int, ranks: int, spec, out: str, zero_stage: int) -> None:
+def shared(rank: int, ranks: int, spec, out: str, backend: str) -> None:
     model = load_model(spec)
     scale_channels(model)
-    backend = {"backend": "deepspeed", "zero_stage": zero_stage} if zero_stage else {}
-    learner, _ = learner_of(model, lr=1e-9, **backend)
+    learner, _ = learner_of(model, lr=1e-9, backend=backend, zero_stage=3)
     learner.factors()
     learner.learn(plan(groups(), updates=1, ranks=ranks, token_budget=60, seed=3)[rank])
     torch.save(exponents_of(learner), f"{out}/{ranks}-{rank}.pt")
 
 
-@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_all_ranks_have_the_factors_that_one_has(tiny_spec, tmp_path, zero_stage):
-    """Maxima over ranks, each of which sees other samples; weights sharded with ZeRO-3."""
-    run_ranks(2, shared, tiny_spec, str(tmp_path), zero_stage)
-    run_ranks(1, shared, tiny_spec, str(tmp_path), 0)
+@pytest.mark.parametrize("backend", ["torch", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fsdp", "deepspeed"))])
+def test_all_ranks_have_the_factors_that_one_has(tiny_spec, tmp_path, backend):
+    """Maxima over ranks, each of which sees other samples; weights sharded."""
+    run_ranks(2, shared, tiny_spec, str(tmp_path), backend)
+    run_ranks(1, shared, tiny_spec, str(tmp_path), "torch")
     first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
     assert first == second
     assert first == alone

@@ -131,9 +131,10 @@ def flat(trained: PolicyLearner) -> torch.Tensor:
 
 
 def _rank(rank: int, ranks: int, spec, out: str) -> None:
-    sharded = all_at_once(spec, backend="deepspeed", zero_stage=3)
-    sharded.learn(shares(numbered(), ranks=ranks, rank=rank))
-    torch.save(flat(sharded), f"{out}/sharded.{rank}.pt")
+    for backend in ("deepspeed", "fsdp"):
+        sharded = all_at_once(spec, backend=backend, zero_stage=3)
+        sharded.learn(shares(numbered(), ranks=ranks, rank=rank))
+        torch.save(flat(sharded), f"{out}/{backend}.{rank}.pt")
     with_penalty = learner(spec, reference=perturbed(spec), penalty=PENALTY)
     advantages = assigned(with_penalty, shares(numbered(), ranks=ranks, rank=rank))
     strength = learner(spec, ADAPTIVE).learn(shares(numbered(), ranks=ranks, rank=rank)).sums["max_strength"]
@@ -158,8 +159,8 @@ def test_two_ranks_agree_with_one_on_what_is_of_the_whole_step(tiny_spec, tmp_pa
     replicated = all_at_once(tiny_spec)
     start = flat(replicated)
     replicated.learn(shares(numbered()))
-    for rank in range(2):
-        sharded = torch.load(tmp_path / f"sharded.{rank}.pt")
+    for name in ("deepspeed.0", "deepspeed.1", "fsdp.0", "fsdp.1"):
+        sharded = torch.load(tmp_path / f"{name}.pt")
         assert (sharded - flat(replicated)).norm() <= 1e-4 * (flat(replicated) - start).norm()
     calibrating = calibrated_learner(tiny_spec)
     calibrating.learn(shares(signed()))

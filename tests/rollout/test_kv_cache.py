@@ -292,13 +292,14 @@ def test_fused_attention_rounds_as_well(tiny_spec, tokenizer, model):
 
 
 def score_sharded(rank: int, ranks: int, spec, drawn, prompt) -> None:
-    model = load_model(spec)
-    codes = codes_of(model, "int8")
-    sharded = learner_of(model, backend="deepspeed", zero_stage=3)
-    for _ in range(2):  # the second time, ZeRO knows the order of the modules and fetches ahead
-        found = sharded.logprobs(drawn, prompt, codes)
-        for completion, logprobs in zip(drawn, found, strict=True):
-            np.testing.assert_array_equal(completion.logprobs, logprobs)
+    for backend in ("deepspeed", "fsdp"):
+        model = load_model(spec)
+        codes = codes_of(model, "int8")
+        sharded = learner_of(model, backend=backend, zero_stage=3)
+        for _ in range(2):  # the second time, ZeRO knows the order of the modules and fetches ahead
+            found = sharded.logprobs(drawn, prompt, codes)
+            for completion, logprobs in zip(drawn, found, strict=True):
+                np.testing.assert_array_equal(completion.logprobs, logprobs)
 
 
 @pytest.mark.slow

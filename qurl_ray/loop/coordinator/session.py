@@ -167,14 +167,16 @@ class Session:
             message = "no group is left to learn from (uniform or failed rewards): the step is skipped"
             self._events.warn(number, message)
             return [[] for _ in range(config.learner.workers)]
-        return plan(
+        each = config.learner.sequence_parallel
+        shares = plan(
             collected.groups,
             updates=config.algorithm.updates_per_rollout,
-            ranks=config.learner.workers,
-            token_budget=config.learner.tokens_per_micro_batch,
+            ranks=config.learner.workers // each,
+            token_budget=config.learner.tokens_per_micro_batch * each,
             seed=derive_seed(config.seed, number, "plan"),
             packed=config.learner.packing,
         )
+        return [share for share in shares for _ in range(each)]  # ranks of a sequence group have the same samples
 
     async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
         """Return the mean reward of greedy answers to the held-out problems, with the weights that the engines hold.

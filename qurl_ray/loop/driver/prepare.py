@@ -180,12 +180,19 @@ def unequalized(config: RunConfig, model: PreTrainedModel) -> list[str]:
 
 
 def check_model(config: RunConfig, model: PreTrainedModel) -> None:
-    """Check that the architecture can be quantized and scaled as configured.
+    """Check that the architecture can be quantized, scaled and divided as configured.
 
     Raises:
-        ConfigError: the engine cannot work here, or not with these settings.
+        ConfigError: the engine cannot work here, or not with these settings; or more ranks than the model has heads are
+            to share a sequence.
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
+    each, heads = config.learner.sequence_parallel, model.config.num_attention_heads
+    if each > heads:
+        raise ConfigError(
+            f"learner.sequence_parallel={each} ranks cannot share the {heads} heads of the model: choose at "
+            f"most {heads}"
+        )
     quantized: list[str] = []
     if config.rollout.quantization != "none":
         fmt = get_format(config.rollout.quantization)

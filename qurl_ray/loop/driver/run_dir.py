@@ -34,6 +34,8 @@ _MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 threads may differ as well, and what says only when the run ends: evaluation.target_reward, and `steps` where the
 learning rates so far do not depend on it."""
 _MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads")
+_OTHER_SUMS = ("learner.workers", "learner.backend", "learner.zero_stage", "learner.sequence_parallel")
+"""Settings that a resumed run may change, too: the same is learned, but gradients are added in another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +170,13 @@ def _resume_or_create(config: RunConfig, run_dir: Path, *, fresh: bool, extend: 
     if old and _goes_on(config, run_dir, old, fresh=fresh, extend=extend):
         checkpoint, notes = latest(run_dir)
         if checkpoint:
-            _check_same(config, run_dir, old, checkpoint)
+            other = _check_same(config, run_dir, old, checkpoint)
             kept = (run_dir / name for name in (_MARKER, "summary.json"))
             before = {file.name: file.read_bytes() for file in kept if file.is_file()}
             _write_settings(config, run_dir)  # those that may differ, such as the name
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
+            if other:
+                notes.append(f"gradients are added in another order from here on: {'; '.join(other)}")
             return RunDir(path=run_dir, resume=checkpoint, notes=notes, before=before)
     _check_nothing_asked(run_dir, extend)
     older = None
@@ -274,7 +278,8 @@ def _target_reached_at(checkpoint: Path) -> Any:
         return None  # damaged
 
 
-def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any], checkpoint: Checkpoint) -> None:
+def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
+    """Raise ConfigError if the run in the folder learns something else. Return what differs only in rounding."""
     try:  # settings that were added since then get their defaults
         known = validated_run(old, "config.yaml")
     except ConfigError as error:
@@ -289,13 +294,14 @@ def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any], checkpoin
     if config.steps > checkpoint.step and config.learner.same_rates(done, *totals):
         may_differ.append("steps")
     before, now = (with_absolute_paths(settings).model_dump(mode="json") for settings in (known, config))
-    differing = differences(before, now, may_differ)
+    differing = differences(before, now, [*may_differ, *_OTHER_SUMS])
     if differing:
         raise ConfigError(
             f"{run_dir} holds a run with other settings: {'; '.join(differing)}. "
             "Give those to resume it, set another name, or start again with --fresh (the old run is kept)"
             + _why_not_steps(config, known, checkpoint)
         )
+    return [text for text in differences(before, now, may_differ) if text.startswith(_OTHER_SUMS)]
 
 
 def _why_not_steps(config: RunConfig, known: RunConfig, checkpoint: Checkpoint) -> str:

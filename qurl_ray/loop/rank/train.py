@@ -36,7 +36,7 @@ from qurl_ray.loop.rank.saver import Saver, barrier, check_shared
 from qurl_ray.loop.rank.sender import Sender, unified_flow
 from qurl_ray.loop.rank.turns import Turn, Turns
 from qurl_ray.loop.rank.wait import wait
-from qurl_ray.policy.load import load_model, tied_head
+from qurl_ray.policy.load import StoredWeights, load_model, tied_head, unloaded_model
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
 from qurl_ray.spans import STEPS, Spans, rank_lane
@@ -64,18 +64,21 @@ def train_loop(context: dict[str, Any]) -> None:
     start = _begin(ask, config.learner.timeout_s + config.rollout.start_limit_s)
     if start.over:
         return
-    model = load_model(context["spec"])
+    spec, sharded = context["spec"], config.learner.backend == "fsdp"
+    load = unloaded_model if sharded else load_model
+    model = load(spec)
     rollouts, resume = config.rollout.quantization, start.resume
     names, tied = set(), tied_head(model)
     exported = config.export.format(rollouts)
     if rollouts != "none" or exported != "none":
         kept = config.quantization.kept(model.config.num_hidden_layers)
         names = quantized_parameters(model, kept)  # before a backend wraps it
-    if config.quantization.uaq_scale != 1:
+    folded = config.quantization.uaq_scale != 1
+    if folded and not sharded:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
     # These two are never quantized, so they are not folded.
-    value_body = load_model(context["spec"]) if needs_value_model(config.algorithm) else None
-    reference = load_model(context["spec"]) if config.algorithm.kl_coef else None
+    value_body = load(spec) if needs_value_model(config.algorithm) else None
+    reference = load(spec) if config.algorithm.kl_coef else None
     settings = objective_settings(config)
     learner = make_learner(
         model,
@@ -92,12 +95,15 @@ def train_loop(context: dict[str, Any]) -> None:
             model, config.quantization, names, {rollouts, exported} - {"none"}, device=config.learner.device
         ),
         calibrate_every=config.algorithm.calibrate_every,
+        rows=StoredWeights(spec, model).rows if sharded else None,
     )
+    if folded and sharded:  # its weights have been read now
+        fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     several = sum(node["Alive"] for node in ray.nodes()) > 1
     sender = Sender(config, learner, publisher, coordinator, prompt, start.version, across_nodes=several)
-    saver = Saver(config, learner, context["spec"], coordinator, Path(context["run_dir"]), rank)
+    saver = Saver(config, learner, spec, coordinator, Path(context["run_dir"]), rank)
     turns = Turns(
         learner,
         coordinator,

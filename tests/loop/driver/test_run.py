@@ -192,9 +192,10 @@ def test_a_run_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_d
     "settings",
     [
         ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
+        ["learner.backend=fsdp", "learner.workers=2", "quantization.uaq_scale=1.5", "algorithm.kl_coef=0.01"],
         ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true"],
     ],
-    ids=["deepspeed", "ppo"],
+    ids=["deepspeed", "fsdp", "ppo"],
 )
 def test_other_learners_are_resumed_to_the_bit_as_well(tmp_path, cluster, settings):
     whole = run(load_config(None, [*WHOLE, *settings, f"output_dir={tmp_path}"]))

@@ -63,6 +63,15 @@ def test_an_unfinished_run_is_gone_on_with(tmp_path):
         assert place.notes == ["resuming after step 3 of 100"]
 
 
+def test_a_run_resumes_with_other_ranks_and_says_what_that_changes(tmp_path):
+    unfinished(tmp_path)
+    with open_run_dir(config(tmp_path, "learner.workers=2", "learner.backend=fsdp")) as place:
+        assert place.resume.step == 3
+        assert place.notes[1:] == [
+            "gradients are added in another order from here on: learner.backend: torch → fsdp; learner.workers: 1 → 2"
+        ]
+
+
 def test_one_that_was_stopped_by_ctrl_c_is_gone_on_with(tmp_path):
     run_dir = unfinished(tmp_path)
     (run_dir / "summary.json").write_text(json.dumps({"interrupted": True}))

@@ -1,0 +1,245 @@
+"""Memory of the learner's ranks: python benchmarks/sharding.py (half an hour), or --only states|answers, or --quick.
+
+- states: a policy of 217 M parameters is loaded, learns in two steps and is saved, with 1, 2 and 4 ranks of each sharded
+  backend. Bytes are the largest unique set size of a rank (what would be free without it), beyond what the process had
+  before it loaded anything.
+- answers: one answer of up to 32,768 tokens, alone in its update, on ranks that share its tokens
+  (learner.sequence_parallel). Bytes are those beyond the loaded learner.
+
+A process for each rank, joined over gloo. Writes benchmarks/results/sharding.{json,md} and sharding.png.
+"""
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import matplotlib
+
+matplotlib.use("agg")
+import numpy as np
+import psutil
+import torch
+import torch.multiprocessing as mp
+import typer
+from matplotlib import pyplot as plt
+from shared import RESULTS, machine
+from torch import distributed
+
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.learner.batching import plan
+from qurl_ray.learner.learner import PolicyLearner, make_learner
+from qurl_ray.planning.measure import shape_spec
+from qurl_ray.planning.shapes import SHAPES, Shape
+from qurl_ray.planning.workload import Workload
+from qurl_ray.policy.load import StoredWeights, empty_model, load_model, unloaded_model
+from qurl_ray.rl.objective import ObjectiveSettings
+from qurl_ray.types import PolicySpec, Trajectory
+
+Part = Literal["states", "answers"]
+STATES = replace(SHAPES["SmolLM2-135M"], name="217M", hidden=768, layers=24, heads=12, kv_heads=4, intermediate=2560)
+ANSWERS = replace(STATES, name="2 layers of 128", hidden=128, layers=2, heads=4, kv_heads=4, head_dim=32,
+                  intermediate=384, vocab=512)  # fmt: skip
+BACKENDS: dict[str, dict[str, Any]] = {"fsdp": {"backend": "fsdp"}, "ZeRO 3": {"backend": "deepspeed", "zero_stage": 3}}
+RANKS, LENGTHS = (1, 2, 4), (4096, 8192, 16384, 32768)
+_EVERY_S = 0.01
+
+
+class Watch:
+    """Largest unique set size of this process since the last look, in bytes."""
+
+    def __init__(self) -> None:
+        self._process, self._ends = psutil.Process(), threading.Event()
+        self._most = self.now()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def now(self) -> int:
+        return self._process.memory_full_info().uss
+
+    def most(self) -> int:
+        found = max(self._most, self.now())
+        self._most = self.now()
+        return found
+
+    def _run(self) -> None:
+        while not self._ends.wait(_EVERY_S):
+            self._most = max(self._most, self.now())
+
+
+def write_policy(shape: Shape, folder: Path) -> PolicySpec:
+    """Write a policy with random weights to a folder."""
+    spec = shape_spec(shape, Workload(prompts=1, samples=1, prompt=8, response=max(LENGTHS), mean=8.0), folder)
+    torch.manual_seed(0)
+    empty_model(spec).save_pretrained(folder)
+    return spec
+
+
+def answer(shape: Shape, tokens: int, index: int = 0) -> Trajectory:
+    rng = np.random.default_rng(index)
+    return Trajectory(
+        uid=str(index),
+        prompt_ids=rng.integers(shape.vocab, size=8).astype(np.int32),
+        token_ids=rng.integers(shape.vocab, size=tokens - 8).astype(np.int32),
+        logprobs=np.full(tokens - 8, -float(np.log(shape.vocab)), dtype=np.float32),
+        reward=1.0,
+        advantage=1.0,
+        versions=np.zeros(tokens - 8, dtype=np.int32),
+        group=index,
+    )
+
+
+def learner_of(spec: PolicySpec, config: LearnerConfig) -> PolicyLearner:
+    model, rows = (load_model(spec), None) if config.backend != "fsdp" else (unloaded_model(spec), None)
+    if config.backend == "fsdp":
+        rows = StoredWeights(spec, model).rows
+    objective = ObjectiveSettings(clip_low=0.2, clip_high=0.28)
+    return make_learner(model, config, objective, temperature=1.0, total_updates=10, rows=rows)
+
+
+def of_states(rank: int, ranks: int, folder: Path, spec: PolicySpec, settings: dict[str, Any]) -> dict[str, float]:
+    config = LearnerConfig(workers=ranks, tokens_per_micro_batch=128, **settings)
+    shares = plan([[answer(STATES, 64, n)] for n in range(2 * ranks)], updates=2, ranks=ranks, token_budget=128, seed=0)
+    watch = Watch()
+    before, found = watch.now(), {}
+    learner = learner_of(spec, config)
+    found["load"] = watch.most() - before
+    for _ in range(2):
+        learner.learn(shares[rank])
+    found["step"] = watch.most() - before
+    found["between steps"] = watch.now() - before
+    learner.save(folder)
+    found["save"] = watch.most() - before
+    return found
+
+
+def of_answers(rank: int, ranks: int, folder: Path, spec: PolicySpec, settings: dict[str, Any]) -> dict[str, float]:
+    config = LearnerConfig(workers=ranks, sequence_parallel=ranks, backend="fsdp")
+    learner = learner_of(spec, config)
+    share = plan([[answer(ANSWERS, settings["tokens"])]], updates=1, ranks=1, token_budget=1, seed=0)[0]
+    learner.learn(plan([[answer(ANSWERS, 64)]], updates=1, ranks=1, token_budget=1, seed=0)[0])  # states are there now
+    watch = Watch()
+    before, began = watch.now(), time.perf_counter()
+    learner.learn(share)
+    return {"bytes": watch.most() - before, "seconds": time.perf_counter() - began}
+
+
+def _rank(rank: int, ranks: int, work: Callable[..., dict[str, float]], folder: Path, *arguments: Any) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = work(rank, ranks, folder, *arguments)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    os._exit(0)  # gloo's threads may abort a process that shuts down
+
+
+def on_ranks(ranks: int, work: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
+    """Return the largest figure of all ranks, by name."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "policy").mkdir()
+        mp.spawn(_rank, (ranks, work, folder, *arguments), nprocs=ranks)
+        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {key: max(one[key] for one in found) for key in found[0]}
+
+
+@contextmanager
+def policy(shape: Shape) -> Iterator[PolicySpec]:
+    with tempfile.TemporaryDirectory() as name:
+        yield write_policy(shape, Path(name))
+
+
+def limit(ranks: int) -> float:
+    """Bytes that a rank with FSDP2 should not exceed: its states, the largest module that is gathered, and a tenth."""
+    return 1.1 * (16 * STATES.params / ranks + 4 * STATES.head_params)
+
+
+def states(quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    with policy(STATES) as spec:
+        for name, settings in BACKENDS.items():
+            for ranks in (2,) if quick else RANKS:
+                rows.append({"backend": name, "ranks": ranks} | on_ranks(ranks, of_states, spec, settings))
+                print(rows[-1], flush=True)
+    return rows
+
+
+def answers(quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    with policy(ANSWERS) as spec:
+        for tokens in LENGTHS[:1] if quick else LENGTHS:
+            for ranks in RANKS:
+                found = on_ranks(ranks, of_answers, spec, {"tokens": tokens})
+                rows.append({"tokens": tokens, "ranks": ranks} | found)
+                print(rows[-1], flush=True)
+    return rows
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = ["# Memory of the learner's ranks", "", "`python benchmarks/sharding.py`"]
+    lines += [f"- {part}: {one['machine']}" for part, one in found.items()]
+    if "states" in found:
+        lines += [
+            "",
+            f"{STATES.params / 1e6:.0f} M parameters, largest rank, GB beyond the process; in brackets bytes per "
+            "parameter and share of a rank.",
+            "",
+            "| backend | ranks | load | two steps | between steps | save | limit |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in found["states"]["rows"]:
+            each = STATES.params / row["ranks"]
+            cells = [f"{row[key] / 1e9:.2f} ({row[key] / each:.1f})" for key in ("load", "step", "between steps", "save")]
+            bound = f"{limit(row['ranks']) / 1e9:.2f}" if row["backend"] == "fsdp" else ""
+            lines.append(f"| {row['backend']} | {row['ranks']} | {' | '.join(cells)} | {bound} |")
+    if "answers" in found:
+        lines += ["", f"One answer, {ANSWERS.name}, 4 heads, fsdp: GB of the largest rank beyond the loaded learner.", ""]
+        lines += ["| tokens | " + " | ".join(f"{ranks} ranks | s | share" for ranks in RANKS) + " |"]
+        lines += ["|---|" + "---|---|---|" * len(RANKS)]
+        for tokens in sorted({row["tokens"] for row in found["answers"]["rows"]}):
+            rows = [row for row in found["answers"]["rows"] if row["tokens"] == tokens]
+            cells = [f"{r['bytes'] / 1e9:.3f} | {r['seconds']:.0f} | {r['bytes'] / rows[0]['bytes']:.2f}" for r in rows]
+            lines.append(f"| {tokens:,} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 3.6), dpi=150)
+    for ranks in RANKS:
+        chosen = [row for row in rows if row["ranks"] == ranks]
+        label = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        axes.plot([r["tokens"] for r in chosen], [r["bytes"] / 2**30 for r in chosen], "o-", label=label)
+    axes.set(xlabel="tokens of one answer", ylabel="GiB per rank, beyond the learner", ylim=(0, None))
+    axes.set_xticks([r["tokens"] for r in rows if r["ranks"] == 1])
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="parts: " + ", ".join(get_args(Part)))] = None,
+    quick: Annotated[bool, typer.Option(help="one size of each, written nowhere")] = False,
+) -> None:
+    path = RESULTS / "sharding.json"
+    found = json.loads(path.read_text()) if path.is_file() and not quick else {}
+    for part, work in (("states", states), ("answers", answers)):
+        if not only or part in only:
+            found[part] = {"machine": machine(), "rows": work(quick)}
+    print(report(found))
+    if quick:
+        return
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".md").write_text(report(found))
+    if "answers" in found:
+        draw(found["answers"]["rows"], path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)
