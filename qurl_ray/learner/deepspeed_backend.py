@@ -17,6 +17,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
+    lazy_init_hp_params_optimizer_state,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
@@ -101,6 +102,7 @@ class DeepSpeedBackend:
         """Write this rank's rows. Not DeepSpeed's own form, which is pickles for one number of ranks."""
         rank, ranks = world()
         tensors: dict[str, torch.Tensor] = {}
+        self._link_states()
         for name, parameter in self.named_parameters():
             own = slice(*own_rows(len(parameter), rank, ranks))
             tensors[name] = parameter.detach()[own].to("cpu", copy=True)
@@ -155,8 +157,15 @@ class DeepSpeedBackend:
                     state[kind] = torch.zeros_like(flat) if value.ndim else value.clone()
                 elif not value.ndim:
                     state[kind].copy_(value)
-        if self._config.zero_stage < 3 and like:
-            optimizer._lazy_init_hp_params_optimizer_state()
+        self._link_states()
+
+    def _link_states(self) -> None:
+        """Let DeepSpeed's functions find the states of parameters at stages 1 and 2. It does so in its first step, when
+        not all of them are there."""
+        if self._config.zero_stage in (1, 2):
+            optimizer = self._engine.optimizer
+            for parameters, flat in zip(optimizer.bit16_groups, self._flats(), strict=True):
+                lazy_init_hp_params_optimizer_state(parameters, flat, optimizer.optimizer.state)
 
     def _set_flat(self, parameter: nn.Parameter, value: torch.Tensor, kind: str | None = None) -> None:
         """Set this rank's part of a parameter's master, or of a state, from the whole."""

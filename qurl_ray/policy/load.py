@@ -144,7 +144,9 @@ def unloaded_model(spec: PolicySpec) -> PreTrainedModel:
     """
     check_policy(spec)
     with init_empty_weights(include_buffers=False):
-        return empty_model(spec)
+        model = empty_model(spec)
+    model.tie_weights()  # each weight has become one of its own
+    return model
 
 
 class StoredWeights:

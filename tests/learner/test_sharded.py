@@ -6,15 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.learner import deepspeed_backend
 from qurl_ray.learner.backend import Resident
 from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.batching import MiniBatch, plan, to_tensors
-from qurl_ray.learner.learner import make_learner
+from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.state import SavedState, save_rows
 from qurl_ray.policy.load import StoredWeights, load_model, unloaded_model
+from qurl_ray.policy import logprobs
 from qurl_ray.policy.logprobs import token_logprobs
+from tests.learner.test_sequence import model_of
 from tests.learner.test_torch_backend import SETTINGS, groups, parameters_after, start
 from tests.ranks import run_ranks
 
@@ -180,6 +186,71 @@ def test_a_state_that_lacks_a_ranks_part_is_refused(tmp_path):
     save_rows(tmp_path, {"w": rows}, rank=0, ranks=1)
     with pytest.raises(CheckpointError, match="all ranks"):
         SavedState(tmp_path)
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def with_head(backend: str) -> PolicyLearner:
+    """Learner of a model whose head has a weight of its own, and whose logits take many pieces."""
+    logprobs.HEAD_BYTES = 4 * 50 * 10
+    config = LearnerConfig(backend=backend, zero_stage=3, lr=1e-3)
+    return make_learner(model_of(4, 2, torch.float32), config, SETTINGS, temperature=1.0, total_updates=11)
+
+
+def count_gathers(rank: int, ranks: int, out: str) -> None:
+    settings = deepspeed_backend.zero_settings
+
+    def nothing_stays(config: LearnerConfig) -> dict:
+        found = settings(config)
+        found["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 0,
+        }
+        return found
+
+    deepspeed_backend.zero_settings = nothing_stays
+    for backend in ("deepspeed", "fsdp"):
+        trained, seen = with_head(backend), []
+        head = trained._policy.module.policy.lm_head
+        weight = head.weight  # to look it up within a pass would tell ZeRO that this module needs it, too
+
+        if backend == "fsdp":
+            gather = _fsdp_param_group.foreach_all_gather
+
+            def counted(parameters, *rest, head=head, seen=seen, gather=gather):
+                seen.extend(p for p in parameters if p._module_info.module is head)
+                return gather(parameters, *rest)
+
+            _fsdp_param_group.foreach_all_gather = counted
+        else:
+            name = "_PartitionedParameterCoordinator__all_gather_params_"
+            fetch = getattr(PartitionedParameterCoordinator, name)
+
+            def fetched(self, parameters, *rest, weight=weight, seen=seen, fetch=fetch, **more):
+                missing = (p for p in parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE)
+                seen.extend(p for p in missing if p is weight)
+                return fetch(self, parameters, *rest, **more)
+
+            setattr(PartitionedParameterCoordinator, name, fetched)
+        for step in range(2):  # in the first, ZeRO does not know the order of the modules
+            seen.clear()
+            trained.learn(plan(groups(), updates=1, ranks=ranks, token_budget=10_000, seed=step)[rank])
+        torch.save((len(seen), flat(trained)), f"{out}/{backend}.{rank}.pt")
+
+
+def test_a_sharded_head_is_gathered_twice_a_pass_however_many_pieces_its_logits_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(logprobs, "HEAD_BYTES", logprobs.HEAD_BYTES)
+    run_ranks(2, count_gathers, str(tmp_path))
+    alone = with_head("torch")
+    before = flat(alone)
+    for step in range(2):
+        alone.learn(plan(groups(), updates=1, ranks=1, token_budget=10_000, seed=step)[0])
+    for backend in ("deepspeed", "fsdp"):
+        gathers, found = torch.load(tmp_path / f"{backend}.0.pt")
+        assert 1 <= gathers <= 2, backend
+        assert (found - flat(alone)).norm() <= 3e-5 * (flat(alone) - before).norm(), backend
 
 
 @pytest.mark.equal_bits
