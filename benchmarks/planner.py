@@ -192,6 +192,8 @@ LEARNERS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO 3": (1, {"backend": "deepspeed", "zero_stage": 3}),
     "ZeRO 3, 2 ranks": (2, {"backend": "deepspeed", "zero_stage": 3}),
     "ZeRO 3, 2 ranks, bfloat16": (2, {"backend": "deepspeed", "zero_stage": 3, "compute": "bfloat16"}),
+    "FSDP2": (1, {"backend": "fsdp"}),
+    "FSDP2, 2 ranks": (2, {"backend": "fsdp"}),
 }
 """Number of ranks and settings of each learner that is measured."""
 
@@ -204,13 +206,13 @@ def compare_memory(name: str) -> dict[str, Any]:
             prompts=4, samples=1, prompt=32, response=32, mean=32.0, updates=2, micro_tokens=64,
             autocast=settings.get("compute") == "bfloat16",
         )  # fmt: skip
-        stage: Stage = settings.get("zero_stage", 0)
+        stage: Stage = "fsdp" if settings.get("backend") == "fsdp" else settings.get("zero_stage", 0)
         predicted = learner_bytes(shape, work, ranks=ranks, stage=stage, overlaps=False)["learn"]
         with tempfile.TemporaryDirectory() as folder:
             spec = shape_spec(shape, work, Path(folder))
             mp.spawn(_learn, (ranks, Path(folder), spec, shape, work, settings), nprocs=ranks)
             measured = int((Path(folder) / "bytes").read_text())
-        fixed = 4 * BUCKET if stage else 0
+        fixed = 4 * BUCKET if stage in (1, 2, 3) else 0
         rows.append({"learner": label, "predicted": predicted, "measured": measured, "fixed": fixed})
         print(rows[-1], flush=True)
     return {"machine": machine(), "shape": name, "rows": rows}

@@ -95,10 +95,9 @@ def answer(shape: Shape, tokens: int, index: int = 0) -> Trajectory:
 
 
 def learner_of(spec: PolicySpec, config: LearnerConfig) -> PolicyLearner:
-    model, rows = (load_model(spec), None) if config.backend != "fsdp" else (unloaded_model(spec), None)
-    if config.backend == "fsdp":
-        rows = StoredWeights(spec, model).rows
-    objective = ObjectiveSettings(clip_low=0.2, clip_high=0.28)
+    objective, sharded = ObjectiveSettings(clip_low=0.2, clip_high=0.28), config.backend == "fsdp"
+    model = unloaded_model(spec) if sharded else load_model(spec)
+    rows = StoredWeights(spec, model).rows if sharded else None
     return make_learner(model, config, objective, temperature=1.0, total_updates=10, rows=rows)
 
 

@@ -4,6 +4,7 @@ Every speedup is followed by its sources (planning.published) and the mark of wh
 """
 
 from qurl_ray.planning.machines import EIGHT_BIT
+from qurl_ray.planning.memory import Stage
 from qurl_ray.planning.plan import PAYS, Plan, StepEstimate
 
 MARK = "*"
@@ -61,11 +62,14 @@ def recommended(plan: Plan) -> list[str]:
         f"rollout.workers={layout.engines}",
         f"rollout.vllm.tensor_parallel={layout.tensor_parallel}",
         *([f"rollout.vllm.kv_cache_gb={kv}"] if colocated else []),
-        "learner.backend=deepspeed",
         f"learner.workers={layout.ranks}",
-        f"learner.zero_stage={layout.stage}",
+        *(["learner.backend=fsdp"] if layout.stage == "fsdp" else _zero(layout.stage)),
         *(["learner.offload_while_waiting=false"] if colocated and layout.stage == 0 else []),
     ]
+
+
+def _zero(stage: Stage) -> list[str]:
+    return ["learner.backend=deepspeed", f"learner.zero_stage={stage}"]
 
 
 def notes(plan: Plan) -> list[str]:

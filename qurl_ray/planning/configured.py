@@ -35,7 +35,7 @@ def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig) -> C
     """
     rollout, learner = config.rollout, config.learner
     colocated = config.placement == "colocated"
-    stage: Stage = learner.zero_stage if learner.backend == "deepspeed" else 0
+    stage: Stage = {"torch": 0, "fsdp": "fsdp", "deepspeed": learner.zero_stage}[learner.backend]
     held = learner_bytes(shape, work, ranks=learner.workers, stage=stage, offloads=learner.offload_while_waiting)
     precisions: tuple[Precision, ...] = (_PRECISIONS.get(rollout.quantization, "bf16"), "bf16")
     engines = [

@@ -9,10 +9,12 @@ parameter while it learns, with DeepSpeed 0.19.8 (learner.deepspeed_backend):
 | 1 | parameter, gradient: 8 | parameter again, two moments: 12 |
 | 2 | parameter: 4 | parameter again, gradient, two moments: 16 |
 | 3 | | parameter twice, gradient, two moments: 20 |
+| FSDP2 | | parameter, gradient, two moments: 16 |
 
 In the optimizer's step, stages 1 to 3 hold their share of the gradient once more: 24 bytes with stage 3, when nothing
 else is in use. In passes they hold buffers of fixed size (below), and stage 3 gathered parameters and gradients that it
-joins before they are reduced. benchmarks/planner.py compares this with what torch allocates.
+joins before they are reduced. FSDP2 gathers what is outside of blocks for a whole pass, with its gradient, and blocks
+one at a time. benchmarks/planner.py and benchmarks/sharding.py compare this with what is allocated.
 """
 
 from typing import Literal
@@ -22,13 +24,16 @@ from qurl_ray.planning.roofline import BLOCK_BYTES, EngineRoofline
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
-Stage = Literal[0, 1, 2, 3]
-STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+Stage = Literal[0, 1, 2, 3, "fsdp"]
+"""Stage of ZeRO with DeepSpeed, 0 also for backend=torch; or FSDP2."""
+STAGES: tuple[Stage, ...] = (0, 1, 2, "fsdp", 3)
 TurnName = Literal["start", "learn", "sync", "rollout"]
-_STATES: dict[Stage, tuple[int, int]] = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20)}
+_STATES: dict[Stage, tuple[int, int]] = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20), "fsdp": (0, 16)}
 """Bytes of one parameter's states: those that every rank holds, and those that ranks share."""
 BUCKET, _LIVE, _GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
 """DeepSpeed's defaults, in elements: reduce_bucket_size, stage3_max_live_parameters, sub_group_size."""
+FILE = 2_000_000_000
+"""Bytes of a policy that its writer holds (policy.save.FILE_BYTES)."""
 _LOGITS = 0.6e9
 """Bytes of logits, their gradient and log-softmax of one chunk (policy.logprobs.HEAD_BYTES), and allocator overhead."""
 
@@ -44,8 +49,8 @@ def learner_bytes(
 ) -> dict[TurnName, float]:
     """Bytes of a learner on each rank's GPU in each turn.
 
-    Each rank starts with the whole model on its GPU (learner.scorer.on_device). bfloat16 copies of all weights, also of
-    gathered ones, are kept for the backward pass; with checkpointing there is one at a time.
+    Each rank starts with the whole model on its GPU (learner.scorer.on_device), but with FSDP2. bfloat16 copies of all
+    weights, also of gathered ones, are kept for the backward pass; with checkpointing there is one at a time.
 
     Args:
         offloads: it gives up its GPU while it does not learn. At stage 0, DeepSpeed cannot.
@@ -53,6 +58,8 @@ def learner_bytes(
     """
     params = shape.params
     states = state_bytes(shape, ranks=ranks, stage=stage)
+    if stage == "fsdp":
+        return _fsdp_bytes(shape, work, ranks=ranks, offloads=offloads)
     cast = 2 * (shape.head_params if work.checkpointing else params) if work.autocast else 0
     buckets = 4 * BUCKET * ((2 if overlaps else 1) if stage in (1, 2) else 1 if stage == 3 or ranks > 1 else 0)
     fixed = buckets if stage == 3 else 0
@@ -65,7 +72,7 @@ def learner_bytes(
     critic = states + fixed if work.critic else 0
     reference = 4 * params if work.reference else 0
     learning = states + max(forward, backward, step) + critic + reference
-    waits = offloads and stage > 0
+    waits = offloads and stage != 0
     whole = 4 * params
     sync = whole / ranks + 4 * shape.head_params if stage == 3 else whole
     return {
@@ -76,9 +83,33 @@ def learner_bytes(
     }
 
 
+def _fsdp_bytes(shape: Shape, work: Workload, *, ranks: int, offloads: bool) -> dict[TurnName, float]:
+    params, states = shape.params, state_bytes(shape, ranks=ranks, stage="fsdp")
+    outside, block = 4 * (params - shape.block_params), 4 * shape.block_params / shape.layers
+    cast = 2 * (shape.head_params if work.checkpointing else params) if work.autocast else 0
+    # In a pass: outside of blocks parameters and gradient; of a block both, and each once more in the buffer of its
+    # collective.
+    passing = 2 * outside + 4 * block + cast + activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
+    reference = 4 * params / ranks if work.reference else 0
+    learning = states * (1 + work.critic) + passing + reference
+    start = 4 * params / ranks * (1 + work.critic) + reference
+    sync = 4 * params / ranks + 4 * shape.head_params
+    return {
+        "start": start,
+        "learn": learning,
+        "sync": sync if offloads else learning,
+        "rollout": 0.0 if offloads else learning,
+    }
+
+
 def logit_bytes(shape: Shape, work: Workload) -> float:
     """Bytes of the float32 logits of a micro-batch, their gradient and log-softmax, if they are not cut into pieces."""
-    return 3 * 4 * shape.vocab * max(work.micro_tokens, work.prompt + work.response)
+    return 3 * 4 * shape.vocab * _tokens(work)
+
+
+def _tokens(work: Workload) -> float:
+    """Tokens that a rank computes in a pass, which holds at least one whole sequence."""
+    return max(work.micro_tokens, (work.prompt + work.response) / work.sequence_parallel)
 
 
 def activation_bytes(shape: Shape, work: Workload) -> float:
@@ -87,7 +118,7 @@ def activation_bytes(shape: Shape, work: Workload) -> float:
     The residual stream is float32, activations inside a block are bfloat16 (float32 without autocast). With
     checkpointing only the inputs of all blocks and the inside of one block are kept.
     """
-    tokens = max(work.micro_tokens, work.prompt + work.response)
+    tokens = _tokens(work)
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     inside = (2 if work.autocast else 4) * (6 * shape.hidden + attention + 4 * shape.intermediate)
     blocks = 1 if work.checkpointing else shape.layers
@@ -168,13 +199,13 @@ def gpu_bytes(
 
 
 def host_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
-    """Bytes of a node's host: every rank there loads the whole models before it shards them, and rank 0 keeps a copy of
-    the policy. What ranks give up for engines comes later, and so do two copies of what was sent."""
+    """Bytes of a node's host: every rank there loads the whole models before it shards them, with FSDP2 its share. What
+    ranks give up for engines comes later, and so do two copies of what was sent, and a file of the policy (policy.save)."""
     here = min(ranks, NODE)
     models = 1 + work.reference + work.critic
-    loading = here * models * 4 * shape.params
+    loading = here * models * 4 * shape.params / (ranks if stage == "fsdp" else 1)
     running = here * state_bytes(shape, ranks=ranks, stage=stage) * (1 + work.critic) + 2 * 2 * shape.params
-    return 4 * shape.params + max(loading, running)
+    return max(loading, running + min(4 * shape.params, FILE))
 
 
 def stages_that_fit(engine: EngineRoofline, work: Workload, *, ranks: int, colocated: bool) -> dict[Stage, float]:

@@ -87,20 +87,20 @@ def learn_s(
 ) -> float:
     """Seconds of the log-prob passes before the first update, and of all updates. Communication overlaps with products.
 
-    A backward pass costs two forward passes, and one more with checkpointing. A sequence stays on one rank.
+    A backward pass costs two forward passes, and one more with checkpointing. A sequence stays on one rank, or is shared by some.
     """
     rate = gpu.flops["bf16"] * c.learner_flops * (c.learner_fp8 if fp8 else 1)
-    busy = min(ranks, max(1.0, work.sequences / work.updates))
+    busy = min(ranks, work.sequence_parallel * max(1.0, work.sequences / work.updates))
     forward = work.tokens * pass_flops(shape, work.attended) / (busy * rate)
     longest = work.prompt + work.longest(work.sequences / work.updates)
-    forward = max(forward, work.updates * longest * pass_flops(shape, longest) / rate)
+    forward = max(forward, work.updates * longest * pass_flops(shape, longest) / (work.sequence_parallel * rate))
     scored = (work.updates - 1) / work.updates + work.reference + work.critic
     trained = (4 if work.checkpointing else 3) * (2 if work.critic else 1)
     sent = 0.0
     if ranks > 1:
         passes = max(1.0, work.tokens / work.updates / busy / work.micro_tokens)
-        per_pass, per_update = {0: (0, 8), 1: (0, 8), 2: (4, 4), 3: (12, 0)}[stage]
-        scoring = 4 * passes * scored if stage == 3 else 0
+        per_pass, per_update = {0: (0, 8), 1: (0, 8), 2: (4, 4), 3: (12, 0), "fsdp": (12, 0)}[stage]
+        scoring = 4 * passes * scored if stage in (3, "fsdp") else 0
         line = (gpu.link if ranks <= NODE else NETWORK) * c.link
         sent = work.updates * shape.params * (per_pass * passes + per_update + scoring) / line
     moments = work.updates * 28 * shape.params / ranks / (gpu.bandwidth * c.bandwidth)  # read 16 bytes, write 12

@@ -50,7 +50,7 @@ class Layout:
             transport=work.transport,
             ranks=self.ranks,
             gpus=self.gpus,
-            gathered=self.stage == 3 and self.ranks > 1,
+            gathered=self.stage in (3, "fsdp") and self.ranks > 1,
             delta=work.sends_changes(nodes=ceil(self.gpus / NODE)),
             bucket=work.bucket,
         )
@@ -179,15 +179,15 @@ def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | No
 
 
 def _why_nothing_fits(shape: Shape, gpu: Gpu, gpus: int, work: Workload) -> str:
-    stages: tuple[Stage, ...] = (0, 3) if gpus > 1 else (0,)
+    stages: tuple[Stage, ...] = (0, "fsdp") if gpus > 1 else (0,)
     held = [learner_bytes(shape, work, ranks=gpus, stage=stage) for stage in stages]
-    start, learn = held[0]["start"] / 1e9, min(one["learn"] for one in held) / 1e9
+    learn = min(one["learn"] for one in held) / 1e9
     host = min(host_bytes(shape, work, ranks=gpus, stage=stage) for stage in stages) / 1e9
     return (
         f"{shape.name} does not fit on {gpus} × {gpu.name} in any format: with all GPUs for the learner, each would "
-        f"hold {start:,.0f} GB at the start, when every rank has the whole model, and at least {learn:,.0f} GB while "
-        f"it learns, of {gpu.memory / 1e9:,.0f}, and hosts {host:,.0f} GB; or an engine of a node has no room for one "
-        f"answer of {work.response:,} tokens; take larger or more GPUs, shorter answers or a smaller micro-batch"
+        f"hold at least {learn:,.0f} GB while it learns, of {gpu.memory / 1e9:,.0f}, and hosts {host:,.0f} GB; or an "
+        f"engine of a node has no room for one answer of {work.response:,} tokens; take larger or more GPUs, shorter "
+        "answers or a smaller micro-batch"
     )
 
 

@@ -54,7 +54,7 @@ def _values(plan: Plan, precision: Precision, estimate: StepEstimate | None) -> 
         "engines": layout.engines,
         "tensor_parallel": layout.tensor_parallel,
         "learner_gpus": layout.ranks,
-        "zero_stage": layout.stage,
+        "stage": layout.stage,
         "kv_slots": estimate.slots,
         "kv_bytes_per_gpu": estimate.room / layout.tensor_parallel,
         "weights_bytes_per_gpu": shape.weight_bytes(BLOCK_BYTES[precision]) / layout.tensor_parallel,
@@ -155,7 +155,7 @@ def _gigabytes(values: dict[str, float]) -> str:
 _ROWS = {
     "placement": lambda v: v["placement"],
     "engines": lambda v: f"{v['engines']:,} × {v['tensor_parallel']} GPU",
-    "learner": lambda v: f"{v['learner_gpus']:,} GPU, ZeRO {v['zero_stage']}",
+    "learner": lambda v: f"{v['learner_gpus']:,} GPU, " + ("FSDP2" if v["stage"] == "fsdp" else f"ZeRO {v['stage']}"),
     "GB/GPU, weights / KV" + MARK: lambda v: _gigabytes(
         {name: v[f"{name}_bytes_per_gpu"] for name in ("weights", "kv")}
     ),

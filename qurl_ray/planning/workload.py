@@ -47,7 +47,9 @@ class Workload:
     """True if the learner's passes are bfloat16 (learner.compute)."""
     checkpointing: bool = True
     micro_tokens: int = 8192
-    """Tokens of one forward and backward pass."""
+    """Tokens of one forward and backward pass, of a rank."""
+    sequence_parallel: int = 1
+    """Ranks that share the tokens of a sequence."""
     slots: int = 512
     """Most sequences that an engine decodes at a time."""
     engine: EngineName = "vllm"
@@ -175,6 +177,7 @@ def configured_workload(config: RunConfig) -> Workload:
         transport=cast(TransportName, config.sync.transport),
         bucket=config.sync.bucket_mb << 20,
         micro_tokens=learner.tokens_per_micro_batch,
+        sequence_parallel=learner.sequence_parallel,
         slots=rollout.slots,
         staleness=rollout.max_staleness,
         delta=config.sync.delta,

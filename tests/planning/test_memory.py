@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qurl_ray.planning import memory
 from qurl_ray.planning.machines import CONSTANTS, GPUS, PRECISIONS
 from qurl_ray.planning.memory import (
     activation_bytes,
@@ -19,6 +20,7 @@ from qurl_ray.planning.memory import (
 from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import SHAPES
 from qurl_ray.planning.workload import Workload
+from qurl_ray.policy import save
 
 SEVEN, HALF, H100 = SHAPES["Qwen2.5-7B"], SHAPES["Qwen2.5-0.5B"], GPUS["h100"]
 LINEARS = 28 * (3584 * 3584 * 2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
@@ -155,19 +157,51 @@ def test_a_shared_gpu_holds_who_sleeps_and_who_is_awake():
 
 def test_every_rank_of_a_host_loads_the_whole_model():
     loads = host_bytes(SEVEN, TINY_BATCH, ranks=16, stage=3)
-    assert loads == 4 * SEVEN.params * (8 + 1)  # eight of a node's ranks, and rank 0's copy
+    assert loads == 4 * SEVEN.params * 8  # eight of a node's ranks
     alone = host_bytes(SEVEN, TINY_BATCH, ranks=1, stage=0)  # later, states are more than what was loaded
-    assert alone == 4 * SEVEN.params + 16 * SEVEN.params + 2 * 2 * SEVEN.params
+    assert alone == 16 * SEVEN.params + 2 * 2 * SEVEN.params + 2e9
+    shares = host_bytes(SEVEN, TINY_BATCH, ranks=16, stage="fsdp")
+    assert shares == 8 * 16 * SEVEN.params / 16 + 2 * 2 * SEVEN.params + 2e9
+
+
+def test_fsdp_holds_shares_and_what_a_pass_gathers():
+    def held_(**changed):
+        work = Workload(prompt=1, response=7, mean=4.0, micro_tokens=8, autocast=False, **changed)
+        return learner_bytes(HALF, work, ranks=4, stage="fsdp")
+
+    kept = activation_bytes(HALF, TINY_BATCH) + 3 * 4 * 151936 * 8
+    outside, blocks = HALF.params - HALF.block_params, HALF.block_params
+    expected = 16 * HALF.params / 4 + 2 * 4 * outside + 4 * 4 * blocks / HALF.layers + kept
+    assert held_()["learn"] == pytest.approx(expected, rel=1e-6)
+    assert held_()["start"] == HALF.params
+    assert held_(critic=True)["learn"] - held_()["learn"] == pytest.approx(4 * HALF.params)
+    assert held_(reference=True)["learn"] - held_()["learn"] == pytest.approx(HALF.params)
+
+
+def test_the_writer_of_a_policy_holds_what_it_says():
+    assert save.FILE_BYTES == memory.FILE
+
+
+def test_ranks_that_share_a_sequence_share_its_activations():
+    def held_(each):
+        work = Workload(prompt=1000, response=31_000, micro_tokens=4096, sequence_parallel=each)
+        return activation_bytes(SEVEN, work)
+
+    assert held_(4) == held_(1) / 4
+    assert held_(16) == held_(32), "a micro-batch has that many tokens anyway"
 
 
 def test_what_does_not_fit_is_left_out():
     work = Workload(response=4096)
-    assert list(stages_that_fit(engine(shape=HALF), work, ranks=8, colocated=True)) == [0, 1, 2, 3]
-    assert list(stages_that_fit(engine(), work, ranks=8, colocated=True)) == [2, 3]
-    # 32B: 131 GB on every GPU at the start, however many there are
+    assert list(stages_that_fit(engine(shape=HALF), work, ranks=8, colocated=True)) == [0, 1, 2, "fsdp", 3]
+    assert list(stages_that_fit(engine(), work, ranks=8, colocated=True)) == [2, "fsdp", 3]
+    # 32B: 131 GB on every GPU at the start, however many there are, unless ranks read their shares
     big = engine(shape=SHAPES["Qwen2.5-32B"])
-    assert stages_that_fit(big, work, ranks=16, colocated=True) == {}
-    assert stages_that_fit(big, work, ranks=512, colocated=False) == {}
-    assert list(stages_that_fit(engine(shape=big.shape, gpu=GPUS["b200"]), work, ranks=16, colocated=True)) == [3]
+    assert list(stages_that_fit(big, work, ranks=16, colocated=True)) == ["fsdp"]
+    assert list(stages_that_fit(big, work, ranks=512, colocated=False)) == ["fsdp"]
+    assert list(stages_that_fit(engine(shape=big.shape, gpu=GPUS["b200"]), work, ranks=16, colocated=True)) == [
+        "fsdp",
+        3,
+    ]
     # 72B: eight ranks of a host load 2.3 TB, which not even enough memory on the GPUs would change
     assert host_bytes(SHAPES["Qwen2.5-72B"], work, ranks=64, stage=3) > 2.2e12
