@@ -162,7 +162,8 @@ def checked(path, *settings, model=None):
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_presets_for_gpus_can_start(path):
-    found = checked(path)
+    later = path.stem.startswith("deepscaler_grpo_")  # a stage whose policy the one before makes
+    found = checked(path, model="DeepSeek-R1-Distill-Qwen-1.5B" if later else None)
     assert found.problems == ()
     assert max(found.gpu.values()) < 0.9 * 85.5e9
 
@@ -195,9 +196,11 @@ def test_room_is_left_for_a_restart_in_full_precision():
     assert quantized == full  # the engine of an evaluation holds bf16
 
 
-def test_32b_on_16_gpus_is_refused():
-    with pytest.raises(ConfigError, match=r"131 GB at the start.*of 86"):
-        make_plan(SHAPES["Qwen2.5-32B"], H100, 16, Workload())
+def test_32b_on_16_gpus_is_planned_with_ranks_that_read_their_shares():
+    plan = make_plan(SHAPES["Qwen2.5-32B"], H100, 16, Workload())
+    assert {estimate.layout.stage for estimate in plan.best.values() if estimate} == {"fsdp"}
+    with pytest.raises(ConfigError, match=r"does not fit on 8 × .* at least \d\d\d GB while it learns"):
+        make_plan(SHAPES["Qwen2.5-72B"], H100, 8, Workload())
 
 
 # --- the command ---------------------------------------------------------------------------------
