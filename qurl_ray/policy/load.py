@@ -1,5 +1,6 @@
 """Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
+import hashlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from qurl_ray.policy.weights import Stored, check_weights, same_values, stored_t
 from qurl_ray.types import PolicySpec
 
 HEAD = "lm_head.weight"
+_LOOKS, _LOOK_BYTES = 64, 4096  # places of a file that its digest looks at, and bytes at each
 
 logging.disable_progress_bar()  # a progress bar per load would break up the run's own table
 
@@ -181,6 +183,24 @@ class StoredWeights:
         key = self._keys[name]
         with safe_open(self._files[key], framework="pt") as opened:
             return opened.get_slice(key)[first:end].float()
+
+
+def files_digest(spec: PolicySpec) -> str:
+    """Return a short digest of a policy's files: names, shapes and types of their tensors, sizes, and some of the bytes.
+
+    Raises:
+        ConfigError: the policy cannot be found.
+    """
+    folder, stored = _stored(spec, _config(spec))
+    found = hashlib.sha256(repr(sorted((name, *one[1:]) for name, one in stored.items())).encode())
+    for path in sorted({one.file for one in stored.values()}):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for place in range(0, size, max(1, size // _LOOKS)):
+                file.seek(place)
+                found.update(file.read(_LOOK_BYTES))
+        found.update(f"{path.relative_to(folder)} {size}".encode())
+    return found.hexdigest()[:16]
 
 
 def check_policy(spec: PolicySpec) -> PreTrainedModel:

@@ -9,6 +9,7 @@ restarts all of them, and they resume from the latest checkpoint.
 """
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch import distributed
 
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import CoordinatorDied, QurlError
+from qurl_ray.errors import ConfigError, CoordinatorDied, QurlError
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
@@ -36,11 +37,12 @@ from qurl_ray.loop.rank.saver import Saver, barrier, check_shared
 from qurl_ray.loop.rank.sender import Sender, unified_flow
 from qurl_ray.loop.rank.turns import Turn, Turns
 from qurl_ray.loop.rank.wait import wait
-from qurl_ray.policy.load import StoredWeights, load_model, tied_head, unloaded_model
+from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.sync.publish import Publisher
+from qurl_ray.types import PolicySpec
 
 _FAIL_S = 30.0
 _RETRY_S = 0.5
@@ -65,6 +67,7 @@ def train_loop(context: dict[str, Any]) -> None:
     if start.over:
         return
     spec, sharded = context["spec"], config.learner.backend == "fsdp"
+    check_same_files(spec)
     load = unloaded_model if sharded else load_model
     model = load(spec)
     rollouts, resume = config.rollout.quantization, start.resume
@@ -146,6 +149,24 @@ def train_loop(context: dict[str, Any]) -> None:
         wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator to take the last spans")
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
+
+
+def check_same_files(spec: PolicySpec) -> None:
+    """Raise ConfigError, on every rank, unless all see the same files of the policy. Collective."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    try:
+        mine = files_digest(spec)
+    except ConfigError as error:
+        mine = str(error)
+    found: list[tuple[str, str]] = [("", "")] * distributed.get_world_size()
+    distributed.all_gather_object(found, (mine, socket.gethostname()))
+    if len({digest for digest, _ in found}) > 1:
+        seen = "; ".join(f"rank {rank} on {host}: {digest}" for rank, (digest, host) in enumerate(found))
+        raise ConfigError(
+            f"model: the learner's ranks see different files in {spec.source} ({seen}): put the policy on storage that "
+            "all nodes share, or the same revision on each"
+        )
 
 
 def fail(context: dict[str, Any], error: QurlError) -> None:

@@ -202,6 +202,25 @@ def test_other_learners_are_resumed_to_the_bit_as_well(tmp_path, cluster, settin
     assert_resumed_ends_like(whole, tmp_path, [*WHOLE, *settings])
 
 
+@pytest.mark.slow
+def test_a_run_is_resumed_by_other_numbers_of_ranks_and_loses_no_prompt(tmp_path, cluster, whole):
+    run_dir = tmp_path / "copy" / whole.run_dir.name
+    shutil.copytree(whole.run_dir, run_dir)
+    for step, ranks, backend in ((1, 2, "fsdp"), (2, 3, "fsdp"), (3, 1, "torch")):
+        forget_after(run_dir, step)
+        (run_dir / "checkpoints" / f".step-{step + 1:06d}" / "learner").mkdir(parents=True)  # killed while it saved
+        settings = [f"learner.workers={ranks}", f"learner.backend={backend}", f"output_dir={run_dir.parent}"]
+        resumed = run(load_config(None, [*FOLDED, *settings]))
+        assert resumed.run_dir == run_dir
+        assert any("added in another order" in line["message"] for line in events(run_dir, "info"))
+    assert prompts(run_dir) == prompts(whole.run_dir)
+    counted = [
+        [(line["step"], line["values"]["rollout/samples"]) for line in events(folder, "step")]
+        for folder in (run_dir, whole.run_dir)
+    ]
+    assert counted[0] == counted[1]
+
+
 TARGET = [
     "steps=60", "evaluation.every=2", "evaluation.target_reward=0.3", "checkpoint.every=0", "learner.lr=1e-4",
     "task.reward=tests.loop.rewards:ones", "learner.threads=1", "rollout.threads=1",

@@ -1,12 +1,18 @@
 """What a rank makes of the settings before its first step, without Ray."""
 
+import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from qurl_ray.config import load_config
+from qurl_ray.errors import ConfigError
 from qurl_ray.loop.messages import Directive, Start
 from qurl_ray.loop.rank import train
+from qurl_ray.types import PolicySpec
+from tests.ranks import run_ranks
 
 
 class Made(Exception):
@@ -48,3 +54,24 @@ def learner_of(tiny_spec, tmp_path, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.2])
 def test_the_learner_scores_at_the_temperature_of_the_rollouts(learner_of, temperature):
     assert learner_of(f"rollout.temperature={temperature}")["temperature"] == temperature
+
+
+def see(rank: int, ranks: int, spec, other, out: str) -> None:
+    train.check_same_files(spec)
+    try:
+        train.check_same_files(other if rank else spec)
+    except ConfigError as error:
+        Path(out, str(rank)).write_text(str(error))
+
+
+def test_ranks_that_see_different_files_are_told_which(tiny_spec, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_spec.source, other)
+    weights = other / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    run_ranks(2, see, tiny_spec, PolicySpec(source=str(other)), str(tmp_path))
+    for rank in range(2):
+        said = (tmp_path / str(rank)).read_text()
+        assert re.search(r"different files in .*rank 0 on \S+: [0-9a-f]{16}; rank 1 on \S+: [0-9a-f]{16}", said)
