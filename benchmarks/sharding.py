@@ -1,4 +1,4 @@
-"""Memory of the learner's ranks: python benchmarks/sharding.py (half an hour), or --only states|answers, or --quick.
+"""Learners of several ranks: python benchmarks/sharding.py (half an hour), --only states|answers|steps, or --quick.
 
 - states: a policy of 217 M parameters is loaded, learns in two steps and is saved, with 1, 2 and 4 ranks of each sharded
   backend. Bytes are the largest unique set size of a rank (what would be free without it), beyond what the process had
@@ -6,20 +6,28 @@
 - answers: one answer of up to 32,768 tokens, alone in its update, on ranks that share its tokens
   (learner.sequence_parallel). Bytes are those beyond the loaded learner.
 
+- steps: a step of one rank, SmolLM2-135M and the quickstart's policy, over that of an earlier commit of this package in a
+  worktree: medians of the ratios of rounds in which both take turns.
+
 A process for each rank, joined over gloo. Writes benchmarks/results/sharding.{json,md} and sharding.png.
 """
 
 import json
 import os
+import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Annotated, Any, Literal, get_args
 
+import lengths
 import matplotlib
 
 matplotlib.use("agg")
@@ -29,7 +37,7 @@ import torch
 import torch.multiprocessing as mp
 import typer
 from matplotlib import pyplot as plt
-from shared import RESULTS, machine
+from shared import RESULTS, ROOT, machine
 from torch import distributed
 
 from qurl_ray.config.learner import LearnerConfig
@@ -42,7 +50,40 @@ from qurl_ray.policy.load import StoredWeights, empty_model, load_model, unloade
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import PolicySpec, Trajectory
 
-Part = Literal["states", "answers"]
+Part = Literal["states", "answers", "steps"]
+EARLIER = "5eb22c3"
+"""The last commit without FSDP2 and shared sequences."""
+STEP = """
+import sys, tempfile, time
+from pathlib import Path
+import torch
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.learner.batching import plan
+from qurl_ray.learner.learner import make_learner
+from qurl_ray.planning.measure import shape_spec, trajectory
+from qurl_ray.planning.shapes import SHAPES
+from qurl_ray.planning.workload import Workload
+from qurl_ray.policy.load import empty_model
+from qurl_ray.rl.objective import ObjectiveSettings
+torch.set_num_threads(int(sys.argv[1]))
+work = Workload(prompts=8, samples=1, prompt=32, response=64, mean=64.0, micro_tokens=1024)
+learners = {}
+for line in sys.stdin:
+    name = line.strip()
+    if name not in learners:
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            model = empty_model(shape_spec(SHAPES[name], work, Path(folder)))
+        objective = ObjectiveSettings(clip_low=0.2, clip_high=0.28)
+        learners[name] = make_learner(model, LearnerConfig(), objective, temperature=1.0, total_updates=1000)
+    groups = [[trajectory(SHAPES[name], work, n)] for n in range(64 if name == "tiny" else 8)]
+    share = plan(groups, updates=1, ranks=1, token_budget=1024, seed=0)[0]
+    began = time.perf_counter()
+    learners[name].learn(share)
+    print(time.perf_counter() - began, flush=True)
+"""
+"""Program that reads names of shapes, and prints the seconds of a step of each."""
+SIZES, ROUNDS = ("SmolLM2-135M", "tiny"), 9
 STATES = replace(SHAPES["SmolLM2-135M"], name="217M", hidden=768, layers=24, heads=12, kv_heads=4, intermediate=2560)
 ANSWERS = replace(STATES, name="2 layers of 128", hidden=128, layers=2, heads=4, kv_heads=4, head_dim=32,
                   intermediate=384, vocab=512)  # fmt: skip
@@ -180,8 +221,32 @@ def answers(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def steps(quick: bool) -> list[dict[str, Any]]:
+    with lengths.worktree(EARLIER) as tree, ExitStack() as stack:
+        command = [sys.executable, "-c", STEP, str(os.cpu_count())]
+        running = {
+            place: stack.enter_context(
+                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, **lengths.in_tree(folder))
+            )
+            for place, folder in (("earlier", tree), ("now", ROOT))
+        }
+        rows = []
+        for name in SIZES:
+            seconds: dict[str, list[float]] = {place: [] for place in running}
+            for _ in range(1 + (1 if quick else ROUNDS)):  # the first is no measurement
+                for place, process in running.items():
+                    print(name, file=process.stdin, flush=True)
+                    seconds[place].append(float(process.stdout.readline()))
+            ratios = [before / now for before, now in zip(seconds["earlier"][1:], seconds["now"][1:], strict=True)]
+            rows.append({"shape": name, "ratios": ratios} | {p: statistics.median(s[1:]) for p, s in seconds.items()})
+            print(rows[-1], flush=True)
+        for process in running.values():
+            process.stdin.close()
+    return rows
+
+
 def report(found: dict[str, Any]) -> str:
-    lines = ["# Memory of the learner's ranks", "", "`python benchmarks/sharding.py`"]
+    lines = ["# Learners of several ranks", "", "`python benchmarks/sharding.py`"]
     lines += [f"- {part}: {one['machine']}" for part, one in found.items()]
     if "states" in found:
         lines += [
@@ -205,6 +270,13 @@ def report(found: dict[str, Any]) -> str:
             rows = [row for row in found["answers"]["rows"] if row["tokens"] == tokens]
             cells = [f"{r['bytes'] / 1e9:.3f} | {r['seconds']:.0f} | {r['bytes'] / rows[0]['bytes']:.2f}" for r in rows]
             lines.append(f"| {tokens:,} | " + " | ".join(cells) + " |")
+    if "steps" in found:
+        lines += ["", f"A step of one rank, over that of {EARLIER}: more than 1 is faster now.", ""]
+        lines += ["| policy | earlier, s | now, s | ratio |", "|---|---|---|---|"]
+        for row in found["steps"]["rows"]:
+            spread = f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
+            ratio = f"{statistics.median(row['ratios']):.3f} ({spread})"
+            lines.append(f"| {row['shape']} | {row['earlier']:.3f} | {row['now']:.3f} | {ratio} |")
     return "\n".join([*lines, ""])
 
 
@@ -228,7 +300,7 @@ def main(
 ) -> None:
     path = RESULTS / "sharding.json"
     found = json.loads(path.read_text()) if path.is_file() and not quick else {}
-    for part, work in (("states", states), ("answers", answers)):
+    for part, work in (("states", states), ("answers", answers), ("steps", steps)):
         if not only or part in only:
             found[part] = {"machine": machine(), "rows": work(quick)}
     print(report(found))

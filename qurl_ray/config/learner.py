@@ -18,9 +18,10 @@ class LearnerConfig(Section):
     """Number of learner ranks (processes), which share the samples of each update."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the ranks: `cpu`, or `cuda`, which gives each rank one GPU."""
-    compute: Literal["float32", "bfloat16"] = "float32"
-    """Number format of forward and backward passes: `float32`, or `bfloat16` by autocast. Parameters, gradients and
-    optimizer stay float32 in both."""
+    compute: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of forward and backward passes: `float32`; `bfloat16` or `float16`, by autocast. float16 has 8 times
+    the precision of bfloat16 and a small range: losses are scaled, and an update that overflows is left out. Parameters,
+    gradients and optimizer stay float32 in all."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """Optimizer: `adamw`; `adamw_8bit`, which keeps its two means in 8 bits, on CUDA and with bitsandbytes installed;
     `muon`, which orthogonalises the updates of the blocks' matrices, scaled so that AdamW's rates fit, and leaves
@@ -128,6 +129,8 @@ class LearnerConfig(Section):
                 f"workers={self.workers} is no multiple of sequence_parallel={self.sequence_parallel}, the ranks that "
                 "share a sample"
             )
+        if self.compute == "float16" and self.backend == "deepspeed":
+            raise ValueError("compute=float16 scales losses, which backend=deepspeed does not: choose torch or fsdp")
         if self.optimizer == "muon" and self.backend != "torch":
             raise ValueError(
                 f"optimizer=muon works on whole matrices, which backend={self.backend} divides: choose backend=torch, "

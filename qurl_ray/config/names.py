@@ -57,7 +57,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "learner.grad_clip": ("max_grad_norm", "max_norm", "clip_grad", "gradient_clipping"),
     "learner.betas": ("adam_beta1", "adam_beta2", "adam_betas"),
     "learner.optimizer": ("optim", "optimizer_name"),
-    "learner.compute": ("bf16", "mixed_precision", "dtype", "torch_dtype"),
+    "learner.compute": ("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"),
     "learner.tokens_per_micro_batch": (
         "ppo_max_token_len_per_gpu", "train_max_tokens_per_gpu", "per_device_train_batch_size",
         "micro_train_batch_size", "ppo_micro_batch_size_per_gpu", "gradient_accumulation_steps",

@@ -46,8 +46,8 @@ class Backend(Protocol):
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradient of the loss. `last` is True for the last pass before a step."""
 
-    def step(self, lr: float) -> float | None:
-        """Clip the gradient, make a step, clear the gradient. Return its norm before clipping.
+    def step(self, lr: float, *, scale: float = 1.0) -> float | None:
+        """Divide the gradient by `scale`, clip it, make a step, clear the gradient. Return its norm before clipping.
 
         If the norm is not finite, make no step and return None.
         """
@@ -103,6 +103,14 @@ def _is_embedding_or_head(module: nn.Module, name: str) -> bool:
     """True for matrices whose rows belong to tokens, and for heads: Muon is for what lies between."""
     owner = module.get_submodule(name.rpartition(".")[0])
     return isinstance(owner, nn.Embedding) or name.rpartition(".")[0].endswith("head")
+
+
+def unscale(module: nn.Module, scale: float) -> None:
+    """Divide the gradients of a module, in place."""
+    if scale != 1:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
 
 
 def world() -> tuple[int, int]:

@@ -39,11 +39,10 @@ class ValueModel(nn.Module):
         self.body = on_device(body.base_model, config.device, checkpointing=config.gradient_checkpointing)
         self.head = value_head(body, config.device)
         self._config = config
-        self._autocast, self._device = config.compute == "bfloat16", config.device
 
     def forward(self, batch: Tensors) -> torch.Tensor:
         """Return the value of the state before each token of the answer, 0 elsewhere, float32 [B, T]."""
-        with casting(self._device, enabled=self._autocast):
+        with casting(self._config):
             states_md, division = states_before_answers(self.body, batch, self._config, self._sequence)
         return placed(self.head(states_md.float())[:, 0], batch.mask_BT, division)
 

@@ -71,7 +71,8 @@ class DeepSpeedBackend:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> float | None:
+    def step(self, lr: float, *, scale: float = 1.0) -> float | None:
+        assert scale == 1, "its gradients cannot be divided (config.learner)"
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         return self._sharded_step() if self._config.zero_stage else self._replicated_step()

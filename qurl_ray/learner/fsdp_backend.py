@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.learner.backend import Resident, Rows, make_optimizers, world
+from qurl_ray.learner.backend import Resident, Rows, make_optimizers, unscale, world
 from qurl_ray.learner.state import SavedState, own_rows, save_rows
 
 
@@ -80,8 +80,9 @@ class FsdpBackend:
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()
 
-    def step(self, lr: float) -> float | None:
+    def step(self, lr: float, *, scale: float = 1.0) -> float | None:
         rest(self.module)
+        unscale(self.module, scale)
         total = clip_grad_norm_(self.module.parameters(), self._config.grad_clip)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         finite = norm < float("inf")  # False for nan

@@ -30,10 +30,12 @@ from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.equalizer import Equalizer
 from qurl_ray.learner.flow import FlowSwitch, UnifiedFlow
+from qurl_ray.learner.loss_scale import LossScaled
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
 from qurl_ray.learner.probe import through_codes
 from qurl_ray.learner.protocol import EnginePrecision, StepResult
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
+from qurl_ray.learner.torch_backend import TorchBackend
 from qurl_ray.policy.ranges import range_ids
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
@@ -403,14 +405,15 @@ def make_backend(
     module: torch.nn.Module, config: LearnerConfig, model: PreTrainedModel, rows: Rows | None = None
 ) -> Backend:
     """Return the configured backend around a module, of which `model` is a part; see make_learner."""
+    backend: Backend
     if config.backend == "fsdp":
-        from qurl_ray.learner.fsdp_backend import FsdpBackend  # so do these
+        from qurl_ray.learner.fsdp_backend import FsdpBackend  # such imports take a second
 
-        return FsdpBackend(module, config, model, rows)
-    if config.backend == "deepspeed":
-        from qurl_ray.learner.deepspeed_backend import DeepSpeedBackend  # the import takes a second
+        backend = FsdpBackend(module, config, model, rows)
+    elif config.backend == "deepspeed":
+        from qurl_ray.learner.deepspeed_backend import DeepSpeedBackend
 
-        return DeepSpeedBackend(module, config)
-    from qurl_ray.learner.torch_backend import TorchBackend
-
-    return TorchBackend(module, config)
+        backend = DeepSpeedBackend(module, config)
+    else:
+        backend = TorchBackend(module, config)
+    return LossScaled(backend) if config.compute == "float16" else backend

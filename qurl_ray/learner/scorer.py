@@ -61,12 +61,11 @@ class Scorer(nn.Module):
         self.value_head = value_head(model, config.device) if with_values else None
         self._temperature, self._config = temperature, config
         self._entropy: Entropy = "gradient" if entropy_gradient else "value"
-        self._autocast, self._device = config.compute == "bfloat16", config.device
 
     def forward(self, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         mask_BT = batch.mask_BT
         entropy: Entropy = self._entropy if torch.is_grad_enabled() else "none"
-        with casting(self._device, enabled=self._autocast):
+        with casting(self._config):
             states_md, division = states_before_answers(self.policy, batch, self._config, self.sequence)
             ids_m = batch.token_ids_BT[mask_BT]
             if division:
@@ -79,10 +78,11 @@ class Scorer(nn.Module):
         )
 
 
-def casting(device: str, *, enabled: bool) -> torch.autocast:
-    """Return the context of bfloat16 products. Without its cache, which would hold a copy of every weight until the end
-    of a pass, though each is used once."""
-    return torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False)
+def casting(config: LearnerConfig) -> torch.autocast:
+    """Return the context of products in 16 bits. Without its cache, which would hold a copy of every weight until the
+    end of a pass, though each is used once."""
+    dtype = torch.float16 if config.compute == "float16" else torch.bfloat16
+    return torch.autocast(config.device, dtype, enabled=config.compute != "float32", cache_enabled=False)
 
 
 def value_head(model: PreTrainedModel, device: str) -> nn.Linear:

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.learner.backend import Resident, make_optimizers, world
+from qurl_ray.learner.backend import Resident, make_optimizers, unscale, world
 from qurl_ray.learner.state import SavedState, save_rows
 
 
@@ -38,8 +38,9 @@ class TorchBackend:
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()
 
-    def step(self, lr: float) -> float | None:
+    def step(self, lr: float, *, scale: float = 1.0) -> float | None:
         self._add_over_ranks()
+        unscale(self.module, scale)
         norm = float(clip_grad_norm_(self.module.parameters(), self._config.grad_clip))
         finite = norm < float("inf")  # False for nan
         if finite:

@@ -170,7 +170,7 @@ def configured_workload(config: RunConfig) -> Workload:
         reference=algorithm.kl_coef > 0,
         critic=algorithm.type == "ppo" and algorithm.critic == "separate",
         fp8_learner=config.precision_flow == "unified",
-        autocast=learner.compute == "bfloat16" or learner.device == "cpu",
+        autocast=learner.compute != "float32" or learner.device == "cpu",
         checkpointing=learner.gradient_checkpointing,
         engine=cast(EngineName, rollout.engine if on_gpus else "vllm"),
         graphs=rollout.graphs if on_gpus else True,

@@ -806,6 +806,8 @@ def test_schedules_of_the_learning_rate():
         ({"schedule": "cosine", "lr_final_share": 1.0}, "never falls"),
         ({"optimizer": "muon", "backend": "deepspeed"}, "whole matrices"),
         ({"optimizer": "muon", "backend": "fsdp"}, "backend=fsdp divides"),
+        ({"compute": "float16", "backend": "deepspeed"}, "scales losses"),
+        ({"workers": 3, "sequence_parallel": 2}, "no multiple of sequence_parallel=2"),
         ({"optimizer": "adamw_8bit", "device": "cuda", "backend": "fsdp"}, "divided by rows"),
         ({"offload_optimizer": True, "backend": "fsdp"}, "needs backend=deepspeed"),
         ({"optimizer": "adamw_8bit"}, "computes on GPUs"),
