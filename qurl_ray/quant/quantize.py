@@ -57,21 +57,29 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _LEAST = torch.finfo(torch.float32).tiny
 
 
-def quantize(w_NK: torch.Tensor, fmt: Format) -> QTensor:
+def quantize(w_NK: torch.Tensor, fmt: Format, *, finite: bool = False) -> QTensor:
     """Quantize a weight: codes = w / scale rounded to the grid, scale = max|w| / weight_max over a block.
 
     A block has as many rows and columns as the format defines. Blocks of zeros get scale 1, so that their codes are 0
     and not nan.
 
+    Args:
+        finite: the weight is known to be. Nothing then waits for a GPU, and the codes are the same.
+
     Raises:
         QuantizationError: the weight is not a matrix in full precision, is not finite, or has a width that is not a
             multiple of the group size.
     """
-    return quantize_by(w_NK, fmt, lambda x: nearest(x, fmt))
+    return quantize_by(w_NK, fmt, lambda x: nearest(x, fmt), finite=finite)
 
 
 def quantize_by(
-    w_NK: torch.Tensor, fmt: Format, rounding: Callable[[torch.Tensor], torch.Tensor], clip: float = 1.0
+    w_NK: torch.Tensor,
+    fmt: Format,
+    rounding: Callable[[torch.Tensor], torch.Tensor],
+    clip: float = 1.0,
+    *,
+    finite: bool = False,
 ) -> QTensor:
     """Quantize like `quantize`, with another `rounding` of w / scale to codes (float32 to float32).
 
@@ -87,14 +95,14 @@ def quantize_by(
     blocks = filled.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, group))
     # Two reads: absolute values would have to be written first, which takes longer.
     amax = torch.maximum(blocks.amax(dim=(1, 3), keepdim=True), blocks.amin(dim=(1, 3), keepdim=True).neg_())
-    if not torch.isfinite(amax).all():
+    if not finite and not torch.isfinite(amax).all():
         bad = int((~torch.isfinite(w_NK)).any(dim=1).sum())
         raise QuantizationError(f"{fmt.name}: weight has nan or inf in {bad} of {rows} rows")
     scale = amax * clip / fmt.weight_max
     scale = torch.where(scale > 0, scale, 1.0)
     ratios = blocks / scale
     # Elsewhere, a ratio exceeds the largest code by an error of rounding at most. Subnormal scales have few bits.
-    if clip < 1 or bool((scale < _LEAST).any()):
+    if clip < 1 or finite or bool((scale < _LEAST).any()):
         ratios.clamp_(-fmt.weight_max, fmt.weight_max)
     codes = rounding(ratios)
     codes_NK = codes.flatten(2).flatten(0, 1)[:rows, :columns]

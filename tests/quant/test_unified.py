@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType
 from torch.utils.checkpoint import checkpoint
 
@@ -471,3 +472,24 @@ def test_widths_without_a_kernel_are_emulated_there_too(monkeypatch, rows, emula
     monkeypatch.setattr(type(KERNELS["scaled_mm_block"]), "lacks", lambda *_: None)
     found = gradients(x, weight, bias, dy, fmt=BLOCK, backward="quantized", emulate=emulate)
     assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize(("name", "backward"), MODES)
+def test_no_linear_waits_for_the_gpu(name, backward):
+    """Tensors without data raise where a value is looked at."""
+    with FakeTensorMode():
+        x = torch.empty(256, 256, device="cuda", requires_grad=True)
+        weight = torch.empty(256, 256, device="cuda", requires_grad=True)
+        y = unified_linear(x, weight, None, fmt=get_format(name), backward=backward, emulate=True)
+        y.sum().backward()
+        assert (x.grad.shape, weight.grad.shape, y.device.type) == (x.shape, weight.shape, "cuda")
+
+
+@pytest.mark.parametrize("fmt", HERE, ids=lambda fmt: fmt.name)
+def test_a_weight_that_is_known_to_be_finite_has_the_same_codes(fmt):
+    weights = normal(256, 256, seed=5)
+    weights[0] = 0
+    weights[1, 0] = 1e-44  # a subnormal scale
+    one, other = quantize(weights, fmt), quantize(weights, fmt, finite=True)
+    assert torch.equal(one.codes.float(), other.codes.float())
+    assert torch.equal(one.scale, other.scale)
