@@ -38,9 +38,9 @@ class RolloutConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the engines: `cpu`, or `cuda`, which gives each worker one GPU, or `vllm.tensor_parallel` GPUs with
     engine=vllm. Not measured on GPUs yet."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` (16 bits), which is
-    for GPUs."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` and `float16` (16
+    bits), which are for GPUs and vLLM. float16 is closer to the learner."""
     workers: int = Field(1, ge=1)
     """Number of rollout workers, each with one engine, at the start of the run."""
     max_workers: int | None = Field(None, ge=1)

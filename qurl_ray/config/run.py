@@ -82,8 +82,10 @@ class RunConfig(Section):
             )
         if algorithm.overlong_buffer > rollout.max_new_tokens:
             raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
-        if rollout.dtype == "bfloat16" and self.sync.unquantized == "float32":
-            raise ValueError("rollout.dtype=bfloat16 cannot hold what sync.unquantized=float32 sends: use auto")
+        if rollout.dtype != "float32" and self.sync.unquantized not in ("auto", rollout.dtype):
+            raise ValueError(
+                f"rollout.dtype={rollout.dtype} cannot hold what sync.unquantized={self.sync.unquantized} sends: use auto"
+            )
         self._kernels_fit()
         if rollout.max_staleness:
             self._staleness_fits()
@@ -108,8 +110,8 @@ class RunConfig(Section):
             return
         if rollout.dtype == "float32":
             raise ValueError(
-                f"rollout.engine={rollout.engine} multiplies codes with kernels that return bfloat16: set "
-                "rollout.dtype=bfloat16, or quantization.kernel=emulation, which saves no time"
+                f"rollout.engine={rollout.engine} multiplies codes with kernels that return 16 bits: set "
+                "rollout.dtype=bfloat16 or float16, or quantization.kernel=emulation, which saves no time"
             )
         if rollout.quantization == "int4":
             raise ValueError(
@@ -151,7 +153,7 @@ class RunConfig(Section):
             )
         if rollout.kv_cache != "full":
             raise ValueError(f"{flow} needs rollout.kv_cache=full: the learner attends to keys in full precision")
-        if self.sync.unquantized == "bfloat16" and rollout.dtype == "float32":
+        if self.sync.unquantized not in ("auto", "float32") and rollout.dtype == "float32":
             raise ValueError(f"{flow} needs sync.unquantized=auto: the learner computes what has no codes in float32")
 
     def shares_forward(self) -> bool:

@@ -48,9 +48,9 @@ class ServingConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the engines: `cpu`, or `cuda`, which gives each replica `tensor_parallel` GPUs. Not measured on GPUs
     yet."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` (16 bits), which is
-    for GPUs and for vLLM."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` and `float16` (16
+    bits), which are for GPUs and for vLLM."""
     tensor_parallel: int = Field(1, ge=1)
     """Number of processes (one GPU each with device=cuda) that share the weights of one vLLM engine."""
     kv_cache_gb: float | None = Field(None, gt=0)
@@ -128,8 +128,8 @@ class ServingConfig(Section):
             )
         if "{prompt}" not in self.template:
             raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
-        if self.dtype == "bfloat16" and self.device == "cpu" and not ENGINES[self.engine].bfloat16_on_cpu:
-            raise ValueError(f"dtype=bfloat16 needs device=cuda with engine={self.engine}")
+        if self.dtype != "float32" and self.device == "cpu" and not ENGINES[self.engine].bfloat16_on_cpu:
+            raise ValueError(f"dtype={self.dtype} needs device=cuda with engine={self.engine}")
         return self
 
     @property

@@ -23,10 +23,10 @@ class SyncConfig(Section):
     """Send only what changed since the version that the engines hold, and all weights to engines that hold another
     version. false always sends all; `auto` sends changes if the cluster has several nodes: on one, making deltas takes
     longer than copying the weights."""
-    unquantized: Literal["auto", "float32", "bfloat16"] = "auto"
+    unquantized: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format in which embeddings, norms and other tensors without codes travel, and in which engines then
-    compute with them: `float32` (32 bits); `bfloat16` (16 bits); `auto` is bfloat16 for engines with dtype=bfloat16,
-    and beside codes with precision_flow=rollout_only, else float32."""
+    compute with them: `float32` (32 bits); `bfloat16` or `float16` (16 bits); `auto` is that of the engines'
+    `rollout.dtype`, but bfloat16 beside codes for float32 with precision_flow=rollout_only."""
     bucket_mb: int = Field(32, ge=1)
     """Size of the buckets in which tensors travel, in MiB (2^20 bytes). It bounds what a sync holds in memory besides
     the weights."""

@@ -68,8 +68,8 @@ def _through_weights(model: nn.Module, precision: EnginePrecision) -> Iterator[N
         if precision.fmt and f"{name}.weight" in precision.quantized:
             factors = precision.factors.get(name, Factors())
             forward = _quantized(precision.fmt, getattr(torch, precision.unquantized), factors)
-        elif precision.unquantized == "bfloat16":  # factors are powers of two, and make no difference here
-            forward = _rounded(module.forward)
+        elif precision.unquantized != "float32":  # factors are powers of two, and make no difference here
+            forward = _rounded(module.forward, getattr(torch, precision.unquantized))
         else:
             continue
         changed.append((module, module.__dict__.get("forward")))
@@ -93,13 +93,13 @@ def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors) -> Calla
     return forward
 
 
-def _rounded(original: Callable) -> Callable:
+def _rounded(original: Callable, dtype: torch.dtype) -> Callable:
     def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
         if type(module) is nn.Embedding:  # a lookup: only the rows looked up have to be rounded
-            return original(*args).to(torch.bfloat16).float()
+            return original(*args).to(dtype).float()
         kept = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
         for name, data in kept.items():
-            getattr(module, name).data = data.to(torch.bfloat16).float()
+            getattr(module, name).data = data.to(dtype).float()
         try:
             return original(*args)
         finally:

@@ -40,7 +40,7 @@ class EnginePrecision:
     fmt: Format | None
     quantized: Set[str]
     """Names of the parameters that were sent as codes, as the model names them."""
-    unquantized: Literal["float32", "bfloat16"]
+    unquantized: Literal["float32", "bfloat16", "float16"]
     """Type in which the other parameters were sent."""
     kv_cache: Literal["full", "fp8"] = "full"
     """Precision in which the engines hold keys and values."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from qurl_ray.errors import SyncError
 
-Encoding = Literal["codes", "float32", "bfloat16"]
+Encoding = Literal["codes", "float32", "bfloat16", "float16"]
 """Encoding of a tensor's arrays: (codes uint8, bits of the scales uint32), (bits uint32,) or (bits uint16,)."""
 
 _MANY = 1 << 15

@@ -21,9 +21,9 @@ from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.sync.delta import Encoding, Payload, encode_delta
 from qurl_ray.types import Manifest, TensorRecord
 
-Unquantized = Literal["float32", "bfloat16"]
+Unquantized = Literal["float32", "bfloat16", "float16"]
 """Encoding in which tensors outside the quantized set travel; engines hold them as float32 either way."""
-_ITEM_BYTES = {"codes": 1, "bfloat16": 2, "float32": 4}
+_ITEM_BYTES = {"codes": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -177,8 +177,10 @@ def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) 
         held, sent = (tensor.codes, tensor.scale), (tensor.codes.cpu(), tensor.scale.cpu())
         encoding, form = "codes", tensor.fmt.name
     else:
-        # A copy, because the parameter goes on changing. bfloat16 is rounded to nearest, ties to even.
+        # A copy, because the parameter goes on changing. Rounded to nearest, ties to even.
         sent = (tensor.detach().to("cpu", getattr(torch, unquantized), copy=True),)
+        if unquantized == "float16" and bool((sent[0].isinf() & tensor.detach().cpu().isfinite()).any()):
+            raise SyncError(f"{name} has values beyond 65504, which float16 does not hold: take bfloat16 or float32")
         held, encoding, form = (sent[0].float(),), unquantized, "none"
     payload = Payload(name=name, encoding=encoding, parts=tuple(map(_bits, sent)))
     record = TensorRecord(

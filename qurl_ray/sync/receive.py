@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from qurl_ray.errors import SyncError
-from qurl_ray.sync.delta import Delta, Payload, decode_delta
+from qurl_ray.sync.delta import Delta, Encoding, Payload, decode_delta
 from qurl_ray.types import Manifest, TensorRecord
 
 Arrays = tuple[np.ndarray, ...]
 """Arrays of one tensor as engines load them: (codes uint8 [N, K], scale float32 [N, groups]) or (values float32,)."""
 
-_WIDTHS = {"codes": (1, 4), "float32": (4,), "bfloat16": (2,)}
+_WIDTHS = {"codes": (1, 4), "float32": (4,), "bfloat16": (2,), "float16": (2,)}
 """Bytes per element on the wire, for each array of an encoding."""
 
 
@@ -60,22 +60,22 @@ def _arrays(
         if len(base) != len(parts) or base[0].shape != record.shape:
             shapes = [part.shape for part in base]
             raise SyncError(f"a delta for {len(parts)} arrays, the first {record.shape}, but its base is {shapes}")
-        found = tuple(map(_added, base, parts, widths))
+        found = tuple(_added(*one, payload.encoding) for one in zip(base, parts, widths, strict=True))
     for part, width in zip(found, widths, strict=True):
         if part.dtype != f"u{width}":
             raise SyncError(f"unknown payload: {part.dtype} in {payload.encoding}")
     if found[0].shape != record.shape:
         raise SyncError(f"shape {found[0].shape} was sent, expected {record.shape}")
-    return tuple(map(_widened, found))
+    return tuple(_widened(part, payload.encoding) for part in found)
 
 
-def _added(base: np.ndarray, part: np.ndarray | Delta, width: int) -> np.ndarray:
-    return decode_delta(_narrowed(base, width), part) if isinstance(part, Delta) else part
+def _added(base: np.ndarray, part: np.ndarray | Delta, width: int, encoding: Encoding) -> np.ndarray:
+    return decode_delta(_narrowed(base, width, encoding), part) if isinstance(part, Delta) else part
 
 
-def _narrowed(array: np.ndarray, width: int) -> np.ndarray:
-    """Return an engine's array as the unsigned integers that travel: codes as they are, the bits of float32, or the
-    upper halves of these bits if the lower halves are zero."""
+def _narrowed(array: np.ndarray, width: int, encoding: Encoding) -> np.ndarray:
+    """Return an engine's array as the unsigned integers that travel: codes as they are, the bits of float32, of float16
+    if it holds these values, or the upper halves of float32's if the lower halves are zero (bfloat16)."""
     if array.dtype != (np.uint8 if width == 1 else np.float32):
         raise SyncError(f"a delta of {width}-byte integers cannot be added to {array.dtype}")
     if width == 1:
@@ -83,16 +83,24 @@ def _narrowed(array: np.ndarray, width: int) -> np.ndarray:
     bits = np.ascontiguousarray(array).reshape(array.shape).view(np.uint32)
     if width == 4:
         return bits
+    if encoding == "float16":
+        with np.errstate(over="ignore"):
+            halves = array.astype(np.float16)
+        if not np.array_equal(halves, array, equal_nan=True):
+            raise SyncError("a delta in float16 cannot be added to values that float16 does not hold")
+        return halves.view(np.uint16)
     if np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
         raise SyncError("a delta in bfloat16 cannot be added to values that bfloat16 does not hold")
     halves = bits.reshape(-1).view(np.uint16).reshape(*bits.shape, 2)  # also for an array without dimensions
     return np.ascontiguousarray(halves[..., int(sys.byteorder == "little")]).reshape(bits.shape)
 
 
-def _widened(bits: np.ndarray) -> np.ndarray:
+def _widened(bits: np.ndarray, encoding: Encoding) -> np.ndarray:
     """Inverse of `_narrowed`: codes stay bytes, the rest becomes float32."""
     if bits.itemsize == 1:
         return bits
+    if encoding == "float16":
+        return bits.view(np.float16).astype(np.float32)
     if bits.itemsize == 2:
         bits = bits.astype(np.uint32)
         bits <<= 16

@@ -48,7 +48,7 @@ def test_ranks_together_send_every_tensor_once(model, ranks):
             assemble_manifest(4, INT8, [parts[0], parts[0]])
 
 
-@pytest.mark.parametrize("unquantized", ["float32", "bfloat16"])
+@pytest.mark.parametrize("unquantized", ["float32", "bfloat16", "float16"])
 def test_what_is_sent_is_a_copy(model, unquantized):
     sent = payloads_of(drawn(Publisher(names_of(model)), model, None, unquantized=unquantized))
     before = sent["model.norm.weight"].parts[0].copy()
@@ -117,6 +117,13 @@ def test_nothing_is_quantized_before_its_bucket_is_asked_for():
     assert not seen
     next(buckets)
     assert seen == [0, 1]
+
+
+def test_what_float16_cannot_hold_is_refused_by_name():
+    values = torch.tensor([1.0, -70_000.0, torch.inf])
+    with pytest.raises(SyncError, match="gain has values beyond 65504"):
+        list(Publisher(set()).prepare([("gain", values)], None, version=1, unquantized="float16"))
+    list(Publisher(set()).prepare([("gain", values[[0, 2]])], None, version=1, unquantized="float16"))
 
 
 def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():

@@ -81,7 +81,7 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("fmt", "unquantized"), [("int8", "bfloat16"), ("int8", "float32"), ("fp8_block", "bfloat16"), (None, "bfloat16")]
+    ("fmt", "unquantized"), [("int8", "bfloat16"), ("int8", "float32"), ("fp8_block", "bfloat16"), (None, "bfloat16"), (None, "float16")]
 )
 def test_deltas_over_several_versions_give_what_a_full_send_gives(parameters, ranks, fmt, unquantized):
     fmt, publishers, engine = FORMATS.get(fmt), publishers_for(ranks), Receiver()
@@ -97,16 +97,17 @@ def test_deltas_over_several_versions_give_what_a_full_send_gives(parameters, ra
         move(parameters)
 
 
-def test_what_arrives_is_the_codes_and_the_rounded_values(parameters):
+@pytest.mark.parametrize("unquantized", ["bfloat16", "float16"])
+def test_what_arrives_is_the_codes_and_the_rounded_values(parameters, unquantized):
     publishers, engine = publishers_for(), Receiver()
     for version in (1, 2):
-        engine.load(*prepare(publishers, parameters, version, engine.version))
+        engine.load(*prepare(publishers, parameters, version, engine.version, unquantized=unquantized))
         for name, parameter in parameters.items():
             if name in QUANTIZED:
                 q = quantize(parameter, INT8)
                 expected = q.to_numpy()
             else:
-                expected = (parameter.bfloat16().float().numpy(),)
+                expected = (parameter.to(getattr(torch, unquantized)).float().numpy(),)
             assert same({name: engine.held[name]}, {name: expected})
         move(parameters)
 

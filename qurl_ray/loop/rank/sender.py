@@ -74,7 +74,8 @@ class Sender:
         if unquantized == "auto":
             # In a unified flow the learner keeps tensors without codes in float32, and so must the engines.
             may_differ = fmt and self._config.precision_flow == "rollout_only"
-            unquantized = "bfloat16" if may_differ or self._config.rollout.dtype == "bfloat16" else "float32"
+            own = self._config.rollout.dtype
+            unquantized = "bfloat16" if may_differ and own == "float32" else own
         transport = self._transport if self.sent == format_name else self._fallback
         changes = self._sends_changes() and transport.sends_changes and self.sent == format_name
         base = self._version if changes else None
