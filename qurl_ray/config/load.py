@@ -22,8 +22,6 @@ from qurl_ray.extensions import did_you_mean
 
 _INSTEAD = {
     "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
-    "sequence_parallel": "sequence parallelism is not supported: a sequence stays on one rank, so learner.packing and "
-    "learner.gradient_checkpointing bound its length",
     **dict.fromkeys(
         ("num_iterations", "ppo_epochs", "max_epochs"),
         "there is no second pass over the samples of a step: each is used in one update, and "

@@ -309,7 +309,7 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
         ),
         ("rollout: {compile: true}", "not engine=torch and device=cpu: on a CPU, engine and learner agree bit for bit"),
         ("rollout: {cuda_graphs: true, engine: vllm}", "not engine=vllm and device=cpu"),
-        ("rollout: {device: cuda, engine: vllm}", "set rollout.dtype=bfloat16, or quantization.kernel=emulation"),
+        ("rollout: {device: cuda, engine: vllm}", "set rollout.dtype=bfloat16 or float16, or quantization.kernel=emulation"),
         ("rollout: {device: cuda, engine: vllm, dtype: bfloat16, quantization: int4}", "take fp8 or int8, or"),
         (
             "precision_flow: unified\nrollout: {engine: vllm, dtype: bfloat16, vllm: {tensor_parallel: 2}}",
@@ -634,7 +634,6 @@ def test_head_sizes_that_no_kernel_takes_are_refused():
     ("override", "sentence"),
     [
         ("learner.lora={rank: 8}", "LoRA is not supported"),
-        ("learner.sequence_parallel=4", "sequence parallelism is not supported"),
         ("rollout.multi_turn=true", "multi-turn rollouts are not supported"),
         ("task.images=true", "images are not supported"),
     ],
