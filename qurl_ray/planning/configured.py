@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from qurl_ray.config import RunConfig
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.planning.machines import HOST_MEMORY, Gpu, Precision
 from qurl_ray.planning.memory import Stage, TurnName, gpu_bytes, host_bytes, kv_room, kv_slots, learner_bytes
 from qurl_ray.planning.roofline import EngineRoofline
@@ -27,6 +28,12 @@ class Check:
     """Reasons why the run cannot start; none if it can."""
 
 
+def learner_stage(learner: LearnerConfig) -> Stage:
+    """Return how a learner is sharded."""
+    stages: dict[str, Stage] = {"torch": 0, "fsdp": "fsdp", "deepspeed": learner.zero_stage}
+    return stages[learner.backend]
+
+
 def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig) -> Check:
     """Check the layout of a run on GPUs.
 
@@ -35,7 +42,7 @@ def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig) -> C
     """
     rollout, learner = config.rollout, config.learner
     colocated = config.placement == "colocated"
-    stage: Stage = {"torch": 0, "fsdp": "fsdp", "deepspeed": learner.zero_stage}[learner.backend]
+    stage = learner_stage(learner)
     held = learner_bytes(shape, work, ranks=learner.workers, stage=stage, offloads=learner.offload_while_waiting)
     precisions: tuple[Precision, ...] = (_PRECISIONS.get(rollout.quantization, "bf16"), "bf16")
     engines = [

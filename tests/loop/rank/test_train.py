@@ -11,6 +11,7 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.messages import Directive, Start
 from qurl_ray.loop.rank import train
+from qurl_ray.loop.rank.room import check_room
 from qurl_ray.types import PolicySpec
 from tests.ranks import run_ranks
 
@@ -27,7 +28,7 @@ def learner_of(tiny_spec, tmp_path, monkeypatch):
         raise Made(options)
 
     start = Start(resume=None, version=0, directive=Directive(), over=False)
-    rank = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    rank = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1, get_local_world_size=lambda: 1)
     monkeypatch.setattr("ray.train.get_context", lambda: rank)
     monkeypatch.setattr(train, "own_assignment", lambda: None)
     monkeypatch.setattr(train, "_begin", lambda ask, timeout_s: start)
@@ -75,3 +76,11 @@ def test_ranks_that_see_different_files_are_told_which(tiny_spec, tmp_path):
     for rank in range(2):
         said = (tmp_path / str(rank)).read_text()
         assert re.search(r"different files in .*rank 0 on \S+: [0-9a-f]{16}; rank 1 on \S+: [0-9a-f]{16}", said)
+
+
+def test_an_answer_that_no_rank_could_hold_is_refused_before_anything_is_loaded():
+    settings = ["model.type=pretrained", "model.path=Qwen/Qwen2.5-7B", "rollout.max_new_tokens=32000"]
+    with pytest.raises(ConfigError, match=r"at least \d\d\d.* GB for answers of 32,000 tokens.*learner\.sequence_parallel"):
+        check_room(load_config(None, settings), 1)
+    check_room(load_config(None, ["rollout.max_new_tokens=4"]), 1)
+    check_room(load_config(None, ["model.type=pretrained", "model.path=some/unknown", "rollout.max_new_tokens=32000"]), 1)
