@@ -1,13 +1,13 @@
 """Learners of several ranks: python benchmarks/sharding.py (half an hour), --only states|answers|steps, or --quick.
 
-- states: a policy of 217 M parameters is loaded, learns in two steps and is saved, with 1, 2 and 4 ranks of each sharded
-  backend. Bytes are the largest unique set size of a rank (what would be free without it), beyond what the process had
-  before it loaded anything.
+- states: a policy of 217 M parameters is loaded, learns in two steps and is saved, with 1, 2 and 4 ranks of each
+  sharded backend. Bytes are the largest unique set size of a rank (what would be free without it), beyond what the
+  process had before it loaded anything.
 - answers: one answer of up to 32,768 tokens, alone in its update, on ranks that share its tokens
   (learner.sequence_parallel). Bytes are those beyond the loaded learner.
 
-- steps: a step of one rank, SmolLM2-135M and the quickstart's policy, over that of an earlier commit of this package in a
-  worktree: medians of the ratios of rounds in which both take turns.
+- steps: a step of one rank, SmolLM2-135M and the quickstart's policy, over that of an earlier commit of this package
+  in a worktree: medians of the ratios of rounds in which both take turns.
 
 A process for each rank, joined over gloo. Writes benchmarks/results/sharding.{json,md} and sharding.png.
 """
@@ -259,11 +259,17 @@ def report(found: dict[str, Any]) -> str:
         ]
         for row in found["states"]["rows"]:
             each = STATES.params / row["ranks"]
-            cells = [f"{row[key] / 1e9:.2f} ({row[key] / each:.1f})" for key in ("load", "step", "between steps", "save")]
+            cells = [
+                f"{row[key] / 1e9:.2f} ({row[key] / each:.1f})" for key in ("load", "step", "between steps", "save")
+            ]
             bound = f"{limit(row['ranks']) / 1e9:.2f}" if row["backend"] == "fsdp" else ""
             lines.append(f"| {row['backend']} | {row['ranks']} | {' | '.join(cells)} | {bound} |")
     if "answers" in found:
-        lines += ["", f"One answer, {ANSWERS.name}, 4 heads, fsdp: GB of the largest rank beyond the loaded learner.", ""]
+        lines += [
+            "",
+            f"One answer, {ANSWERS.name}, 4 heads, fsdp: GB of the largest rank beyond the loaded learner.",
+            "",
+        ]
         lines += ["| tokens | " + " | ".join(f"{ranks} ranks | s | share" for ranks in RANKS) + " |"]
         lines += ["|---|" + "---|---|---|" * len(RANKS)]
         for tokens in sorted({row["tokens"] for row in found["answers"]["rows"]}):

@@ -19,9 +19,9 @@ class LearnerConfig(Section):
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the ranks: `cpu`, or `cuda`, which gives each rank one GPU."""
     compute: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format of forward and backward passes: `float32`; `bfloat16` or `float16`, by autocast. float16 has 8 times
-    the precision of bfloat16 and a small range: losses are scaled, and an update that overflows is left out. Parameters,
-    gradients and optimizer stay float32 in all."""
+    """Number format of forward and backward passes: `float32`; `bfloat16` or `float16`, by autocast. float16 has 8
+    times the precision of bfloat16 and a small range: losses are scaled, and an update that overflows is left out.
+    Parameters, gradients and optimizer stay float32 in all."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     """Optimizer: `adamw`; `adamw_8bit`, which keeps its two means in 8 bits, on CUDA and with bitsandbytes installed;
     `muon`, which orthogonalises the updates of the blocks' matrices, scaled so that AdamW's rates fit, and leaves
@@ -55,8 +55,8 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep only the inputs of the blocks for the backward pass, and compute the rest again."""
     sequence_parallel: int = Field(1, ge=1)
-    """Number of ranks that share the tokens of each sample, for long answers: each computes a part of the tokens, and in
-    attention all tokens of a part of the heads (Ulysses). `workers` must be a multiple of it. 1 is off."""
+    """Number of ranks that share the tokens of each sample, for long answers: each computes a part of the tokens, and
+    in attention all tokens of a part of the heads (Ulysses). `workers` must be a multiple of it. 1 is off."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """State that DeepSpeed shards over the ranks, with backend=deepspeed: 0 shards nothing; 1 the optimizer's states; 2
     also the gradients; 3 also the parameters."""
@@ -137,7 +137,9 @@ class LearnerConfig(Section):
                 "or adamw"
             )
         if self.optimizer == "adamw_8bit" and self.backend == "fsdp":
-            raise ValueError("optimizer=adamw_8bit knows no parameters that are divided by rows: choose another backend")
+            raise ValueError(
+                "optimizer=adamw_8bit knows no parameters that are divided by rows: choose another backend"
+            )
         if self.optimizer == "adamw_8bit" and self.device == "cpu":
             raise ValueError("optimizer=adamw_8bit is bitsandbytes', which computes on GPUs: choose adamw, or muon")
         if self.optimizer != "adamw" and self.offload_optimizer:

@@ -84,7 +84,8 @@ class RunConfig(Section):
             raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
         if rollout.dtype != "float32" and self.sync.unquantized not in ("auto", rollout.dtype):
             raise ValueError(
-                f"rollout.dtype={rollout.dtype} cannot hold what sync.unquantized={self.sync.unquantized} sends: use auto"
+                f"rollout.dtype={rollout.dtype} cannot hold what sync.unquantized={self.sync.unquantized} sends: use "
+                "auto"
             )
         self._kernels_fit()
         if rollout.max_staleness:

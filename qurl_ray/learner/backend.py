@@ -14,7 +14,7 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.sequence import SequenceGroup
 
-Rows = Callable[[str, int, int], torch.Tensor]
+ReadRows = Callable[[str, int, int], torch.Tensor]
 """Callback that reads rows of a parameter, (name, first, one after the last), float32."""
 
 

@@ -128,7 +128,7 @@ class DeepSpeedBackend:
                 if own.ndim:
                     self._set_flat(parameter, own, kind)
 
-    def _states_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _states_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the optimizer's whole states of a parameter; none before the first step. Collective."""
         optimizer = self._engine.optimizer
         if not self._config.zero_stage:
@@ -168,7 +168,7 @@ class DeepSpeedBackend:
             for parameters, flat in zip(optimizer.bit16_groups, self._flats(), strict=True):
                 lazy_init_hp_params_optimizer_state(parameters, flat, optimizer.optimizer.state)
 
-    def _set_flat(self, parameter: nn.Parameter, value: torch.Tensor, kind: str | None = None) -> None:
+    def _set_flat(self, parameter: Any, value: torch.Tensor, kind: str | None = None) -> None:
         """Set this rank's part of a parameter's master, or of a state, from the whole."""
         if self._config.zero_stage < 3:
             parameter.set_full_hp_param(value, kind)

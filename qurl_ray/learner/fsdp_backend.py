@@ -1,9 +1,9 @@
-"""The FSDP2 backend: torch's fully_shard shards parameters, gradients and optimizer over the ranks, from the first byte.
+"""The FSDP2 backend: torch's fully_shard shards parameters, gradients and optimizer over ranks, from the first byte.
 
     model without weights ─► fully_shard: a rank owns some rows of every parameter ─► it reads only these from the files
 
-A block's parameters are gathered while it computes, and those outside of blocks (embedding, last norm, head) for a whole
-pass. Gradients are added over ranks, not averaged, as losses are already divided for the whole update.
+A block's parameters are gathered while it computes, and those outside of blocks (embedding, last norm, head) for a
+whole pass. Gradients are added over ranks, not averaged, as losses are already divided for the whole update.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.learner.backend import Resident, Rows, make_optimizers, unscale, world
+from qurl_ray.learner.backend import ReadRows, Resident, make_optimizers, unscale, world
 from qurl_ray.learner.state import SavedState, own_rows, save_rows
 
 
-def shard(module: nn.Module, device: str, model: nn.Module, rows: Rows | None) -> None:
+def shard(module: nn.Module, device: str, model: nn.Module, rows: ReadRows | None) -> None:
     """Shard a module over all ranks, in place. Collective.
 
     Args:
@@ -37,8 +37,8 @@ def shard(module: nn.Module, device: str, model: nn.Module, rows: Rows | None) -
     for part in _parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        module.set_reshard_after_forward(True)  # else what is outside of blocks would stay for a backward pass
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            part.set_reshard_after_forward(True)  # else what is outside of blocks would stay for a backward pass
     if rows is None:
         return
     # Not to_empty, which would also empty what a model computes from its settings.
@@ -65,7 +65,7 @@ class FsdpBackend:
     lockstep = True  # parameters are gathered, and gradients reduced, in every pass
 
     def __init__(
-        self, module: nn.Module, config: LearnerConfig, model: nn.Module, rows: Rows | None = None
+        self, module: nn.Module, config: LearnerConfig, model: nn.Module, rows: ReadRows | None = None
     ) -> None:
         shard(module, config.device, model, rows)
         self.module, self._config = module, config
@@ -97,7 +97,7 @@ class FsdpBackend:
         for name, parameter in self._own():
             yield name, parameter.detach().full_tensor()
 
-    def _own(self) -> Iterator[tuple[str, DTensor]]:
+    def _own(self) -> Iterator[tuple[str, Any]]:
         rest(self.module)
         yield from self.module.named_parameters()
 
@@ -121,9 +121,9 @@ class FsdpBackend:
             for kind in saved.states(name):
                 value = saved.rows(f"{name}:{kind}", *own).to(parameter.device)
                 if value.ndim:
-                    like = torch.zeros_like(parameter)
-                    like.to_local().copy_(value)
-                    value = like
+                    whole: Any = torch.zeros_like(parameter)
+                    whole.to_local().copy_(value)
+                    value = whole
                 self._optimizer.state[parameter][kind] = value
 
     def reside(self, resident: Resident) -> None:

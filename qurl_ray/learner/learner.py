@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.backend import (
     Backend,
+    ReadRows,
     Resident,
-    Rows,
     load_random_state,
     save_random_state,
     sequence_group,
@@ -137,7 +138,7 @@ class PolicyLearner:
             sums.append({"max_factors_moved": measured.moved})
         self._steps += 1
         finite = [norm for norm in norms if norm is not None]
-        group = self._policy.module.sequence
+        group = self._scorer.sequence
         return StepResult(
             sums={} if group and group.rank else merge(sums),  # the first rank of a sequence group reports for all
             seconds={"logprob": between - started, "update": time.perf_counter() - between},
@@ -251,9 +252,17 @@ class PolicyLearner:
             for c in completions
         ]
         one = self._make_pass(samples)
-        with self._undivided(), self._out_of_flow(), through_codes(self._policy.module.policy, precision, self._pass_over):
+        with (
+            self._undivided(),
+            self._out_of_flow(),
+            through_codes(self._scorer.policy, precision, self._pass_over),
+        ):
             found_BT = Scores(*self._policy(one.batch)).logprobs_BT
         return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
+
+    @property
+    def _scorer(self) -> Scorer:
+        return cast(Scorer, self._policy.module)
 
     def _out_of_flow(self) -> AbstractContextManager:
         return self._flow.full_precision() if self._flow else nullcontext()
@@ -261,7 +270,7 @@ class PolicyLearner:
     @contextmanager
     def _undivided(self) -> Iterator[None]:
         """Context in which every rank computes whole sequences, as an engine does."""
-        scorer = self._policy.module
+        scorer = self._scorer
         sequence, scorer.sequence = scorer.sequence, None
         try:
             yield
@@ -347,7 +356,7 @@ def make_learner(
     flow: UnifiedFlow | None = None,
     equalizer: Equalizer | None = None,
     calibrate_every: int = 0,
-    rows: Rows | None = None,
+    rows: ReadRows | None = None,
 ) -> PolicyLearner:
     """Return a learner of `model` on the configured backend. Every rank of the process group must call this.
 
@@ -402,7 +411,7 @@ def make_learner(
 
 
 def make_backend(
-    module: torch.nn.Module, config: LearnerConfig, model: PreTrainedModel, rows: Rows | None = None
+    module: torch.nn.Module, config: LearnerConfig, model: PreTrainedModel, rows: ReadRows | None = None
 ) -> Backend:
     """Return the configured backend around a module, of which `model` is a part; see make_learner."""
     backend: Backend

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from qurl_ray.learner.backend import Backend, Resident, world
 
@@ -24,11 +23,7 @@ class LossScaled:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.factor, self._finite = backend, _FIRST, 0
-        self.lockstep = backend.lockstep
-
-    @property
-    def module(self) -> nn.Module:
-        return self._backend.module
+        self.module, self.lockstep = backend.module, backend.lockstep
 
     def __call__(self, batch: Any) -> Any:
         return self._backend(batch)

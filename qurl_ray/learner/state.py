@@ -1,8 +1,8 @@
 """The state of a learner on disk, in a form that any number of ranks can load, with any backend that uses it.
 
-    rank-<i>-of-<n>.safetensors    what rank i of n holds: of every parameter, and of every state that the optimizer has
-                                   of it ("<parameter>:<state>"), some rows. The rows of all files, one after the other,
-                                   are the whole tensor. What has no rows, such as a number of steps, is in every file.
+rank-<i>-of-<n>.safetensors    what rank i of n holds: of every parameter, and of every state that the optimizer has
+                               of it ("<parameter>:<state>"), some rows. The rows of all files, one after the other,
+                               are the whole tensor. What has no rows, such as a number of steps, is in every file.
 """
 
 import re
@@ -33,7 +33,7 @@ def save_rows(folder: Path, tensors: Mapping[str, torch.Tensor], *, rank: int = 
 
 
 class SavedState:
-    """What the ranks of a learner have written with `save_rows`.
+    """The state that the ranks of a learner have written with `save_rows`.
 
     Raises:
         CheckpointError: the files of some ranks are missing, or there are none.

@@ -39,7 +39,7 @@ def _reason(plan: Plan, base: StepEstimate, part: str | None = None) -> str:
     part = part or max(parts, key=lambda name: parts[name])
     share = f"{parts[part] / sum(parts.values()):.0%} of a full decode step"
     if part == "keys and values":
-        rest = f"with those in FP8 too rollouts would become {plan.rollout_gain('fp8', 1) or 1:.2f}×"
+        rest = f"with those in FP8 too rollouts would become {plan.rollout_gain('fp8', 1) or 1:.2f}× {ROLLOUTS}"
         return f"{share} reads keys and values, which stay as they are ({rest})"
     if part == "overhead":
         return f"{share} is launches, sampling and all-reduces, which no format shortens"

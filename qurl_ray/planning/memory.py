@@ -200,7 +200,8 @@ def gpu_bytes(
 
 def host_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
     """Bytes of a node's host: every rank there loads the whole models before it shards them, with FSDP2 its share. What
-    ranks give up for engines comes later, and so do two copies of what was sent, and a file of the policy (policy.save)."""
+    ranks give up for engines comes later, and so do two copies of what was sent, and a file of the policy
+    (policy.save)."""
     here = min(ranks, NODE)
     models = 1 + work.reference + work.critic
     loading = here * models * 4 * shape.params / (ranks if stage == "fsdp" else 1)

@@ -87,7 +87,8 @@ def learn_s(
 ) -> float:
     """Seconds of the log-prob passes before the first update, and of all updates. Communication overlaps with products.
 
-    A backward pass costs two forward passes, and one more with checkpointing. A sequence stays on one rank, or is shared by some.
+    A backward pass costs two forward passes, and one more with checkpointing. A sequence stays on one rank, or is
+    shared by some.
     """
     rate = gpu.flops["bf16"] * c.learner_flops * (c.learner_fp8 if fp8 else 1)
     busy = min(ranks, work.sequence_parallel * max(1.0, work.sequences / work.updates))

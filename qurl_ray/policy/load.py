@@ -138,8 +138,8 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
 
 
 def unloaded_model(spec: PolicySpec) -> PreTrainedModel:
-    """Return the policy as `load_model` does, but with its weights on the meta device, for `StoredWeights` to read. What
-    it computes from its settings, such as the frequencies of positions, is there.
+    """Return the policy as `load_model` does, but with its weights on the meta device, for `StoredWeights` to read.
+    What it computes from its settings, such as the frequencies of positions, is there.
 
     Raises:
         ConfigError: see `check_policy`.
@@ -186,7 +186,7 @@ class StoredWeights:
 
 
 def files_digest(spec: PolicySpec) -> str:
-    """Return a short digest of a policy's files: names, shapes and types of their tensors, sizes, and some of the bytes.
+    """Return a digest of a policy's files: names, shapes and types of their tensors, sizes, and some of the bytes.
 
     Raises:
         ConfigError: the policy cannot be found.

@@ -115,8 +115,8 @@ def own_answer_states(
     *,
     share_prompts: bool = False,
 ) -> tuple[torch.Tensor, Division]:
-    """Return those of answer_states that this rank of a sequence group computes, [m, d], and how the group divides them.
-    Collective. Padding is never computed."""
+    """Return those of answer_states that this rank of a sequence group computes, [m, d], and how the group divides
+    them. Collective. Padding is never computed."""
     row = _shared(token_ids_BT, mask_BT) if share_prompts else None
     if row is None or len(row.ids_N) < group.ranks:
         row = _packed(token_ids_BT, mask_BT, lengths_B, at_least=group.ranks)

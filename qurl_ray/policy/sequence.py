@@ -88,7 +88,7 @@ class Division:
         Raises:
             ValueError: there are more ranks than heads.
         """
-        H, n, d = query.shape[1:]
+        H, _, d = query.shape[1:]
         groups = H // key.shape[1]
         spans = _spans(H, self.group.ranks)
         keys = [(first // groups, (end - 1) // groups + 1) for first, end in spans]
@@ -116,7 +116,7 @@ class Division:
     def gather(self, values_m: torch.Tensor) -> torch.Tensor:
         """Return what the ranks found for the tokens that they scored, [M], in the row's order. Collective.
 
-        Every rank goes on with the same values; the gradient of each value is that of the rank that found it.
+        All ranks get the same values; the gradient of each value is that of the rank that found it.
         """
         found_M = _Gather.apply(values_m, self.scored, self.group)
         return found_M[self.order_M.argsort()]
@@ -145,12 +145,14 @@ def _spans(heads: int, ranks: int) -> list[tuple[int, int]]:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flat: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, flat: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> torch.Tensor:
         ctx.sizes, ctx.group = (sent, received), group
         return _all_to_all(flat, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         sent, received = ctx.sizes
         return _all_to_all(grad.contiguous(), received, sent, ctx.group), None, None, None
 
@@ -163,7 +165,7 @@ class _Gather(torch.autograd.Function):
         return _all_to_all(values_m.repeat(group.ranks), [len(values_m)] * group.ranks, scored, group.process_group)
 
     @staticmethod
-    def backward(ctx: Any, grad_M: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_M: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad_M[ctx.own], None, None
 
 

@@ -85,10 +85,10 @@ def _narrowed(array: np.ndarray, width: int, encoding: Encoding) -> np.ndarray:
         return bits
     if encoding == "float16":
         with np.errstate(over="ignore"):
-            halves = array.astype(np.float16)
-        if not np.array_equal(halves, array, equal_nan=True):
+            rounded = array.astype(np.float16)
+        if not np.array_equal(rounded, array, equal_nan=True):
             raise SyncError("a delta in float16 cannot be added to values that float16 does not hold")
-        return halves.view(np.uint16)
+        return rounded.view(np.uint16)
     if np.bitwise_or.reduce(bits, axis=None) & 0xFFFF:
         raise SyncError("a delta in bfloat16 cannot be added to values that bfloat16 does not hold")
     halves = bits.reshape(-1).view(np.uint16).reshape(*bits.shape, 2)  # also for an array without dimensions

@@ -309,7 +309,10 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
         ),
         ("rollout: {compile: true}", "not engine=torch and device=cpu: on a CPU, engine and learner agree bit for bit"),
         ("rollout: {cuda_graphs: true, engine: vllm}", "not engine=vllm and device=cpu"),
-        ("rollout: {device: cuda, engine: vllm}", "set rollout.dtype=bfloat16 or float16, or quantization.kernel=emulation"),
+        (
+            "rollout: {device: cuda, engine: vllm}",
+            "set rollout.dtype=bfloat16 or float16, or quantization.kernel=emulation",
+        ),
         ("rollout: {device: cuda, engine: vllm, dtype: bfloat16, quantization: int4}", "take fp8 or int8, or"),
         (
             "precision_flow: unified\nrollout: {engine: vllm, dtype: bfloat16, vllm: {tensor_parallel: 2}}",

@@ -214,7 +214,9 @@ def shared(rank: int, ranks: int, spec, out: str, backend: str) -> None:
     torch.save(exponents_of(learner), f"{out}/{ranks}-{rank}.pt")
 
 
-@pytest.mark.parametrize("backend", ["torch", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fsdp", "deepspeed"))])
+@pytest.mark.parametrize(
+    "backend", ["torch", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fsdp", "deepspeed"))]
+)
 def test_all_ranks_have_the_factors_that_one_has(tiny_spec, tmp_path, backend):
     """Maxima over ranks, each of which sees other samples; weights sharded."""
     run_ranks(2, shared, tiny_spec, str(tmp_path), backend)

@@ -11,14 +11,14 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.errors import CheckpointError
 from qurl_ray.learner import deepspeed_backend
 from qurl_ray.learner.backend import Resident
-from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.batching import MiniBatch, plan, to_tensors
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.state import SavedState, save_rows
-from qurl_ray.policy.load import StoredWeights, load_model, unloaded_model
 from qurl_ray.policy import logprobs
+from qurl_ray.policy.load import StoredWeights, load_model, unloaded_model
 from qurl_ray.policy.logprobs import token_logprobs
 from tests.learner.test_sequence import model_of
 from tests.learner.test_torch_backend import SETTINGS, groups, parameters_after, start
@@ -122,8 +122,7 @@ def interrupt(rank: int, ranks: int, spec, out: str) -> None:
         resumed.load(folder)
         assert torch.equal(torch.rand(3), drawn)
         resumed.learn([third])
-        moved = (flat(undisturbed) - start(spec)).norm()
-        assert (flat(resumed) - flat(undisturbed)).norm() <= 0
+        assert torch.equal(flat(resumed), flat(undisturbed))
         assert resumed._updates == UPDATES
         # An update whose gradient is not finite is left out, on every rank, and the next one is made.
         before = flat(resumed)

@@ -81,7 +81,8 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("fmt", "unquantized"), [("int8", "bfloat16"), ("int8", "float32"), ("fp8_block", "bfloat16"), (None, "bfloat16"), (None, "float16")]
+    ("fmt", "unquantized"),
+    [("int8", "bfloat16"), ("int8", "float32"), ("fp8_block", "bfloat16"), (None, "bfloat16"), (None, "float16")],
 )
 def test_deltas_over_several_versions_give_what_a_full_send_gives(parameters, ranks, fmt, unquantized):
     fmt, publishers, engine = FORMATS.get(fmt), publishers_for(ranks), Receiver()

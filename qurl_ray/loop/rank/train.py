@@ -32,8 +32,8 @@ from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.messages import Directive, Start, WeightsWanted
+from qurl_ray.loop.rank.memory import check_memory
 from qurl_ray.loop.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
-from qurl_ray.loop.rank.room import check_room
 from qurl_ray.loop.rank.saver import Saver, barrier, check_shared
 from qurl_ray.loop.rank.sender import Sender, unified_flow
 from qurl_ray.loop.rank.turns import Turn, Turns
@@ -69,7 +69,7 @@ def train_loop(context: dict[str, Any]) -> None:
         return
     spec, sharded = context["spec"], config.learner.backend == "fsdp"
     check_same_files(spec)
-    check_room(config, ray.train.get_context().get_local_world_size())
+    check_memory(config, ray.train.get_context().get_local_world_size())
     load = unloaded_model if sharded else load_model
     model = load(spec)
     rollouts, resume = config.rollout.quantization, start.resume

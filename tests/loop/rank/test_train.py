@@ -11,7 +11,7 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.loop.messages import Directive, Start
 from qurl_ray.loop.rank import train
-from qurl_ray.loop.rank.room import check_room
+from qurl_ray.loop.rank.memory import check_memory
 from qurl_ray.types import PolicySpec
 from tests.ranks import run_ranks
 
@@ -80,7 +80,11 @@ def test_ranks_that_see_different_files_are_told_which(tiny_spec, tmp_path):
 
 def test_an_answer_that_no_rank_could_hold_is_refused_before_anything_is_loaded():
     settings = ["model.type=pretrained", "model.path=Qwen/Qwen2.5-7B", "rollout.max_new_tokens=32000"]
-    with pytest.raises(ConfigError, match=r"at least \d\d\d.* GB for answers of 32,000 tokens.*learner\.sequence_parallel"):
-        check_room(load_config(None, settings), 1)
-    check_room(load_config(None, ["rollout.max_new_tokens=4"]), 1)
-    check_room(load_config(None, ["model.type=pretrained", "model.path=some/unknown", "rollout.max_new_tokens=32000"]), 1)
+    with pytest.raises(
+        ConfigError, match=r"at least \d\d\d.* GB for answers of 32,000 tokens.*learner\.sequence_parallel"
+    ):
+        check_memory(load_config(None, settings), 1)
+    check_memory(load_config(None, ["rollout.max_new_tokens=4"]), 1)
+    check_memory(
+        load_config(None, ["model.type=pretrained", "model.path=some/unknown", "rollout.max_new_tokens=32000"]), 1
+    )

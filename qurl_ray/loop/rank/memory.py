@@ -1,4 +1,4 @@
-"""Whether a rank has room for what it is to learn from: known before anything is loaded."""
+"""Check that a rank has memory for what it is to learn from, before anything is loaded."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from qurl_ray.planning.shapes import configured_shape
 from qurl_ray.planning.workload import configured_workload
 
 
-def check_room(config: RunConfig, ranks_here: int) -> None:
+def check_memory(config: RunConfig, ranks_here: int) -> None:
     """Raise ConfigError if a rank cannot hold its states and the longest sample: by the planner's account, with all
     memory of its GPU, or of its machine shared by the ranks there, for itself.
 
@@ -31,8 +31,8 @@ def check_room(config: RunConfig, ranks_here: int) -> None:
     whole = torch.cuda.mem_get_info()[1] if learner.device == "cuda" else psutil.virtual_memory().total / ranks_here
     if held > whole:
         raise ConfigError(
-            f"a rank of the learner would hold at least {held / 1e9:,.1f} GB for answers of {work.response:,} tokens, and "
-            f"has {whole / 1e9:,.1f}: take fewer (rollout.max_new_tokens), share them (learner.sequence_parallel), keep "
-            "less of them (learner.gradient_checkpointing=true), or shard the weights (learner.backend=fsdp and more "
-            "learner.workers)"
+            f"a rank of the learner would hold at least {held / 1e9:,.1f} GB for answers of {work.response:,} tokens, "
+            f"and has {whole / 1e9:,.1f}: take fewer (rollout.max_new_tokens), share them (learner.sequence_parallel), "
+            "keep less of them (learner.gradient_checkpointing=true), or shard the weights (learner.backend=fsdp and "
+            "more learner.workers)"
         )
