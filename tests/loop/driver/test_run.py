@@ -203,6 +203,7 @@ def test_other_learners_are_resumed_to_the_bit_as_well(tmp_path, cluster, settin
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # three runs
 def test_a_run_is_resumed_by_other_numbers_of_ranks_and_loses_no_prompt(tmp_path, cluster, whole):
     run_dir = tmp_path / "copy" / whole.run_dir.name
     shutil.copytree(whole.run_dir, run_dir)
