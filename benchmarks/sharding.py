@@ -9,8 +9,8 @@
 - steps: a step of one rank, SmolLM2-135M and the quickstart's policy, over that of an earlier commit of this package
   in a worktree: medians of the ratios of rounds in which both take turns.
 
-A process for each rank, joined over gloo, with glibc's own settings of malloc: those of this package keep up to 2 GiB of
-memory that was freed. Writes benchmarks/results/sharding.{json,md} and sharding.png.
+A process for each rank, joined over gloo, with glibc's own settings of malloc: those of this package keep up to 2 GiB
+of memory that was freed. Writes benchmarks/results/sharding.{json,md} and sharding.png.
 """
 
 import json
@@ -116,7 +116,8 @@ class Watch:
 
 def write_policy(shape: Shape, folder: Path) -> PolicySpec:
     """Write a policy with random weights to a folder."""
-    spec = shape_spec(shape, Workload(prompts=1, samples=1, updates=1, prompt=8, response=max(LENGTHS), mean=8.0), folder)
+    work = Workload(prompts=1, samples=1, updates=1, prompt=8, response=max(LENGTHS), mean=8.0)
+    spec = shape_spec(shape, work, folder)
     torch.manual_seed(0)
     empty_model(spec).save_pretrained(folder)
     return spec
@@ -197,8 +198,8 @@ def policy(shape: Shape) -> Iterator[PolicySpec]:
 
 
 def limit(ranks: int) -> float:
-    """Bytes that a rank with FSDP2 should not exceed, activations aside: its states, the largest module that is gathered,
-    and a tenth."""
+    """Bytes that a rank with FSDP2 should not exceed, activations aside: its states, the largest module that is
+    gathered, and a tenth."""
     return 1.1 * (16 * STATES.params / ranks + 4 * STATES.head_params)
 
 
@@ -256,7 +257,7 @@ def report(found: dict[str, Any]) -> str:
             f"{STATES.params / 1e6:.0f} M parameters, largest rank, GB beyond the process; in brackets bytes per "
             "parameter and share of a rank.",
             "",
-            "| backend | ranks | load | two steps | between steps | save | limit |",
+            "| backend | ranks | load | two steps | between steps | save | limit, without activations |",
             "|---|---|---|---|---|---|---|",
         ]
         for row in found["states"]["rows"]:
