@@ -17,14 +17,14 @@ def check_memory(config: RunConfig, ranks_here: int) -> None:
     """Raise ConfigError if a rank cannot hold its states and the longest sample: by the planner's account, with all
     memory of its GPU, or of its machine shared by the ranks there, for itself.
 
-    Nothing is said of a model whose shape is not known.
+    Nothing is said of what the planner does not know: other shapes, and transports from outside.
     """
     learner = config.learner
     try:
-        shape = configured_shape(config.model)
+        shape, work = configured_shape(config.model), configured_workload(config)
     except ConfigError:
         return
-    work = replace(configured_workload(config), autocast=learner.compute != "float32")
+    work = replace(work, autocast=learner.compute != "float32")
     # The least that it needs: what collectives and gathered weights take comes on top.
     states = state_bytes(shape, ranks=learner.workers, stage=learner_stage(learner))
     held = states + activation_bytes(shape, work)

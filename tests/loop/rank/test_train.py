@@ -85,6 +85,7 @@ def test_an_answer_that_no_rank_could_hold_is_refused_before_anything_is_loaded(
     ):
         check_memory(load_config(None, settings), 1)
     check_memory(load_config(None, ["rollout.max_new_tokens=4"]), 1)
+    check_memory(load_config(None, [*settings, "sync.transport=my_transports:Files"]), 1)
     check_memory(
         load_config(None, ["model.type=pretrained", "model.path=some/unknown", "rollout.max_new_tokens=32000"]), 1
     )
