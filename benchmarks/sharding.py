@@ -5,7 +5,6 @@
   process had before it loaded anything.
 - answers: one answer of up to 32,768 tokens, alone in its update, on ranks that share its tokens
   (learner.sequence_parallel). Bytes are those beyond the loaded learner.
-
 - steps: a step of one rank, SmolLM2-135M and the quickstart's policy, over that of an earlier commit of this package
   in a worktree: medians of the ratios of rounds in which both take turns.
 
@@ -97,7 +96,7 @@ class Watch:
     """Largest unique set size of this process since the last look, in bytes."""
 
     def __init__(self) -> None:
-        self._process, self._ends = psutil.Process(), threading.Event()
+        self._process = psutil.Process()
         self._most = self.now()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -110,7 +109,8 @@ class Watch:
         return found
 
     def _run(self) -> None:
-        while not self._ends.wait(_EVERY_S):
+        while True:
+            time.sleep(_EVERY_S)
             self._most = max(self._most, self.now())
 
 

@@ -40,7 +40,7 @@ class RolloutConfig(Section):
     engine=vllm. Not measured on GPUs yet."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` and `float16` (16
-    bits), which are for GPUs and vLLM. float16 is closer to the learner."""
+    bits), which are for GPUs and vLLM. float16 has more precision and a smaller range."""
     workers: int = Field(1, ge=1)
     """Number of rollout workers, each with one engine, at the start of the run."""
     max_workers: int | None = Field(None, ge=1)

@@ -44,8 +44,10 @@ class SavedState:
         counts = {int(match[2]) for match in found.values()}
         files = {int(match[1]): path for path, match in found.items()}
         if len(counts) != 1 or sorted(files) != list(range(*counts)):
-            held = ", ".join(path.name for path in found) or "no state of a learner of this version"
-            raise CheckpointError(f"{folder} does not hold what all ranks of a learner saved, but {held}")
+            held = ", ".join(path.name for path in found) or "nothing of this version"
+            raise CheckpointError(
+                f"{folder} does not hold what all ranks of a learner saved, but {held}; start again with --fresh"
+            )
         self._files = [safe_open(files[rank], framework="pt") for rank in range(len(files))]
         self._names = frozenset(self._files[0].keys())
 

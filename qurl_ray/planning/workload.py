@@ -44,7 +44,7 @@ class Workload:
     fp8_learner: bool = False
     """True if the learner's products are FP8, too, when rollouts are FP8 (precision_flow=unified)."""
     autocast: bool = True
-    """True if the learner's passes are bfloat16 (learner.compute)."""
+    """True if the learner's passes are in 16 bits (learner.compute)."""
     checkpointing: bool = True
     micro_tokens: int = 8192
     """Tokens of one forward and backward pass, of a rank."""

@@ -46,7 +46,7 @@ class SequenceGroup:
             own_m=own_m,
             before_m=before_M[own_m] - first,
             scored=scored,
-            order_M=order_M,
+            place_M=order_M.argsort(),
         )
 
 
@@ -67,8 +67,8 @@ class Division:
     """Place among this rank's tokens of the one before each of them."""
     scored: list[int]
     """Number of tokens that each rank scores."""
-    order_M: torch.Tensor
-    """Which token is scored by the ranks one after the other."""
+    place_M: torch.Tensor
+    """Place of each scored token among those of the ranks, one rank after the other."""
 
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -118,8 +118,7 @@ class Division:
 
         All ranks get the same values; the gradient of each value is that of the rank that found it.
         """
-        found_M = _Gather.apply(values_m, self.scored, self.group)
-        return found_M[self.order_M.argsort()]
+        return _Gather.apply(values_m, self.scored, self.group)[self.place_M]
 
     def _exchange(self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Send one part to each rank, and return what each sent, which has these shapes."""

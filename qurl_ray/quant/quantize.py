@@ -64,7 +64,8 @@ def quantize(w_NK: torch.Tensor, fmt: Format, *, finite: bool = False) -> QTenso
     and not nan.
 
     Args:
-        finite: the weight is known to be. Nothing then waits for a GPU, and the codes are the same.
+        finite: do not look whether the weight is, so that nothing waits for a GPU. The codes are the same; the scale of
+            a block that holds nan or inf is nan or inf.
 
     Raises:
         QuantizationError: the weight is not a matrix in full precision, is not finite, or has a width that is not a
@@ -99,7 +100,7 @@ def quantize_by(
         bad = int((~torch.isfinite(w_NK)).any(dim=1).sum())
         raise QuantizationError(f"{fmt.name}: weight has nan or inf in {bad} of {rows} rows")
     scale = amax * clip / fmt.weight_max
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale == 0, 1.0, scale)  # nan stays nan: integers could not show it
     ratios = blocks / scale
     # Elsewhere, a ratio exceeds the largest code by an error of rounding at most. Subnormal scales have few bits.
     if clip < 1 or finite or bool((scale < _LEAST).any()):

@@ -92,8 +92,8 @@ class _How:
     emulate: bool
 
     def quantize(self, weight: torch.Tensor) -> QTensor:
-        # Each linear would wait for the GPU to look at its weight. A weight that is not finite makes a loss that is
-        # not, and no update is made of that. On a CPU, to look is faster than to clip.
+        # Each linear would wait for the GPU to look at its weight. The scales of a weight that is not finite are not,
+        # nor is then the loss, and no update is made of that. On a CPU, to look is faster than to clip.
         return quantize(self.factors.weight(weight), self.fmt, finite=not weight.is_cpu)
 
 

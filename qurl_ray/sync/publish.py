@@ -179,7 +179,8 @@ def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) 
     else:
         # A copy, because the parameter goes on changing. Rounded to nearest, ties to even.
         sent = (tensor.detach().to("cpu", getattr(torch, unquantized), copy=True),)
-        if unquantized == "float16" and bool((sent[0].isinf() & tensor.detach().cpu().isfinite()).any()):
+        beyond = sent[0].isinf() if unquantized == "float16" else torch.zeros(0)
+        if bool(beyond.any()) and bool((beyond & tensor.detach().cpu().isfinite()).any()):
             raise SyncError(f"{name} has values beyond 65504, which float16 does not hold: take bfloat16 or float32")
         held, encoding, form = (sent[0].float(),), unquantized, "none"
     payload = Payload(name=name, encoding=encoding, parts=tuple(map(_bits, sent)))

@@ -493,3 +493,11 @@ def test_a_weight_that_is_known_to_be_finite_has_the_same_codes(fmt):
     one, other = quantize(weights, fmt), quantize(weights, fmt, finite=True)
     assert torch.equal(one.codes.float(), other.codes.float())
     assert torch.equal(one.scale, other.scale)
+
+
+@pytest.mark.parametrize("fmt", HERE, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_nobody_looked_at_shows_that_it_is_not_finite(fmt, value):
+    weights = normal(256, 256, seed=5)
+    weights[3, 7] = value
+    assert not dequantize(quantize(weights, fmt, finite=True)).isfinite().all()
