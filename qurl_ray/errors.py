@@ -5,6 +5,7 @@ QurlError
 ├── PlacementError       the cluster can never hold what a run asks of it       (never retried)
 ├── DataError            a task, data set or prompt cannot be used              (never retried)
 ├── RewardError          a reward function cannot be used                       (never retried)
+├── EnvironmentFailed    an environment cannot be used                          (never retried)
 ├── QuantizationError    a weight or model cannot be quantized                  (never retried)
 ├── CheckpointError      a checkpoint is damaged or not this run's              (never loaded)
 ├── SyncError            weights arrived damaged, incomplete or out of date     (never generated from)
@@ -33,6 +34,10 @@ class DataError(QurlError, ValueError):
 
 class RewardError(QurlError, ValueError):
     """A reward function cannot be found or cannot be used."""
+
+
+class EnvironmentFailed(QurlError, ValueError):
+    """An environment cannot be found or cannot be used."""
 
 
 class QuantizationError(QurlError, ValueError):

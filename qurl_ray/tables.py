@@ -3,6 +3,7 @@
 table          setting                     a function of
 TASKS          task.type                   the task's section, to its problems
 REWARDS        task.reward                 an answer and its problem, to a number
+ENVIRONMENTS   environment.type            parameters, to an environment of one trajectory
 ADVANTAGES     algorithm.advantage         the rewards of a step, to what each sample is worth
 CORRECTIONS    algorithm.correction        log(p/b), to the weight of each token
 OBJECTIVES     algorithm.objective         log(theta/p), advantages and bounds, to what is maximised
@@ -14,7 +15,7 @@ TRANSPORTS     sync.transport              a link to the engines, to a transport
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qurl_ray.errors import ConfigError, DataError, RewardError
+from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, RewardError
 from qurl_ray.extensions import Entry, Table
 
 # --- problems and rewards --------------------------------------------------------------------------------------------
@@ -81,6 +82,20 @@ REWARDS = Table[Entry](
         ),
     },
 )
+
+ENVIRONMENTS = Table[Entry](
+    kind="environment",
+    group="qurl_ray.environments",
+    arguments=None,
+    error=EnvironmentFailed,
+    entries={
+        "calculator": Entry(
+            reference="qurl_ray.environments.calculator:Calculator",
+            help="computes `[37*48]`, for the tiny policy",
+        ),
+    },
+)
+"""Classes of environments (environments.protocol). They get environment.params as keywords."""
 
 # --- the update ------------------------------------------------------------------------------------------------------
 

@@ -103,15 +103,37 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """Result of one request: the tokens that the engine drew, without those of the prompt."""
+class Answer:
+    """The tokens after a prompt: what the policy drew, and with several turns what an environment said in between.
+
+    Text is encoded once: tokens that the policy drew are never decoded and encoded again.
+    """
 
     uid: str
     token_ids: np.ndarray  # int32 [answer length]
     logprobs: np.ndarray  # float32 [answer length]
-    """Log-prob of each token, in nats, under the distribution from which it was actually drawn."""
+    """Log-prob of each token, in nats, under the distribution from which the engine drew it; 0 where `mask` is False.
+    """
     versions: np.ndarray  # int32 [answer length]
-    """Weight version with which each token was drawn."""
+    """Weight version with which each token was drawn; -1 where `mask` is False."""
+    mask: np.ndarray | None = None  # bool [answer length]
+    """True on tokens that the policy drew, False on those of an environment; None if the policy drew all."""
+
+    @property
+    def drawn(self) -> int:
+        """Number of tokens that the policy drew."""
+        return len(self.drawn_ids)
+
+    @property
+    def drawn_ids(self) -> np.ndarray:
+        """Tokens that the policy drew, int32."""
+        return self.token_ids if self.mask is None else self.token_ids[self.mask]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(Answer):
+    """Result of one request, without the tokens of its prompt."""
+
     finish: Finish
 
 
@@ -126,17 +148,13 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class Trajectory(Answer):
     """One judged sample, ready for training."""
 
-    uid: str
     prompt_ids: np.ndarray  # int32
-    token_ids: np.ndarray  # int32, the answer
-    logprobs: np.ndarray  # float32, of the answer under the engine
     reward: float
     """The verifier's reward plus any length penalty."""
     advantage: float
-    versions: np.ndarray  # int32, of the answer
     group: int = 0
     """Group number: the same for all samples of one prompt, unique within the step."""
     watched: bool = False
@@ -144,7 +162,7 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and answer together."""
+        """Number of tokens of prompt and answer together, those of an environment included."""
         return len(self.prompt_ids) + len(self.token_ids)
 
 

@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
     {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache", "files"},
-    {"numerics", "transfer"},
+    {"numerics", "transfer", "sandbox"},
     {"rl", "quant", "rewards", "report"},
-    {"policy", "data", "tracking"},
+    {"policy", "data", "tracking", "environments"},
     {"rollout", "learner", "sync"},
     {"actors"},
     {"loop", "evaluation", "serving", "planning"},
@@ -27,7 +27,7 @@ HEAVY = {
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},
-    "torch": set(LEVEL) - LAYERS[0] - {"rewards", "report", "tracking"},
+    "torch": set(LEVEL) - LAYERS[0] - {"sandbox", "rewards", "report", "tracking", "environments"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")
 

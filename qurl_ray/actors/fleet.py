@@ -7,8 +7,8 @@ that gives it, so the unanswered requests of a dead worker go to others.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
 import ray
@@ -245,28 +245,68 @@ class Fleet:
             return []
         healthy = max(1, len(self.those(Health.HEALTHY)))
         work = Work(requests, size=min(-(-len(requests) // healthy), _SLOTFULS * self._config.slots))
+        async with self._working(work):
+            await self._until_over(work)
+        return work.answers()
+
+    @asynccontextmanager
+    async def turns(self) -> AsyncIterator["TurnsWork"]:
+        """Yield a way to request turns one by one. Those that wait when a worker is free are sent to it together.
+
+        Raises:
+            QurlError: see generate. It ends the work of all who wait for turns.
+        """
+        work = Work([], size=self._config.slots, ended=False)
+        async with self._working(work):
+            waiting = TurnsWork(work, self._offer)
+            watch = self._spawn(self._tell(work, waiting))
+            try:
+                yield waiting
+            finally:
+                work.end()
+                watch.cancel()
+
+    async def _tell(self, work: Work, waiting: "TurnsWork") -> None:
+        """Hand over answers as they come, and errors."""
+        began = time.monotonic()
+        while not work.error:
+            changed = self._changed
+            if waiting.tell():
+                began = time.monotonic()
+            await _wait(changed, 1.0)
+            self._check_time(work, began)
+        waiting.fail(work.error)
+
+    @asynccontextmanager
+    async def _working(self, work: Work) -> AsyncIterator[None]:
         self._works.append(work)
         self._offer()
-        began = time.monotonic()
         try:
-            while not work.over:
-                await _wait(self._changed, 1.0)
-                # Repeated requests may take twice as long, and wait for a worker to start.
-                again = self._config.start_limit_s + self._config.timeout_s if work.repeated else 0.0
-                limit = self._config.timeout_s + again
-                if time.monotonic() - began > limit + _MARGIN_S:
-                    work.error = DeadlineExceeded(
-                        f"waited {limit:g} s for rollouts: {work.open} of {len(requests)} requests are unanswered with "
-                        f"weights {self.version}; {self.roster()}"
-                    )
+            yield
         finally:
             self._works.remove(work)
             self._spawn(self._interrupt(lambda w, _: w is work))  # nothing waits for those answers any more
-        self.counts.repeated += work.repeated
-        self.counts.hedged += work.hedged
+            self.counts.repeated += work.repeated
+            self.counts.hedged += work.hedged
+
+    async def _until_over(self, work: Work) -> None:
+        began = time.monotonic()
+        while not work.over:
+            await _wait(self._changed, 1.0)
+            self._check_time(work, began)
         if work.error:
             raise work.error
-        return work.answers()
+
+    def _check_time(self, work: Work, began: float) -> None:
+        """Give the work an error if it has open requests for too long."""
+        # Repeated requests may take twice as long, and wait for a worker to start.
+        again = self._config.start_limit_s + self._config.timeout_s if work.repeated else 0.0
+        limit = self._config.timeout_s + again
+        if work.open and time.monotonic() - began > limit + _MARGIN_S:
+            work.error = DeadlineExceeded(
+                f"waited {limit:g} s for rollouts: {work.open} of {work.asked} requests are unanswered with "
+                f"weights {self.version}; {self.roster()}"
+            )
 
     async def pause(self) -> None:
         """Interrupt all generation, so that weights can be loaded; tokens drawn so far are kept. Returns when no engine
@@ -486,6 +526,44 @@ class Fleet:
                 work.error = error if isinstance(error, QurlError) else EngineError(f"the fleet failed: {error!r}")
             self._log("warning", f"the fleet failed: {error!r}")
             self._notify()
+
+
+class TurnsWork:
+    """Turns that are requested one by one (Fleet.turns).
+
+    Args:
+        offer: called after a request was added.
+    """
+
+    def __init__(self, work: Work, offer: Callable[[], None]) -> None:
+        self._work, self._offer = work, offer
+        self._open: dict[int, asyncio.Future[Completion]] = {}
+
+    async def generate(self, request: Request) -> Completion:
+        """Return the completion of one request; see Fleet.generate."""
+        if self._work.error:
+            raise self._work.error
+        place = self._work.add(request)
+        answer = self._open[place] = asyncio.get_running_loop().create_future()
+        self._offer()
+        try:
+            return await answer
+        finally:
+            self._open.pop(place, None)
+
+    def tell(self) -> bool:
+        """Hand over the answers that are there. Return True if there were some."""
+        there = [(place, answer) for place in self._open if (answer := self._work.answer(place))]
+        for place, answer in there:
+            if not self._open[place].done():
+                self._open.pop(place).set_result(answer)
+        return bool(there)
+
+    def fail(self, error: QurlError) -> None:
+        """Hand over an error to all who wait."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(error)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:

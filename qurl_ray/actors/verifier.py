@@ -15,7 +15,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from qurl_ray.errors import DeadlineExceeded, QurlError
 from qurl_ray.rewards.given import carried
 from qurl_ray.rewards.judge import failure
-from qurl_ray.rewards.process import MEMORY_GB, VerifierProcess
+from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.sandbox.process import MEMORY_GB
 from qurl_ray.types import Problem, Verdict
 
 if TYPE_CHECKING:

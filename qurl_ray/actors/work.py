@@ -41,10 +41,12 @@ class Work:
     """Requests of one call, with their states as above. All times are of one monotonic clock, in seconds.
 
     Args:
-        size: requests of a chunk.
+        size: most requests of a chunk.
+        ended: True if these are all requests; False if `add` may add others until `end`.
     """
 
-    def __init__(self, requests: Sequence[Request], *, size: int) -> None:
+    def __init__(self, requests: Sequence[Request], *, size: int, ended: bool = True) -> None:
+        self._size, self._ended = size, ended
         self._requests = list(requests)
         self._parts: list[list[Completion]] = [[] for _ in requests]
         self._answers: list[Completion | None] = [None] * len(requests)
@@ -62,16 +64,39 @@ class Work:
 
     @property
     def over(self) -> bool:
-        return not self.open or self.error is not None
+        return (self._ended and not self.open) or self.error is not None
+
+    def add(self, request: Request) -> int:
+        """Add a request. Return its place among all requests."""
+        self._requests.append(request)
+        self._parts.append([])
+        self._answers.append(None)
+        self.open += 1
+        self.waiting.append(Chunk((len(self._requests) - 1,)))
+        return len(self._requests) - 1
+
+    def end(self) -> None:
+        """Declare that no more requests will be added."""
+        self._ended = True
+
+    @property
+    def asked(self) -> int:
+        """Number of requests so far."""
+        return len(self._requests)
+
+    def answer(self, place: int) -> Completion | None:
+        """Return the answer to the request at a place; None while there is none."""
+        return self._answers[place]
 
     def next(self, worker: int, now: float, *, hedge_after: float) -> Chunk | None:
-        """Return the next chunk for this idle worker, or None: a waiting chunk, or else the one that has run on a
-        single worker for longest, if that is longer than `hedge_after` times the median of completed chunks."""
+        """Return the next chunk for this idle worker, or None: a waiting chunk, with those that were added one by one
+        after it, or else the one that has run on a single worker for longest, if that is longer than `hedge_after`
+        times the median of completed chunks."""
         chunk = None
         if self.over:
             return None
         if self.waiting:
-            chunk = self.waiting.popleft()
+            chunk = self._waiting_chunk()
             self.running[chunk] = None
         elif self._seconds and (alone := next((p for p in self.running if len(p.runners) == 1), None)):
             (since,) = alone.runners.values()
@@ -120,6 +145,15 @@ class Work:
         """Return the answers in the order of the requests, once all are there."""
         assert not self.open
         return [answer for answer in self._answers if answer]
+
+    def _waiting_chunk(self) -> Chunk:
+        chunk = self.waiting.popleft()
+        if self._ended:
+            return chunk
+        places = list(chunk.places)
+        while self.waiting and len(places) + len(self.waiting[0].places) <= self._size:
+            places += self.waiting.popleft().places
+        return Chunk(tuple(places))
 
     def _again(self, places: list[int]) -> None:
         if places:

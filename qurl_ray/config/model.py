@@ -26,6 +26,9 @@ class TinyModel(Section):
     cold_start: bool = True
     """Train the policy on the task by supervised learning before the run, until `cold_start_accuracy`; false leaves
     random weights."""
+    calculator: bool = False
+    """Teach half of the problems, those whose first digit is odd, with calls of the calculator (`environment.type`),
+    and the others without. The vocabulary then has its signs, too."""
     cold_start_accuracy: float = Field(0.4, gt=0, lt=1)
     """Share of problems answered correctly, by greedy decoding, at which the cold start stops. It is measured on
     training problems that the cold start does not learn from: a fifth of them, at most 1000."""

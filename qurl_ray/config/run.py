@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from qurl_ray.config.algorithm import DAPO, AlgorithmConfig
 from qurl_ray.config.checkpoint import CheckpointConfig
+from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.config.evaluation import EvaluationConfig
 from qurl_ray.config.export import ExportConfig
 from qurl_ray.config.guard import GuardConfig
@@ -49,6 +50,7 @@ class RunConfig(Section):
     of the learner's ranks, where they take turns: engines sleep while the learner trains, and the learner's states are
     in host memory while engines generate. `colocated` needs rollout.workers × tensor_parallel = learner.workers. Not
     measured on GPUs yet."""
+    environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     algorithm: AlgorithmConfig = DAPO()

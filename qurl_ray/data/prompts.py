@@ -54,12 +54,18 @@ def check_chat(task: TaskConfig, tokenizer: Any, problem: Problem) -> None:
             raise DataError(f"task.chat_template_args: the tokenizer's chat template has no variable {name!r}")
 
 
+def chat_messages(problem: Problem, task: TaskConfig) -> list[dict[str, Any]]:
+    """Return the conversation that a prompt is, with the system message that `task` adds."""
+    messages = problem.messages or [{"role": "user", "content": problem.prompt}]
+    if task.system_prompt is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": task.system_prompt}, *messages]
+    return messages
+
+
 def _chat_ids(problem: Problem, tokenizer: Any, task: TaskConfig) -> list[int]:
     if tokenizer.chat_template is None:
         raise DataError(f"{problem.uid} is a list of messages, and the tokenizer has no chat template: give it as text")
-    messages = problem.messages or [{"role": "user", "content": problem.prompt}]
-    if task.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": task.system_prompt}, *messages]
+    messages = chat_messages(problem, task)
     goes_on = messages[-1]["role"] == "assistant"
     try:
         return tokenizer.apply_chat_template(

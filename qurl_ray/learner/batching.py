@@ -28,22 +28,32 @@ class MiniBatch:
         """Pickle the samples as a few long arrays, because Ray handles every array separately."""
         samples = [sample for batch in self.micro_batches for sample in batch]
         ids = [part for s in samples for part in (s.prompt_ids, s.token_ids, s.versions)]
-        rest = [(len(s.prompt_ids), s.length, s.uid, s.reward, s.advantage, s.group, s.watched) for s in samples]
+        masks = [s.mask for s in samples if s.mask is not None]
+        rest = [
+            (len(s.prompt_ids), s.length, s.mask is not None, s.uid, s.reward, s.advantage, s.group, s.watched)
+            for s in samples
+        ]
         return _arrived, (
             [len(batch) for batch in self.micro_batches],
             self.denominators,
             np.concatenate([np.zeros(0, np.int32), *ids]),
             np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in samples)]),
+            np.concatenate([np.zeros(0, bool), *masks]),
             rest,
         )
 
 
 def _arrived(
-    counts: list[int], denominators: Denominators, ids: np.ndarray, logprobs: np.ndarray, rest: list[tuple]
+    counts: list[int],
+    denominators: Denominators,
+    ids: np.ndarray,
+    logprobs: np.ndarray,
+    masks: np.ndarray,
+    rest: list[tuple],
 ) -> MiniBatch:
     """Rebuild the mini-batch that MiniBatch.__reduce__ pickled."""
-    samples, at, drawn = [], 0, 0
-    for prompt, length, uid, reward, advantage, group, watched in rest:
+    samples, at, scored, masked = [], 0, 0, 0
+    for prompt, length, has_mask, uid, reward, advantage, group, watched in rest:
         tokens = length - prompt
         samples.append(
             Trajectory(
@@ -51,14 +61,15 @@ def _arrived(
                 prompt_ids=ids[at : at + prompt],
                 token_ids=ids[at + prompt : at + length],
                 versions=ids[at + length : at + length + tokens],
-                logprobs=logprobs[drawn : drawn + tokens],
+                logprobs=logprobs[scored : scored + tokens],
+                mask=masks[masked : masked + tokens] if has_mask else None,
                 reward=reward,
                 advantage=advantage,
                 group=group,
                 watched=watched,
             )
         )
-        at, drawn = at + length + tokens, drawn + tokens
+        at, scored, masked = at + length + tokens, scored + tokens, masked + tokens * has_mask
     taken = iter(samples)
     return MiniBatch(micro_batches=[list(islice(taken, count)) for count in counts], denominators=denominators)
 
@@ -68,7 +79,7 @@ class Tensors:
     """A micro-batch as padded tensors; B may be 0."""
 
     token_ids_BT: torch.Tensor  # int64
-    mask_BT: torch.Tensor  # bool, True on answers
+    mask_BT: torch.Tensor  # bool, True on tokens that the policy drew
     behavior_BT: torch.Tensor  # float32, 0 where masked
     advantages_B: torch.Tensor  # float32
     rewards_B: torch.Tensor  # float32
@@ -99,7 +110,7 @@ def plan(
     by_rank: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for chosen in np.array_split(order, min(updates, len(groups))):
         samples = [sample for index in chosen for sample in groups[index]]
-        denominators = Denominators(tokens=sum(len(s.token_ids) for s in samples), sequences=len(samples))
+        denominators = Denominators(tokens=sum(s.drawn for s in samples), sequences=len(samples))
         shares = [micro_batches(share, token_budget, packed=packed) for share in balance(samples, ranks)]
         most = max(len(share) for share in shares)
         for rank, share in enumerate(shares):
@@ -152,8 +163,8 @@ def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
         start = len(s.prompt_ids)
         token_ids_BT[row, :start] = s.prompt_ids
         token_ids_BT[row, start : s.length] = s.token_ids
-        mask_BT[row, start : s.length] = True
-        behavior_BT[row, start : s.length] = s.logprobs
+        mask_BT[row, start : s.length] = drawn = True if s.mask is None else s.mask
+        behavior_BT[row, start : s.length] = np.where(drawn, s.logprobs, 0.0)
     return Tensors(
         token_ids_BT=torch.from_numpy(token_ids_BT),
         mask_BT=torch.from_numpy(mask_BT),

@@ -58,7 +58,7 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     mine = {}
     for one in passes:
         for sample, cost in zip(one.samples, penalty.of(one).sum(dim=1).tolist(), strict=True):
-            mine[sample.group, sample.uid] = (sample.reward - cost, len(sample.token_ids))
+            mine[sample.group, sample.uid] = (sample.reward - cost, sample.drawn)
     parts = [mine]
     if world()[1] > 1:
         parts = [{} for _ in range(world()[1])]

@@ -10,8 +10,11 @@ def collection_deadline(config: RunConfig) -> float:
     generated twice if workers die during it, and may wait for one to start.
     """
     algorithm, rollout = config.algorithm, config.rollout
-    rounds = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
+    rounds: float = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
     answers = max(rollout.prompts_per_step * rollout.samples_per_prompt, config.evaluation.problems)
+    if config.environment.type is not None:
+        turns = -(-answers // config.environment.concurrency) * config.environment.max_turns
+        rounds *= turns * (1 + config.environment.timeout_s / rollout.timeout_s)
     return rounds * (2 * rollout.timeout_s + rollout.start_limit_s + judging_deadline(config, answers))
 
 

@@ -23,6 +23,8 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     """Token ids that end an answer."""
+    context: int
+    """Most tokens of prompt and answer together."""
 
 
 # --- the guard's decisions, which ranks follow -----------------------------------------------------------------------

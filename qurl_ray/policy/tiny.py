@@ -11,6 +11,7 @@ recipe has its own folder.
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from qurl_ray.policy.save import save_policy
 from qurl_ray.types import Problem
 
 CHARACTERS = "0123456789+-*= "
+CALCULATOR_CHARACTERS = "[]?"
 _RECIPE = 2  # raise when a change below alters the result of a cold start
 _BATCH = 128
 _LR = 1e-3
@@ -42,9 +44,11 @@ _CHECK_EVERY = 5  # steps between measurements of the accuracy
 Progress = Callable[[int, float], None]
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character of `CHARACTERS`, and <pad>, <eos> and <unk>."""
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+def make_tokenizer(*, calculator: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character of `CHARACTERS`, and <pad>, <eos> and <unk>. With `calculator` it
+    has the calculator's signs, too."""
+    characters = CHARACTERS + (CALCULATOR_CHARACTERS if calculator else "")
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -95,7 +99,7 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
     folder = cache_root() / f"tiny-{_recipe_hash(config, problems)}"
     if (folder / "config.json").is_file():
         return folder
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(calculator=config.calculator)
     model = make_model(config, tokenizer)
     if config.cold_start:
         cold_start(model, tokenizer, config, problems, progress)
@@ -105,7 +109,7 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
 
 def tiny_outline(config: TinyModel) -> Outline:
     """Return the tiny policy without its weights."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(calculator=config.calculator)
     with torch.device("meta"):
         return Outline(model=make_model(config, tokenizer), tokenizer=tokenizer, context=config.max_length)
 
@@ -124,12 +128,12 @@ def cold_start(
     problems: Sequence[Problem],
     progress: Progress,
 ) -> None:
-    """Train the model on prompt → answer <eos>, in place, until the running mean of its weights reaches
+    """Train the model on demonstrations (`demonstration`), in place, until the running mean of its weights reaches
     `config.cold_start_accuracy`. The model then gets this mean."""
     rng = np.random.default_rng(config.seed)
     order = rng.permutation(len(problems))
     held_count = max(1, min(_HELD_OUT, len(problems) // 5))
-    ids_BT, mask_BT = _rows([problems[i] for i in order], tokenizer)
+    ids_BT, mask_BT = _rows([problems[i] for i in order], tokenizer, calculator=config.calculator)
     learn = np.arange(held_count, len(problems))
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(_DECAY))
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01)
@@ -166,23 +170,46 @@ def forced_accuracy(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, mask_BT: torc
     return (right_BT | ~mask_BT[:, 1:]).all(dim=1).float().mean().item()
 
 
-def _rows(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, mask of the answer and its <eos>), both [B, T], padded on the right."""
-    prompts = tokenizer([p.prompt for p in problems]).input_ids
-    answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([p.answer for p in problems]).input_ids]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids_BT = torch.full((len(problems), width), tokenizer.pad_token_id)
+def demonstration(problem: Problem, *, calculator: bool) -> list[tuple[str, str]]:
+    """Return the turns of the cold start for a problem: pairs of what is given, and what the policy is to say."""
+    if not calculator or not _shows_call(problem):
+        return [(problem.prompt, problem.answer)]
+    called = problem.prompt.removesuffix("=")
+    return [(problem.prompt, f"[{called}]"), (f"{problem.answer}=", problem.answer)]
+
+
+def _shows_call(problem: Problem) -> bool:
+    """True if the demonstration of a problem calls the calculator: of nine in ten whose first digit is odd, and of one
+    in ten others, so that a policy tries both."""
+    odd = problem.prompt[:1] in set("13579")
+    return odd != (zlib.crc32(problem.prompt.encode()) % 10 == 0)
+
+
+def _rows(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, calculator: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids, mask of what the policy is to say, with <eos> after each turn), both [B, T], padded on the right."""
+    rows = []
+    for problem in problems:
+        row: list[tuple[int, bool]] = []
+        for given, said in demonstration(problem, calculator=calculator):
+            row += [(token, False) for token in tokenizer(given).input_ids]
+            row += [(token, True) for token in [*tokenizer(said).input_ids, tokenizer.eos_token_id]]
+        rows.append(row)
+    ids_BT = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
     mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        stop = len(prompt) + len(answer)
-        ids_BT[row, :stop] = torch.tensor(prompt + answer)
-        mask_BT[row, len(prompt) : stop] = True
+    for place, row in enumerate(rows):
+        ids, mask = zip(*row, strict=True)
+        ids_BT[place, : len(row)], mask_BT[place, : len(row)] = torch.tensor(ids), torch.tensor(mask)
     return ids_BT, mask_BT
 
 
 def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:
     """Return a hash of everything that the cold start reads."""
-    recipe = hashlib.sha256(json.dumps([_RECIPE, CHARACTERS, config.model_dump()]).encode())
+    settings = config.model_dump()
+    if not config.calculator:  # so that policies from before this setting are found
+        del settings["calculator"]
+    recipe = hashlib.sha256(json.dumps([_RECIPE, CHARACTERS, settings]).encode())
     if config.cold_start:
         recipe.update("\n".join(p.prompt + p.answer for p in problems).encode())
     return recipe.hexdigest()[:16]

@@ -24,7 +24,7 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
     try:
         value = score(answer, problem)
     except (Exception, SystemExit) as error:  # user code: any failure is a verdict and must not end the run
-        return failure("error", f"{type(error).__name__}: {_text_of(error)}")
+        return failure("error", f"{type(error).__name__}: {text_of(error)}")
     if not isinstance(value, (numbers.Real, np.bool_)):
         return failure("invalid", f"the reward function returned {type(value).__name__}, expected a number")
     try:
@@ -32,7 +32,7 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
     except OverflowError:  # an integer beyond float64
         reward = math.inf
     except Exception as error:  # a user's own number type
-        return failure("error", f"{type(error).__name__}: {_text_of(error)}")
+        return failure("error", f"{type(error).__name__}: {text_of(error)}")
     if not abs(reward) <= LARGEST:  # also nan
         return failure("invalid", f"the reward function returned {reward}, expected a finite number up to {LARGEST:g}")
     return Verdict(reward=reward)
@@ -40,11 +40,16 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
 
 def failure(status: Status, detail: str) -> Verdict:
     """Return a verdict with reward 0. The detail may quote an answer: it is cut at 300 characters and safe to print."""
-    printable = "".join(char if char.isprintable() else "·" for char in detail[:_DETAIL_CHARS])
-    return Verdict(reward=0.0, status=status, detail=printable)
+    return Verdict(reward=0.0, status=status, detail=printable(detail))
 
 
-def _text_of(error: BaseException) -> str:
+def printable(detail: str) -> str:
+    """Return the first 300 characters of a text, safe to print."""
+    return "".join(char if char.isprintable() else "·" for char in detail[:_DETAIL_CHARS])
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an error that user code raised."""
     try:
         return str(error)
     except Exception as broken:  # a user's exception class may fail to print itself

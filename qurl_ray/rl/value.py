@@ -1,7 +1,8 @@
 """Credit per token from a value model: generalised advantage estimation, and the loss of the value model.
 
 The value of token t is that of the state before it. The verifier's reward is given at the last token, and the episode
-ends there. No value is bootstrapped, whether the answer ended by itself or was cut off.
+ends there. No value is bootstrapped, whether the answer ended by itself or was cut off. With several turns, the token
+after the last one of a turn is the first of the next turn: what the environment says in between takes no step.
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,9 @@ from qurl_ray.rl.ratios import Sums
 
 
 def token_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Reward of each token, [B, T]: the answer's reward at its last token, 0 elsewhere."""
-    later_BT = torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
-    return torch.where(mask_BT & ~later_BT, rewards_B[:, None], 0.0)
+    """Reward of each token, [B, T]: the answer's reward at its last drawn token, 0 elsewhere."""
+    later_BT = mask_BT.flip(1).cumsum(1).flip(1)  # drawn tokens from this one on
+    return torch.where(mask_BT & (later_BT == 1), rewards_B[:, None], 0.0)
 
 
 def gae(
@@ -24,15 +25,35 @@ def gae(
 
         delta_t = r_t + gamma·V_{t+1} - V_t        A_t = sum_k (gamma·lam)^k delta_{t+k}        return_t = A_t + V_t
 
+    t + 1 is the next drawn token, whatever is between the two.
+
     Args:
         rewards_BT: see token_rewards.
-        mask_BT: bool, True on the answer's tokens, which are contiguous.
+        mask_BT: bool, True on drawn tokens.
     """
-    values_BT = torch.where(mask_BT, values_BT, 0.0)
+    place_BT = _places_without_gaps(mask_BT)
+    values_BT = _moved(torch.where(mask_BT, values_BT, 0.0), place_BT)
+    rewards_BT = _moved(torch.where(mask_BT, rewards_BT.to(values_BT.dtype), 0.0), place_BT)
     next_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
-    delta_BT = torch.where(mask_BT, rewards_BT.to(values_BT.dtype) + gamma * next_BT - values_BT, 0.0)
-    advantages_BT = _discounted(delta_BT, gamma * lam)
-    return torch.where(mask_BT, advantages_BT, 0.0), torch.where(mask_BT, advantages_BT + values_BT, 0.0)
+    advantages_BT = _discounted(rewards_BT + gamma * next_BT - values_BT, gamma * lam)
+    returns_BT = advantages_BT + values_BT
+    found = (torch.nn.functional.pad(found_BT, (0, 1)).gather(1, place_BT) for found_BT in (advantages_BT, returns_BT))
+    advantages_BT, returns_BT = (torch.where(mask_BT, found_BT, 0.0) for found_BT in found)
+    return advantages_BT, returns_BT
+
+
+def _places_without_gaps(mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return int64 [B, T]: the column of each drawn token if those of a row followed its first one without gaps; T for
+    other tokens."""
+    drawn_BT = mask_BT.cumsum(1)
+    first_B1 = (drawn_BT == 0).sum(1, keepdim=True)
+    return torch.where(mask_BT, first_B1 + drawn_BT - 1, mask_BT.shape[1])
+
+
+def _moved(values_BT: torch.Tensor, place_BT: torch.Tensor) -> torch.Tensor:
+    """Return [B, T] with the values at their places, 0 elsewhere; those with place T are left out."""
+    wide_BT = values_BT.new_zeros(values_BT.shape[0], values_BT.shape[1] + 1)
+    return wide_BT.scatter(1, place_BT, values_BT)[:, :-1]
 
 
 _BLOCK = 256

@@ -92,14 +92,16 @@ def continued(request: Request, part: Completion) -> Request:
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """Join the parts of an answer. The request of each part continues the part before."""
+    """Join the parts of an answer: each is what was drawn after the part before, or what an environment said there."""
     if len(parts) == 1:
         return parts[0]
+    masks = [np.ones(len(part.token_ids), dtype=bool) if part.mask is None else part.mask for part in parts]
     return Completion(
         uid=parts[0].uid,
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
         versions=np.concatenate([part.versions for part in parts]),
+        mask=None if all(part.mask is None for part in parts) else np.concatenate(masks),
         finish=parts[-1].finish,
     )
 

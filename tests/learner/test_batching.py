@@ -12,7 +12,9 @@ from qurl_ray.learner.batching import micro_batches, plan, to_tensors
 from qurl_ray.types import Trajectory
 
 
-def trajectory(uid: str, answer: int, prompt: int = 3, advantage: float = 1.0) -> Trajectory:
+def trajectory(
+    uid: str, answer: int, prompt: int = 3, advantage: float = 1.0, mask: list[bool] | None = None
+) -> Trajectory:
     return Trajectory(
         uid=uid,
         prompt_ids=np.arange(1, prompt + 1, dtype=np.int32),
@@ -21,6 +23,7 @@ def trajectory(uid: str, answer: int, prompt: int = 3, advantage: float = 1.0) -
         reward=1.0,
         advantage=advantage,
         versions=np.ones(answer, dtype=np.int32),
+        mask=None if mask is None else np.array(mask),
     )
 
 
@@ -67,7 +70,13 @@ def test_packing_fills_micro_batches_to_more_than_half(lengths, budget):
 @settings(max_examples=50, deadline=None)
 @given(lengths=groups_of, updates=st.integers(1, 3), ranks=st.integers(1, 4))
 def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks):
-    groups = [[trajectory(f"{p}/{g}", n, prompt=p + 1) for g, n in enumerate(group)] for p, group in enumerate(lengths)]
+    groups = [
+        [
+            trajectory(f"{p}/{g}", n, prompt=p + 1, mask=[t % 3 > 0 for t in range(n)] if g % 2 else None)
+            for g, n in enumerate(group)
+        ]
+        for p, group in enumerate(lengths)
+    ]
     for share in plan(groups, updates=updates, ranks=ranks, token_budget=40, seed=1):
         arrived = pickle.loads(pickle.dumps(share, protocol=5))
         assert [m.denominators for m in arrived] == [m.denominators for m in share]
@@ -79,6 +88,16 @@ def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks):
                     value, found = getattr(sample, field.name), getattr(twin, field.name)
                     np.testing.assert_array_equal(found, value, strict=True)
                     assert type(found) is type(value)
+
+
+def test_tokens_of_an_environment_are_no_part_of_a_loss():
+    sample = trajectory("a", 5, mask=[True, True, False, False, True])
+    batch = to_tensors([sample])
+    assert batch.mask_BT.long().tolist() == [[0, 0, 0, 1, 1, 0, 0, 1]]
+    assert batch.behavior_BT.tolist() == [[0, 0, 0, -0.5, -0.5, 0, 0, -0.5]]
+    assert batch.lengths_B.tolist() == [sample.length] == [8]
+    (share,) = plan([[sample, trajectory("b", 2)]], updates=1, ranks=1, token_budget=99, seed=0)
+    assert share[0].denominators.tokens == sample.drawn + 2 == 5
 
 
 def test_packing_puts_short_answers_beside_a_long_one():

@@ -23,9 +23,10 @@ SETTINGS = ObjectiveSettings(
 )
 
 
-def groups(count: int = 10, size: int = 4) -> list[list[Trajectory]]:
-    """Random answers of different lengths, with log-probs of a policy that is not quite the learner's."""
-    rng = np.random.default_rng(0)
+def groups(count: int = 10, size: int = 4, *, turns: bool = False) -> list[list[Trajectory]]:
+    """Random answers of different lengths, with log-probs of a policy that is not quite the learner's. With `turns`, an
+    environment gave a third of their tokens."""
+    rng, others = np.random.default_rng(0), np.random.default_rng(1)
     return [
         [
             Trajectory(
@@ -36,6 +37,7 @@ def groups(count: int = 10, size: int = 4) -> list[list[Trajectory]]:
                 reward=0.0,
                 advantage=float(rng.normal()),
                 versions=np.ones(n, dtype=np.int32),
+                mask=others.permutation(n) >= n // 3 if turns else None,
             )
             for g in range(size)
         ]
@@ -50,9 +52,13 @@ def learner(spec, **config) -> tuple[PolicyLearner, torch.nn.Module]:
     ), model
 
 
-def parameters_after(spec, *, count=10, updates=3, token_budget=10_000, ranks=1, rank=0, **config) -> torch.Tensor:
+def parameters_after(
+    spec, *, count=10, updates=3, token_budget=10_000, ranks=1, rank=0, turns=False, **config
+) -> torch.Tensor:
     trained, model = learner(spec, **config)
-    trained.learn(plan(groups(count), updates=updates, ranks=ranks, token_budget=token_budget, seed=3)[rank])
+    trained.learn(
+        plan(groups(count, turns=turns), updates=updates, ranks=ranks, token_budget=token_budget, seed=3)[rank]
+    )
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
@@ -60,8 +66,11 @@ def start(spec) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in load_model(spec).parameters()])
 
 
-def test_micro_batches_change_nothing(tiny_spec):
-    whole, split = parameters_after(tiny_spec), parameters_after(tiny_spec, token_budget=40)
+@pytest.mark.parametrize("turns", [False, True], ids=["one turn", "turns"])
+@pytest.mark.parametrize("config", [{}, {"packing": True}, {"share_prompts": False}], ids=str)
+def test_micro_batches_change_nothing(tiny_spec, turns, config):
+    whole = parameters_after(tiny_spec, turns=turns)
+    split = parameters_after(tiny_spec, turns=turns, token_budget=40, **config)
     moved = (whole - start(tiny_spec)).norm()
     assert moved > 0.1
     assert (whole - split).norm() <= 1e-3 * moved
@@ -80,20 +89,21 @@ def test_several_ranks_make_the_update_of_one(tiny_spec, tmp_path, ranks):
     assert (first - alone).norm() <= 1e-3 * (alone - start(tiny_spec)).norm()
 
 
-def test_an_update_is_the_adamw_step_of_the_objective(tiny_spec):
+@pytest.mark.parametrize("turns", [False, True], ids=["one turn", "turns"])
+def test_an_update_is_the_adamw_step_of_the_objective(tiny_spec, turns):
     trained, model = learner(tiny_spec, grad_clip=0.5, weight_decay=0.1)
     reference = load_model(tiny_spec).double()
-    samples = [s for group in groups() for s in group]
+    samples = [s for group in groups(turns=turns) for s in group]
     batch = to_tensors(samples)
     logprobs = token_logprobs(reference, batch.token_ids_BT, batch.mask_BT, 1.0)
     # the shared log-softmax is float32, which bounds the agreement below
-    denominators = Denominators(tokens=int(batch.mask_BT.sum()), sequences=len(samples))
+    denominators = Denominators(tokens=sum(s.drawn for s in samples), sequences=len(samples))
     loss, _ = objective(
         logprobs, logprobs.detach(), batch.behavior_BT, batch.advantages_B, batch.mask_BT, denominators, SETTINGS
     )
     loss.backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters()))
-    result = trained.learn(plan(groups(), updates=1, ranks=1, token_budget=10_000, seed=0)[0])
+    result = trained.learn(plan(groups(turns=turns), updates=1, ranks=1, token_budget=10_000, seed=0)[0])
     assert result.grad_norm == pytest.approx(norm, rel=1e-3)
     assert result.sums["tokens"] == denominators.tokens
     for (name, new), (_, old) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
@@ -115,7 +125,7 @@ def test_proximal_logprobs_are_those_before_the_first_update(tiny_spec):
             batch = to_tensors([s])
             with torch.no_grad():
                 row = token_logprobs(model, batch.token_ids_BT, batch.mask_BT, 1.0)[batch.mask_BT]
-            exact.append(Trajectory(**{k: getattr(s, k) for k in s.__slots__} | {"logprobs": row.numpy()}))
+            exact.append(replace(s, logprobs=row.numpy()))
     regrouped = [exact[i : i + 4] for i in range(0, len(exact), 4)]
     result = trained.learn(plan(regrouped, updates=4, ranks=1, token_budget=50, seed=0)[0])
     assert result.sums["abs_log_rho"] == 0

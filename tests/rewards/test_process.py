@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from qurl_ray.errors import RewardError
-from qurl_ray.rewards import process
 from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.sandbox import process as sandbox
 from qurl_ray.types import Problem
 from tests.rewards.verdicts import PROBLEM, statuses
 
@@ -56,7 +56,7 @@ def judge(function, answers, *, timeout_s=TIMEOUT_S, **settings):
 
 
 GOOD, WRONG = (1.0, "ok"), (0.0, "ok")
-KEEPER = "import qurl_ray.rewards.keeper as keeper;"
+KEEPER = "import qurl_ray.sandbox.keeper as keeper;"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_daemon_that_an_answer_leaves_behind_goes_with_the_process(mark):
 
 
 def test_more_processes_than_any_reward_needs_are_killed(monkeypatch):
-    monkeypatch.setattr(process, "_BOOT", KEEPER + "keeper._MAX_PROCESSES = 20;" + process._BOOT)
+    monkeypatch.setattr(sandbox, "_BOOT", KEEPER + "keeper._MAX_PROCESSES = 20;" + sandbox._BOOT)
     verdicts = judge("leaves_many_processes", ["many", "2"], timeout_s=5)
     assert statuses(verdicts) == [(0.0, "error"), GOOD]
     assert "too many processes" in verdicts[0].detail
@@ -322,7 +322,7 @@ def test_check_reports_a_bad_reward_before_any_answer(spec, message):
 
 
 def test_a_module_that_hangs_on_import_is_an_error(monkeypatch):
-    monkeypatch.setattr(process, "_START_S", 1.0)
+    monkeypatch.setattr(sandbox, "_START_S", 1.0)
     with (
         VerifierProcess("hangs_on_import:f", 5.0) as verifier,
         pytest.raises(RewardError, match="importing it took longer than 1 s"),

@@ -43,6 +43,26 @@ def test_gae_is_the_sum_of_discounted_errors(answers, gamma, lam):
         )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.tuples(st.booleans(), numbers), min_size=9, max_size=9), min_size=1, max_size=4),
+    gamma=st.sampled_from([1.0, 0.9]),
+    lam=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_what_an_environment_says_takes_no_step(rows, gamma, lam):
+    mask_BT = torch.tensor([[drawn for drawn, _ in row] for row in rows])
+    values_BT = torch.tensor([[value if drawn else float("nan") for drawn, value in row] for row in rows])
+    rewards_B = torch.arange(1.0, len(rows) + 1)
+    found = gae(token_rewards(rewards_B, mask_BT), values_BT, mask_BT, gamma=gamma, lam=lam)
+    for row in range(len(rows)):
+        alone = values_BT[row][mask_BT[row]][None]
+        everything = torch.ones(alone.shape, dtype=torch.bool)
+        rewards = token_rewards(rewards_B[row : row + 1], everything)
+        for gapped_BT, expected in zip(found, gae(rewards, alone, everything, gamma=gamma, lam=lam), strict=True):
+            torch.testing.assert_close(gapped_BT[row][mask_BT[row]], expected[0])
+            assert not gapped_BT[row][~mask_BT[row]].any()
+
+
 def test_without_discount_the_return_is_the_reward():
     mask_BT = torch.tensor([[False, True, True, True]])
     advantages_BT, returns_BT = gae(

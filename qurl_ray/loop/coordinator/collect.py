@@ -21,6 +21,7 @@ from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
+from qurl_ray.loop.coordinator.trajectories import Played, Player
 from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
@@ -50,6 +51,21 @@ class Collected:
     shown: list[dict] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     """Uids of the prompts, in the order in which they were drawn."""
+    played: list[Played] = field(default_factory=list)
+    """Trajectories with an environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answered:
+    """Answers to requests, in their order, with verdicts."""
+
+    prompts: list[np.ndarray]
+    completions: list[Completion]
+    verdicts: list[Verdict]
+    played: list[Played]
+    """Trajectories of the answers; none without an environment."""
+    rollout_seconds: float
+    reward_seconds: float
 
 
 class Collector:
@@ -63,9 +79,10 @@ class Collector:
         stop_ids: tuple[int, ...],
         fleet: Fleet,
         verifiers: VerifierPool,
+        player: Player | None = None,
     ) -> None:
         self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
-        self._fleet, self._verifiers = fleet, verifiers
+        self._fleet, self._verifiers, self._player = fleet, verifiers, player
         self._cursor = PromptCursor(task.train, seed=config.seed)
         self._problems = task.digest()
         comparison = config.algorithm.advantage
@@ -106,8 +123,7 @@ class Collector:
         )
         requests = self._requests(problems, 1, "evaluation", sampling)
         with self._fleet.spans.during(EVALUATION, "evaluation", problems=len(problems)):
-            completions = await self._fleet.generate(requests)
-            return await self._judge(completions, problems)
+            return (await self._answer(requests, problems)).verdicts
 
     async def collect(self, step: int) -> Collected:
         """Collect rounds of prompts until the step is full. Groups count in prompt order, never in the order of
@@ -134,7 +150,7 @@ class Collector:
         if self._compare is None or not groups:
             return groups
         rewards_PG = padded([[s.reward for s in group] for group in groups])
-        lengths_PG = padded([[len(s.token_ids) for s in group] for group in groups])
+        lengths_PG = padded([[s.drawn for s in group] for group in groups])
         found_PG = advantages(rewards_PG, self._compare, lengths_PG)
         return [
             [replace(s, advantage=float(value)) for s, value in zip(group, found_G, strict=False)]
@@ -154,33 +170,53 @@ class Collector:
         G = config.rollout.samples_per_prompt
         salt = f"{step}.{collected.rounds}"
         requests = self._requests(problems, G, salt, sampling)
-        started = time.perf_counter()
-        completions = await self._fleet.generate(requests)
-        check_logprobs(completions)
-        judged_from = time.perf_counter()
-        verdicts = await self._judge(completions, [problem for problem in problems for _ in range(G)])
-        seconds = {"rollout": judged_from - started, "reward": time.perf_counter() - judged_from}
+        answered = await self._answer(requests, [problem for problem in problems for _ in range(G)])
+        seconds = {"rollout": answered.rollout_seconds, "reward": answered.reward_seconds}
         self._fleet.spans.phases(ROLLOUTS, seconds)
-        collected.rollout_seconds += seconds["rollout"]
-        collected.reward_seconds += seconds["reward"]
+        collected.rollout_seconds += answered.rollout_seconds
+        collected.reward_seconds += answered.reward_seconds
         collected.rounds += 1
         collected.prompts += [problem.uid for problem in problems]
-        watched = self._watch(problems, completions, verdicts, collected)
-        self._group(requests, completions, verdicts, watched, collected)
+        collected.played += answered.played
+        watched = self._watch(problems, answered, collected)
+        self._group(answered, watched, collected)
 
-    def _group(
-        self,
-        requests: list[Request],
-        completions: list[Completion],
-        verdicts: list[Verdict],
-        watched: set[int],
-        collected: Collected,
-    ) -> None:
+    async def _answer(self, requests: list[Request], problems: Sequence[Problem]) -> _Answered:
+        """Have the fleet answer requests, in turns with an environment if there is one, and judge the answers."""
+        started = time.perf_counter()
+        played = await self._player.play(requests, problems) if self._player else []
+        completions = [one.completion for one in played] if played else await self._fleet.generate(requests)
+        check_logprobs(completions)
+        judged_from = time.perf_counter()
+        if played:
+            verdicts = await self._judge_played(played, problems)
+        else:
+            verdicts = await self._judge(completions, problems)
+        return _Answered(
+            prompts=[one.prompt_ids for one in played or requests],
+            completions=completions,
+            verdicts=verdicts,
+            played=played,
+            rollout_seconds=judged_from - started,
+            reward_seconds=time.perf_counter() - judged_from,
+        )
+
+    async def _judge_played(self, played: Sequence[Played], problems: Sequence[Problem]) -> list[Verdict]:
+        """Return verdicts: the environment's, or of the reward function on the last turn where it gives none."""
+        verdicts = [one.verdict() for one in played]
+        rest = [index for index, verdict in enumerate(verdicts) if verdict is None]
+        last = [replace(played[i].completion, token_ids=played[i].last_turn) for i in rest]
+        judged = await self._judge(last, [problems[i] for i in rest]) if rest else []
+        found = dict(zip(rest, judged, strict=True))
+        return [verdict or found[index] for index, verdict in enumerate(verdicts)]
+
+    def _group(self, answered: _Answered, watched: set[int], collected: Collected) -> None:
         """Add groups to `collected`, without samples that have no reward, and without uniform groups if the algorithm
         says so."""
         algorithm, rollout = self._config.algorithm, self._config.rollout
+        completions, verdicts = answered.completions, answered.verdicts
         G = rollout.samples_per_prompt
-        lengths = np.array([len(c.token_ids) for c in completions])
+        lengths = np.array([c.drawn for c in completions])
         penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
         judged_PG = np.array([v.reward if v.status == "ok" else np.nan for v in verdicts]).reshape(-1, G)
         rewards_PG = judged_PG + penalty.reshape(-1, G)
@@ -193,7 +229,7 @@ class Collector:
         collected.tokens += int(lengths.sum())
         collected.rewards += [v.reward for v in verdicts if v.status == "ok"]
         collected.lengths += lengths.tolist()
-        collected.garbage += garbage_tokens([c.token_ids for c in completions])
+        collected.garbage += garbage_tokens([c.drawn_ids for c in completions])
         collected.truncated += sum(c.finish == "length" for c in completions)
         collected.all_groups += len(rewards_PG)
         collected.uniform_groups += int(uniform_P.sum())
@@ -203,12 +239,13 @@ class Collector:
                 [
                     Trajectory(
                         uid=completions[i].uid,
-                        prompt_ids=requests[i].prompt_ids,
+                        prompt_ids=answered.prompts[i],
                         token_ids=completions[i].token_ids,
                         logprobs=completions[i].logprobs,
                         reward=float(rewards_PG[p, i - p * G]),
                         advantage=0.0,
                         versions=completions[i].versions,
+                        mask=completions[i].mask,
                         group=len(collected.groups),
                         watched=i in watched,
                     )
@@ -235,12 +272,11 @@ class Collector:
         items = items_to_judge(completions, problems, self._tokenizer, self._stop_ids)
         return await self._verifiers.judge(items, judging_deadline(self._config, len(items)))
 
-    def _watch(
-        self, problems: list[Problem], completions: list[Completion], verdicts: list[Verdict], collected: Collected
-    ) -> set[int]:
+    def _watch(self, problems: list[Problem], answered: _Answered, collected: Collected) -> set[int]:
         """Choose samples to be shown to the user and add their text to `collected`. First samples of groups come before
         second ones, and groups whose answers differ before others. Returns the indices of the samples."""
         G = self._config.rollout.samples_per_prompt
+        completions, verdicts = answered.completions, answered.verdicts
         rewards_PG = np.array([v.reward for v in verdicts]).reshape(-1, G)
         order = np.argsort(all_equal(rewards_PG), kind="stable")  # the learner learns from groups that differ
         free = self._config.tracking.samples_per_step - len(collected.shown)
@@ -248,8 +284,9 @@ class Collector:
         if not chosen:
             return set()
         for i in chosen:
-            ids = completions[i].token_ids
-            answer, _ = answer_text(ids, self._tokenizer, self._stop_ids)
+            ids, mask = completions[i].token_ids, completions[i].mask
+            # All turns of an answer with several, else the text before the end token.
+            answer, _ = answer_text(ids, self._tokenizer, self._stop_ids if mask is None else ())
             collected.shown.append(
                 {
                     "uid": completions[i].uid,
@@ -261,10 +298,17 @@ class Collector:
                     "finish": completions[i].finish,
                     "versions": _runs(completions[i].versions.tolist()),
                     "tokens": self._texts(ids.tolist()),
-                    "logprobs": [round(float(value), 4) for value in completions[i].logprobs],
+                    "logprobs": drawn_only(completions[i].logprobs, mask),
                 }
+                | ({"turns": answered.played[i].log()} if answered.played else {})
             )
         return set(chosen)
+
+
+def drawn_only(logprobs: np.ndarray, mask: np.ndarray | None) -> list[float | None]:
+    """Return log-probs for a log, and None for tokens that the policy did not draw."""
+    drawn = np.ones(len(logprobs), dtype=bool) if mask is None else mask
+    return [round(float(value), 4) if kept else None for value, kept in zip(logprobs, drawn, strict=True)]
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:

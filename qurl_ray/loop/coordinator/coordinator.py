@@ -20,6 +20,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from qurl_ray.actors.cluster import own_log
+from qurl_ray.actors.environments import EnvironmentPool
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.placement import GpuAssignment
 from qurl_ray.actors.verifier import VerifierPool
@@ -32,16 +33,19 @@ from qurl_ray.loop.coordinator.collect import Collector
 from qurl_ray.loop.coordinator.events import EventBuffer
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.coordinator.session import Session
+from qurl_ray.loop.coordinator.trajectories import Player
 from qurl_ray.loop.messages import Directive, Drained, Gap, Material, Offer, Start, WeightsWanted
 from qurl_ray.types import Completion, Event, StagedBucket
 
 _POLL_S = 0.02
 
 
-def packed_handles(workers: Sequence[ActorHandle], verifiers: VerifierPool) -> bytes:
-    """Return the rollout workers and verifiers for a Coordinator. As arguments of their own, Ray takes them for objects
-    that a restart may not find, and prints an error at every start."""
-    return cloudpickle.dumps((workers, verifiers))
+def packed_handles(
+    workers: Sequence[ActorHandle], verifiers: VerifierPool, environments: Sequence[ActorHandle] = ()
+) -> bytes:
+    """Return rollout workers, verifiers and hosts of environments for a Coordinator. As arguments of their own, Ray
+    takes them for objects that a restart may not find, and prints an error at every start."""
+    return cloudpickle.dumps((workers, verifiers, environments))
 
 
 class Coordinator:
@@ -55,16 +59,18 @@ class Coordinator:
     def __init__(
         self,
         config: RunConfig,
-        handles: bytes | tuple[Sequence[ActorHandle], VerifierPool],
+        handles: bytes | tuple[Sequence[ActorHandle], VerifierPool, Sequence[ActorHandle]],
         run_dir: Path,
         resume: Checkpoint | None,
     ) -> None:
         workers: Sequence[ActorHandle]
         self._verifiers: VerifierPool
-        workers, self._verifiers = cloudpickle.loads(handles) if isinstance(handles, bytes) else handles
+        hosts: Sequence[ActorHandle]
+        workers, self._verifiers, hosts = cloudpickle.loads(handles) if isinstance(handles, bytes) else handles
         self._config, self._run_dir = config, run_dir
         self._events = EventBuffer()
         self._fleet = Fleet(workers, config.rollout, self._events.tell)
+        self._environments = EnvironmentPool(hosts, config.environment) if hosts else None
         self._beginnings = Rendezvous(config.learner.workers)
         self._session: Session | None = None
         self._max_codes: dict[str, int] = {}
@@ -113,8 +119,11 @@ class Coordinator:
             notes = [*notes, f"the learner restarted and continues {where}"]
         again, self._resume = self._resume is None, None
         material: Material = await reference[0]
+        player = None
+        if self._environments:
+            player = Player(self._config, self._fleet, self._environments, material)
         collector = Collector(
-            self._config, material.task, material.tokenizer, material.stop_ids, self._fleet, self._verifiers
+            self._config, material.task, material.tokenizer, material.stop_ids, self._fleet, self._verifiers, player
         )
         done, state = (resume.step, resume.state()) if resume else (0, None)
         if self._session:  # from here on nothing is awaited: no call may reach a session that was cancelled

@@ -1,13 +1,16 @@
 """Figures of a step, from its rollouts and its updates, and figures of an evaluation. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from qurl_ray.environments.protocol import FAILURES
 from qurl_ray.evaluation.statistics import SOLVED, accuracy_with_interval, is_binary, reward_with_interval
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.coordinator.collect import Collected
+from qurl_ray.loop.coordinator.trajectories import Played
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.reduce import merge
 from qurl_ray.rl.value import value_metrics
@@ -34,7 +37,7 @@ def step_figures(
         "rollout/tokens_per_second": collected.tokens / collected.rollout_seconds,
         "rollout/mean_length": float(np.mean(collected.lengths)),
         "rollout/truncated_share": collected.truncated / collected.samples,
-        "rollout/garbage_share": collected.garbage / collected.tokens,
+        "rollout/garbage_share": collected.garbage / max(1, collected.tokens),
         "rollout/uniform_groups": collected.uniform_groups / collected.all_groups,
         "rollout/rounds": collected.rounds,
         "loss": sums.get("loss", 0.0),
@@ -42,8 +45,26 @@ def step_figures(
         "grad_norm": results[0].grad_norm,
         "skipped_updates": results[0].skipped_updates,
     }
-    values |= _staleness(step, collected, drawn_at)
+    values |= _staleness(step, collected, drawn_at) | environment_figures(collected.played)
     return values | ((policy_metrics(sums) | value_metrics(sums)) if sums else {})
+
+
+def environment_figures(played: Sequence[Played]) -> dict[str, float]:
+    """Figures of trajectories with an environment; none without."""
+    if not played:
+        return {}
+    said = [one for trajectory in played for one in trajectory.said]
+    calls, seconds = sum(one.calls for one in said), sum(trajectory.seconds for trajectory in played)
+    failed = Counter(trajectory.failure.kind for trajectory in played if trajectory.failure)
+    return {
+        "environment/turns": sum(trajectory.turns for trajectory in played) / len(played),
+        "environment/calls": calls / len(played),
+        "environment/failed_calls": sum(one.failed_calls for one in said) / max(1, calls),
+        "environment/seconds": sum(one.seconds for one in said) / len(played),
+        "environment/waiting": sum(one.waited for one in said) / seconds if seconds else 0.0,
+        "environment/replays": sum(trajectory.replays for trajectory in played),
+        "environment/failed": failed.total(),
+    } | {f"environment/failed_{kind}": failed[kind] for kind in FAILURES if failed[kind]}
 
 
 def evaluation_figures(verdicts: Sequence[Verdict], sets: Sequence[str] = ()) -> dict[str, Any]:
@@ -79,7 +100,7 @@ def _estimates(prefix: str, rewards: Sequence[float]) -> dict[str, float]:
 
 def _staleness(step: int, collected: Collected, drawn_at: Mapping[int, int]) -> dict[str, float]:
     """Mean and largest number of steps that the learner was ahead of the weights that drew its tokens."""
-    versions = [s.versions for group in collected.groups for s in group]
+    versions = [s.versions if s.mask is None else s.versions[s.mask] for group in collected.groups for s in group]
     if not versions:
         return {}
     found, counts = np.unique(np.concatenate(versions), return_counts=True)

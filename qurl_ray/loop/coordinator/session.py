@@ -279,7 +279,14 @@ class Session:
             proximal = {uid: logprobs for result in results for uid, logprobs in result.proximal.items()}
             for sample in collected.shown:
                 found = proximal.get(sample["uid"])
-                sample["proximal_logprobs"] = None if found is None else [round(float(value), 4) for value in found]
+                sample["proximal_logprobs"] = (
+                    found
+                    if found is None
+                    else [
+                        None if b is None else round(float(p), 4)
+                        for p, b in zip(found, sample["logprobs"], strict=True)
+                    ]
+                )
             self._events.add(Event(kind="samples", step=number, values={"samples": collected.shown}))
         step.collected = step.reported = None  # only the collector's state is still needed
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
@@ -12,7 +13,9 @@ from qurl_ray.config.paths import absolute
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
-from qurl_ray.errors import ConfigError, DataError, QuantizationError, RewardError
+from qurl_ray.data.turns import Turns
+from qurl_ray.environments.process import CallFailed, EnvironmentProcess
+from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
 from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.numerics.promise import Promise, promise_for
@@ -63,6 +66,8 @@ def check_run(config: RunConfig) -> Checked:
     found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
     check_model(config, found.model)
     check_prompts(config, task, found)
+    if config.environment.type is not None:
+        check_environment(config, task.train[0], found)
     return Checked(task=task, spec=spec, model=found.model)
 
 
@@ -145,6 +150,34 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
             max_new_tokens=config.rollout.max_new_tokens,
             context=found.context,
         )
+
+
+def check_environment(config: RunConfig, problem: Problem, found: Outline) -> None:
+    """Play one turn: an environment that cannot be made, fails or hangs fails here, and so does a chat template that
+    cannot take its messages.
+
+    Raises:
+        ConfigError, DataError, EnvironmentFailed: one of these.
+    """
+    if isinstance(config.model, TinyModel) and not config.model.calculator:
+        raise ConfigError("environment.type: the tiny policy knows the calculator alone, with model.calculator=true")
+    settings, stops = config.environment, (found.tokenizer.eos_token_id,)
+    assert settings.type
+    turns = Turns(found.tokenizer, config.task, stops)
+    turns.check(problem, keep_history=settings.rewritten_history == "keep")
+    with EnvironmentProcess(
+        settings.type, settings.params, timeout_s=settings.timeout_s, memory_gb=settings.memory_gb
+    ) as process:
+        opening = process.reset("trial", problem)
+        reply = process.step("trial", problem.answer) if isinstance(opening, list) else opening
+    if isinstance(reply, CallFailed):
+        raise EnvironmentFailed(
+            f"environment {settings.type} ended in {reply.kind} when it was tried on {problem.uid}: {reply.detail}"
+        )
+    if isinstance(opening, list) and opening:
+        turns.opening(problem, opening)
+    if reply.messages:
+        turns.after(problem, np.zeros(0, dtype=np.int32), reply.messages)
 
 
 def check_reward(config: TaskConfig, reward: str, problem: Problem | None) -> None:

@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from qurl_ray.actors.cluster import attach, check_address, check_room, start
+from qurl_ray.actors.environments import end_environments, start_environments
 from qurl_ray.actors.placement import demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
 from qurl_ray.actors.worker_group import WorkerGroup
@@ -40,7 +41,7 @@ from qurl_ray.loop.messages import Material
 from qurl_ray.loop.rank.entry import train_entry
 from qurl_ray.loop.totals import RunTotals
 from qurl_ray.numerics.selfcheck import VARIABLES
-from qurl_ray.policy.load import load_tokenizer, stop_ids
+from qurl_ray.policy.load import context_length, load_tokenizer, stop_ids
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
 from qurl_ray.report.viewer import write_rollouts
@@ -222,16 +223,22 @@ def _train(
     verifiers = start_verifiers(
         judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb
     )
+    environments = start_environments(config.environment)
     coordinator: ActorHandle | None = None
     fit: Fit | None = None
     tokenizer = load_tokenizer(prepared.spec)
-    material = Material(task=prepared.task, tokenizer=tokenizer, stop_ids=stop_ids(prepared.spec, tokenizer))
+    material = Material(
+        task=prepared.task,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(prepared.spec, tokenizer),
+        context=context_length(prepared.spec),
+    )
     reference = ray.put(material)  # it is held while the run lasts
     try:
         coordinator = (
             ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
             .options(max_concurrency=_CALLS + 2 * config.learner.workers)
-            .remote(config, packed_handles(worker_group.actors, verifiers), place.path, place.resume)
+            .remote(config, packed_handles(worker_group.actors, verifiers, environments), place.path, place.resume)
         )
         # Not the handle itself: a process that unpacks it, as Ray Train's controller would, imports the coordinator.
         handle = ray.put(coordinator)
@@ -249,7 +256,7 @@ def _train(
             if fit:
                 fit.end()
         finally:
-            _end(worker_group, verifiers, coordinator)
+            _end(worker_group, verifiers, environments, coordinator)
 
 
 def _fit_in_thread(config: RunConfig, context: dict[str, Any], run_dir: Path) -> Fit:
@@ -322,11 +329,17 @@ def _cluster(config: RunConfig, stops: StopRequests) -> Iterator[str]:
             os.environ |= {name: before[name]} if name in before else {}
 
 
-def _end(worker_group: WorkerGroup, verifiers: VerifierPool, coordinator: ActorHandle | None) -> None:
+def _end(
+    worker_group: WorkerGroup,
+    verifiers: VerifierPool,
+    environments: Sequence[ActorHandle],
+    coordinator: ActorHandle | None,
+) -> None:
     if coordinator is not None:
         ray.kill(coordinator)
     worker_group.stop()
     verifiers.close()
+    end_environments(environments)
 
 
 def _cold_start_progress(model: ModelConfig, tracker: Tracker) -> Callable[[int, float], None]:

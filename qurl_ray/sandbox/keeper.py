@@ -1,21 +1,23 @@
-"""Processes that supervise the judge: they start it, limit its memory, and remove everything that it leaves behind.
+"""Processes that supervise a server of user code: they start it, limit its memory, and remove what it leaves behind.
 
-    parent ─ socket ─► warden ─► keeper ─► judge (child.py) ─► processes that the reward function starts
+    parent ─ socket ─► warden ─► keeper ─► server ─► processes that the user's code starts
 
-keeper     waits for the parent's end of the socket to close, the warden or the judge to die, or the judge's processes
-           to hold too much memory; then kills all that the judge started, and ends with the judge's exit code or with
-           TOO_MUCH
+server     a function of this package, (socket, spec) -> exit code, which calls the user's code
+keeper     waits for the parent's end of the socket to close, the warden or the server to die, or the server's processes
+           to hold too much memory; then kills all that the server started, and ends with the server's exit code or
+           with TOO_MUCH
 warden     waits for the keeper to end or to be stopped; then kills all that is left, and ends with the keeper's exit
            code or with STOPPED
 
 No user code runs in these two processes, so it cannot prevent the clean-up by breaking its interpreter. If one of the
 two is killed or stopped, the other cleans up. On Linux both are subreapers: a process that left its session and
 whose parent has ended becomes a child of the keeper, or of the warden if the keeper is dead. "No children left" then
-means that no process is left. On other systems, processes that leave the judge's process group are not found, and
+means that no process is left. On other systems, processes that leave the server's process group are not found, and
 neither are those that a killed keeper leaves.
 """
 
 import ctypes
+import importlib
 import os
 import resource
 import select
@@ -26,34 +28,37 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
-from qurl_ray.rewards import cgroup
-from qurl_ray.rewards.child import run_judge
-from qurl_ray.rewards.held import SHM, Holdings, descendants
-from qurl_ray.rewards.inotify import NewFiles
+from qurl_ray.sandbox import cgroup
+from qurl_ray.sandbox.held import SHM, Holdings, descendants
+from qurl_ray.sandbox.inotify import NewFiles
 
 TOO_MUCH = 97
-"""Exit code: the judge's processes exceeded their memory limit, or were too many."""
+"""Exit code: the server's processes exceeded their memory limit, or were too many."""
 STOPPED = 96
 """Exit code: the keeper was stopped by a signal."""
 _TICK_MS = 100  # longest time between two checks of the memory
 _REST = 4  # pause after a check caused by a new file, in durations of that check: other programs may create many files
 _PAUSE_S = 0.002  # time for the kernel between two rounds of killing
-_MAX_PROCESSES = 512  # limit for a reward that starts a process for every answer and never waits for them
+_MAX_PROCESSES = 512  # limit for code that starts a process at every call and never waits for them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(*, fd: int, spec: str, memory_gb: float) -> NoReturn:
-    """Run the warden: start a keeper, whose judge answers on the socket `fd`; when it ends, kill all that is left."""
+def main(*, fd: int, server: str, spec: str, memory_gb: float) -> NoReturn:
+    """Run the warden: start a keeper, whose server, `module:function`, answers on the socket `fd`; when it ends, kill
+    all that is left."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     _discard_output()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Files that are not removed would fill the disk in a long run, or the memory if /tmp is in memory.
     sandbox = _Sandbox(int(memory_gb * 2**30))
+    module, _, name = server.partition(":")
+    serve = partial(getattr(importlib.import_module(module), name), channel, spec)
     warden = os.getpid()
-    keeper = _fork(lambda: _keep(warden, channel, spec, sandbox))
+    keeper = _fork(lambda: _keep(warden, channel, serve, sandbox))
     status = os.waitpid(keeper, os.WUNTRACED)[1]
     stopped = os.WIFSTOPPED(status)
     if stopped:
@@ -63,11 +68,11 @@ def main(*, fd: int, spec: str, memory_gb: float) -> NoReturn:
 
 
 class _Sandbox:
-    """Limits for the judge and all that it starts, and a record of what to remove after them."""
+    """Limits for the server and all that it starts, and a record of what to remove after them."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.scratch = tempfile.mkdtemp(prefix="qurl-reward-")
+        self.scratch = tempfile.mkdtemp(prefix="qurl-sandbox-")
         self._holdings = Holdings(self.scratch)
         self._group = cgroup.make_group(limit)
 
@@ -99,25 +104,25 @@ class _Sandbox:
             cgroup.remove_group(self._group)
 
 
-def _keep(warden: int, channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
-    """Run the keeper: start the judge and watch it. Return the exit code."""
+def _keep(warden: int, channel: socket.socket, serve: Callable[[], int], sandbox: _Sandbox) -> int:
+    """Run the keeper: start the server and watch it. Return the exit code."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    judge = _fork(lambda: _judge(channel, spec, sandbox))
+    server = _fork(lambda: _serve(serve, sandbox))
     try:
-        return _watch(warden, channel, judge, sandbox)
+        return _watch(warden, channel, server, sandbox)
     finally:
-        sandbox.clear(judge)
+        sandbox.clear(server)
 
 
-def _judge(channel: socket.socket, spec: str, sandbox: _Sandbox) -> int:
-    """Run the judge in its own session, under the limits. Return its exit code."""
+def _serve(serve: Callable[[], int], sandbox: _Sandbox) -> int:
+    """Run the server in its own session, under the limits. Return its exit code."""
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sandbox.enter()
-    return run_judge(channel, spec)
+    return serve()
 
 
-def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -> int:
+def _watch(warden: int, channel: socket.socket, server: int, sandbox: _Sandbox) -> int:
     """Wait for a reason to end. Return the exit code that describes the reason, negative for a signal."""
     poller = select.poll()
     poller.register(channel, 0)  # a hang-up is reported without a request
@@ -125,13 +130,13 @@ def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -
     if new_files.fd is not None:
         poller.register(new_files.fd, select.POLLIN)
     with suppress(AttributeError, OSError):  # without pidfd, a death is noticed at the next tick
-        poller.register(os.pidfd_open(judge), select.POLLIN)
+        poller.register(os.pidfd_open(server), select.POLLIN)
         poller.register(os.pidfd_open(warden), select.POLLIN)
     while True:
         ready = [fd for fd, _ in poller.poll(_TICK_MS)]
         if channel.fileno() in ready or os.getppid() != warden:
             return 0
-        if (code := _reap(judge)) is not None:
+        if (code := _reap(server)) is not None:
             return TOO_MUCH if sandbox.was_full() else code
         began = time.monotonic()
         new_files.read()
@@ -141,12 +146,12 @@ def _watch(warden: int, channel: socket.socket, judge: int, sandbox: _Sandbox) -
             time.sleep(min(_REST * (time.monotonic() - began), _TICK_MS / 1000))
 
 
-def _reap(judge: int) -> int | None:
-    """Reap every child that has ended. Return the judge's exit code if it was among them."""
+def _reap(server: int) -> int | None:
+    """Reap every child that has ended. Return the server's exit code if it was among them."""
     code = None
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == judge:
+            if found[0] == server:
                 code = os.waitstatus_to_exitcode(found[1])
     return code
 

@@ -1,10 +1,10 @@
-"""The memory group of a judge, on folders that look like the kernel's."""
+"""The memory group of a server, on folders that look like the kernel's."""
 
 import os
 
 import pytest
 
-from qurl_ray.rewards import cgroup
+from qurl_ray.sandbox import cgroup
 
 LIMIT = 2**30
 

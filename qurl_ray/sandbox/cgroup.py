@@ -1,4 +1,4 @@
-"""Memory limit enforced by the kernel: a cgroup (version 2) for the judge and all processes that it starts.
+"""Memory limit enforced by the kernel: a cgroup (version 2) for a server of user code and all processes that it starts.
 
 It requires that this process may create siblings of its own group, and that these have the memory controller. This is
 the case below a systemd user manager, or in a service with `Delegate=yes`, but not in most containers. A child of
@@ -22,7 +22,7 @@ def make_group(limit: int) -> Path | None:
             return None
         if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
             return None
-        group = parent / f"qurl-reward-{os.getpid()}"
+        group = parent / f"qurl-sandbox-{os.getpid()}"
         group.mkdir()
     except (OSError, StopIteration):
         return None

@@ -1,4 +1,4 @@
-"""Measurement of the memory held by the processes of a reward, including files in memory.
+"""Measurement of the memory held by the processes of a server, including files in memory.
 
 The sum includes resident memory (pages that processes share count once), files without a name (memfds, deleted files),
 new files in /dev/shm that a process was seen to write, and temporary files. Without /proc, it includes only the latter.

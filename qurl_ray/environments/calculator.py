@@ -1,0 +1,35 @@
+"""A calculator for the tiny policy: `[37*48]` is answered with `1776=`, and anything else ends the trajectory."""
+
+import operator
+import re
+
+from qurl_ray.environments.protocol import Message, Step
+from qurl_ray.types import Problem
+
+CALL = re.compile(r"\[(\d+)([+*-])(\d+)\]")
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_MOST_DIGITS = 9
+
+
+class Calculator:
+    """A turn within brackets is a call, and its result is the next turn's beginning; `task.reward` judges other turns.
+
+    Args:
+        works: False answers every call with `?=`, as a control: then only sums done in the head are right.
+    """
+
+    deterministic = True
+
+    def __init__(self, *, works: bool = True) -> None:
+        self._works = works
+
+    def reset(self, problem: Problem) -> list[Message]:
+        return []
+
+    def step(self, answer: str) -> Step:
+        if not answer.startswith("["):
+            return Step(done=True)
+        found = CALL.fullmatch(answer)
+        right = found is not None and self._works and max(len(found[1]), len(found[3])) <= _MOST_DIGITS
+        said = f"{_OPERATORS[found[2]](int(found[1]), int(found[3]))}=" if found and right else "?="
+        return Step(messages=[{"role": "tool", "content": said}], info={"calls": 1, "failed_calls": int(not right)})

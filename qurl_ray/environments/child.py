@@ -1,0 +1,120 @@
+"""Server of environments, which runs the user's code below a keeper (sandbox.keeper); it loads neither torch nor ray.
+
+consumes:  JSON lines [mark, operation, trajectory, payload]: "reset" with a problem, "step" with an answer, "close"
+produces:  a JSON line for each, [mark, "ok", result] or [mark, failure, detail]; before the first of them
+           {"ready": true, "deterministic": …} or {"error": message}
+ends:      when the socket closes; killed by the keeper
+
+The marks are random: what an environment writes to the socket does not count as a reply.
+"""
+
+import asyncio
+import inspect
+import json
+import numbers
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from qurl_ray.environments.protocol import Message, Step
+from qurl_ray.errors import EnvironmentFailed
+from qurl_ray.rewards.judge import LARGEST, printable, text_of
+from qurl_ray.tables import ENVIRONMENTS
+from qurl_ray.types import Problem
+
+
+class _InvalidError(Exception):
+    """An environment returned something else than it should."""
+
+
+def run_environments(channel: socket.socket, spec: str) -> int:
+    """Serve environments of one type until the parent closes the socket. Return the exit code.
+
+    Args:
+        spec: JSON of {"type", "params"}.
+    """
+    settings = json.loads(spec)
+    try:
+        make = ENVIRONMENTS.load(settings["type"])
+    except EnvironmentFailed as error:
+        _send(channel, {"error": str(error)})
+        return 0
+    _send(channel, {"ready": True, "deterministic": bool(getattr(make, "deterministic", False))})
+    me, served = os.getpid(), _Served(make, settings["params"])
+    with channel.makefile("rb") as stream:
+        for line in stream:
+            mark, operation, trajectory, payload = json.loads(line)
+            reply = served.reply(operation, trajectory, payload)
+            if os.getpid() != me:  # the environment forked and returned twice; only one process may answer
+                os._exit(0)
+            _send(channel, [mark, *reply])
+    return 0
+
+
+class _Served:
+    """The environments of this process, by trajectory."""
+
+    def __init__(self, make: Any, params: dict[str, Any]) -> None:
+        self._make, self._params = make, params
+        self._there: dict[str, Any] = {}
+        self._loop = asyncio.new_event_loop()
+
+    def reply(self, operation: str, trajectory: str, payload: Any) -> tuple[str, Any]:
+        """Return ("ok", result) or (failure, detail). A failed trajectory is forgotten."""
+        try:
+            match operation:
+                case "reset":
+                    self._there[trajectory] = environment = self._make(**self._params)
+                    return "ok", _messages(self._finished(environment.reset(Problem(**payload))))
+                case "step":
+                    return "ok", _plain(self._finished(self._there[trajectory].step(payload)))
+            self._close(trajectory)
+            return "ok", None
+        except _InvalidError as error:
+            kind, detail = "invalid", str(error)
+        except (Exception, SystemExit) as error:  # user code: any failure is a reply
+            kind, detail = "error", f"{type(error).__name__}: {text_of(error)}"
+        self._there.pop(trajectory, None)
+        return kind, printable(detail)
+
+    def _close(self, trajectory: str) -> None:
+        close = getattr(self._there.pop(trajectory, None), "close", None)
+        if close:
+            self._finished(close())
+
+    def _finished(self, found: Any) -> Any:
+        return self._loop.run_until_complete(found) if inspect.isawaitable(found) else found
+
+
+def _messages(found: Any) -> list[Message]:
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        raise _InvalidError(f"it returned {type(found).__name__} for messages, expected a list")
+    for message in found:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _InvalidError(f"a message is {type(message).__name__}, expected a mapping with role and content")
+        if not isinstance(message.get("content"), str):
+            got = type(message.get("content")).__name__
+            raise _InvalidError(f"the content of a {message['role']} message is {got}, expected text")
+    return list(found)
+
+
+def _plain(step: Any) -> dict[str, Any]:
+    if not isinstance(step, Step):
+        raise _InvalidError(f"step returned {type(step).__name__}, expected a Step")
+    reward = step.reward
+    if reward is not None:
+        if not isinstance(reward, (numbers.Real, np.bool_)) or not abs(float(reward)) <= LARGEST:  # also nan
+            raise _InvalidError(f"the reward is {reward!r}, expected a finite number up to {LARGEST:g}, or None")
+        reward = float(reward)
+    try:
+        info = json.loads(json.dumps(step.info, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _InvalidError(f"info is no plain JSON: {error}") from None
+    return {"messages": _messages(step.messages), "reward": reward, "done": bool(step.done), "info": info}
+
+
+def _send(channel: socket.socket, reply: object) -> None:
+    channel.sendall(json.dumps(reply).encode() + b"\n")

@@ -1,0 +1,65 @@
+"""The interface of an environment, with the names of Gymnasium. An environment holds the state of one trajectory."""
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from qurl_ray.types import Problem
+
+Message = dict[str, Any]
+"""A message with `role` ("user", "tool", …) and `content`, which is text, as chat templates take it."""
+
+Failure = Literal["timeout", "died", "error", "invalid", "lost"]
+"""How a call of an environment failed: it took too long; its process ended; it raised; it returned something else than
+a Step; its process ended because of another trajectory, or with the machine."""
+FAILURES: tuple[Failure, ...] = ("timeout", "died", "error", "invalid", "lost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment makes of one turn of the policy.
+
+    Example:
+        Step(messages=[{"role": "user", "content": "too high"}])
+        Step(reward=1.0, done=True)
+    """
+
+    messages: Sequence[Message] = ()
+    """What the environment says. After the last turn it may be empty."""
+    reward: float | None = None
+    """Reward of this turn; rewards of a trajectory are added up. If all are None, `task.reward` judges the last turn's
+    answer."""
+    done: bool = False
+    """True if the trajectory ends here."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Plain JSON values for logs. `calls` and `failed_calls` are counts of tool calls, for metrics."""
+
+
+class Environment(Protocol):
+    """An environment of one trajectory. Both methods may be coroutines.
+
+    A class attribute `deterministic = True` says that the same answers lead to the same steps. Such environments share
+    processes, and a trajectory whose process ended because of another one is replayed.
+
+    Example:
+        class Guess:
+            deterministic = True
+
+            def reset(self, problem):
+                self.secret = problem.meta["secret"]
+                return []
+
+            def step(self, answer):
+                won = answer.strip() == str(self.secret)
+                says = "right" if won else "wrong, again"
+                return Step(messages=[{"role": "user", "content": says}], reward=float(won), done=won)
+    """
+
+    def reset(self, problem: Problem) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """Begin a trajectory. Return what the environment says after the problem's own prompt, before the first
+        turn; often nothing."""
+        ...
+
+    def step(self, answer: str) -> Step | Awaitable[Step]:
+        """Take the text of one turn of the policy, without its end token."""
+        ...

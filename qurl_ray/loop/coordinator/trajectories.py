@@ -1,0 +1,183 @@
+"""Trajectories of several turns: the policy draws a turn, its environment answers, and the policy continues the row.
+
+    reset ─► prompt ─► turn ─► step ─► turn ─► step ─► … ─► one Played trajectory
+
+A turn is a request whose prompt is the whole row so far. What was drawn is never encoded again, and what the
+environment says is encoded once (data.turns). A trajectory that waits for its environment is nowhere in an engine.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import numpy as np
+
+from qurl_ray.actors.environments import EnvironmentPool, Seat
+from qurl_ray.actors.fleet import Fleet, TurnsWork
+from qurl_ray.config import RunConfig
+from qurl_ray.data.answers import answer_text
+from qurl_ray.data.turns import Turns
+from qurl_ray.environments.process import CallFailed
+from qurl_ray.environments.protocol import Message, Step
+from qurl_ray.loop.messages import Material
+from qurl_ray.rewards.judge import failure
+from qurl_ray.rollout.requests import continued, joined
+from qurl_ray.types import Completion, Problem, Request, Status, Verdict
+
+NOT_DRAWN = -1
+"""Version of tokens that no policy drew."""
+_STATUS: dict[str, Status] = {"timeout": "timeout", "invalid": "invalid"}
+"""Status of a verdict by the kind of failure; "error" otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What an environment made of one turn, for logs."""
+
+    at: int
+    """Number of tokens of the answer before it."""
+    messages: Sequence[Message]
+    reward: float | None
+    calls: int
+    failed_calls: int
+    seconds: float
+    """Seconds that the environment worked."""
+    waited: float
+    """Seconds until its reply was there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """A trajectory that has ended."""
+
+    completion: Completion
+    """All its tokens after the prompt; none if the environment failed before the first turn."""
+    prompt_ids: np.ndarray
+    last_turn: np.ndarray
+    """Tokens of the last turn."""
+    reward: float | None = None
+    """Sum of the environment's rewards; None if it gave none."""
+    failure: CallFailed | None = None
+    turns: int = 0
+    said: list[Said] = field(default_factory=list)
+    seconds: float = 0.0
+    """Seconds from its place beside the environment to its end."""
+    replays: int = 0
+
+    def verdict(self) -> Verdict | None:
+        """Return the environment's verdict; None if the last turn is to be judged by the reward function."""
+        if self.failure:
+            return failure(
+                _STATUS.get(self.failure.kind, "error"), f"environment {self.failure.kind}: {self.failure.detail}"
+            )
+        return None if self.reward is None else Verdict(reward=self.reward)
+
+    def log(self) -> list[dict]:
+        """Return what the environment said, for samples.jsonl."""
+        return [asdict(said) for said in self.said]
+
+
+class Player:
+    """Player of trajectories, with an environment each."""
+
+    def __init__(self, config: RunConfig, fleet: Fleet, pool: EnvironmentPool, material: Material) -> None:
+        self._config, self._fleet, self._pool = config.environment, fleet, pool
+        self._tokenizer, self._stop_ids, self._context = material.tokenizer, material.stop_ids, material.context
+        self._turns = Turns(material.tokenizer, config.task, material.stop_ids)
+        self._rounds = 0
+
+    async def play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
+        """Play a trajectory for each request, which is that of its first turn, in their order.
+
+        Raises:
+            QurlError: an engine failed, or the environment cannot be imported.
+        """
+        self._rounds += 1
+        async with self._fleet.turns() as work, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._play(work, request, problem, f"{self._rounds}:{request.uid}"))
+                for request, problem in zip(requests, problems, strict=True)
+            ]
+        return [task.result() for task in tasks]
+
+    async def _play(self, work: TurnsWork, first: Request, problem: Problem, name: str) -> Played:
+        async with self._pool.seat(name) as seat:
+            began = time.monotonic()
+            played = await self._turns_of(work, first, problem, seat)
+            played.seconds, played.replays = time.monotonic() - began, seat.replays
+            return played
+
+    async def _turns_of(self, work: TurnsWork, first: Request, problem: Problem, seat: Seat) -> Played:
+        row, parts = first, [_told(first.uid, np.zeros(0, dtype=np.int32))]
+        played = Played(completion=parts[0], prompt_ids=first.prompt_ids, last_turn=parts[0].token_ids)
+        opening = (await seat.give(problem)).outcome
+        if isinstance(opening, CallFailed):
+            played.failure = opening
+            return played
+        assert not isinstance(opening, Step)
+        if opening:
+            played.prompt_ids = self._turns.opening(problem, opening)
+            row = replace(first, prompt_ids=played.prompt_ids)
+        while True:
+            part = await work.generate(self._turn(row))
+            row = continued(row, part)
+            parts.append(part)
+            played.turns += 1
+            played.last_turn = part.token_ids
+            if part.finish == "length" and (self._config.cut_turns == "end" or not self._room(row)):
+                break
+            at, asked = sum(len(one.token_ids) for one in parts), time.monotonic()
+            text, _ = answer_text(part.token_ids, self._tokenizer, self._stop_ids)
+            reply = await seat.give(text)
+            if isinstance(reply.outcome, CallFailed):
+                played.failure = reply.outcome
+                break
+            step = reply.outcome
+            assert isinstance(step, Step)
+            played.said.append(_said(step, at, reply.seconds, time.monotonic() - asked))
+            if step.reward is not None:
+                played.reward = (played.reward or 0.0) + step.reward
+            if step.done or not step.messages or played.turns == self._config.max_turns:
+                break
+            told = self._turns.after(problem, part.token_ids, step.messages)
+            row = replace(row, prompt_ids=np.concatenate([row.prompt_ids, told]))
+            if not self._room(row):
+                parts[-1] = replace(part, finish="length")
+                break
+            parts.append(_told(first.uid, told))
+        played.completion = joined(parts)
+        return played
+
+    def _room(self, row: Request) -> int:
+        """Number of tokens that the policy may still draw after this row."""
+        return max(0, min(row.sampling.max_new_tokens, self._context - len(row.prompt_ids)))
+
+    def _turn(self, row: Request) -> Request:
+        most = min(self._room(row), self._config.turn_tokens or row.sampling.max_new_tokens)
+        return replace(row, sampling=replace(row.sampling, max_new_tokens=most))
+
+
+def _said(step: Step, at: int, seconds: float, waited: float) -> Said:
+    calls, failed = (step.info.get(name, 0) for name in ("calls", "failed_calls"))
+    return Said(
+        at=at,
+        messages=step.messages,
+        reward=step.reward,
+        calls=calls if isinstance(calls, int) else 0,
+        failed_calls=failed if isinstance(failed, int) else 0,
+        seconds=seconds,
+        waited=waited,
+    )
+
+
+def _told(uid: str, ids: np.ndarray) -> Completion:
+    """Return what an environment said as a part of an answer."""
+    return Completion(
+        uid=uid,
+        token_ids=ids,
+        logprobs=np.zeros(len(ids), dtype=np.float32),
+        versions=np.full(len(ids), NOT_DRAWN, dtype=np.int32),
+        mask=np.zeros(len(ids), dtype=bool),
+        finish="stop",
+    )
