@@ -92,11 +92,11 @@ class EnvironmentProcess:
 
     def _call(self, operation: str, trajectory: str, payload: Any) -> Any:
         """Return the result of a call, or CallFailed; after "timeout" and "died" the process has ended."""
-        assert self._child
-        mark = secrets.token_hex(8)
+        child, mark = self._child, secrets.token_hex(8)
+        assert child
         try:
-            self._child.send([mark, operation, trajectory, payload], self._timeout_s)
-            reply = self._child.receive(self._timeout_s)
+            child.send([mark, operation, trajectory, payload], self._timeout_s)
+            reply = child.receive(self._timeout_s)
             match reply:
                 case [str(found), "ok", result] if found == mark:
                     return result

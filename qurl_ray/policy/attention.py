@@ -218,9 +218,14 @@ def _rule(query: torch.Tensor) -> Rule | None:
 
 def _bmm(rows: torch.Tensor, factors: torch.Tensor, rule: Rule | None) -> torch.Tensor:
     """Return rows · factors, [B, M, K] and [B, K, N] to [B, M, N]; M must satisfy the rule."""
-    batch = len(rows)
-    if rule and batch < rule.batch:
-        rows, factors = (part.expand(rule.batch, -1, -1) for part in (rows, factors))
+    batch, M, K = rows.shape
+    if not rule or batch >= rule.batch:
+        return torch.bmm(rows, factors)
+    each = M // rule.batch
+    if batch == 1 and M % rule.batch == 0 and each and rule.padded(each) == each:
+        pieces = rows.reshape(rule.batch, each, K)  # in place of the same product several times
+        return torch.bmm(pieces, factors.expand(rule.batch, -1, -1)).view(1, M, -1)
+    rows, factors = (part.expand(rule.batch, -1, -1) for part in (rows, factors))
     return torch.bmm(rows, factors)[:batch]
 
 

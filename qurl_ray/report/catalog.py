@@ -247,9 +247,46 @@ _SURVIVAL = (
     ),
 )
 
+_TURNS = (
+    Chart(
+        "Turns",
+        "Turns of the policy in a trajectory, and calls of tools in them.",
+        (
+            Panel(
+                (Series("turns", "environment/turns"), Series("calls", "environment/calls", 2)),
+                "per trajectory",
+                zero=True,
+            ),
+            Panel((Series("failed calls", "environment/failed_calls", 3),), "of the calls", percent=True, zero=True),
+        ),
+    ),
+    Chart(
+        "Waiting for the environment",
+        "Time that trajectories wait for their environment, of the time that they take.",
+        (Panel((Series("waiting", "environment/waiting"),), "of the time", percent=True, zero=True),),
+    ),
+    Chart(
+        "Failed environments",
+        "Trajectories that are left out because their environment failed, and those that were replayed.",
+        (
+            Panel(
+                (
+                    Series("failed", "environment/failed", 2),
+                    Series("replayed", "environment/replays", 1, dashed=True),
+                ),
+                "trajectories",
+                zero=True,
+            ),
+        ),
+        calm=True,
+    ),
+)
 
+TURNS = "Turns with the environment"
+"""Heading of the charts that only runs with an environment have."""
 _HEADINGS = {
     "Learning": _LEARNING,
+    TURNS: _TURNS,
     "Mismatch between rollouts and learner": _MISMATCH,
     "Cost and optimizer": _COST,
     "Guard, fleet and staleness": _SURVIVAL,
@@ -279,6 +316,7 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
             ],
         )
         for title, found in _HEADINGS.items()
+        if title != TURNS or settings.get("environment.type")
     ]
     if any(found.sets for found in record.evaluations):
         learning = made[0].charts

@@ -75,7 +75,7 @@ def view(sample: dict[str, Any]) -> SampleView:
     engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
     found = mismatch(engine, learner)
     coloring = "none" if not tokens or not any(b is not None for b in engine) else "gap" if found else "probability"
-    answer = _tokens(tokens, engine, learner) if tokens else visible(str(sample.get("answer", "")))
+    answer = _tokens(tokens, engine, learner, said_by(sample)) if tokens else visible(str(sample.get("answer", "")))
     prompt, expected = str(sample.get("prompt", "")), sample.get("expected")
     reward = finite(sample.get("reward"))
     return SampleView(
@@ -116,18 +116,34 @@ def probability_class(logprob: float) -> str:
     return f"q{level}" if level else ""
 
 
-def _tokens(tokens: Sequence[str], engine: Sequence[float | None], learner: Sequence[float | None]) -> Markup:
-    rows = list(zip_longest(tokens, engine[: len(tokens)], learner[: len(tokens)]))
+def said_by(sample: dict[str, Any]) -> list[bool]:
+    """Return for each token of a line of samples.jsonl whether an environment gave it; [] if nothing is recorded."""
+    runs = sample.get("versions")
+    try:
+        return [number < 0 for number, count in runs for _ in range(count)] if isinstance(runs, list) else []
+    except (TypeError, ValueError):
+        return []
+
+
+def _tokens(
+    tokens: Sequence[str],
+    engine: Sequence[float | None],
+    learner: Sequence[float | None],
+    said: Sequence[bool],
+) -> Markup:
+    rows = list(zip_longest(tokens, engine[: len(tokens)], learner[: len(tokens)], said[: len(tokens)]))
     if len(rows) <= _HEAD + _TAIL:
         return Markup("").join(_token(*row) for row in rows)
     cut = Markup('<i class="cut">… {:,} tokens that only samples.jsonl has …</i>').format(len(rows) - _HEAD - _TAIL)
     return Markup("").join([*(_token(*row) for row in rows[:_HEAD]), cut, *(_token(*row) for row in rows[-_TAIL:])])
 
 
-def _token(token: str, b: float | None, p: float | None) -> Markup:
+def _token(token: str, b: float | None, p: float | None, said: bool | None) -> Markup:
     """Format a token with its colour, and a tooltip with its numbers. b is the engine's log-prob, p the learner's."""
     kind, title = "", "no log-prob was recorded"
-    if b is not None and p is not None:
+    if said:
+        kind, title = "said", "from the environment"
+    elif b is not None and p is not None:
         kind = gap_class(b - p)
         title = f"engine {_nats(b)} · learner {_nats(p)} · gap {_nats(b - p, '+')} nats · rho {_rho(b - p):.4g}"
     elif b is not None:

@@ -105,6 +105,7 @@ def step_page(
         gap_bounds=[f"{bound:g}" for bound in GAP_BOUNDS],
         probability_bounds=[f"{bound:g}" for bound in PROBABILITY_BOUNDS],
         recorded=len(samples),
+        said=any(sample["turns"] for sample in samples),
         data=script_data(data),
     )
 
@@ -131,6 +132,7 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
         "engine": engine[: len(tokens or ())],
         "learner": learner[: len(tokens or ())],
         "versions": list(_runs(sample.get("versions"))),
+        "turns": [{"calls": _count(turn)} for turn in turns] if isinstance(turns := sample.get("turns"), list) else [],
     }
 
 
@@ -159,6 +161,11 @@ def _runs(versions: Any) -> Iterator[list[int]]:
         if not (isinstance(run, list) and len(run) == 2 and all(isinstance(value, int) for value in run)):
             return
         yield run
+
+
+def _count(turn: Any) -> int:
+    calls = turn.get("calls") if isinstance(turn, dict) else None
+    return calls if isinstance(calls, int) else 0
 
 
 def _short(value: float) -> float:

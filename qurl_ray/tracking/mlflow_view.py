@@ -35,6 +35,7 @@ _REST = (
     "eval_rollout",
     "time",
     "sync",
+    "environment",
     "fleet",
     "guard",
     "value",
@@ -64,7 +65,7 @@ def view_path(experiment_id: str, *, viewed: bool) -> str:
 
 
 def _sections() -> list[dict[str, Any]]:
-    shown = dict.fromkeys(catalog.headings(), True) | dict.fromkeys(_REST, False)
+    shown = {name: name != catalog.TURNS for name in catalog.headings()} | dict.fromkeys(_REST, False)
     return [
         {
             "uuid": _id(name),

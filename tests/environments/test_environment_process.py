@@ -1,0 +1,140 @@
+"""Environments that hang, crash, flood and fork cost their trajectory, a bounded time, and nothing else."""
+
+import contextlib
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from qurl_ray.environments.process import CallFailed, EnvironmentProcess
+from qurl_ray.environments.protocol import Step
+from qurl_ray.errors import EnvironmentFailed
+from qurl_ray.types import Problem
+
+BAD = "tests.environments.bad_environments"
+PROBLEM = Problem(uid="0", prompt="1*1", answer="1", meta={"level": 3})
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(monkeypatch):
+    """Of the processes that a test starts, none is alive when it ends."""
+    mark = f"mark-{uuid.uuid4()}"
+    monkeypatch.setenv("QURL_TEST_MARK", mark)
+    yield
+    deadline = time.monotonic() + 20
+    while alive(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(mark)
+
+
+def alive(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def process(name: str, timeout_s: float = 20.0, memory_gb: float = 1.0, **params) -> EnvironmentProcess:
+    name = name if ":" in name or name == "calculator" else f"{BAD}:{name}"
+    return EnvironmentProcess(name, params, timeout_s=timeout_s, memory_gb=memory_gb)
+
+
+def test_a_calculator_answers_calls_and_ends_with_an_answer():
+    with process("calculator") as calculator:
+        assert calculator.reset("a", PROBLEM) == []
+        said = {"[37*48]": "1776=", "[5-9]": "-4=", "[37*]": "?=", "[": "?=", f"[{'9' * 10}*1]": "?="}
+        for call, result in said.items():
+            step = calculator.step("a", call)
+            assert [m["content"] for m in step.messages] == [result]
+            assert (step.done, step.reward) == (False, None)
+            assert step.info == {"calls": 1, "failed_calls": int(result == "?=")}
+        assert calculator.step("a", "1776") == Step(messages=[], done=True)
+        assert calculator.deterministic
+
+
+def test_the_control_of_the_calculator_answers_nothing():
+    with process("calculator", works=False) as calculator:
+        calculator.reset("a", PROBLEM)
+        assert calculator.step("a", "[1+1]").messages[0]["content"] == "?="
+
+
+@pytest.mark.parametrize("name", ["Counts", "Awaits"])
+def test_each_trajectory_has_an_environment_of_its_own(name):
+    with process(name) as found:
+        for trajectory in "ab":
+            assert found.reset(trajectory, PROBLEM) == []
+        found.step("a", "x")
+        assert found.step("a", "é\n<eos>").messages == [{"role": "user", "content": "2: é\n<eos>"}]
+        assert found.step("b", "end") == Step(messages=[], reward=1.0, done=True)
+        found.forget("b")
+        assert found.step("b", "x") == CallFailed(kind="lost", detail=found.step("b", "x").detail)
+        assert found.there == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "detail"),
+    [
+        ("hang", "timeout", "no reply within 1 s"),
+        ("exit", "died", "exit code 3"),
+        ("flood", "died", "wrote to the socket"),
+        ("write", "died", "wrote to the socket"),
+        ("memory", "error", "MemoryError"),
+        ("raise", "error", "no such move"),
+        ("quit", "error", "SystemExit"),
+        ("nothing", "invalid", "returned NoneType, expected a Step"),
+        ("nan", "invalid", "the reward is nan"),
+        ("text", "invalid", "returned str for messages"),
+        ("number", "invalid", "the content of a user message is int, expected text"),
+        ("role", "invalid", "expected a mapping with role and content"),
+        ("info", "invalid", "info is no plain JSON"),
+    ],
+)
+def test_what_goes_wrong_is_told_and_the_next_trajectory_finds_a_sound_process(answer, kind, detail):
+    with process("Misbehaves", timeout_s=1.0) as found:
+        found.reset("a", PROBLEM)
+        failed = found.step("a", answer)
+        assert isinstance(failed, CallFailed)
+        assert failed.kind == kind
+        assert detail in failed.detail
+        assert "a" not in found.there
+        found.reset("b", PROBLEM)
+        assert found.step("b", "x").messages == [{"role": "user", "content": "1: x"}]
+
+
+@pytest.mark.parametrize("answer", ["fork", "twice"])
+def test_what_an_environment_starts_ends_with_it(answer):
+    with process("Misbehaves") as found:
+        found.reset("a", PROBLEM)
+        assert found.step("a", answer).messages
+        assert found.step("a", "x").messages == [{"role": "user", "content": "2: x"}]
+
+
+def test_another_trajectory_of_a_process_that_ended_is_told_so():
+    with process("SharesAndMisbehaves") as found:
+        for trajectory in "ab":
+            found.reset(trajectory, PROBLEM)
+        assert found.step("a", "exit").kind == "died"
+        assert found.step("b", "x").kind == "lost"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such.module:Game", "cannot import no_such"),
+        (f"{BAD}:Count", "has no Count; did you mean 'Counts'"),
+        (f"{BAD}:NOT_AN_ENVIRONMENT", "not a function"),
+    ],
+)
+def test_an_environment_that_is_not_there_is_an_error(name, message):
+    with process(name) as found, pytest.raises(EnvironmentFailed, match=message):
+        found.reset("a", PROBLEM)
+
+
+def test_parameters_that_it_does_not_take_fail():
+    with process("calculator", speed=3) as found:
+        failed = found.reset("a", PROBLEM)
+        assert failed.kind == "error"
+        assert "speed" in failed.detail

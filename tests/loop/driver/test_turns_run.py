@@ -1,0 +1,96 @@
+"""Runs with an environment: rollouts of several turns, resumed and killed, learn as undisturbed ones do."""
+
+import json
+
+import pytest
+import torch
+
+from qurl_ray.config import load_config
+from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed
+from qurl_ray.loop.driver.prepare import check_run
+from tests.data.test_turns import REWRITES
+from tests.loop.driver.test_run import small_run
+from tests.loop.runs import SMALL, events, forget_after, parameters, start_job, strike, wait_for_steps
+from tests.loop.test_survival import finished
+
+BAD = "tests.environments.bad_environments"
+TURNS = [
+    "model.calculator=true",
+    f"environment.type={BAD}:Counts",
+    "environment.cut_turns=close",
+    "environment.turn_tokens=4",
+    "environment.max_turns=3",
+    "rollout.max_new_tokens=10",
+    "tracking.samples_per_step=4",
+]
+
+
+@pytest.mark.ray
+@pytest.mark.equal_bits
+def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_path, cluster):
+    plain = ["steps=3", "checkpoint.every=1", "rollout.quantization=none", "algorithm.correction.type=ignore"]
+    result = small_run(tmp_path, *TURNS, *plain)
+    for line in events(result.run_dir, "step"):
+        assert line["values"]["mismatch/abs_logprob_gap"] == 0
+        assert line["values"]["environment/turns"] > 2
+        assert line["values"]["environment/failed"] == 0
+        assert line["values"]["rollout/mean_length"] <= 10
+    samples = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert samples
+    for sample in samples:
+        given = [number < 0 for number, count in sample["versions"] for _ in range(count)]
+        assert [logprob is None for logprob in sample["logprobs"]] == given
+        assert any(given)
+        assert sample["turns"][0]["messages"][0]["content"].startswith("1: ")
+    assert "from the environment" in (result.run_dir / "rollouts" / "step-1.html").read_text()
+    assert "Turns with the environment" in (result.run_dir / "report.html").read_text()
+    forget_after(result.run_dir, 1)
+    again = small_run(tmp_path, *TURNS, *plain)
+    assert torch.equal(parameters(again.policy), parameters(result.policy))
+    assert [line["step"] for line in events(result.run_dir, "step")] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_processes_of_a_run_with_turns_are_killed_and_it_ends_where_the_undisturbed_one_does(tmp_path):
+    settings = [*SMALL, *TURNS, "steps=12", "checkpoint.every=2", "checkpoint.keep=9"]
+    expected = finished(start_job(*settings, f"output_dir={tmp_path / 'undisturbed'}"), tmp_path / "undisturbed/run")
+    run_dir = tmp_path / "run"
+    job = start_job(*settings, f"output_dir={tmp_path}")
+    victims = ("ray::EnvironmentHost", "ray::RolloutWorker", "ray::Coordinator")
+    for number, name in enumerate(victims, start=1):
+        wait_for_steps(run_dir, 3 * number, job)
+        strike(job, name)
+    found = finished(job, run_dir)
+    assert torch.equal(found[0], expected[0])
+    assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (["environment.type=calculater"], ConfigError, "did you mean 'calculator'"),
+        (["environment.type=calculator"], ConfigError, "model.calculator=true"),
+        (["model.calculator=true", "environment.type=no.such:Game"], EnvironmentFailed, "cannot import no.such"),
+        (["model.calculator=true", f"environment.type={BAD}:Counts", "environment.params={speed: 2}"],
+         EnvironmentFailed, "ended in error when it was tried on .*speed"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_cannot_be_used_ends_the_run_before_it_starts(tmp_path, settings, error, message):
+    with pytest.raises(error, match=message):
+        check_run(load_config(None, [*SMALL, f"output_dir={tmp_path}", *settings]))
+
+
+def test_a_template_that_rewrites_turns_is_refused_before_the_start(tiny_spec, tokenizer, tmp_path):
+    from qurl_ray.policy.load import load_model
+    from qurl_ray.policy.save import save_policy
+
+    tokenizer = type(tokenizer).from_pretrained(tiny_spec.source)
+    tokenizer.chat_template = REWRITES
+    save_policy(load_model(tiny_spec), tokenizer, tmp_path / "policy")
+    small = [setting for setting in SMALL if not setting.startswith("model.")]
+    common = [*small, "model.type=pretrained", f"model.path={tmp_path / 'policy'}", "environment.type=calculator"]
+    with pytest.raises(DataError, match="rewritten_history=keep"):
+        check_run(load_config(None, common))
+    check_run(load_config(None, [*common, "environment.rewritten_history=keep"]))
