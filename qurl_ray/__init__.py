@@ -11,6 +11,7 @@ import qurl_ray.environment as _environment  # noqa: F401  sets variables that l
 
 if TYPE_CHECKING:
     from qurl_ray.config import RunConfig, load_config
+    from qurl_ray.environments.protocol import Step
     from qurl_ray.errors import (
         CheckpointError,
         ConfigError,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         DataError,
         DeadlineExceeded,
         EngineError,
+        EnvironmentFailed,
         PlacementError,
         QuantizationError,
         QurlError,
@@ -41,6 +43,7 @@ __all__ = [
     "DataError",
     "DeadlineExceeded",
     "EngineError",
+    "EnvironmentFailed",
     "PlacementError",
     "Problem",
     "QuantizationError",
@@ -50,6 +53,7 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "StaleWeights",
+    "Step",
     "SyncError",
     "__version__",
     "evaluate",
@@ -64,6 +68,7 @@ _HOMES = {
     "Report": "qurl_ray.evaluation.evaluate",
     "RunConfig": "qurl_ray.config",
     "RunResult": "qurl_ray.loop.driver.run",
+    "Step": "qurl_ray.environments.protocol",
     "evaluate": "qurl_ray.evaluation.evaluate",
     "load_config": "qurl_ray.config",
     "run": "qurl_ray.loop.driver.run",

@@ -103,7 +103,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AnswerTokens:
     """The tokens after a prompt: what the policy drew, and with several turns what an environment said in between.
 
     Text is encoded once: tokens that the policy drew are never decoded and encoded again.
@@ -131,7 +131,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion(Answer):
+class Completion(AnswerTokens):
     """Result of one request, without the tokens of its prompt."""
 
     finish: Finish
@@ -148,7 +148,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory(Answer):
+class Trajectory(AnswerTokens):
     """One judged sample, ready for training."""
 
     prompt_ids: np.ndarray  # int32

@@ -29,6 +29,10 @@ SIGNATURES = {
         "temperature: float, avg_reward_at_k: Estimate | None, avg_at_k: Estimate | None, pass_at_k: Estimate | None, "
         "failed_rewards: int, seconds: float, sets: dict[str, tuple[Estimate, Estimate]] = <factory>) -> None"
     ),
+    "Step": (
+        "(*, messages: Sequence[dict[str, Any]] = (), reward: float | None = None, done: bool = False, "
+        "info: dict[str, Any] = <factory>) -> None"
+    ),
     "RunResult": "(*, run_dir: Path, policy: Path, summary: dict[str, Any], interrupted: bool) -> None",
     "evaluate": (
         "(config: RunConfig, policy: Path | str, *, quantization: str | None = None, samples: int = 0, "
@@ -48,7 +52,7 @@ SIGNATURES = {
 }
 
 SECTIONS = (
-    "name seed steps output_dir model task precision_flow placement rollout quantization algorithm learner guard sync "
+    "name seed steps output_dir model task precision_flow placement rollout environment quantization algorithm learner guard sync "
     "tracking evaluation checkpoint export"
 )
 
@@ -60,6 +64,7 @@ ERRORS = {
     "DataError": "QurlError",
     "DeadlineExceeded": "QurlError",
     "EngineError": "QurlError",
+    "EnvironmentFailed": "QurlError",
     "PlacementError": "QurlError",
     "QuantizationError": "QurlError",
     "RewardError": "QurlError",

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
-from qurl_ray.environments.protocol import Message, Step
+from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import DeadlineExceeded, EnvironmentFailed, QurlError
 from qurl_ray.types import Problem
 
@@ -35,8 +35,8 @@ _CLOSE_S = 5.0
 _MOST_REPLAYS = 8
 
 Input = Problem | str
-"""What a trajectory's environment is given: the problem at its reset, then the text of each turn."""
-Outcome = Sequence[Message] | Step | CallFailed
+"""Input of a trajectory's environment: the problem at its reset, then the text of each turn."""
+_Outcome = Sequence[EnvironmentMessage] | Step | CallFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """Outcome of a call."""
+class EnvironmentReply:
+    """_Outcome of a call."""
 
     number: int
-    outcome: Outcome | None
+    outcome: _Outcome | None
     seconds: float
     """Seconds that the environment worked."""
 
@@ -65,7 +65,7 @@ class EnvironmentHost:
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._config = config
-        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()
         self._lanes: list[_Lane] = []
         self._lane_of: dict[str, _Lane] = {}
         """Lane of each trajectory."""
@@ -92,10 +92,10 @@ class EnvironmentHost:
                 lane.inbox.put(call)
             else:
                 gone = CallFailed(kind="lost", detail="the process of its host ended")
-                self._replies.put(Reply(number=call.number, outcome=gone, seconds=0.0))
+                self._replies.put(EnvironmentReply(number=call.number, outcome=gone, seconds=0.0))
         return bool(self._lanes) and self._lanes[0].process.deterministic
 
-    def collect(self) -> list[Reply]:
+    def collect(self) -> list[EnvironmentReply]:
         """Return the replies that are there; wait a second for a first one."""
         found = []
         with suppress(queue.Empty):
@@ -124,7 +124,7 @@ class EnvironmentHost:
 class _Lane:
     """A process, and the thread that makes its calls."""
 
-    def __init__(self, config: EnvironmentConfig, replies: "queue.SimpleQueue[Reply]") -> None:
+    def __init__(self, config: EnvironmentConfig, replies: "queue.SimpleQueue[EnvironmentReply]") -> None:
         assert config.type
         self.process = EnvironmentProcess(
             config.type, config.params, timeout_s=config.timeout_s, memory_gb=config.memory_gb
@@ -143,14 +143,14 @@ class _Lane:
                 self.process.forget(call.trajectory)
                 continue
             try:
-                outcome: Outcome
+                outcome: _Outcome
                 if isinstance(call.given, str):
                     outcome = self.process.step(call.trajectory, call.given)
                 else:
                     outcome = self.process.reset(call.trajectory, call.given)
             except EnvironmentFailed as error:  # it could be imported before
                 outcome = CallFailed(kind="error", detail=str(error))
-            self._replies.put(Reply(number=call.number, outcome=outcome, seconds=time.monotonic() - began))
+            self._replies.put(EnvironmentReply(number=call.number, outcome=outcome, seconds=time.monotonic() - began))
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class _Host:
     actor: "ActorHandle"
     waiting: list[Call] = field(default_factory=list)
     """Calls that are to be sent."""
-    open: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+    open: dict[int, asyncio.Future[EnvironmentReply]] = field(default_factory=dict)
     """Calls without a reply, by number."""
     trajectories: int = 0
     tasks: dict[str, asyncio.Task] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class EnvironmentPool:
         """Return the host with the fewest trajectories."""
         return min(self._hosts, key=lambda one: one.trajectories)
 
-    async def call(self, host: _Host, trajectory: str, given: Input) -> Reply:
+    async def call(self, host: _Host, trajectory: str, given: Input) -> EnvironmentReply:
         """Make a call. A host whose process ended gives CallFailed.
 
         Raises:
@@ -252,7 +252,7 @@ class EnvironmentPool:
         gone = CallFailed(kind="lost", detail="the process of its host ended")
         for number, future in host.open.items():
             if not future.done():
-                future.set_result(Reply(number=number, outcome=gone, seconds=0.0))
+                future.set_result(EnvironmentReply(number=number, outcome=gone, seconds=0.0))
 
 
 class Seat:
@@ -265,7 +265,7 @@ class Seat:
         self._given: list[Input] = []
         self.replays = 0
 
-    async def give(self, given: Input) -> Reply:
+    async def give(self, given: Input) -> EnvironmentReply:
         """Give the environment the problem, or after it the text of a turn. Return what it makes of it; see
         EnvironmentPool.call."""
         self._given.append(given)

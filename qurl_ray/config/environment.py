@@ -24,7 +24,7 @@ class EnvironmentConfig(Section):
     turn_tokens: int | None = Field(None, ge=1)
     """Largest number of tokens of one turn; null is what is left of rollout.max_new_tokens."""
     cut_turns: Literal["end", "close"] = "end"
-    """What happens to a turn that its limit cuts off, if the trajectory has tokens left: `end` ends the trajectory;
+    """Treatment of a turn that its limit cuts off, if the trajectory has tokens left: `end` ends the trajectory;
     `close` gives it an end token, which is not trained, and the environment answers what is there."""
     rewritten_history: Literal["refuse", "keep"] = "refuse"
     """For chat templates that rewrite earlier turns, such as Qwen3's, which removes their thoughts: `refuse` ends the

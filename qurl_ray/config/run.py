@@ -50,8 +50,8 @@ class RunConfig(Section):
     of the learner's ranks, where they take turns: engines sleep while the learner trains, and the learner's states are
     in host memory while engines generate. `colocated` needs rollout.workers × tensor_parallel = learner.workers. Not
     measured on GPUs yet."""
-    environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     quantization: QuantizationConfig = QuantizationConfig()
     algorithm: AlgorithmConfig = DAPO()
     """Algorithm of reinforcement learning: `type` is dapo, grpo or ppo. The settings directly below exist for every

@@ -16,15 +16,13 @@ from qurl_ray.data.prompts import chat_messages, encode_prompt
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
-Message = dict[str, Any]
-
 _TURN = "qurl turn 7f3a"
 _SAID = "qurl said 9c1e {}."
 """Stand-ins for text. A template may not change them, and hardly any other text contains them."""
 _THOUGHT = "<think>\nqurl thought 5d2b\n</think>\n\n"
 
 
-class Turns:
+class TurnEncoder:
     """Encoder of what an environment says.
 
     With a chat template, messages are rendered by it. Their content never becomes a special token, whatever it is:
@@ -40,7 +38,7 @@ class Turns:
         self._templated = tokenizer.chat_template is not None
         self._rendered: dict[str, str] = {}
 
-    def opening(self, problem: Problem, said: Sequence[Message]) -> np.ndarray:
+    def opening(self, problem: Problem, said: Sequence[dict[str, Any]]) -> np.ndarray:
         """Return the tokens of a prompt and what an environment says after it, before the first turn, int32.
 
         Args:
@@ -55,7 +53,7 @@ class Turns:
         messages = [*chat_messages(problem, self._task), *_stood_in(said)]
         return self._encoded(self._render(messages, begin=True), said)
 
-    def after(self, problem: Problem, drawn: np.ndarray, said: Sequence[Message]) -> np.ndarray:
+    def after(self, problem: Problem, drawn: np.ndarray, said: Sequence[dict[str, Any]]) -> np.ndarray:
         """Return the tokens that follow a turn, up to the start of the next one, int32.
 
         Args:
@@ -97,7 +95,7 @@ class Turns:
                 "were drawn, or use another template"
             )
 
-    def _after_turn(self, problem: Problem, said: Sequence[Message]) -> str:
+    def _after_turn(self, problem: Problem, said: Sequence[dict[str, Any]]) -> str:
         """Return what the template writes after the policy's text, with stand-ins for what is said."""
         key = json.dumps([{k: v for k, v in m.items() if k != "content"} for m in said], default=str)
         if key not in self._rendered:
@@ -108,7 +106,7 @@ class Turns:
             self._rendered[key] = text.partition(_TURN)[2]
         return self._rendered[key]
 
-    def _encoded(self, text: str, said: Sequence[Message]) -> np.ndarray:
+    def _encoded(self, text: str, said: Sequence[dict[str, Any]]) -> np.ndarray:
         """Return the tokens of a rendered text, with what was said in the places of its stand-ins."""
         ids: list[int] = []
         for number, message in enumerate(said):
@@ -120,7 +118,7 @@ class Turns:
             ids += self._text_ids(message["content"])
         return np.array(ids + self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
-    def _render(self, messages: Sequence[Message], *, begin: bool = False) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], *, begin: bool = False) -> str:
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=begin, tokenize=False, **self._task.chat_template_args
@@ -135,5 +133,5 @@ class Turns:
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
-def _stood_in(said: Sequence[Message]) -> list[Message]:
+def _stood_in(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [message | {"content": _SAID.format(number)} for number, message in enumerate(said)]

@@ -3,7 +3,7 @@
 import operator
 import re
 
-from qurl_ray.environments.protocol import Message, Step
+from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.types import Problem
 
 CALL = re.compile(r"\[(\d+)([+*-])(\d+)\]")
@@ -23,7 +23,7 @@ class Calculator:
     def __init__(self, *, works: bool = True) -> None:
         self._works = works
 
-    def reset(self, problem: Problem) -> list[Message]:
+    def reset(self, problem: Problem) -> list[EnvironmentMessage]:
         return []
 
     def step(self, answer: str) -> Step:

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from qurl_ray.environments.protocol import Message, Step
+from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import EnvironmentFailed
-from qurl_ray.rewards.judge import LARGEST, printable, text_of
+from qurl_ray.rewards.judge import LARGEST, message_of, printable
 from qurl_ray.tables import ENVIRONMENTS
 from qurl_ray.types import Problem
 
@@ -76,7 +76,7 @@ class _Served:
         except _InvalidError as error:
             kind, detail = "invalid", str(error)
         except (Exception, SystemExit) as error:  # user code: any failure is a reply
-            kind, detail = "error", f"{type(error).__name__}: {text_of(error)}"
+            kind, detail = "error", f"{type(error).__name__}: {message_of(error)}"
         self._there.pop(trajectory, None)
         return kind, printable(detail)
 
@@ -89,7 +89,7 @@ class _Served:
         return self._loop.run_until_complete(found) if inspect.isawaitable(found) else found
 
 
-def _messages(found: Any) -> list[Message]:
+def _messages(found: Any) -> list[EnvironmentMessage]:
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise _InvalidError(f"it returned {type(found).__name__} for messages, expected a list")
     for message in found:

@@ -5,7 +5,7 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qurl_ray.environments.protocol import FAILURES, Failure, Message, Step
+from qurl_ray.environments.protocol import FAILURES, EnvironmentMessage, Failure, Step
 from qurl_ray.errors import EnvironmentFailed
 from qurl_ray.sandbox.process import DeathError, LateError, SandboxedProcess
 from qurl_ray.types import Problem
@@ -58,7 +58,7 @@ class EnvironmentProcess:
             raise
         self.deterministic = ready["deterministic"] is True
 
-    def reset(self, trajectory: str, problem: Problem) -> list[Message] | CallFailed:
+    def reset(self, trajectory: str, problem: Problem) -> list[EnvironmentMessage] | CallFailed:
         """Make the environment of a trajectory. Return what it says before the first turn."""
         self.check()
         self.there.add(trajectory)

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from qurl_ray.types import Problem
 
-Message = dict[str, Any]
+EnvironmentMessage = dict[str, Any]
 """A message with `role` ("user", "tool", …) and `content`, which is text, as chat templates take it."""
 
 Failure = Literal["timeout", "died", "error", "invalid", "lost"]
@@ -17,15 +17,15 @@ FAILURES: tuple[Failure, ...] = ("timeout", "died", "error", "invalid", "lost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment makes of one turn of the policy.
+    """Result of one turn of the policy, from its environment.
 
     Example:
         Step(messages=[{"role": "user", "content": "too high"}])
         Step(reward=1.0, done=True)
     """
 
-    messages: Sequence[Message] = ()
-    """What the environment says. After the last turn it may be empty."""
+    messages: Sequence[EnvironmentMessage] = ()
+    """Messages of the environment. After the last turn there may be none."""
     reward: float | None = None
     """Reward of this turn; rewards of a trajectory are added up. If all are None, `task.reward` judges the last turn's
     answer."""
@@ -55,7 +55,7 @@ class Environment(Protocol):
                 return Step(messages=[{"role": "user", "content": says}], reward=float(won), done=won)
     """
 
-    def reset(self, problem: Problem) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+    def reset(self, problem: Problem) -> Sequence[EnvironmentMessage] | Awaitable[Sequence[EnvironmentMessage]]:
         """Begin a trajectory. Return what the environment says after the problem's own prompt, before the first
         turn; often nothing."""
         ...

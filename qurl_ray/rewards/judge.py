@@ -24,7 +24,7 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
     try:
         value = score(answer, problem)
     except (Exception, SystemExit) as error:  # user code: any failure is a verdict and must not end the run
-        return failure("error", f"{type(error).__name__}: {text_of(error)}")
+        return failure("error", f"{type(error).__name__}: {message_of(error)}")
     if not isinstance(value, (numbers.Real, np.bool_)):
         return failure("invalid", f"the reward function returned {type(value).__name__}, expected a number")
     try:
@@ -32,7 +32,7 @@ def judge(score: Score, answer: str, problem: Problem) -> Verdict:
     except OverflowError:  # an integer beyond float64
         reward = math.inf
     except Exception as error:  # a user's own number type
-        return failure("error", f"{type(error).__name__}: {text_of(error)}")
+        return failure("error", f"{type(error).__name__}: {message_of(error)}")
     if not abs(reward) <= LARGEST:  # also nan
         return failure("invalid", f"the reward function returned {reward}, expected a finite number up to {LARGEST:g}")
     return Verdict(reward=reward)
@@ -48,7 +48,7 @@ def printable(detail: str) -> str:
     return "".join(char if char.isprintable() else "·" for char in detail[:_DETAIL_CHARS])
 
 
-def text_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return the message of an error that user code raised."""
     try:
         return str(error)

@@ -25,8 +25,8 @@ from qurl_ray.rollout.slots import SlotCache
 FEWEST_KEYS = 64
 FEWEST_ROWS = 8
 
-Step = Callable[[], torch.Tensor]
-Capture = Callable[[Step], Step]
+DecodeStep = Callable[[], torch.Tensor]
+Capture = Callable[[DecodeStep], DecodeStep]
 """Function that runs a step once, and returns a function that replays it on the same memory.
 
 The replay returns the same tensor each time.
@@ -40,7 +40,7 @@ class DecodeGraphs:
         self._decoder, self._cache, self._capture = decoder, cache, capture
         self._inputs = torch.zeros(2, cache.slots, dtype=torch.int64, device=cache.device)
         """Last tokens and their positions, int64 [2, slots]."""
-        self._repeats: dict[tuple[int, int], Step] = {}
+        self._repeats: dict[tuple[int, int], DecodeStep] = {}
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return final states [count, 1, hidden] of the running rows, valid until the next call.
@@ -76,7 +76,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, step: Step) -> Step:
+    def __call__(self, step: DecodeStep) -> DecodeStep:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

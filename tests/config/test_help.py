@@ -16,7 +16,17 @@ from qurl_ray.config.task import DatasetTask, TaskBase
 
 ABOUT = "Train with care: python jobs/careful.py --config a.yaml"
 SECTIONS = [
-    *("model", "task", "rollout", "rollout.vllm", "quantization", "algorithm", "algorithm.correction", "learner"),
+    *(
+        "model",
+        "task",
+        "rollout",
+        "rollout.vllm",
+        "environment",
+        "quantization",
+        "algorithm",
+        "algorithm.correction",
+        "learner",
+    ),
     *("guard", "sync", "tracking", "evaluation", "checkpoint", "export"),
 ]
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qurl_ray.config.task import ArithmeticTask
 from qurl_ray.data.prompts import encode_prompt
-from qurl_ray.data.turns import Turns
+from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
@@ -51,7 +51,7 @@ def drawn(tokenizer, text: str, *, ended: bool = True) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(turns=st.lists(st.tuples(st.text(max_size=12), st.text(max_size=12), st.booleans()), min_size=1, max_size=4))
 def test_a_row_is_what_the_template_makes_of_the_whole_conversation(chat, turns):
-    made = Turns(chat, TASK, (chat.eos_token_id,))
+    made = TurnEncoder(chat, TASK, (chat.eos_token_id,))
     ids = list(encode_prompt(PROBLEM, chat, TASK))
     messages = [{"role": "user", "content": PROBLEM.prompt}]
     for answer, said, ended in turns:
@@ -65,7 +65,7 @@ def test_a_row_is_what_the_template_makes_of_the_whole_conversation(chat, turns)
 @settings(max_examples=60, deadline=None)
 @given(said=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "x", "\n", "é", "qurl turn 7f3a"]), max_size=8))
 def test_what_is_said_never_becomes_a_special_token(chat, said):
-    made, text = Turns(chat, TASK, (chat.eos_token_id,)), "".join(said)
+    made, text = TurnEncoder(chat, TASK, (chat.eos_token_id,)), "".join(said)
     for ids, ends in (
         (made.after(PROBLEM, drawn(chat, "a"), [{"role": "user", "content": text}]), 1),
         (made.after(PROBLEM, drawn(chat, "a", ended=False), [{"role": "user", "content": text}] * 2), 3),
@@ -76,7 +76,7 @@ def test_what_is_said_never_becomes_a_special_token(chat, said):
 
 
 def test_the_opening_comes_after_the_prompt(chat):
-    made = Turns(chat, TASK, (chat.eos_token_id,))
+    made = TurnEncoder(chat, TASK, (chat.eos_token_id,))
     text = chat.decode(made.opening(PROBLEM, [{"role": "user", "content": "low"}, {"role": "user", "content": "high"}]))
     messages = [{"role": "user", "content": content} for content in ("guess", "low", "high")]
     assert text == chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -84,7 +84,7 @@ def test_the_opening_comes_after_the_prompt(chat):
 
 def test_without_a_template_what_is_said_follows_the_turn():
     plain = tokenizer_with(None)
-    made = Turns(plain, ArithmeticTask(), (plain.eos_token_id,))
+    made = TurnEncoder(plain, ArithmeticTask(), (plain.eos_token_id,))
     said = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "2="}]
     assert plain.decode(made.after(PROBLEM, drawn(plain, "[6*7]"), said)) == "42="
     assert plain.decode(made.after(PROBLEM, drawn(plain, "[6*7]", ended=False), said)) == "<|im_end|>42="
@@ -92,11 +92,11 @@ def test_without_a_template_what_is_said_follows_the_turn():
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_or_kept():
-    made = Turns(tokenizer_with(REWRITES), TASK, (0,))
+    made = TurnEncoder(tokenizer_with(REWRITES), TASK, (0,))
     with pytest.raises(DataError, match=r"environment\.rewritten_history=keep"):
         made.check(PROBLEM, keep_history=False)
     made.check(PROBLEM, keep_history=True)
-    Turns(tokenizer_with(CHATML), TASK, (0,)).check(PROBLEM, keep_history=False)
+    TurnEncoder(tokenizer_with(CHATML), TASK, (0,)).check(PROBLEM, keep_history=False)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_kept():
     [(NO_TOOLS, "failed on messages of user, assistant, tool.*no tools"), (SHOUTS, "does not take")],
 )
 def test_a_template_that_cannot_take_a_message_says_so(template, message):
-    made = Turns(tokenizer_with(template), TASK, (0,))
+    made = TurnEncoder(tokenizer_with(template), TASK, (0,))
     with pytest.raises(DataError, match=message):
         made.after(PROBLEM, drawn(tokenizer_with(template), "a"), [{"role": "tool", "content": "x"}])

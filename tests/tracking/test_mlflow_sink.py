@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.tracking import TrackingConfig
+from qurl_ray.report.catalog import TURNS
 from qurl_ray.tracking import Tracker
 from qurl_ray.types import Event
 
@@ -109,6 +110,7 @@ STABLE = """
     policy/kl_reference reward/mean reward/solved_share rollout/garbage_share rollout/mean_length rollout/staleness_max
     rollout/staleness_mean rollout/tokens_per_second rollout/truncated_share sync/bytes_over_bf16 sync/codes_changed
     sync/probe_gap time/logprob time/reward time/rollout time/sync time/update
+environment/turns environment/calls environment/failed_calls environment/waiting environment/failed environment/replays
 """
 
 
@@ -169,7 +171,8 @@ def test_runs_have_colors_of_their_own_and_the_experiment_a_view(tmp_path):
     sections = {section["uuid"]: section for section in state["compareRunSections"]}
     charts = state["compareRunCharts"]
     assert 25 <= len(charts) <= 35
-    assert all(sections[chart["metricSectionId"]]["display"] for chart in charts)
+    folded = {sections[c["metricSectionId"]]["name"] for c in charts if not sections[c["metricSectionId"]]["display"]}
+    assert folded == {TURNS}
     shown = {name for chart in charts for name in chart["selectedMetricKeys"]}
     assert set(STABLE.split()) <= shown
     assert {"eval/accuracy", "eval/low", "eval_rollout/reward_high"} <= shown

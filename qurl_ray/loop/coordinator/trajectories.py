@@ -17,9 +17,9 @@ from qurl_ray.actors.environments import EnvironmentPool, Seat
 from qurl_ray.actors.fleet import Fleet, TurnsWork
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import answer_text
-from qurl_ray.data.turns import Turns
+from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.process import CallFailed
-from qurl_ray.environments.protocol import Message, Step
+from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.loop.messages import Material
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rollout.requests import continued, joined
@@ -33,11 +33,11 @@ _STATUS: dict[str, Status] = {"timeout": "timeout", "invalid": "invalid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What an environment made of one turn, for logs."""
+    """Record of what an environment made of one turn, for logs."""
 
     at: int
     """Number of tokens of the answer before it."""
-    messages: Sequence[Message]
+    messages: Sequence[EnvironmentMessage]
     reward: float | None
     calls: int
     failed_calls: int
@@ -84,7 +84,7 @@ class Player:
     def __init__(self, config: RunConfig, fleet: Fleet, pool: EnvironmentPool, material: Material) -> None:
         self._config, self._fleet, self._pool = config.environment, fleet, pool
         self._tokenizer, self._stop_ids, self._context = material.tokenizer, material.stop_ids, material.context
-        self._turns = Turns(material.tokenizer, config.task, material.stop_ids)
+        self._turns = TurnEncoder(material.tokenizer, config.task, material.stop_ids)
         self._rounds = 0
 
     async def play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:

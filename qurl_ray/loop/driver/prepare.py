@@ -13,7 +13,7 @@ from qurl_ray.config.paths import absolute
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
-from qurl_ray.data.turns import Turns
+from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
@@ -163,7 +163,7 @@ def check_environment(config: RunConfig, problem: Problem, found: Outline) -> No
         raise ConfigError("environment.type: the tiny policy knows the calculator alone, with model.calculator=true")
     settings, stops = config.environment, (found.tokenizer.eos_token_id,)
     assert settings.type
-    turns = Turns(found.tokenizer, config.task, stops)
+    turns = TurnEncoder(found.tokenizer, config.task, stops)
     turns.check(problem, keep_history=settings.rewritten_history == "keep")
     with EnvironmentProcess(
         settings.type, settings.params, timeout_s=settings.timeout_s, memory_gb=settings.memory_gb

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_ray.actors.environments import Reply
+from qurl_ray.actors.environments import EnvironmentReply
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Heartbeat
 from qurl_ray.config import RunConfig
@@ -46,9 +46,9 @@ class Seats:
     async def seat(self, trajectory: str):
         yield _Seat(self)
 
-    async def reply(self, outcome) -> Reply:
+    async def reply(self, outcome) -> EnvironmentReply:
         await asyncio.sleep(self._random.random() * self._delay_s)
-        return Reply(number=0, outcome=outcome, seconds=0.0)
+        return EnvironmentReply(number=0, outcome=outcome, seconds=0.0)
 
 
 class _Seat:

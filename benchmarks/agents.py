@@ -1,0 +1,239 @@
+"""Rollouts of several turns: python benchmarks/agents.py (25 minutes), --only calculator|waiting, or --quick.
+
+- calculator: the preset, whose tiny policy cannot multiply two-digit numbers in its head, with INT8 rollouts, in full
+  precision, and with a calculator that answers nothing (control), all with the same number of steps.
+- waiting: tokens/s of SmolLM2-135M in INT8, 32 tokens a turn, four times as many trajectories as slots. Environments
+  take 0 to 4 turns' time at random, or none: medians of the ratios of rounds in which both take turns. `make smollm2`
+  installs the weights. The fleet, the engine and the processes of the environments are the real ones, without Ray.
+
+Writes benchmarks/results/agents.{json,md}.
+"""
+
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import engines
+import numpy as np
+import torch
+import typer
+from shared import RESULTS, machine
+
+from qurl_ray.actors.environments import EnvironmentHost, EnvironmentPool
+from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.health import Health, Heartbeat
+from qurl_ray.config import RunConfig
+from qurl_ray.data.tasks import Task
+from qurl_ray.environments.protocol import Step
+from qurl_ray.loop.coordinator.trajectories import Player
+from qurl_ray.loop.messages import Material
+from qurl_ray.policy.load import load_tokenizer
+from qurl_ray.rollout.engine import Engine
+from qurl_ray.types import Completion, Problem, Request, SamplingParams
+
+Part = Literal["calculator", "waiting"]
+ARMS = {
+    "INT8": [],
+    "full precision": ["rollout.quantization=none", "quantization.uaq_scale=1"],
+    "INT8, a calculator that answers nothing": ["environment.params={works: false}"],
+}
+_QURL = "from qurl_ray.cli.main import main; main()"
+STEPS, SLOTS, TURNS, TOKENS, ROUNDS = 30, 8, 4, 32, 3
+
+
+class Waits:
+    """An environment that takes between none and `most_s` seconds for each turn."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+
+    def reset(self, problem: Problem) -> list[dict[str, str]]:
+        self._random = random.Random(problem.uid)
+        return []
+
+    def step(self, answer: str) -> Step:
+        time.sleep(self._random.random() * self._most_s)
+        return Step(messages=[{"role": "user", "content": "Go on."}])
+
+
+# --- the preset ------------------------------------------------------------------------------------------------------
+
+
+def calculator(quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    for name, settings in ARMS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            steps = 2 if quick else STEPS
+            command = [sys.executable, "-c", _QURL, "train", "calculator", f"output_dir={folder}"]
+            command += [f"steps={steps}", "evaluation.target_reward=null", "tracking.mlflow=false", *settings]
+            began = time.perf_counter()
+            subprocess.run(command, check=True)
+            seconds, run = time.perf_counter() - began, Path(folder, "calculator")
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            values = [line["values"] for line in lines if line["kind"] == "step"]
+            summary = json.loads((run / "summary.json").read_text())
+        rows.append(
+            {
+                "arm": name,
+                "before": summary["accuracy_before"],
+                "after": summary["accuracy_after"],
+                "calls": [step["environment/calls"] for step in values],
+                "failed": [step["environment/failed"] for step in values],
+                "seconds": seconds,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+# --- waiting for environments ----------------------------------------------------------------------------------------
+
+
+class _Call:
+    """A method of an actor's handle, whose calls run in threads of this process."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def options(self, **_: Any) -> "_Call":
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        return asyncio.ensure_future(asyncio.to_thread(self._function, *arguments))
+
+
+class _Handle:
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> _Call:
+        return _Call(getattr(self._target, name))
+
+
+class _Worker:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(boot="1", pid=1, node="here", version=self.engine.version, log="")
+
+    def generate(self, requests: list[Request], version: int, deadline_s: float) -> list[Completion]:
+        return self.engine.generate(requests, version=version, deadline_s=deadline_s)
+
+    def cancel(self, uids: list[str]) -> None:
+        self.engine.cancel(uids)
+
+
+def waiting(quick: bool) -> list[dict[str, Any]]:
+    spec, model = engines.smollm2()
+    tokenizer = load_tokenizer(spec)
+    engine = engines.engine(spec, model, "int8", slots=SLOTS)
+    prompt = np.array(tokenizer("Tell me a story. " * 6)["input_ids"], dtype=np.int32)
+    sampling = SamplingParams(max_new_tokens=TURNS * TOKENS, ignore_eos=True)
+    problems = [Problem(uid=str(n), prompt="", answer="") for n in range(4 * SLOTS)]
+    asked = [Request(uid=p.uid, prompt_ids=prompt, seed=n, sampling=sampling) for n, p in enumerate(problems)]
+    material = Material(
+        task=Task(train=problems, held_out=problems, reward="exact"),
+        tokenizer=tokenizer,
+        stop_ids=(tokenizer.eos_token_id,),
+        context=1024,
+    )
+    began = time.perf_counter()
+    one_turn = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
+    engine.generate([Request(uid="0", prompt_ids=prompt, seed=0, sampling=one_turn)] * SLOTS, version=1)
+    turn_s = time.perf_counter() - began
+    config = RunConfig.model_validate(
+        {
+            "model": {"type": "pretrained", "path": spec.source},
+            "rollout": {"slots": SLOTS},
+            "environment": {
+                "type": "agents:Waits",
+                "turn_tokens": TOKENS,
+                "max_turns": TURNS,
+                "cut_turns": "close",
+                "concurrency": len(asked),
+                "timeout_s": 600.0,
+            },
+        }
+    )
+
+    async def seconds_of(host: EnvironmentHost) -> tuple[float, int]:
+        fleet = Fleet([_Handle(_Worker(engine))], config.rollout, lambda *_: None)
+        await fleet.some_alive()
+        fleet.holds(fleet.those(Health.STALE, Health.HEALTHY)[0], 1)
+        player = Player(config, fleet, EnvironmentPool([_Handle(host)], config.environment), material)
+        began = time.perf_counter()
+        played = await player.play(asked, problems)
+        return time.perf_counter() - began, sum(one.completion.drawn for one in played)
+
+    arms = {"instant": 0.0, "0 to 4 turns": 4 * turn_s}
+    hosts = {
+        name: EnvironmentHost(config.environment.model_copy(update={"params": {"most_s": most_s}}))
+        for name, most_s in arms.items()
+    }
+    rows = []
+    for number in range(1 if quick else 1 + ROUNDS):
+        found = {name: asyncio.run(seconds_of(host)) for name, host in hosts.items()}
+        speeds = {name: tokens / seconds for name, (seconds, tokens) in found.items()}
+        print(turn_s, found, flush=True)
+        if number or quick:  # the first starts the processes of the environments
+            rows.append(speeds)
+    for host in hosts.values():
+        host.close()
+    return rows
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = ["# Rollouts of several turns", "", "`python benchmarks/agents.py`"]
+    lines += [f"- {part}: {one['machine']}" for part, one in found.items()]
+    if "calculator" in found:
+        lines += ["", f"Two-digit products, tiny policy, {STEPS} steps; calls are of a trajectory.", ""]
+        lines += ["| rollouts | solved before | after | calls, first step | last step | whole run, s |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for row in found["calculator"]["rows"]:
+            cells = [f"{row['before']:.1%}", f"{row['after']:.1%}", f"{row['calls'][0]:.2f}", f"{row['calls'][-1]:.2f}"]
+            lines.append(f"| {row['arm']} | {' | '.join(cells)} | {row['seconds']:.0f} |")
+    if "waiting" in found:
+        rows = found["waiting"]["rows"]
+        names = list(rows[0])
+        ratios = [row[names[1]] / row[names[0]] for row in rows]
+        speeds = [f"{statistics.median(row[name] for row in rows):.0f}" for name in names]
+        lines += [
+            "",
+            f"SmolLM2-135M, INT8, {SLOTS} slots, {4 * SLOTS} trajectories of {TURNS} turns of {TOKENS} tokens.",
+        ]
+        lines += ["", "| environments | tokens/s | share of the first |", "|---|---|---|"]
+        lines.append(f"| {names[0]} | {speeds[0]} | 1 |")
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        lines.append(f"| {names[1]} | {speeds[1]} | {statistics.median(ratios):.2f} ({spread}) |")
+    return "\n".join([*lines, ""])
+
+
+def main(
+    only: Annotated[Part | None, typer.Option(help="a part")] = None,
+    quick: Annotated[bool, typer.Option(help="little of each, written nowhere")] = False,
+) -> None:
+    torch.set_num_threads(2)
+    path = RESULTS / "agents.json"
+    found = json.loads(path.read_text()) if path.is_file() and not quick else {}
+    for part, work in (("calculator", calculator), ("waiting", waiting)):
+        if only in (None, part):
+            found[part] = {"machine": machine(), "rows": work(quick)}
+    print(report(found))
+    if not quick:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.with_suffix(".md").write_text(report(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)
