@@ -52,8 +52,8 @@ SIGNATURES = {
 }
 
 SECTIONS = (
-    "name seed steps output_dir model task precision_flow placement rollout environment quantization algorithm learner guard "
-    "sync tracking evaluation checkpoint export"
+    "name seed steps output_dir model task precision_flow placement rollout environment quantization algorithm "
+    "learner guard sync tracking evaluation checkpoint export"
 )
 
 ERRORS = {

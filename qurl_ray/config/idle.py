@@ -10,7 +10,8 @@ from qurl_ray.tables import OBJECTIVES
 
 def idle_settings(config: RunConfig) -> list[str]:
     """Return one sentence for each setting that has no effect: what was given, why it has none, and what to do."""
-    return [*_corrections(config), *_objectives(config), *_learner(config), *_sampling(config)]
+    found = (_corrections, _objectives, _learner, _sampling, _environment)
+    return [sentence for of in found for sentence in of(config)]
 
 
 def _corrections(config: RunConfig) -> Iterator[str]:
@@ -129,3 +130,13 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             "the learner's, so importance weights contain the difference; set rollout.top_p=1 and rollout.top_k=0 to "
             "avoid it"
         )
+
+
+def _environment(config: RunConfig) -> Iterator[str]:
+    environment = config.environment
+    given = [f"environment.{name}" for name in environment.model_fields_set - {"type"}]
+    if environment.type is None and given:
+        have = "has" if len(given) == 1 else "have"
+        yield f"{' and '.join(sorted(given))} {have} no effect without environment.type; set it"
+    if environment.type is not None and config.rollout.ignore_eos:
+        yield "rollout.ignore_eos=true makes every turn as long as it may be, so that no turn ends by itself; remove it"

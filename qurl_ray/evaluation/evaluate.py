@@ -86,6 +86,11 @@ def evaluate(
     """
     started = time.perf_counter()
     policy = Path(policy)
+    if config.environment.type is not None:
+        raise ConfigError(
+            f"environment.type={config.environment.type}: an evaluation has no environments, and would judge the first "
+            "turn; the run's own evaluations, in its report, are of whole trajectories"
+        )
     if not (policy / "config.json").is_file():
         raise ConfigError(f"{policy} holds no policy: config.json is missing")
     stored = read_quantized(policy) if is_quantized_checkpoint(policy) else None

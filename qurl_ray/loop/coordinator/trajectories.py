@@ -68,9 +68,8 @@ class Played:
     def verdict(self) -> Verdict | None:
         """Return the environment's verdict; None if the last turn is to be judged by the reward function."""
         if self.failure:
-            return failure(
-                _STATUS.get(self.failure.kind, "error"), f"environment {self.failure.kind}: {self.failure.detail}"
-            )
+            kind, detail = self.failure.kind, self.failure.detail
+            return failure(_STATUS.get(kind, "error"), f"environment {kind}: {detail}")
         return None if self.reward is None else Verdict(reward=self.reward)
 
     def log(self) -> list[dict]:
@@ -94,11 +93,14 @@ class Player:
             QurlError: an engine failed, or the environment cannot be imported.
         """
         self._rounds += 1
-        async with self._fleet.turns() as work, asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._play(work, request, problem, f"{self._rounds}:{request.uid}"))
-                for request, problem in zip(requests, problems, strict=True)
-            ]
+        try:
+            async with self._fleet.turns() as work, asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._play(work, request, problem, f"{self._rounds}:{request.uid}"))
+                    for request, problem in zip(requests, problems, strict=True)
+                ]
+        except BaseExceptionGroup as errors:  # callers tell errors by their types
+            raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _play(self, work: TurnsWork, first: Request, problem: Problem, name: str) -> Played:
@@ -119,6 +121,10 @@ class Player:
         if opening:
             played.prompt_ids = self._turns.opening(problem, opening)
             row = replace(first, prompt_ids=played.prompt_ids)
+            if not self._room(row):
+                detail = f"what it says first leaves no room in the context of {self._context} tokens"
+                played.failure = CallFailed(kind="invalid", detail=detail)
+                return played
         while True:
             part = await work.generate(self._turn(row))
             row = continued(row, part)

@@ -16,6 +16,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.data.tasks import Task
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import Step
+from qurl_ray.errors import EngineError, EnvironmentFailed
 from qurl_ray.learner.batching import to_tensors
 from qurl_ray.loop.coordinator.trajectories import Played, Player
 from qurl_ray.loop.messages import Material
@@ -207,6 +208,36 @@ def test_rewards_of_turns_add_up_and_none_leaves_the_last_turn_to_the_reward_fun
     np.testing.assert_array_equal(silent.last_turn, silent.completion.drawn_ids[-len(silent.last_turn) :])
     failed = one(lambda _: ((lambda answer: CallFailed(kind="timeout", detail="late")), []))
     assert (failed.verdict().status, failed.verdict().reward) == ("timeout", 0.0)
+
+
+def test_an_opening_that_leaves_no_room_fails_its_trajectory_alone():
+    tokenizer = tokenizer_with(None)
+    problems = [Problem(uid=uid, prompt="1", answer="") for uid in "ab"]
+
+    def make(problem):
+        said = "x" * (300 if problem.uid == "a" else 3)
+        return (lambda answer: Step(done=True)), [{"role": "user", "content": said}]
+
+    made = player(Scripted(50, tokenizer.eos_token_id), Seats(make), tokenizer, cut_turns="close", turn_tokens=5)
+    long, short = asyncio.run(made.play(requests(tokenizer, problems), problems))
+    assert (long.failure.kind, long.turns, long.verdict().status) == ("invalid", 0, "invalid")
+    assert (short.failure, short.turns) == (None, 1)
+
+
+@pytest.mark.parametrize("error", [EngineError("broken"), EnvironmentFailed("gone")])
+def test_an_error_ends_all_trajectories_and_keeps_its_type(error):
+    tokenizer = tokenizer_with(None)
+    problems = [Problem(uid=uid, prompt="1", answer="") for uid in "ab"]
+
+    class Broken(Scripted):
+        async def generate(self, request):
+            if request.uid == "b/1":
+                raise error
+            await asyncio.sleep(60)
+
+    made = player(Broken(50, tokenizer.eos_token_id), Seats(hostile), tokenizer)
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(made.play(requests(tokenizer, problems), problems))
 
 
 # --- with the fleet, and its workers that die ----------------------------------------------------------------------
