@@ -29,11 +29,9 @@ from shared import RESULTS, machine
 from qurl_ray.actors.environments import EnvironmentHost, EnvironmentPool
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Heartbeat
+from qurl_ray.actors.trajectories import Player
 from qurl_ray.config import RunConfig
-from qurl_ray.data.tasks import Task
 from qurl_ray.environments.protocol import Step
-from qurl_ray.loop.coordinator.trajectories import Player
-from qurl_ray.loop.messages import Material
 from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
@@ -139,12 +137,6 @@ def waiting(quick: bool) -> list[dict[str, Any]]:
     sampling = SamplingParams(max_new_tokens=TURNS * TOKENS, ignore_eos=True)
     problems = [Problem(uid=str(n), prompt="", answer="") for n in range(4 * SLOTS)]
     asked = [Request(uid=p.uid, prompt_ids=prompt, seed=n, sampling=sampling) for n, p in enumerate(problems)]
-    material = Material(
-        task=Task(train=problems, held_out=problems, reward="exact"),
-        tokenizer=tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-        context=1024,
-    )
     began = time.perf_counter()
     one_turn = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
     engine.generate([Request(uid="0", prompt_ids=prompt, seed=0, sampling=one_turn)] * SLOTS, version=1)
@@ -168,7 +160,14 @@ def waiting(quick: bool) -> list[dict[str, Any]]:
         fleet = Fleet([_Handle(_Worker(engine))], config.rollout, lambda *_: None)
         await fleet.some_alive()
         fleet.holds(fleet.those(Health.STALE, Health.HEALTHY)[0], 1)
-        player = Player(config, fleet, EnvironmentPool([_Handle(host)], config.environment), material)
+        player = Player(
+            config,
+            fleet,
+            EnvironmentPool([_Handle(host)], config.environment),
+            tokenizer=tokenizer,
+            stop_ids=(tokenizer.eos_token_id,),
+            context=1024,
+        )
         began = time.perf_counter()
         played = await player.play(asked, problems)
         return time.perf_counter() - began, sum(one.completion.drawn for one in played)

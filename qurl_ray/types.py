@@ -99,7 +99,10 @@ class Request:
     sampling: SamplingParams
     """Sampling settings; max_new_tokens counts only tokens that are still to be drawn."""
     drawn: int = 0
-    """Number of answer tokens already drawn, with which prompt_ids ends; see rollout.requests.continued."""
+    """Number of answer tokens that were drawn before; prompt_ids holds them (rollout.requests.continued), and what an
+    environment said between them."""
+    continues: bool = False
+    """True if a request that continues this one may follow: an engine may keep its keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,9 @@ class RolloutConfig(Section):
     of the memory of float32, with one scale per layer and key head that is measured again for every weight version.
     `fp8` needs engine=torch, and applies to all rollouts and evaluations of the run, whatever the format of the weights
     is. On a CPU it is an emulation, slower than `full`."""
+    kept_keys_gb: float = Field(1.0, ge=0)
+    """Memory of a worker for keys and values of trajectories that wait for their environment, in GiB (2^30 bytes), with
+    engine=torch. Rows for which it has no room are computed again at their next turn: slower, with the same bits."""
     cuda_graphs: bool | None = None
     """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. null is true with engine=vllm
     and device=cuda, else false. The torch engine captures them again after each sync, so there it is for long answers;

@@ -5,6 +5,7 @@ All estimates have 95 % intervals.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from qurl_ray.evaluation.statistics import (
     pass_at_k,
     reward_with_interval,
 )
+from qurl_ray.evaluation.turns import TurnsHere
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.rewards.process import VerifierProcess
@@ -86,11 +88,6 @@ def evaluate(
     """
     started = time.perf_counter()
     policy = Path(policy)
-    if config.environment.type is not None:
-        raise ConfigError(
-            f"environment.type={config.environment.type}: an evaluation has no environments, and would judge the first "
-            "turn; the run's own evaluations, in its report, are of whole trajectories"
-        )
     if not (policy / "config.json").is_file():
         raise ConfigError(f"{policy} holds no policy: config.json is missing")
     stored = read_quantized(policy) if is_quantized_checkpoint(policy) else None
@@ -112,8 +109,11 @@ def evaluate(
     total = len(task.held_out) * sum(count for _, count in rounds)
     found, failed, done = [], 0, 0
     bounds = {"timeout_s": config.task.reward_timeout_s, "memory_gb": config.task.reward_memory_gb}
-    with VerifierProcess(task.reward, **bounds) as verifier:
+    with VerifierProcess(task.reward, **bounds) as verifier, ExitStack() as stack:
         verifier.check()
+        turns = None
+        if config.environment.type is not None:
+            turns = stack.enter_context(TurnsHere(config, engine, tokenizer, stops, context=context_length(spec)))
         for sampling, count in rounds:
             rewards: list[float] = []
             # All at once, because the seed of a request depends on the index of its problem among all problems.
@@ -123,8 +123,11 @@ def evaluate(
             owners = [problem for problem in task.held_out for _ in range(count)]
             for start in range(0, len(requests), _PROBLEMS_AT_A_TIME * count):
                 part = slice(start, start + _PROBLEMS_AT_A_TIME * count)
-                completions = engine.generate(requests[part], version=1)
-                verdicts = verifier.judge_many(items_to_judge(completions, owners[part], tokenizer, stops))
+                if turns:
+                    verdicts = turns.judged(requests[part], owners[part], verifier)
+                else:
+                    completions = engine.generate(requests[part], version=1)
+                    verdicts = verifier.judge_many(items_to_judge(completions, owners[part], tokenizer, stops))
                 rewards += [verdict.reward for verdict in verdicts]
                 failed += sum(verdict.status != "ok" for verdict in verdicts)
                 done += len(verdicts)

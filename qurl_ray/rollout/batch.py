@@ -81,10 +81,22 @@ class RunningBatch:
         """Indices of the requests that have a row, [count]."""
         return self._row_request[: self.count]
 
+    def finished(self) -> list[tuple[int, int]]:
+        """Return (row, request index) of the rows that `retire` will drop."""
+        running = self.running()
+        return [(int(row), int(running[row])) for row in np.flatnonzero(self._done())]
+
+    def row_of(self, index: int) -> tuple[Request, np.ndarray, Finish]:
+        """Return a request, what it has drawn so far, and how it ends."""
+        return self._requests[index], self._tokens[index, : self._drawn[index]], self._finish[index]
+
+    def _done(self) -> np.ndarray:
+        running = self.running()
+        return self._ended[running] | (self._drawn[running] >= self._limits[running])
+
     def retire(self) -> tuple[list[int], list[int]]:
         """Drop finished rows. Return (sources, targets): rows to copy so that the running ones stay in front."""
-        running = self.running()
-        done = self._ended[running] | (self._drawn[running] >= self._limits[running])
+        done = self._done()
         left = int((~done).sum())
         targets = np.flatnonzero(done[:left])
         sources = left + np.flatnonzero(~done[left:])

@@ -38,6 +38,8 @@ class EngineOptions:
     """Number format of keys and values."""
     kv_cache_bytes: int | None = None
     """Memory for keys and values in each process; None leaves the choice to the engine."""
+    kept_bytes: int = 0
+    """Memory for keys and values of requests that may be continued."""
     processes: int = 1
     """Number of processes that share its weights."""
     cuda_graphs: bool = False

@@ -53,6 +53,7 @@ def rollout_options(
         device=config.device,
         dtype=config.dtype,
         kv_cache=config.kv_cache,
+        kept_bytes=int(config.kept_keys_gb * 2**30),
         kv_cache_bytes=None if cache is None else int(cache * 2**30),
         processes=config.processes,
         cuda_graphs=config.graphs,
@@ -74,6 +75,7 @@ def torch_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         kv_cache=options.kv_cache,
         device=options.device,
         dtype=getattr(torch, options.dtype),
+        kept_bytes=options.kept_bytes,
         capture=CudaCapture if options.cuda_graphs else None,
         compile=torch.compile if options.compile else None,
     )

@@ -12,8 +12,8 @@ from qurl_ray.policy.kv import KVScales, dequantize_kv, quantize_kv
 class SlotCache:
     """Keys and values of all layers, one row per sequence; key j of a row belongs to its token at position j.
 
-    It takes the place of a transformers cache: attention layers call `update`. `prefill` or `decode`, called before the
-    forward pass, selects what `update` does.
+    It takes the place of a transformers cache: attention layers call `update`. `prefill`, `extend` or `decode`, called
+    before the forward pass, selects what `update` does.
     """
 
     def __init__(
@@ -36,10 +36,20 @@ class SlotCache:
         self._mask_like = torch.empty(0, device=device, dtype=dtype if dtype.is_floating_point else torch.float32)
         self.hidden: torch.Tensor | None = None
         """Mask of a decode step, [B, 1, 1, keys]: -inf where a row's keys end; None while prompts are computed."""
+        self._whole = True
+        """False while rows are extended: keys before the computed ones are there."""
 
     def prefill(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
         """Prepare a forward pass over whole prompts: prompt sources[i] is stored in row rows[i]."""
-        self._rows, self._sources, self.hidden = rows, sources, None
+        self._rows, self._sources, self.hidden, self._whole = rows, sources, None, True
+
+    def extend(self, first: int, positions: torch.Tensor) -> None:
+        """Prepare a forward pass over tokens at these positions [B, T] of the rows first … first + B - 1, whose earlier
+        keys are there. Positions behind the end of a row are padding."""
+        count = len(positions)
+        self.hidden, self._whole = None, False
+        self._first, self._count, self._visible = first, first + count, round_up(int(positions.max()) + 1)
+        self._places = self._flat(torch.arange(first, first + count), positions)
 
     def decode(self, positions: torch.Tensor, visible: int | None = None) -> None:
         """Prepare a forward pass over one token for each of the first len(positions) rows, at these positions.
@@ -48,11 +58,10 @@ class SlotCache:
             visible: number of keys to attend to, a multiple of 16; None means those up to the last position. If it is
                 given and positions are on the cache's device, nothing is read back from that device.
         """
-        count, heads, where = len(positions), self._keys[0].shape[1], positions.device
-        self._count = count
+        count, where = len(positions), positions.device
+        self._first, self._count = 0, count
         self._visible = visible or round_up(int(positions.max()) + 1)
-        rows = torch.arange(count, device=where)[:, None] * heads + torch.arange(heads, device=where)
-        self._places = (rows * self.length + positions[:, None]).flatten().to(self.device)
+        self._places = self._flat(torch.arange(count, device=where), positions[:, None])
         hidden = hidden_keys(positions[:, None], self._visible)[:, None]
         self.hidden = torch.zeros(hidden.shape, device=where).masked_fill_(hidden, -torch.inf).to(self._mask_like)
 
@@ -61,7 +70,7 @@ class SlotCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store key and value [B, key heads, T, d]; return the keys and values to attend to, as they were stored."""
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if self.hidden is None:
+        if self.hidden is None and self._whole:
             length = key.shape[2]
             keys[self._rows, :, :length] = key[self._sources]
             values[self._rows, :, :length] = value[self._sources]
@@ -69,7 +78,31 @@ class SlotCache:
         width = key.shape[-1]
         keys.view(-1, width).index_copy_(0, self._places, key.reshape(-1, width))
         values.view(-1, width).index_copy_(0, self._places, value.reshape(-1, width))
-        return keys[: self._count, :, : self._visible], values[: self._count, :, : self._visible]
+        rows = slice(self._first, self._count)
+        return keys[rows, :, : self._visible], values[rows, :, : self._visible]
+
+    def _flat(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the place of each (row, head, position) in a flat list of all keys of a layer, from [B] and [B, T]."""
+        heads = torch.arange(self._keys[0].shape[1], device=rows.device)
+        of_heads = rows[:, None] * len(heads) + heads
+        return (of_heads[:, :, None] * self.length + positions[:, None]).flatten().to(self.device)
+
+    def read(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of a row's first keys and values, as they are stored, both [layers, key heads, length, d]."""
+        keys, values = (torch.stack([one[row, :, :length] for one in part]) for part in (self._keys, self._values))
+        return keys, values
+
+    def write(self, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store what `read` returned as the first keys and values of a row."""
+        length = keys.shape[2]
+        for index in range(len(self._keys)):
+            self._keys[index][row, :, :length] = keys[index]
+            self._values[index][row, :, :length] = values[index]
+
+    def bytes_of(self, length: int) -> int:
+        """Return the bytes of a row's first keys and values."""
+        one = self._keys[0]
+        return 2 * len(self._keys) * one.shape[1] * length * one.shape[3] * one.element_size()
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of rows: running rows fill the holes that finished ones leave."""

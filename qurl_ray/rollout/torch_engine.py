@@ -24,6 +24,7 @@ from qurl_ray.rollout.batch import RunningBatch
 from qurl_ray.rollout.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
 from qurl_ray.rollout.engine import Buffers
 from qurl_ray.rollout.graphs import Capture, DecodeGraphs, why_not
+from qurl_ray.rollout.kept import KeptKeys, KeysPool
 from qurl_ray.rollout.requests import check_requests
 from qurl_ray.rollout.slots import Fp8SlotCache, SlotCache
 from qurl_ray.rollout.weights import EngineWeights
@@ -50,6 +51,7 @@ class TorchEngine:
             last loaded.
         device: device of the whole engine. CUDA was not measured.
         dtype: type of activations and of unquantized tensors, which must then be sent in no more bits.
+        kept_bytes: limit of keys and values of requests that may be continued.
         capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).
         compile: torch.compile or a function like it, for the operations between the products (rollout.decoder).
 
@@ -66,6 +68,7 @@ class TorchEngine:
         kv_cache: str = "full",
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        kept_bytes: int = 0,
         capture: Callable[[], Capture] | None = None,
         compile: Callable[..., Callable[..., torch.Tensor]] | None = None,
     ) -> None:
@@ -88,6 +91,7 @@ class TorchEngine:
         """Captured steps of the present decoder and cache; dropped when either is replaced."""
         self._rounds_cache = kv_cache == "fp8"
         self._kv_scales: Mapping[int, KVScales] | None = None
+        self._kept = KeysPool(kept_bytes)
         self._cancelled: set[str] = set()
         self._steps_of_few = 0
         """Decode steps of _FEW_ROWS since the weights were loaded."""
@@ -102,6 +106,7 @@ class TorchEngine:
 
     def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
         self.version = self._graphs = None  # STALE until every tensor is verified
+        self._kept.clear()
         self._weights.load(manifest, buckets)
         self._steps_of_few = 0
         self._decoder = Decoder(self._model, self._elementwise) if knows(self._model) else None
@@ -128,6 +133,7 @@ class TorchEngine:
     def sleep(self) -> None:
         """Release keys and values. The weights stay: they are quantized, and small compared to a learner's states."""
         self._cache = self._graphs = None
+        self._kept.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise this process would keep the memory
 
@@ -136,6 +142,7 @@ class TorchEngine:
 
     def close(self) -> None:
         self.version = self._cache = self._graphs = None
+        self._kept.clear()
 
     # --- generation --------------------------------------------------------------------------------------------
 
@@ -166,6 +173,7 @@ class TorchEngine:
         completions = batch.completions()
         if not all(np.isfinite(completion.logprobs).all() for completion in completions):
             self._cache = self._graphs = None  # nan in a slot would outlive its request: 0 · nan is nan
+            self._kept.clear()
         return completions
 
     def _drop_cancelled(
@@ -228,8 +236,12 @@ class TorchEngine:
             batch.end(cancelled, "cancelled")
             self._retire(cache, batch)
         try:
-            for group in _prefill_groups(admitted):
+            resumed = {i: kept for i, r in admitted if r.drawn and (kept := self._kept.take(r.uid, r.prompt_ids))}
+            for group in _prefill_groups([item for item in admitted if item[0] not in resumed]):
                 self._prefill(cache, batch, group)
+            if resumed:
+                group = [item for item in admitted if item[0] in resumed]
+                self._extend(cache, batch, group, list(resumed.values()))
             self._decode(cache, batch)
         except StaleWeights:  # the weights did not survive packing
             self.version = None
@@ -248,6 +260,24 @@ class TorchEngine:
         hidden = self._forward(ids.to(self._device), self._arange(ids.shape[1])[None], cache)
         logits = self._head(hidden[torch.arange(len(prompts)), lengths - 1])
         batch.draw(logits[sources], first=batch.count - len(group))
+        self._retire(cache, batch)
+
+    def _extend(
+        self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]], kept: list[KeptKeys]
+    ) -> None:
+        """Give requests rows with keys that were kept, compute the tokens behind them, and draw a token of each."""
+        rows = batch.admit(group).tolist()
+        for row, one in zip(rows, kept, strict=True):
+            cache.write(row, one.keys, one.values)
+        starts = torch.tensor([len(one.token_ids) for one in kept])
+        news = [torch.from_numpy(r.prompt_ids[start:]) for (_, r), start in zip(group, starts.tolist(), strict=True)]
+        lengths = torch.tensor([len(new) for new in news])
+        ids = torch.nn.utils.rnn.pad_sequence(news, batch_first=True).long()
+        # Keys of padding come to lie behind a row's end, where its next tokens replace them before they are seen.
+        positions = (starts[:, None] + torch.arange(ids.shape[1])).clamp(max=cache.length - 1)
+        cache.extend(rows[0], positions)
+        hidden = self._forward(ids.to(self._device), positions.to(self._device), cache)
+        batch.draw(self._head(hidden[torch.arange(len(group)), lengths - 1]), first=rows[0])
         self._retire(cache, batch)
 
     def _decode(self, cache: SlotCache, batch: RunningBatch) -> None:
@@ -278,6 +308,13 @@ class TorchEngine:
         ).last_hidden_state
 
     def _retire(self, cache: SlotCache, batch: RunningBatch) -> None:
+        for row, index in batch.finished():
+            request, drawn, finish = batch.row_of(index)
+            length = len(request.prompt_ids) + len(drawn) - 1  # the last token has no keys yet
+            if request.continues and finish in ("stop", "length") and self._kept.has_room(cache.bytes_of(length)):
+                keys, values = cache.read(row, length)
+                ids = np.concatenate([request.prompt_ids, drawn[:-1]])
+                self._kept.put(request.uid, KeptKeys(token_ids=ids, keys=keys, values=values))
         sources, targets = batch.retire()
         if sources:
             cache.move(sources, targets, int(batch.positions().max()) + 1)

@@ -15,13 +15,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
+from qurl_ray.actors.trajectories import Played, Player, unjudged
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
-from qurl_ray.loop.coordinator.trajectories import Played, Player
 from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
@@ -203,12 +203,10 @@ class Collector:
 
     async def _judge_played(self, played: Sequence[Played], problems: Sequence[Problem]) -> list[Verdict]:
         """Return verdicts: the environment's, or of the reward function on the last turn where it gives none."""
-        verdicts = [one.verdict() for one in played]
-        rest = [index for index, verdict in enumerate(verdicts) if verdict is None]
-        last = [replace(played[i].completion, token_ids=played[i].last_turn) for i in rest]
-        judged = await self._judge(last, [problems[i] for i in rest]) if rest else []
+        rest = unjudged(played, problems)
+        judged = await self._judge(*zip(*rest.values(), strict=True)) if rest else []
         found = dict(zip(rest, judged, strict=True))
-        return [verdict or found[index] for index, verdict in enumerate(verdicts)]
+        return [one.verdict() or found[index] for index, one in enumerate(played)]
 
     def _group(self, answered: _Answered, watched: set[int], collected: Collected) -> None:
         """Add groups to `collected`, without samples that have no reward, and without uniform groups if the algorithm

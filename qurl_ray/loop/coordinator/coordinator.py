@@ -23,6 +23,7 @@ from qurl_ray.actors.cluster import own_log
 from qurl_ray.actors.environments import EnvironmentPool
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.placement import GpuAssignment
+from qurl_ray.actors.trajectories import Player
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import DeadlineExceeded, QurlError
@@ -33,7 +34,6 @@ from qurl_ray.loop.coordinator.collect import Collector
 from qurl_ray.loop.coordinator.events import EventBuffer
 from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.coordinator.session import Session
-from qurl_ray.loop.coordinator.trajectories import Player
 from qurl_ray.loop.messages import Directive, Drained, Gap, Material, Offer, Start, WeightsWanted
 from qurl_ray.types import Completion, Event, StagedBucket
 
@@ -121,7 +121,14 @@ class Coordinator:
         material: Material = await reference[0]
         player = None
         if self._environments:
-            player = Player(self._config, self._fleet, self._environments, material)
+            player = Player(
+                self._config,
+                self._fleet,
+                self._environments,
+                tokenizer=material.tokenizer,
+                stop_ids=material.stop_ids,
+                context=material.context,
+            )
         collector = Collector(
             self._config, material.task, material.tokenizer, material.stop_ids, self._fleet, self._verifiers, player
         )

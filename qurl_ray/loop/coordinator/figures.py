@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from qurl_ray.actors.trajectories import Played
 from qurl_ray.environments.protocol import FAILURES
 from qurl_ray.evaluation.statistics import SOLVED, accuracy_with_interval, is_binary, reward_with_interval
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.coordinator.collect import Collected
-from qurl_ray.loop.coordinator.trajectories import Played
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.reduce import merge
 from qurl_ray.rl.value import value_metrics

@@ -9,18 +9,18 @@ environment says is encoded once (data.turns). A trajectory that waits for its e
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from qurl_ray.actors.environments import EnvironmentPool, Seat
-from qurl_ray.actors.fleet import Fleet, TurnsWork
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import answer_text
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import EnvironmentMessage, Step
-from qurl_ray.loop.messages import Material
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.types import Completion, Problem, Request, Status, Verdict
@@ -77,13 +77,39 @@ class Played:
         return [asdict(said) for said in self.said]
 
 
-class Player:
-    """Player of trajectories, with an environment each."""
+class GeneratesTurns(Protocol):
+    """What draws turns, requested one by one."""
 
-    def __init__(self, config: RunConfig, fleet: Fleet, pool: EnvironmentPool, material: Material) -> None:
+    async def generate(self, request: Request) -> Completion: ...
+
+
+class DrawsTurns(Protocol):
+    """A fleet, or what stands for one."""
+
+    def turns(self) -> AbstractAsyncContextManager[GeneratesTurns]: ...
+
+
+class Player:
+    """Player of trajectories, with an environment each.
+
+    Args:
+        fleet: draws the turns.
+        context: most tokens of a row.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fleet: DrawsTurns,
+        pool: EnvironmentPool,
+        *,
+        tokenizer: Any,
+        stop_ids: tuple[int, ...],
+        context: int,
+    ) -> None:
         self._config, self._fleet, self._pool = config.environment, fleet, pool
-        self._tokenizer, self._stop_ids, self._context = material.tokenizer, material.stop_ids, material.context
-        self._turns = TurnEncoder(material.tokenizer, config.task, material.stop_ids)
+        self._tokenizer, self._stop_ids, self._context = tokenizer, stop_ids, context
+        self._turns = TurnEncoder(tokenizer, config.task, stop_ids)
         self._rounds = 0
 
     async def play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
@@ -103,14 +129,14 @@ class Player:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _play(self, work: TurnsWork, first: Request, problem: Problem, name: str) -> Played:
+    async def _play(self, work: GeneratesTurns, first: Request, problem: Problem, name: str) -> Played:
         async with self._pool.seat(name) as seat:
             began = time.monotonic()
             played = await self._turns_of(work, first, problem, seat)
             played.seconds, played.replays = time.monotonic() - began, seat.replays
             return played
 
-    async def _turns_of(self, work: TurnsWork, first: Request, problem: Problem, seat: Seat) -> Played:
+    async def _turns_of(self, work: GeneratesTurns, first: Request, problem: Problem, seat: Seat) -> Played:
         row, parts = first, [_told(first.uid, np.zeros(0, dtype=np.int32))]
         played = Played(completion=parts[0], prompt_ids=first.prompt_ids, last_turn=parts[0].token_ids)
         opening = (await seat.give(problem)).outcome
@@ -161,7 +187,7 @@ class Player:
 
     def _turn(self, row: Request) -> Request:
         most = min(self._room(row), self._config.turn_tokens or row.sampling.max_new_tokens)
-        return replace(row, sampling=replace(row.sampling, max_new_tokens=most))
+        return replace(row, sampling=replace(row.sampling, max_new_tokens=most), continues=True)
 
 
 def _said(step: Step, at: int, seconds: float, waited: float) -> Said:
@@ -187,3 +213,12 @@ def _told(uid: str, ids: np.ndarray) -> Completion:
         mask=np.zeros(len(ids), dtype=bool),
         finish="stop",
     )
+
+
+def unjudged(played: Sequence[Played], problems: Sequence[Problem]) -> dict[int, tuple[Completion, Problem]]:
+    """Return what the reward function is to judge, by index: the last turns of trajectories without a reward."""
+    return {
+        index: (replace(one.completion, token_ids=one.last_turn), problem)
+        for index, (one, problem) in enumerate(zip(played, problems, strict=True))
+        if one.verdict() is None
+    }

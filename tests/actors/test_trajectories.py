@@ -12,15 +12,14 @@ import torch
 from qurl_ray.actors.environments import EnvironmentReply
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Heartbeat
+from qurl_ray.actors.trajectories import Played, Player
 from qurl_ray.config import RunConfig
-from qurl_ray.data.tasks import Task
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import Step
 from qurl_ray.errors import EngineError, EnvironmentFailed
 from qurl_ray.learner.batching import to_tensors
-from qurl_ray.loop.coordinator.trajectories import Played, Player
-from qurl_ray.loop.messages import Material
 from qurl_ray.policy.logprobs import answer_states, score_states, token_logprobs
+from qurl_ray.rollout.kept import KeysPool
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory
 from tests.actors.local import LocalActor
 from tests.actors.test_fleet import Rig, run, token
@@ -103,13 +102,8 @@ def player(fleet, pool, tokenizer, *, context: int = 200, chat: bool = False, **
             "task": {"chat": chat},
         }
     )
-    material = Material(
-        task=Task(train=SUMS, held_out=SUMS, reward="exact"),
-        tokenizer=tokenizer,
-        stop_ids=(tokenizer.eos_token_id,),
-        context=context,
-    )
-    return Player(config, fleet, pool, material)
+    stop_ids = (tokenizer.eos_token_id,)
+    return Player(config, fleet, pool, tokenizer=tokenizer, stop_ids=stop_ids, context=context)
 
 
 def requests(tokenizer, problems, *, tokens: int = 40, **sampling) -> list[Request]:
@@ -327,8 +321,9 @@ def test_trajectories_are_the_same_bits_in_any_batch_and_the_learner_has_their_l
     problems = [replace(problem, uid=f"{problem.uid}.{g}") for problem in SUMS[:8] for g in range(2)]
     asked = requests(tokenizer, problems, tokens=18)
     runs = []
-    for slots, delay_s in ((16, 0.0), (1, 0.0), (4, 0.02), (4, 0.05)):
+    for slots, delay_s, kept in ((16, 0.0, 0), (1, 0.0, 1 << 20), (4, 0.02, 1 << 30), (4, 0.05, 1 << 16)):
         engine = engine_with(tiny_spec, model, format_name, slots=slots)
+        engine._kept = KeysPool(kept)
         runs.append(played_by(engine, tokenizer, problems, asked, slots=slots, delay_s=delay_s, seed=len(runs)))
     first = runs[0]
     assert {one.turns for one in first} >= {3}
