@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
 from qurl_ray.environments.protocol import EnvironmentMessage, Step
-from qurl_ray.errors import DeadlineExceeded, EnvironmentFailed, QurlError
+from qurl_ray.errors import DeadlineExceeded, QurlError
 from qurl_ray.types import Problem
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class EnvironmentReply:
     """_Outcome of a call."""
 
     number: int
-    outcome: _Outcome | None
+    outcome: _Outcome
     seconds: float
     """Seconds that the environment worked."""
 
@@ -137,20 +137,22 @@ class _Lane:
 
     def _run(self) -> None:
         while True:
-            call = self.inbox.get()
-            began = time.monotonic()
-            if call.given is None:
-                self.process.forget(call.trajectory)
-                continue
+            call, began = self.inbox.get(), time.monotonic()
             try:
-                outcome: _Outcome
-                if isinstance(call.given, str):
-                    outcome = self.process.step(call.trajectory, call.given)
-                else:
-                    outcome = self.process.reset(call.trajectory, call.given)
-            except EnvironmentFailed as error:  # it could be imported before
-                outcome = CallFailed(kind="error", detail=str(error))
-            self._replies.put(EnvironmentReply(number=call.number, outcome=outcome, seconds=time.monotonic() - began))
+                outcome = self._outcome(call)
+            except Exception as error:  # such as no room for a process; the next call may find some
+                outcome = CallFailed(kind="error", detail=f"{type(error).__name__}: {error}")
+            if outcome is not None:
+                seconds = time.monotonic() - began
+                self._replies.put(EnvironmentReply(number=call.number, outcome=outcome, seconds=seconds))
+
+    def _outcome(self, call: Call) -> "_Outcome | None":
+        if call.given is None:
+            self.process.forget(call.trajectory)
+            return None
+        if isinstance(call.given, str):
+            return self.process.step(call.trajectory, call.given)
+        return self.process.reset(call.trajectory, call.given)
 
 
 @dataclass(slots=True)
@@ -185,10 +187,10 @@ class EnvironmentPool:
         """Yield a place for the environment of a trajectory, once one is free.
 
         Args:
-            trajectory: a name that no other one has at the time.
+            trajectory: a name for messages; several may have it.
         """
         async with self._places:
-            seat = Seat(self, trajectory)
+            seat = Seat(self, f"{next(self._numbers)}:{trajectory}")
             try:
                 yield seat
             finally:
@@ -228,14 +230,16 @@ class EnvironmentPool:
         while host.waiting:
             calls, host.waiting = host.waiting, []
             try:
-                self.deterministic = await host.actor.submit.remote(calls)
+                # A host that has restarted knows it only once it has made an environment.
+                self.deterministic |= await host.actor.submit.remote(calls)
             except RayActorError:
                 self._lost(host)
                 await asyncio.sleep(_RETRY_S)  # Ray restarts it
-            except RayTaskError as error:
+            except Exception as error:  # whatever it is, all who wait must hear of it
+                cause = error.cause if isinstance(error, RayTaskError) else None
                 for future in host.open.values():
                     if not future.done():
-                        future.set_exception(error.cause if isinstance(error.cause, QurlError) else error)
+                        future.set_exception(cause if isinstance(cause, QurlError) else error)
 
     async def _collect(self, host: _Host) -> None:
         while host.open:
@@ -263,6 +267,7 @@ class Seat:
         self._pool, self._trajectory = pool, trajectory
         self._host: _Host | None = None
         self._given: list[Input] = []
+        self._died = False
         self.replays = 0
 
     async def give(self, given: Input) -> EnvironmentReply:
@@ -278,7 +283,10 @@ class Seat:
                 reply = await self._pool.call(self._host, self._trajectory, one)
                 if isinstance(reply.outcome, CallFailed):
                     break
-            lost = isinstance(reply.outcome, CallFailed) and reply.outcome.kind == "lost"
+            kind = reply.outcome.kind if isinstance(reply.outcome, CallFailed) else None
+            # A shared process may also end because of another trajectory while it serves this one.
+            lost = kind == "lost" or (kind == "died" and not self._died)
+            self._died |= kind == "died"
             if not lost or not self._pool.deterministic or self.replays == _MOST_REPLAYS:
                 return reply
             self.replays += 1

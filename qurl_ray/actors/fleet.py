@@ -271,7 +271,7 @@ class Fleet:
         began = time.monotonic()
         while not work.error:
             changed = self._changed
-            if waiting.tell():
+            if waiting.tell() or not work.open:  # nobody waits for the fleet
                 began = time.monotonic()
             await _wait(changed, 1.0)
             self._check_time(work, began)
@@ -371,7 +371,8 @@ class Fleet:
 
     def _next(self, member: Member) -> tuple[Work, Chunk] | None:
         for work in self._works:
-            if chunk := work.next(member.index, time.monotonic(), hedge_after=self._config.hedge_after):
+            healthy = len(self.those(Health.HEALTHY))
+            if chunk := work.next(member.index, time.monotonic(), self._config.hedge_after, workers=healthy):
                 return work, chunk
         return None
 

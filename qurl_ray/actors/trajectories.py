@@ -21,6 +21,7 @@ from qurl_ray.data.answers import answer_text
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import EnvironmentMessage, Step
+from qurl_ray.errors import DataError
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.types import Completion, Problem, Request, Status, Verdict
@@ -145,14 +146,19 @@ class Player:
             return played
         assert not isinstance(opening, Step)
         if opening:
-            played.prompt_ids = self._turns.opening(problem, opening)
+            try:
+                played.prompt_ids = self._turns.opening(problem, opening)
+            except DataError as error:
+                played.failure = CallFailed(kind="invalid", detail=str(error))
+                return played
             row = replace(first, prompt_ids=played.prompt_ids)
             if not self._room(row):
                 detail = f"what it says first leaves no room in the context of {self._context} tokens"
                 played.failure = CallFailed(kind="invalid", detail=detail)
                 return played
         while True:
-            part = await work.generate(self._turn(row))
+            last = played.turns + 1 == self._config.max_turns
+            part = await work.generate(replace(self._turn(row), continues=not last))
             row = continued(row, part)
             parts.append(part)
             played.turns += 1
@@ -172,7 +178,11 @@ class Player:
                 played.reward = (played.reward or 0.0) + step.reward
             if step.done or not step.messages or played.turns == self._config.max_turns:
                 break
-            told = self._turns.after(problem, part.token_ids, step.messages)
+            try:
+                told = self._turns.after(problem, part.token_ids, step.messages)
+            except DataError as error:  # the template does not take what this environment said
+                played.failure = CallFailed(kind="invalid", detail=str(error))
+                break
             row = replace(row, prompt_ids=np.concatenate([row.prompt_ids, told]))
             if not self._room(row):
                 parts[-1] = replace(part, finish="length")
@@ -187,7 +197,7 @@ class Player:
 
     def _turn(self, row: Request) -> Request:
         most = min(self._room(row), self._config.turn_tokens or row.sampling.max_new_tokens)
-        return replace(row, sampling=replace(row.sampling, max_new_tokens=most), continues=True)
+        return replace(row, sampling=replace(row.sampling, max_new_tokens=most))
 
 
 def _said(step: Step, at: int, seconds: float, waited: float) -> Said:
@@ -215,10 +225,13 @@ def _told(uid: str, ids: np.ndarray) -> Completion:
     )
 
 
-def unjudged(played: Sequence[Played], problems: Sequence[Problem]) -> dict[int, tuple[Completion, Problem]]:
-    """Return what the reward function is to judge, by index: the last turns of trajectories without a reward."""
-    return {
-        index: (replace(one.completion, token_ids=one.last_turn), problem)
-        for index, (one, problem) in enumerate(zip(played, problems, strict=True))
-        if one.verdict() is None
-    }
+def verdicts_of(played: Sequence[Played], judged: Sequence[Verdict]) -> list[Verdict]:
+    """Return the verdict of each trajectory: the environment's, or that on what `unjudged` returned."""
+    rest = iter(judged)
+    return [one.verdict() or next(rest) for one in played]
+
+
+def unjudged(played: Sequence[Played], problems: Sequence[Problem]) -> tuple[list[Completion], list[Problem]]:
+    """Return what the reward function is to judge: the last turns of trajectories without a reward."""
+    rest = [(one, problem) for one, problem in zip(played, problems, strict=True) if one.verdict() is None]
+    return [replace(one.completion, token_ids=one.last_turn) for one, _ in rest], [problem for _, problem in rest]

@@ -88,17 +88,20 @@ class Work:
         """Return the answer to the request at a place; None while there is none."""
         return self._answers[place]
 
-    def next(self, worker: int, now: float, *, hedge_after: float) -> Chunk | None:
-        """Return the next chunk for this idle worker, or None: a waiting chunk, with those that were added one by one
-        after it, or else the one that has run on a single worker for longest, if that is longer than `hedge_after`
-        times the median of completed chunks."""
+    def next(self, worker: int, now: float, hedge_after: float, *, workers: int = 1) -> Chunk | None:
+        """Return the next chunk for this idle worker, or None: a waiting chunk, or else the one that has run on a
+        single worker for longest, if that is longer than `hedge_after` times the median of completed chunks.
+
+        Of requests that were added one by one, it is a share for one of so many `workers`. These are not hedged: their
+        chunks differ in size.
+        """
         chunk = None
         if self.over:
             return None
         if self.waiting:
-            chunk = self._waiting_chunk()
+            chunk = self.waiting.popleft() if self._ended else self._together(-(-len(self.waiting) // workers))
             self.running[chunk] = None
-        elif self._seconds and (alone := next((p for p in self.running if len(p.runners) == 1), None)):
+        elif self._ended and self._seconds and (alone := next((p for p in self.running if len(p.runners) == 1), None)):
             (since,) = alone.runners.values()
             if now - since > hedge_after * statistics.median(self._seconds):
                 chunk = alone
@@ -146,12 +149,12 @@ class Work:
         assert not self.open
         return [answer for answer in self._answers if answer]
 
-    def _waiting_chunk(self) -> Chunk:
-        chunk = self.waiting.popleft()
-        if self._ended:
-            return chunk
-        places = list(chunk.places)
-        while self.waiting and len(places) + len(self.waiting[0].places) <= self._size:
+    def _together(self, chunks: int) -> Chunk:
+        """Join so many waiting chunks, but not more requests than fit one."""
+        places = list(self.waiting.popleft().places)
+        for _ in range(chunks - 1):
+            if len(places) + len(self.waiting[0].places) > self._size:
+                break
             places += self.waiting.popleft().places
         return Chunk(tuple(places))
 

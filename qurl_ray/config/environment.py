@@ -33,7 +33,7 @@ class EnvironmentConfig(Section):
     """Number of trajectories with an environment at a time; others wait for their first turn. An environment that does
     not say that it is deterministic has a process of its own."""
     hosts: int = Field(1, ge=1)
-    """Number of Ray actors that hold the environments, each with one CPU's worth of work."""
+    """Number of Ray actors that hold the processes of the environments."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one call of an environment, in seconds. Its process is killed then, and the trajectory is counted and
     left out."""

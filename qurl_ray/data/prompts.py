@@ -24,13 +24,18 @@ def encode_prompt(problem: Problem, tokenizer: Any, task: TaskConfig) -> np.ndar
     Raises:
         DataError: messages without a chat template, a template that fails, or a prompt without tokens.
     """
-    if problem.messages is not None or (task.chat and tokenizer.chat_template is not None):
+    if is_chat(problem, tokenizer, task):
         ids = _chat_ids(problem, tokenizer, task)
     else:
         ids = tokenizer(task.template.replace("{prompt}", problem.prompt))["input_ids"]
     if len(ids) == 0:
         raise DataError(f"the prompt of {problem.uid} has no tokens: {problem.prompt[:80]!r}")
     return np.asarray(ids, dtype=np.int32)
+
+
+def is_chat(problem: Problem, tokenizer: Any, task: TaskConfig) -> bool:
+    """True if a prompt goes through the tokenizer's chat template."""
+    return problem.messages is not None or (task.chat and tokenizer.chat_template is not None)
 
 
 def check_chat(task: TaskConfig, tokenizer: Any, problem: Problem) -> None:

@@ -6,13 +6,12 @@ writes after the stand-in follows the tokens that were drawn.
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from qurl_ray.config.task import TaskConfig
-from qurl_ray.data.prompts import chat_messages, encode_prompt
+from qurl_ray.data.prompts import chat_messages, encode_prompt, is_chat
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
@@ -25,8 +24,8 @@ _THOUGHT = "<think>\nqurl thought 5d2b\n</think>\n\n"
 class TurnEncoder:
     """Encoder of what an environment says.
 
-    With a chat template, messages are rendered by it. Their content never becomes a special token, whatever it is:
-    what a tool returns cannot end a turn. Without a template, contents follow the turn as they are.
+    Where prompts go through the chat template, it renders the messages. Their content never becomes a special token,
+    whatever it is: what a tool returns cannot end a turn. Elsewhere, contents follow the turn as they are.
 
     Args:
         tokenizer: the policy's.
@@ -35,7 +34,6 @@ class TurnEncoder:
 
     def __init__(self, tokenizer: Any, task: TaskConfig, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._task, self._stop_ids = tokenizer, task, tuple(stop_ids)
-        self._templated = tokenizer.chat_template is not None
         self._rendered: dict[str, str] = {}
 
     def opening(self, problem: Problem, said: Sequence[dict[str, Any]]) -> np.ndarray:
@@ -47,9 +45,9 @@ class TurnEncoder:
         Raises:
             DataError: the template fails, or does not take the messages as they are.
         """
-        if not self._templated:
-            whole = replace(problem, prompt=problem.prompt + "".join(m["content"] for m in said))
-            return encode_prompt(whole, self._tokenizer, self._task)
+        if not is_chat(problem, self._tokenizer, self._task):
+            ids = encode_prompt(problem, self._tokenizer, self._task)
+            return np.concatenate([ids, np.array(self._text_ids(_texts(said)), dtype=np.int32)])
         messages = [*chat_messages(problem, self._task), *_stood_in(said)]
         return self._encoded(self._render(messages, begin=True), said)
 
@@ -64,9 +62,9 @@ class TurnEncoder:
             DataError: the template fails, or does not take the messages as they are.
         """
         ended = len(drawn) > 0 and int(drawn[-1]) in self._stop_ids
-        if not self._templated:
-            ids = [] if ended else [self._tokenizer.eos_token_id]
-            return np.array(ids + self._text_ids("".join(m["content"] for m in said)), dtype=np.int32)
+        if not is_chat(problem, self._tokenizer, self._task):
+            end = [] if ended else [self._tokenizer.eos_token_id]
+            return np.array(end + self._text_ids(_texts(said)), dtype=np.int32)
         text = self._after_turn(problem, said)
         if ended:
             text = text.removeprefix(self._tokenizer.decode([int(drawn[-1])]))
@@ -81,7 +79,7 @@ class TurnEncoder:
         Raises:
             DataError: the template fails, or rewrites earlier turns.
         """
-        if not self._templated:
+        if not is_chat(problem, self._tokenizer, self._task):
             return
         said = [{"role": "user", "content": "and"}]
         self._after_turn(problem, said)
@@ -135,3 +133,7 @@ class TurnEncoder:
 
 def _stood_in(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [message | {"content": _SAID.format(number)} for number, message in enumerate(said)]
+
+
+def _texts(said: Sequence[dict[str, Any]]) -> str:
+    return "".join(message["content"] for message in said)

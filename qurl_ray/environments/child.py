@@ -15,6 +15,7 @@ import numbers
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -68,16 +69,17 @@ class _Served:
             match operation:
                 case "reset":
                     self._there[trajectory] = environment = self._make(**self._params)
-                    return "ok", _messages(self._finished(environment.reset(Problem(**payload))))
+                    return "ok", _sendable(_messages(self._finished(environment.reset(Problem(**payload)))))
                 case "step":
-                    return "ok", _plain(self._finished(self._there[trajectory].step(payload)))
+                    return "ok", _sendable(_plain(self._finished(self._there[trajectory].step(payload))))
             self._close(trajectory)
             return "ok", None
         except _InvalidError as error:
             kind, detail = "invalid", str(error)
         except (Exception, SystemExit) as error:  # user code: any failure is a reply
             kind, detail = "error", f"{type(error).__name__}: {message_of(error)}"
-        self._there.pop(trajectory, None)
+        with suppress(Exception):
+            self._close(trajectory)
         return kind, printable(detail)
 
     def _close(self, trajectory: str) -> None:
@@ -109,11 +111,18 @@ def _plain(step: Any) -> dict[str, Any]:
         if not isinstance(reward, (numbers.Real, np.bool_)) or not abs(float(reward)) <= LARGEST:  # also nan
             raise _InvalidError(f"the reward is {reward!r}, expected a finite number up to {LARGEST:g}, or None")
         reward = float(reward)
+    if not isinstance(step.info, dict):
+        raise _InvalidError(f"info is {type(step.info).__name__}, expected a mapping")
+    return {"messages": _messages(step.messages), "reward": reward, "done": bool(step.done), "info": step.info}
+
+
+def _sendable(result: Any) -> Any:
+    """Return the result, if it is plain JSON, and its text can be encoded."""
     try:
-        info = json.loads(json.dumps(step.info, allow_nan=False))
+        json.dumps(result, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise _InvalidError(f"info is no plain JSON: {error}") from None
-    return {"messages": _messages(step.messages), "reward": reward, "done": bool(step.done), "info": info}
+        raise _InvalidError(f"it is no plain JSON: {error}") from None
+    return result
 
 
 def _send(channel: socket.socket, reply: object) -> None:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from qurl_ray.actors.environments import EnvironmentHost, pool_here
-from qurl_ray.actors.trajectories import Played, Player, unjudged
+from qurl_ray.actors.trajectories import Played, Player, unjudged, verdicts_of
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
 from qurl_ray.rewards.process import VerifierProcess
@@ -39,11 +39,8 @@ class TurnsHere:
     ) -> list[Verdict]:
         """Play a trajectory for each request, and return its verdict: the environment's, or the reward function's."""
         played = asyncio.run(self._play(requests, problems))
-        rest = unjudged(played, problems)
-        last = zip(*rest.values(), strict=True)
-        found = verifier.judge_many(items_to_judge(*last, self._tokenizer, self._stop_ids)) if rest else []
-        by_index = dict(zip(rest, found, strict=True))
-        return [one.verdict() or by_index[index] for index, one in enumerate(played)]
+        items = items_to_judge(*unjudged(played, problems), self._tokenizer, self._stop_ids)
+        return verdicts_of(played, verifier.judge_many(items))
 
     async def _play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
         player = Player(
@@ -83,7 +80,9 @@ class _EngineHere:
                 found = await asyncio.to_thread(self._engine.generate, [request for request, _ in taken], version=1)
             except Exception as error:  # all who wait must hear of it
                 for _, answer in taken:
-                    answer.set_exception(error)
+                    if not answer.done():
+                        answer.set_exception(error)
                 continue
             for (_, answer), completion in zip(taken, found, strict=True):
-                answer.set_result(completion)
+                if not answer.done():
+                    answer.set_result(completion)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from qurl_ray.errors import EngineError, StaleWeights
+from qurl_ray.policy.attention import QUERY_CHUNK
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.settings import head_dim
@@ -189,6 +190,8 @@ class TorchEngine:
     def _slots_for(self, requests: Sequence[Request]) -> SlotCache:
         """Return a cache large enough for these requests; the last one if it is large enough."""
         longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+        if any(r.continues for r in requests) and self._cache and self._cache.length < longest:
+            longest = min(2 * longest, self._context)  # else it would be made again at every turn
         return self.reserve(min(self._slots, len(requests)), longest)
 
     def reserve(self, slots: int, length: int) -> SlotCache:
@@ -239,9 +242,8 @@ class TorchEngine:
             resumed = {i: kept for i, r in admitted if r.drawn and (kept := self._kept.take(r.uid, r.prompt_ids))}
             for group in _prefill_groups([item for item in admitted if item[0] not in resumed]):
                 self._prefill(cache, batch, group)
-            if resumed:
-                group = [item for item in admitted if item[0] in resumed]
-                self._extend(cache, batch, group, list(resumed.values()))
+            for group in _extend_groups([item for item in admitted if item[0] in resumed], resumed):
+                self._extend(cache, batch, group, [resumed[index] for index, _ in group])
             self._decode(cache, batch)
         except StaleWeights:  # the weights did not survive packing
             self.version = None
@@ -342,4 +344,20 @@ def _prefill_groups(admitted: list[tuple[int, Request]]) -> list[list[tuple[int,
             grown, length = {prompt.tobytes()}, len(prompt)
         groups[-1].append(item)
         different, longest = grown, length
+    return groups
+
+
+def _extend_groups(items: list[tuple[int, Request]], kept: Mapping[int, KeptKeys]) -> list[list[tuple[int, Request]]]:
+    """Split requests whose keys were kept so that one pass holds at most _PREFILL_TOKENS padded tokens, and no more
+    scores of attention than a prompt of as many."""
+    groups: list[list[tuple[int, Request]]] = []
+    longest = 0
+    for item in sorted(items, key=lambda one: len(one[1].prompt_ids) - len(kept[one[0]].token_ids)):
+        length, count = len(item[1].prompt_ids), len(groups[-1]) + 1 if groups else 1
+        new, longest = length - len(kept[item[0]].token_ids), max(longest, length)
+        scores = count * min(new, QUERY_CHUNK) * longest
+        if not groups or count * new > _PREFILL_TOKENS or scores > _PREFILL_TOKENS * QUERY_CHUNK:
+            groups.append([])
+            longest = length
+        groups[-1].append(item)
     return groups

@@ -8,7 +8,13 @@ from collections import Counter
 import pytest
 import ray
 
-from qurl_ray.actors.environments import EnvironmentHost, EnvironmentPool, end_environments, start_environments
+from qurl_ray.actors.environments import (
+    EnvironmentHost,
+    EnvironmentPool,
+    end_environments,
+    pool_here,
+    start_environments,
+)
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import Step
@@ -70,6 +76,27 @@ def test_many_trajectories_at_once_have_a_state_each(name):
         return pool.deterministic
 
     assert play(config(name, concurrency=6), talk, hosts=2) == (name == "Counts")
+
+
+def test_trajectories_of_one_name_have_a_state_each():
+    """A step may hold a problem twice."""
+
+    async def talk(pool):
+        return await asyncio.gather(*(conversation(pool, "same", ["a", "b", "end"]) for _ in range(3)))
+
+    for outcomes, replays in play(config("Counts"), talk):
+        assert (said(outcomes[1:]), outcomes[-1].reward, replays) == (["1: a", "2: b"], 3.0, 0)
+
+
+def test_a_host_without_ray_says_at_once_that_an_environment_cannot_be_imported():
+    settings = config("Nowhere")
+
+    async def talk():
+        async with pool_here(EnvironmentHost(settings), settings).seat("t") as seat:
+            await seat.give(PROBLEM)
+
+    with pytest.raises(EnvironmentFailed, match="has no Nowhere"):
+        asyncio.run(asyncio.wait_for(talk(), 30))
 
 
 def test_no_more_trajectories_than_places_have_an_environment():
@@ -164,6 +191,7 @@ def test_a_host_that_dies_costs_nothing_if_its_environments_are_deterministic(cl
                 await seat.give(PROBLEM)
                 before = (await seat.give("a")).outcome
                 ray.kill(actors[0], no_restart=False)
+                await asyncio.sleep(2)  # it has restarted, and knows nothing of the trajectory
                 after = (await seat.give("b")).outcome
                 return before, after, seat.replays
         finally:

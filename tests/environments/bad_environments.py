@@ -96,6 +96,10 @@ class Misbehaves(Counts):
                 return Step(messages=[{"role": "user", "content": 3}])
             case "role":
                 return Step(messages=[{"content": "ok"}])
+            case "surrogate":
+                return Step(messages=[{"role": "user", "content": "\udc80"}])
+            case "list":
+                return Step(messages=said, info=[1])
             case "info":
                 return Step(messages=said, info={"a": object()})
         return super().step(answer)

@@ -89,7 +89,9 @@ def test_each_trajectory_has_an_environment_of_its_own(name):
         ("text", "invalid", "returned str for messages"),
         ("number", "invalid", "the content of a user message is int, expected text"),
         ("role", "invalid", "expected a mapping with role and content"),
-        ("info", "invalid", "info is no plain JSON"),
+        ("info", "invalid", "no plain JSON"),
+        ("surrogate", "invalid", "no plain JSON"),
+        ("list", "invalid", "info is list"),
     ],
 )
 def test_what_goes_wrong_is_told_and_the_next_trajectory_finds_a_sound_process(answer, kind, detail):

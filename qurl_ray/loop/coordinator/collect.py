@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.trajectories import Played, Player, unjudged
+from qurl_ray.actors.trajectories import Played, Player, unjudged, verdicts_of
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import answer_text, items_to_judge
@@ -203,10 +203,8 @@ class Collector:
 
     async def _judge_played(self, played: Sequence[Played], problems: Sequence[Problem]) -> list[Verdict]:
         """Return verdicts: the environment's, or of the reward function on the last turn where it gives none."""
-        rest = unjudged(played, problems)
-        judged = await self._judge(*zip(*rest.values(), strict=True)) if rest else []
-        found = dict(zip(rest, judged, strict=True))
-        return [one.verdict() or found[index] for index, one in enumerate(played)]
+        completions, rest = unjudged(played, problems)
+        return verdicts_of(played, await self._judge(completions, rest) if rest else [])
 
     def _group(self, answered: _Answered, watched: set[int], collected: Collected) -> None:
         """Add groups to `collected`, without samples that have no reward, and without uniform groups if the algorithm

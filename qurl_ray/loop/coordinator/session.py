@@ -278,15 +278,10 @@ class Session:
         if collected.shown:
             proximal = {uid: logprobs for result in results for uid, logprobs in result.proximal.items()}
             for sample in collected.shown:
-                found = proximal.get(sample["uid"])
-                sample["proximal_logprobs"] = (
-                    found
-                    if found is None
-                    else [
-                        None if b is None else round(float(p), 4)
-                        for p, b in zip(found, sample["logprobs"], strict=True)
-                    ]
-                )
+                found, drawn_by = proximal.get(sample["uid"]), sample["logprobs"]
+                if found is not None and len(found) != len(drawn_by):  # of another sample with this uid
+                    found = None
+                sample["proximal_logprobs"] = found if found is None else _rounded(found, drawn_by)
             self._events.add(Event(kind="samples", step=number, values={"samples": collected.shown}))
         step.collected = step.reported = None  # only the collector's state is still needed
 
@@ -302,6 +297,11 @@ class Session:
             kl, share = values["mismatch/kl"], f"{values['mismatch/dropped']:.0%} of the tokens"
             message = f"the correction {drops} {share}: its bounds do not fit a KL(b‖p) of {kl:.1e}"
             self._events.warn(number, message)
+
+
+def _rounded(logprobs: np.ndarray, drawn_by: list[float | None]) -> list[float | None]:
+    """Return log-probs for a log, and None for tokens that the policy did not draw."""
+    return [None if b is None else round(float(p), 4) for p, b in zip(logprobs, drawn_by, strict=True)]
 
 
 class _StaleEngines:

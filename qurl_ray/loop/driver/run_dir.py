@@ -33,7 +33,7 @@ _MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 """Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
 threads may differ as well, and what says only when the run ends: evaluation.target_reward, and `steps` where the
 learning rates so far do not depend on it."""
-_MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads")
+_MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads", "kept_keys_gb", "hosts", "concurrency")
 _OTHER_SUMS = ("learner.workers", "learner.backend", "learner.zero_stage", "learner.sequence_parallel")
 """Settings that a resumed run may change, too: the same is learned, but gradients are added in another order."""
 
