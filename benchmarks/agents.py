@@ -11,7 +11,6 @@ Writes benchmarks/results/agents.{json,md}.
 
 import asyncio
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Heartbeat
 from qurl_ray.actors.trajectories import Player
 from qurl_ray.config import RunConfig
-from qurl_ray.environments.protocol import Step
 from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
@@ -44,21 +42,6 @@ ARMS = {
 }
 _QURL = "from qurl_ray.cli.main import main; main()"
 STEPS, SLOTS, TURNS, TOKENS, ROUNDS = 30, 8, 4, 32, 3
-
-
-class Waits:
-    """An environment that takes between none and `most_s` seconds for each turn."""
-
-    def __init__(self, most_s: float) -> None:
-        self._most_s = most_s
-
-    def reset(self, problem: Problem) -> list[dict[str, str]]:
-        self._random = random.Random(problem.uid)
-        return []
-
-    def step(self, answer: str) -> Step:
-        time.sleep(self._random.random() * self._most_s)
-        return Step(messages=[{"role": "user", "content": "Go on."}])
 
 
 # --- the preset ------------------------------------------------------------------------------------------------------
@@ -146,7 +129,7 @@ def waiting(quick: bool) -> list[dict[str, Any]]:
             "model": {"type": "pretrained", "path": spec.source},
             "rollout": {"slots": SLOTS},
             "environment": {
-                "type": "agents:Waits",
+                "type": "waits:Waits",
                 "turn_tokens": TOKENS,
                 "max_turns": TURNS,
                 "cut_turns": "close",

@@ -90,7 +90,8 @@ def test_a_template_that_rewrites_turns_is_refused_before_the_start(tiny_spec, t
     tokenizer.chat_template = REWRITES
     save_policy(load_model(tiny_spec), tokenizer, tmp_path / "policy")
     small = [setting for setting in SMALL if not setting.startswith("model.")]
-    common = [*small, "model.type=pretrained", f"model.path={tmp_path / 'policy'}", "environment.type=calculator"]
+    common = [*small, "model.type=pretrained", f"model.path={tmp_path / 'policy'}", "task.chat=true"]
+    common += ["environment.type=calculator"]
     with pytest.raises(DataError, match="rewritten_history=keep"):
         check_run(load_config(None, common))
     check_run(load_config(None, [*common, "environment.rewritten_history=keep"]))
