@@ -163,7 +163,7 @@ class Player:
             parts.append(part)
             played.turns += 1
             played.last_turn = part.token_ids
-            if part.finish == "length" and (self._config.cut_turns == "end" or not self._room(row)):
+            if part.finish == "length" and self._config.cut_turns == "end":
                 break
             at, asked = sum(len(one.token_ids) for one in parts), time.monotonic()
             text, _ = answer_text(part.token_ids, self._tokenizer, self._stop_ids)

@@ -34,11 +34,11 @@ class Counts:
         return Step(messages=said, info={"calls": 1, "failed_calls": 0})
 
 
-class Asks(Counts):
-    """Speaks first."""
+class Pays(Counts):
+    """Half a point for each turn."""
 
-    def reset(self, problem):
-        return [{"role": "user", "content": f"what is {problem.prompt}?"}]
+    def step(self, answer):
+        return Step(messages=[{"role": "user", "content": "1"}], reward=0.5)
 
 
 class Awaits(Counts):

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import ConfigError
+from qurl_ray.config.environment import EnvironmentConfig
+from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.errors import ConfigError, EnvironmentFailed
 from qurl_ray.evaluation.evaluate import Report, evaluate
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.save import save_policy
@@ -55,6 +57,19 @@ def test_a_policy_is_evaluated_in_full_precision_unless_told_otherwise(model, to
     save_policy(model, tokenizer, tmp_path / "policy")
     report = report_of(tmp_path / "policy")
     assert (report.quantization, report.kernels) == ("none", [])
+
+
+def test_answers_of_several_turns_are_judged_as_a_run_judges_them(model, tokenizer, tmp_path):
+    save_policy(model, tokenizer, tmp_path / "policy")
+    turns = {"max_turns": 3, "turn_tokens": 2, "cut_turns": "close"}
+    bad = "tests.environments.bad_environments"
+    paid = CONFIG.model_copy(update={"environment": EnvironmentConfig(type=f"{bad}:Pays", **turns)})
+    paid = paid.model_copy(update={"rollout": RolloutConfig(max_new_tokens=6)})
+    report = evaluate(paid, tmp_path / "policy", samples=2)
+    assert (report.reward.value, report.avg_reward_at_k.value, report.failed_rewards) == (1.5, 1.5, 0)
+    failing = paid.model_copy(update={"environment": EnvironmentConfig(type=f"{bad}:Nowhere", **turns)})
+    with pytest.raises(EnvironmentFailed, match="has no Nowhere"):
+        evaluate(failing, tmp_path / "policy")
 
 
 # --- answers that a fake engine gives -----------------------------------------------------------------------------
