@@ -79,13 +79,13 @@ class Played:
 
 
 class GeneratesTurns(Protocol):
-    """What draws turns, requested one by one."""
+    """Access to what draws turns, requested one by one."""
 
     async def generate(self, request: Request) -> Completion: ...
 
 
 class DrawsTurns(Protocol):
-    """A fleet, or what stands for one."""
+    """A fleet, or an engine in its place."""
 
     def turns(self) -> AbstractAsyncContextManager[GeneratesTurns]: ...
 

@@ -177,7 +177,8 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
         for member, own in zip(unions, rows, strict=True):
             label = f"{key}.type={member.model_fields['type'].default}" if len(unions) > 1 else key
             yield label, "", " ".join((member.__doc__ or "").split())
-            yield from (row for row in own if row not in shared and row[0] != f"{key}.type")
+            told = {f"{key}.type"} if len(unions) > 1 else set()  # by the label
+            yield from (row for row in own if row not in shared and row[0] not in told)
 
 
 def config_file(path: Path | str) -> Path:
