@@ -24,8 +24,8 @@ class EnvironmentConfig(Section):
     turn_tokens: int | None = Field(None, ge=1)
     """Largest number of tokens of one turn; null is what is left of rollout.max_new_tokens."""
     cut_turns: Literal["end", "close"] = "end"
-    """Treatment of a turn that a limit cuts off: `end` ends the trajectory; `close` gives the turn to the environment as
-    if it had ended, and, if the trajectory has tokens left, an end token, which is not trained."""
+    """Treatment of a turn that a limit cuts off: `end` ends the trajectory; `close` gives the turn to the environment
+    as if it had ended, and, if the trajectory has tokens left, an end token, which is not trained."""
     rewritten_history: Literal["refuse", "keep"] = "refuse"
     """For chat templates that rewrite earlier turns, such as Qwen3's, which removes their thoughts: `refuse` ends the
     run before its start; `keep` leaves earlier turns as they were drawn."""

@@ -59,7 +59,7 @@ def test_rates_of_a_host_are_of_bytes_and_seconds():
     host = measure_host()
     for name in ("quantize", "fingerprint", "compare", "copy", "convert"):
         assert 0.1e9 < getattr(host, name) < 200e9, name
-    assert 1e6 < host.pack < 50e9
+    assert host.pack > 1e6  # far more where the kernel takes codes as they are, as with VNNI
     assert host.threads == os.cpu_count()
 
 
