@@ -371,8 +371,8 @@ class Fleet:
 
     def _next(self, member: Member) -> tuple[Work, Chunk] | None:
         for work in self._works:
-            healthy = len(self.those(Health.HEALTHY))
-            if chunk := work.next(member.index, time.monotonic(), self._config.hedge_after, workers=healthy):
+            shares = len(self.members)  # not of the healthy: each of thousands of workers would count all others
+            if chunk := work.next(member.index, time.monotonic(), self._config.hedge_after, workers=shares):
                 return work, chunk
         return None
 

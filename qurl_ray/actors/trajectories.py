@@ -111,7 +111,6 @@ class Player:
         self._config, self._fleet, self._pool = config.environment, fleet, pool
         self._tokenizer, self._stop_ids, self._context = tokenizer, stop_ids, context
         self._turns = TurnEncoder(tokenizer, config.task, stop_ids)
-        self._rounds = 0
 
     async def play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
         """Play a trajectory for each request, which is that of its first turn, in their order.
@@ -119,11 +118,10 @@ class Player:
         Raises:
             QurlError: an engine failed, or the environment cannot be imported.
         """
-        self._rounds += 1
         try:
             async with self._fleet.turns() as work, asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._play(work, request, problem, f"{self._rounds}:{request.uid}"))
+                    group.create_task(self._play(work, request, problem, request.uid))
                     for request, problem in zip(requests, problems, strict=True)
                 ]
         except BaseExceptionGroup as errors:  # callers tell errors by their types
