@@ -4,6 +4,7 @@ table          setting                     a function of
 TASKS          task.type                   the task's section, to its problems
 REWARDS        task.reward                 an answer and its problem, to a number
 ENVIRONMENTS   environment.type            parameters, to an environment of one trajectory
+TOOLS          environment.params          what a policy asks, to what it is told (environment.type=tools)
 ADVANTAGES     algorithm.advantage         the rewards of a step, to what each sample is worth
 CORRECTIONS    algorithm.correction        log(p/b), to the weight of each token
 OBJECTIVES     algorithm.objective         log(theta/p), advantages and bounds, to what is maximised
@@ -93,9 +94,22 @@ ENVIRONMENTS = Table[Entry](
             reference="qurl_ray.environments.calculator:Calculator",
             help="computes `[37*48]`, for the tiny policy",
         ),
+        "tools": Entry(
+            reference="qurl_ray.environments.tools:Tools",
+            help="calls the functions of environment.params.functions, such as `python`",
+        ),
     },
 )
 """Classes of environments (environments.protocol). They get environment.params as keywords."""
+
+TOOLS = Table[Entry](
+    kind="tool",
+    group="qurl_ray.tools",
+    arguments=None,
+    error=EnvironmentFailed,
+    entries={"python": Entry(reference="qurl_ray.tools.python:Python", help="runs a program of the policy")},
+)
+"""Functions that a policy may call, and classes of objects that it may call (tools.registry)."""
 
 # --- the update ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
     {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache", "files"},
     {"numerics", "transfer", "sandbox"},
-    {"rl", "quant", "rewards", "report"},
+    {"rl", "quant", "rewards", "report", "tools"},
     {"policy", "data", "tracking", "environments"},
     {"rollout", "learner", "sync"},
     {"actors"},
@@ -27,7 +27,7 @@ HEAVY = {
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},
-    "torch": set(LEVEL) - LAYERS[0] - {"sandbox", "rewards", "report", "tracking", "environments"},
+    "torch": set(LEVEL) - LAYERS[0] - {"sandbox", "rewards", "report", "tracking", "environments", "tools"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")
 

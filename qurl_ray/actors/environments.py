@@ -93,7 +93,7 @@ class EnvironmentHost:
             else:
                 gone = CallFailed(kind="lost", detail="the process of its host ended")
                 self._replies.put(EnvironmentReply(number=call.number, outcome=gone, seconds=0.0))
-        return bool(self._lanes) and self._lanes[0].process.deterministic
+        return bool(self._lanes) and self._lanes[0].process.traits.deterministic
 
     def collect(self) -> list[EnvironmentReply]:
         """Return the replies that are there; wait a second for a first one."""
@@ -113,7 +113,7 @@ class EnvironmentHost:
         if not self._lanes:
             self._lanes.append(_Lane(self._config, self._replies))
             self._lanes[0].process.check()
-        most = _SHARED if self._lanes[0].process.deterministic else 1
+        most = _SHARED if self._lanes[0].process.traits.deterministic else 1
         lane = min(self._lanes, key=lambda one: one.trajectories)
         if lane.trajectories >= most:
             lane = _Lane(self._config, self._replies)
@@ -125,10 +125,7 @@ class _Lane:
     """A process, and the thread that makes its calls."""
 
     def __init__(self, config: EnvironmentConfig, replies: "queue.SimpleQueue[EnvironmentReply]") -> None:
-        assert config.type
-        self.process = EnvironmentProcess(
-            config.type, config.params, timeout_s=config.timeout_s, memory_gb=config.memory_gb
-        )
+        self.process = EnvironmentProcess.of(config)
         self._replies = replies
         self.inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self.trajectories = 0

@@ -45,7 +45,8 @@ def check_chat(task: TaskConfig, tokenizer: Any, problem: Problem) -> None:
         DataError: the prompt goes through no chat template, or the template has no such variable.
     """
     given = ["task.system_prompt"] if task.system_prompt is not None else []
-    given += ["task.chat_template_args"] if task.chat_template_args else []
+    if task.chat_template_args:
+        given.append(f"task.chat_template_args ({', '.join(task.chat_template_args)})")
     if not given:
         return
     if tokenizer.chat_template is None:
@@ -56,7 +57,10 @@ def check_chat(task: TaskConfig, tokenizer: Any, problem: Problem) -> None:
         )
     for name in task.chat_template_args:
         if name not in str(tokenizer.chat_template):  # Jinja ignores variables that a template does not use
-            raise DataError(f"task.chat_template_args: the tokenizer's chat template has no variable {name!r}")
+            hint = (
+                ": the prompt has to describe them, with environment.params.described=false" if name == "tools" else ""
+            )
+            raise DataError(f"task.chat_template_args: the tokenizer's chat template has no variable {name!r}{hint}")
 
 
 def chat_messages(problem: Problem, task: TaskConfig) -> list[dict[str, Any]]:

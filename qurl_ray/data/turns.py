@@ -112,8 +112,10 @@ class TurnEncoder:
             if not found:
                 role = message.get("role")
                 raise DataError(f"the tokenizer's chat template does not take a message of {role!r} as it is")
+            quoted = before.endswith('"') and text.startswith('"')  # Llama's template writes results as JSON
+            content = json.dumps(message["content"], ensure_ascii=False)[1:-1] if quoted else message["content"]
             ids += self._tokenizer(before, add_special_tokens=False)["input_ids"]
-            ids += self._text_ids(message["content"])
+            ids += self._text_ids(content)
         return np.array(ids + self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def _render(self, messages: Sequence[dict[str, Any]], *, begin: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 consumes:  JSON lines [mark, operation, trajectory, payload]: "reset" with a problem, "step" with an answer, "close"
 produces:  a JSON line for each, [mark, "ok", result] or [mark, failure, detail]; before the first of them
-           {"ready": true, "deterministic": …} or {"error": message}
+           {"ready": true} with the fields of Traits, or {"error": message}
 ends:      when the socket closes; killed by the keeper
 
 The marks are random: what an environment writes to the socket does not count as a reply.
@@ -16,11 +16,12 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from qurl_ray.environments.protocol import EnvironmentMessage, Step
+from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits, traits_of
 from qurl_ray.errors import EnvironmentFailed
 from qurl_ray.rewards.judge import LARGEST, message_of, printable
 from qurl_ray.tables import ENVIRONMENTS
@@ -40,10 +41,11 @@ def run_environments(channel: socket.socket, spec: str) -> int:
     settings = json.loads(spec)
     try:
         make = ENVIRONMENTS.load(settings["type"])
+        traits = asdict(_traits(make, settings))
     except EnvironmentFailed as error:
         _send(channel, {"error": str(error)})
         return 0
-    _send(channel, {"ready": True, "deterministic": bool(getattr(make, "deterministic", False))})
+    _send(channel, {"ready": True} | traits)
     me, served = os.getpid(), _Served(make, settings["params"])
     with channel.makefile("rb") as stream:
         for line in stream:
@@ -53,6 +55,16 @@ def run_environments(channel: socket.socket, spec: str) -> int:
                 os._exit(0)
             _send(channel, [mark, *reply])
     return 0
+
+
+def _traits(make: Any, settings: dict[str, Any]) -> Traits:
+    try:
+        return traits_of(make, settings["params"])
+    except EnvironmentFailed:
+        raise
+    except Exception as error:  # such as a parameter that the environment does not have
+        detail = printable(f"{type(error).__name__}: {message_of(error)}")
+        raise EnvironmentFailed(f"environment {settings['type']!r}: environment.params: {detail}") from error
 
 
 class _Served:

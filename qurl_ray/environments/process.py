@@ -2,10 +2,11 @@
 
 import json
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from qurl_ray.environments.protocol import FAILURES, EnvironmentMessage, Failure, Step
+from qurl_ray.config.environment import EnvironmentConfig
+from qurl_ray.environments.protocol import FAILURES, EnvironmentMessage, Failure, Step, Traits
 from qurl_ray.errors import EnvironmentFailed
 from qurl_ray.sandbox.process import DeathError, LateError, SandboxedProcess
 from qurl_ray.types import Problem
@@ -38,8 +39,14 @@ class EnvironmentProcess:
         self._child: SandboxedProcess | None = None
         self.there: set[str] = set()
         """Trajectories that have an environment in the process."""
-        self.deterministic = False
-        """True if the environment says so; known after `check`."""
+        self.traits = Traits()
+        """Known after `check`."""
+
+    @classmethod
+    def of(cls, settings: EnvironmentConfig) -> "EnvironmentProcess":
+        """Return the process of the environment that the settings name; there must be one."""
+        assert settings.type
+        return cls(settings.type, settings.params, timeout_s=settings.timeout_s, memory_gb=settings.memory_gb)
 
     def check(self) -> None:
         """Start the process if none runs.
@@ -56,7 +63,7 @@ class EnvironmentProcess:
         except BaseException:
             self.close()
             raise
-        self.deterministic = ready["deterministic"] is True
+        self.traits = Traits(**{field.name: ready[field.name] for field in fields(Traits)})
 
     def reset(self, trajectory: str, problem: Problem) -> list[EnvironmentMessage] | CallFailed:
         """Make the environment of a trajectory. Return what it says before the first turn."""

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from qurl_ray.tools.calls import ToolFormat
 from qurl_ray.types import Problem
 
 EnvironmentMessage = dict[str, Any]
@@ -35,11 +36,32 @@ class Step:
     """Plain JSON values for logs. `calls` and `failed_calls` are counts of tool calls, for metrics."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What is known of all environments of a type, before one is made."""
+
+    deterministic: bool = False
+    """True if the same answers lead to the same steps. Such environments share processes, and a trajectory whose
+    process ended because of another one is replayed."""
+    tools: Sequence[dict[str, Any]] = ()
+    """Descriptions of the tools that the policy may call, in OpenAI's format, for the chat template."""
+    tool_format: ToolFormat | None = None
+    """Format of calls that it reads; None if it reads none."""
+
+
+def traits_of(make: Any, params: dict[str, Any]) -> Traits:
+    """Return the traits of a class of environments: those of its class method `traits`, which takes the parameters of
+    the environment, or else its attribute `deterministic`."""
+    if hasattr(make, "traits"):
+        return make.traits(**params)
+    return Traits(deterministic=bool(getattr(make, "deterministic", False)))
+
+
 class Environment(Protocol):
     """An environment of one trajectory. Both methods may be coroutines.
 
-    A class attribute `deterministic = True` says that the same answers lead to the same steps. Such environments share
-    processes, and a trajectory whose process ended because of another one is replayed.
+    A class attribute `deterministic = True` says that the same answers lead to the same steps; a class method `traits`
+    says this and more (Traits).
 
     Example:
         class Guess:

@@ -16,6 +16,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
 from qurl_ray.data.prompts import check_lengths, encode_prompt
 from qurl_ray.data.tasks import load_task
+from qurl_ray.environments.declared import declared_traits, with_tools
 from qurl_ray.errors import ConfigError
 from qurl_ray.evaluation.statistics import (
     SOLVED,
@@ -97,6 +98,7 @@ def evaluate(
         raise ConfigError(f"{policy} holds {held} codes: it cannot be evaluated in {quantization}")
     spec = PolicySpec(source=str(policy), max_length=config.model.max_length, quantized=stored is not None)
     tokenizer = load_tokenizer(spec)
+    config = with_tools(config, declared_traits(config.environment))
     task = load_task(config.task, eval_problems=config.evaluation.problems)
     encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
     limit = config.rollout.max_new_tokens

@@ -8,11 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.rollout.batch import Draw
 from qurl_ray.serving.text import Detokenizer, StopMatcher, TokenBytes, texts
+from qurl_ray.tools.calls import CallReader, Part, ToolCall, ToolFormat
 from qurl_ray.types import Finish
 
 _LEAST = -9999.0
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class AnswerPart:
     """New part of an answer."""
 
     text: str = ""
+    calls: list[tuple[int, ToolCall]] = field(default_factory=list)
+    """Calls of tools with their numbers in the answer, from 0. Their text is not in `text`."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
 
@@ -39,12 +42,22 @@ class Choice:
     Args:
         stops: stop sequences; the answer ends before the first of them.
         stop_ids: tokens that end the answer and are not part of its text.
+        calls: format of calls that are to be read; None reads none. What is no proper call stays text.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, stops: Sequence[str], stop_ids: Sequence[int], logprobs: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stops: Sequence[str],
+        stop_ids: Sequence[int],
+        logprobs: bool,
+        calls: ToolFormat | None = None,
     ) -> None:
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(stops)
+        # The marks of calls are special tokens in some vocabularies.
+        self._detokenizer = Detokenizer(tokenizer, skip_special=calls is None)
+        self._stops = StopMatcher(stops)
+        self._reader, self._calls = CallReader(calls) if calls else None, 0
         self._stop_ids, self._logprobs = frozenset(stop_ids), logprobs
         self._known = self._told = 0  # characters drawn, and characters returned
         self._pending: list[TokenLogprob] = []
@@ -75,10 +88,10 @@ class Choice:
         told, stopped = self._stops.feed(text)
         self._tell(part, told)
         if stopped:
-            self.finish = part.finish = "stop"
+            self._close(part, "stop")
 
     def _tell(self, part: AnswerPart, text: str) -> None:
-        part.text += text
+        self._add(part, self._reader.feed(text) if self._reader else [text])
         self._told += len(text)
         # A log-prob is returned with the first character of its token.
         count = next((i for i, entry in enumerate(self._pending) if entry.at >= self._told), len(self._pending))
@@ -90,7 +103,20 @@ class Choice:
         self._tell(part, text if stopped else text + self._stops.flush())
         if not stopped:
             part.logprobs += self._pending  # tokens without text
-        self.finish = part.finish = "stop" if stopped else finish
+        self._close(part, "stop" if stopped else finish)
+
+    def _close(self, part: AnswerPart, finish: FinishReason) -> None:
+        if self._reader:
+            self._add(part, self._reader.end())
+        self.finish = part.finish = "tool_calls" if self._calls and finish == "stop" else finish
+
+    def _add(self, part: AnswerPart, found: Sequence[Part]) -> None:
+        for one in found:
+            if isinstance(one, ToolCall):
+                part.calls.append((self._calls, one))
+                self._calls += 1
+            else:
+                part.text += one if isinstance(one, str) else one.text
 
 
 # --- log-probs, in OpenAI's format ---------------------------------------------------------------------------------

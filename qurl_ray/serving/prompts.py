@@ -1,7 +1,7 @@
 """Encode the prompt that a client sends as the tokens that a policy reads."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jinja2
 import numpy as np
@@ -10,17 +10,22 @@ from transformers import PreTrainedTokenizerBase
 from qurl_ray.config.shown import shortened
 from qurl_ray.serving.protocol import ApiError
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[dict[str, Any]]
 
 
 def tokenize_prompt(
-    prompt: str | Sequence[int] | Messages, tokenizer: PreTrainedTokenizerBase, *, template: str
+    prompt: str | Sequence[int] | Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template: str,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> np.ndarray:
     """Return the token ids of a prompt, int32 [length].
 
     Args:
         prompt: plain text, token ids, or messages of a chat. Messages go through the tokenizer's chat template. If it
             has none, their contents, joined by newlines, replace {prompt} in `template`.
+        tools: descriptions for the chat template, in OpenAI's format.
 
     Raises:
         ApiError: 400: the prompt has no tokens, ids are out of range, or the chat template or the tokenizer refuses it.
@@ -32,7 +37,7 @@ def tokenize_prompt(
         if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
             raise ApiError(400, f"token ids must be in 0 … {len(tokenizer) - 1}", param="prompt")
     elif tokenizer.chat_template is not None:
-        ids = _chat(cast(Messages, prompt), tokenizer)
+        ids = _chat(cast(Messages, prompt), tokenizer, tools)
     else:
         said = "\n".join(message["content"] for message in cast(Messages, prompt))
         ids = _ids(template.replace("{prompt}", said), tokenizer, "messages")
@@ -48,9 +53,10 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase, param: str) -> list[int]
         raise _refused(f"the tokenizer refuses the {param}", error, param) from None
 
 
-def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _chat(messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]) -> list[int]:
+    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False, **given)
     except Exception as error:  # a template is a program of the policy's: it may raise anything
         raise _refused("the chat template refuses the messages", error, "messages") from None
 

@@ -26,9 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -114,17 +112,75 @@ class _TextPart(_Model):
     text: str
 
 
-class Message(_Model):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_TextPart]
-    name: str | None = None
-    annotations: list[Any] = []
-    """Ignored. Answers that a client sends back may have annotations."""
+class _CalledFunction(_Model):
+    name: str
+    arguments: str
 
-    def plain(self) -> dict[str, str]:
-        """Return the message in the form that chat templates expect."""
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, arguments: str) -> str:
+        try:
+            found = json.loads(arguments)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("must be a JSON object, as text")
+        return arguments
+
+
+class _Call(_Model):
+    id: str
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
+class Message(_Model):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_TextPart] = ""
+    name: str | None = None
+    tool_calls: list[_Call] = []
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    """Ignored, as are annotations: answers that a client sends back may have them."""
+    annotations: list[Any] = []
+
+    @model_validator(mode="after")
+    def _fits_the_role(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of the assistant can have tool_calls")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("a message must have content, or tool_calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates expect: arguments of calls are objects there."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            plain["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        if self.role == "tool":
+            plain |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
+        return plain
+
+
+class _Function(_Model):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: Literal[False] = False
+    """Answers are not forced into the schema."""
+
+
+class _Tool(_Model):
+    type: Literal["function"]
+    function: _Function
 
 
 class _Request(_Model):
@@ -177,6 +233,9 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[_Tool] = Field([], max_length=128)
+    tool_choice: Literal["auto", "none"] = "auto"
+    """With `none`, the answer's text is not read for calls. The policy cannot be forced to call."""
 
     @model_validator(mode="after")
     def _logprobs_are_asked(self) -> "ChatRequest":
@@ -194,7 +253,16 @@ class ChatRequest(_Request):
         """Token limit of the answer; None if the client has set none."""
         return self.max_completion_tokens or self.max_tokens
 
-    def prompts(self) -> list[list[dict[str, str]]]:
+    @property
+    def calls(self) -> bool:
+        """True if calls in the answer are to be read."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return the tools as chat templates take them."""
+        return [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
+
+    def prompts(self) -> list[list[dict[str, Any]]]:
         return [[message.plain() for message in self.messages]]
 
 
@@ -276,6 +344,16 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_CODES.get(item["type"]))
 
 
-_MODELS = (ChatRequest, CompletionRequest, Message, _TextPart, _StreamOptions)
+_MODELS = (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    _TextPart,
+    _StreamOptions,
+    _Call,
+    _CalledFunction,
+    _Tool,
+    _Function,
+)
 _NAMES = {name for model in _MODELS for name in model.model_fields}
 _CODES = {"missing": "missing_required_parameter"}

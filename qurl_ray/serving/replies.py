@@ -1,5 +1,6 @@
 """Replies to clients in OpenAI's format: whole, or as server-sent events."""
 
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 from qurl_ray.serving.choice import AnswerPart, TokenLogprob, chat_logprobs, completion_logprobs
 from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, event
 from qurl_ray.serving.served import Answer
+from qurl_ray.tools.calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 
@@ -39,7 +41,7 @@ class Reply:
             roles = [self._delta(index, {"role": "assistant", "content": ""}) for index in range(self._answer.count)]
             yield b"".join(map(self._event, roles))
         async for news in self._answer.parts():
-            told = [(index, part) for index, part in news if part.text or part.logprobs or part.finish]
+            told = [(index, part) for index, part in news if part.text or part.calls or part.logprobs or part.finish]
             if told:
                 yield b"".join(self._event(self._chunk(index, part)) for index, part in told)
         if self._request.include_usage:
@@ -57,7 +59,9 @@ class Reply:
     def _chunk(self, index: int, part: AnswerPart) -> dict[str, Any]:
         if not self._chat:
             return self._choice(index, part)
-        delta = {"content": part.text} if part.text or part.logprobs else {}
+        delta: dict[str, Any] = {"content": part.text} if part.text or part.logprobs else {}
+        if part.calls:
+            delta["tool_calls"] = [{"index": number} | _call(call) for number, call in part.calls]
         return self._delta(index, delta, part)
 
     def _delta(self, index: int, delta: dict[str, Any], part: AnswerPart | None = None) -> dict[str, Any]:
@@ -70,7 +74,10 @@ class Reply:
 
     def _choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         if self._chat:
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+            message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+            if part.calls:
+                message |= {"content": part.text or None, "tool_calls": [_call(call) for _, call in part.calls]}
+            content: dict[str, Any] = {"message": message}
         else:
             content = {"text": part.text}
         logprobs = self._logprobs(part.logprobs)
@@ -81,3 +88,10 @@ class Reply:
             return None
         write = chat_logprobs if self._chat else completion_logprobs
         return write(logprobs, self._answer.served.token_bytes)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return a call in OpenAI's format. A stream has the whole call in one piece, since it is checked as a whole."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -22,6 +22,7 @@ from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, 
 from qurl_ray.serving.stream import Ask, Stream
 from qurl_ray.serving.text import TokenBytes
 from qurl_ray.tables import ENGINES
+from qurl_ray.tools.template import template_format
 from qurl_ray.types import Request, SamplingParams
 
 _BRIEF = 8192  # most bytes of a body whose prompt is encoded on the event loop: a thread would take longer
@@ -59,6 +60,7 @@ class Served:
         self.length = loaded.length
         self.kernels = loaded.engine.kernels()
         self.token_bytes = TokenBytes(loaded.tokenizer)
+        self._tool_format = template_format(loaded.tokenizer)
         self.front = Front(slots=config.slots, queue=config.queue, retry_after_s=config.retry_after_s)
         self._uids = itertools.count()
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
@@ -112,9 +114,16 @@ class Served:
         if request.top_k and request.top_k > len(self._loaded.tokenizer):
             raise ApiError(400, "top_k exceeds the vocabulary", param="top_k")
 
+        calls = isinstance(request, ChatRequest) and request.calls
+        if calls and self._tool_format is None:
+            message = "this policy's chat template writes no calls of tools that are known here (hermes, llama)"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        tools = request.described() if isinstance(request, ChatRequest) and calls else []
+
         def all_encoded() -> list[np.ndarray]:
             return [
-                tokenize_prompt(prompt, self._loaded.tokenizer, template=self._config.template) for prompt in prompts
+                tokenize_prompt(prompt, self._loaded.tokenizer, template=self._config.template, tools=tools)
+                for prompt in prompts
             ]
 
         if size <= _BRIEF:
@@ -176,6 +185,7 @@ class Served:
                 stops=request.stop,
                 stop_ids=self._loaded.stop_ids,
                 logprobs=request.top is not None,
+                calls=self._tool_format if isinstance(request, ChatRequest) and request.calls else None,
             )
             for _ in asks
         ]
@@ -233,4 +243,9 @@ class Answer:
 
 
 def _joined(first: AnswerPart, then: AnswerPart) -> AnswerPart:
-    return AnswerPart(text=first.text + then.text, logprobs=first.logprobs + then.logprobs, finish=then.finish)
+    return AnswerPart(
+        text=first.text + then.text,
+        calls=first.calls + then.calls,
+        logprobs=first.logprobs + then.logprobs,
+        finish=then.finish,
+    )

@@ -17,8 +17,8 @@ class Detokenizer:
     space at the beginning), and a character may span several tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
         self._ids: list[int] = []
         self._start = self._told = 0  # start of the window, and of its tokens whose text is not returned yet
 
@@ -42,7 +42,9 @@ class Detokenizer:
 
     def _decode(self, start: int, stop: int) -> str:
         ids = self._ids[start:stop]
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if ids else ""
+        if not ids:
+            return ""
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False)
 
 
 class StopMatcher:

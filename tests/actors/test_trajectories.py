@@ -296,7 +296,9 @@ def says_digits(problem: Problem):
     return step, []
 
 
-def played_by(engine, tokenizer, problems, asked, *, slots: int, delay_s: float, seed: int) -> list[Played]:
+def played_by(
+    engine, tokenizer, problems, asked, *, slots: int, delay_s: float, seed: int, context: int = 64
+) -> list[Played]:
     async def scenario():
         config = RunConfig().rollout.model_copy(update={"slots": slots, "heartbeat_s": 0.01})
         fleet = Fleet([LocalActor(EngineWorker(engine), threaded=True)], config, lambda *_: None)
@@ -304,12 +306,24 @@ def played_by(engine, tokenizer, problems, asked, *, slots: int, delay_s: float,
         (member,) = fleet.those(Health.STALE, Health.HEALTHY)
         fleet.holds(member, 1)
         seats = Seats(says_digits, delay_s=delay_s, seed=seed)
-        made = player(fleet, seats, tokenizer, cut_turns="close", turn_tokens=6, max_turns=3, context=64)
+        made = player(fleet, seats, tokenizer, cut_turns="close", turn_tokens=6, max_turns=3, context=context)
         order = random.Random(seed).sample(range(len(asked)), len(asked))
         found = await made.play([asked[i] for i in order], [problems[i] for i in order])
         return [found[order.index(i)] for i in range(len(asked))]
 
     return run(scenario())
+
+
+def samples_of(played: list[Played]) -> list[Trajectory]:
+    return [
+        Trajectory(
+            **{name: getattr(one.completion, name) for name in ("uid", "token_ids", "logprobs", "versions", "mask")},
+            prompt_ids=one.prompt_ids,
+            reward=0.0,
+            advantage=0.0,
+        )
+        for one in played
+    ]
 
 
 @pytest.mark.equal_bits
@@ -331,16 +345,7 @@ def test_trajectories_are_the_same_bits_in_any_batch_and_the_learner_has_their_l
         for one, twin in zip(first, other, strict=True):
             for name in ("token_ids", "logprobs", "mask", "versions"):
                 np.testing.assert_array_equal(getattr(one.completion, name), getattr(twin.completion, name))
-    samples = [
-        Trajectory(
-            **{name: getattr(one.completion, name) for name in ("uid", "token_ids", "logprobs", "versions", "mask")},
-            prompt_ids=one.prompt_ids,
-            reward=0.0,
-            advantage=0.0,
-        )
-        for one in first
-    ]
-    batch, learner = to_tensors(samples), with_quantized_linears(model, format_name)
+    batch, learner = to_tensors(samples_of(first)), with_quantized_linears(model, format_name)
     behavior_M = batch.behavior_BT[batch.mask_BT]
     with torch.no_grad():
         padded = token_logprobs(learner, batch.token_ids_BT, batch.mask_BT, 1.0)[batch.mask_BT]

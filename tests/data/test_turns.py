@@ -107,3 +107,18 @@ def test_a_template_that_cannot_take_a_message_says_so(template, message):
     made = TurnEncoder(tokenizer_with(template), TASK, (0,))
     with pytest.raises(DataError, match=message):
         made.after(PROBLEM, drawn(tokenizer_with(template), "a"), [{"role": "tool", "content": "x"}])
+
+
+@settings(max_examples=60, deadline=None)
+@given(said=st.text(max_size=12) | st.sampled_from(['"', "\\", '{"a": "b"}\n']))
+def test_a_template_that_quotes_results_gets_them_quoted(said):
+    """As Llama's does: what is read in training is what the template writes when the policy is served."""
+    quotes = tokenizer_with(
+        CHATML.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}")
+    )
+    made = TurnEncoder(quotes, TASK, (quotes.eos_token_id,))
+    ids = [*encode_prompt(PROBLEM, quotes, TASK), *drawn(quotes, "a")]
+    ids += list(made.after(PROBLEM, drawn(quotes, "a"), [{"role": "tool", "content": said}]))
+    messages = [{"role": "user", "content": PROBLEM.prompt}, {"role": "assistant", "content": "a"}]
+    messages.append({"role": "tool", "content": said})
+    assert quotes.decode(ids) == quotes.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

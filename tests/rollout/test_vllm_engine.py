@@ -21,7 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl_ray.config.model import TinyModel
 from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
+from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.load import load_model, load_tokenizer
+from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
@@ -32,6 +34,8 @@ from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.sync.publish import Publisher, assemble_manifest
 from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import PolicySpec, Request, SamplingParams
+from tests.actors.test_trajectories import played_by, samples_of
+from tests.actors.test_trajectories import requests as turn_requests
 from tests.conftest import SUMS, requests_for, taken
 from tests.rollout.damage import dropped, swapped, transposed
 from tests.rollout.test_torch_engine import KEEP, learner_logprobs, weights_of, with_quantized_linears
@@ -263,6 +267,40 @@ def test_no_prefix_survives_other_weights(engine, spec, tokenizer):
     assert not same(engine.call("generate", [request], version=2), fresh)
     engine.call("load", *weights_of(policy(spec, seed=1), "int8", 3))
     assert same(engine.call("generate", [request], version=3), fresh)
+
+
+class Remote:
+    """An engine in another process, as a worker of a fleet sees it."""
+
+    def __init__(self, engine) -> None:
+        self._engine, self.version = engine, 1
+
+    def generate(self, asked, *, version, deadline_s):
+        return self._engine.call("generate", asked, version=version, deadline_s=deadline_s)
+
+    def cancel(self, uids) -> None:
+        self._engine.call("cancel", uids)
+
+
+def test_turns_with_an_environment_continue_a_row_whose_beginning_is_cached(engine, spec, tokenizer):
+    model = policy(spec)
+    engine.call("load", *weights_of(model, "int8"))
+    problems = [
+        replace(problem, prompt="".join(sum_.prompt for sum_ in SUMS[i : i + 25])) for i, problem in enumerate(SUMS[:6])
+    ]
+    asked = turn_requests(tokenizer, problems, tokens=18)
+    assert min(len(request.prompt_ids) for request in asked) > 128
+    played = played_by(Remote(engine), tokenizer, problems, asked, slots=8, delay_s=0.02, seed=1, context=384)
+    assert {one.turns for one in played} >= {3}
+    for one in played:
+        assert engine.call("cached_tokens", [*one.prompt_ids.tolist(), *one.completion.token_ids.tolist()]) >= 128
+    batch = to_tensors(samples_of(played))
+    with torch.no_grad():
+        learner = with_quantized_linears(model, "int8")
+        found = token_logprobs(learner, batch.token_ids_BT, batch.mask_BT, 1.0)[batch.mask_BT]
+    gap = (found - batch.behavior_BT[batch.mask_BT]).abs()
+    most, mean = TOLERANCE["int8"]
+    assert (gap.max() <= most, gap.mean() <= mean) == (True, True), gap
 
 
 def flipped(buffers):

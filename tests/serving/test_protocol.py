@@ -53,7 +53,7 @@ def test_what_asks_for_nothing_is_taken(options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"frequency_penalty": 0.5}, {"logit_bias": {"5": 1}}, {"tools": [{}]}, {"tool_choice": "auto"}, {"audio": {}}],
+    [{"frequency_penalty": 0.5}, {"logit_bias": {"5": 1}}, {"functions": [{}]}, {"audio": {}}],
 )
 def test_what_is_not_supported_is_refused_by_name(options):
     error = refusal(chat, **options)

@@ -1,6 +1,7 @@
 """Preparation of a run before anything expensive starts: task, policy, reward, and checks that they fit together."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +15,7 @@ from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.data.turns import TurnEncoder
+from qurl_ray.environments.declared import with_tools
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
@@ -28,6 +30,7 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.structure import norm_fed
 from qurl_ray.quant.uaq import norm_fed_linears
 from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.tools.template import template_format
 from qurl_ray.types import PolicySpec, Problem
 
 
@@ -35,6 +38,8 @@ from qurl_ray.types import PolicySpec, Problem
 class Checked:
     """Task and outline of the policy of a run, which fit together."""
 
+    config: RunConfig
+    """Settings with the tools that the environment declares."""
     task: Task
     spec: PolicySpec | None
     """None for a tiny policy, which is made later."""
@@ -65,10 +70,16 @@ def check_run(config: RunConfig) -> Checked:
     spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
     found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
     check_model(config, found.model)
-    check_prompts(config, task, found)
-    if config.environment.type is not None:
-        check_environment(config, task.train[0], found)
-    return Checked(task=task, spec=spec, model=found.model)
+    with ExitStack() as stack:
+        process = None
+        if config.environment.type is not None:
+            process = stack.enter_context(EnvironmentProcess.of(config.environment))
+            process.check()
+            config = with_tools(config, process.traits)
+        check_prompts(config, task, found)
+        if process:
+            check_environment(config, process, task.train[0], found)
+    return Checked(config=config, task=task, spec=spec, model=found.model)
 
 
 def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float], None]) -> Prepared:
@@ -152,9 +163,9 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
         )
 
 
-def check_environment(config: RunConfig, problem: Problem, found: Outline) -> None:
+def check_environment(config: RunConfig, process: EnvironmentProcess, problem: Problem, found: Outline) -> None:
     """Play one turn: an environment that cannot be made, fails or hangs fails here, and so does a chat template that
-    cannot take its messages.
+    cannot take its messages, or writes calls of its tools in another format.
 
     Raises:
         ConfigError, DataError, EnvironmentFailed: one of these.
@@ -162,14 +173,18 @@ def check_environment(config: RunConfig, problem: Problem, found: Outline) -> No
     if isinstance(config.model, TinyModel) and not config.model.calculator:
         raise ConfigError("environment.type: the tiny policy knows the calculator alone, with model.calculator=true")
     settings, stops = config.environment, (found.tokenizer.eos_token_id,)
-    assert settings.type
     turns = TurnEncoder(found.tokenizer, config.task, stops)
     turns.check(problem, keep_history=settings.rewritten_history == "keep")
-    with EnvironmentProcess(
-        settings.type, settings.params, timeout_s=settings.timeout_s, memory_gb=settings.memory_gb
-    ) as process:
-        opening = process.reset("trial", problem)
-        reply = process.step("trial", problem.answer) if isinstance(opening, list) else opening
+    if process.traits.tools:
+        written, read = template_format(found.tokenizer), process.traits.tool_format
+        if written != read:
+            way = f"set environment.params.format={written}" if written else "use another template"
+            raise ConfigError(
+                f"the tokenizer's chat template writes calls of tools in the format {written}, and the environment "
+                f"reads {read}: {way}"
+            )
+    opening = process.reset("trial", problem)
+    reply = process.step("trial", problem.answer) if isinstance(opening, list) else opening
     if isinstance(reply, CallFailed):
         raise EnvironmentFailed(
             f"environment {settings.type} ended in {reply.kind} when it was tried on {problem.uid}: {reply.detail}"

@@ -100,6 +100,7 @@ def run_until(
             check_address()  # now, and not only after a cold start
         try_functions(config)
         checked = check_run(config)
+        config = checked.config
         storage = Storage(config) if config.checkpoint.upload else None
         assert config.output_dir, "resolve() comes first"
         restored = storage.restore(config.output_dir / config.name) if storage and not fresh else []

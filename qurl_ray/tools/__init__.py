@@ -1,0 +1,1 @@
+"""Tools: functions that a policy may call, and the calls in its text."""

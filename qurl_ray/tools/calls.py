@@ -1,0 +1,156 @@
+"""Calls of tools in the text of a turn, in the formats of chat templates.
+
+format  a call                                                              of
+hermes  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>       Qwen, Hermes; a turn may have several
+llama   {"name": "add", "parameters": {"a": 1}}, which is the whole turn    Llama 3.1 to 3.3
+
+What has the form of a call is read strictly: anything else than one JSON object with these two keys is a BadCall, whose
+message goes back to the policy.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+ToolFormat = Literal["hermes", "llama"]
+FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama")
+
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_ARGUMENTS = {"hermes": "arguments", "llama": "parameters"}
+_LLAMA_TAG = "<|python_tag|>"
+_LLAMA_STARTS = tuple(f'{{"{key}"' for key in ("name", "type", "parameters"))
+"""Beginnings of a turn, without spaces, that make it a call; other JSON is an answer like any other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call as the policy wrote it. Whether there is such a tool is not known."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadCall:
+    """Text that has the form of a call and is none."""
+
+    text: str
+    """As the policy wrote it."""
+    problem: str
+    """A sentence without a full stop, for the policy."""
+
+
+Part = str | ToolCall | BadCall
+"""Part of a turn, in the order of the text."""
+
+
+def read_turn(text: str, format: ToolFormat) -> list[Part]:
+    """Return the parts of a whole turn. Text between calls is left out if it is nothing but spaces."""
+    reader = CallReader(format)
+    return [*reader.feed(text), *reader.end()]
+
+
+class CallReader:
+    """Reader of a turn that arrives in pieces: the parts are the same however it is split, but for the pieces of text.
+    Text that may be the beginning of a call is held back."""
+
+    def __init__(self, format: ToolFormat) -> None:
+        self._format = format
+        self._held = ""
+        self._in_call = False
+        self._plain = False
+        """True once a turn in Llama's format is known to be no call."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Return the parts that are complete now."""
+        self._held += text
+        return self._hermes() if self._format == "hermes" else self._llama()
+
+    def end(self) -> list[Part]:
+        """Return the rest, at the end of the turn."""
+        held, self._held = self._held, ""
+        if self._format == "llama" and not self._plain and _begins_as_llama(held) is True:
+            return [_llama_call(held)]
+        if self._in_call:
+            return [BadCall(text=_OPENING + held, problem=f"the call has no {_CLOSING}")]
+        return _texts(held)
+
+    def _hermes(self) -> list[Part]:
+        parts: list[Part] = []
+        while True:
+            mark = _CLOSING if self._in_call else _OPENING
+            before, found, after = self._held.partition(mark)
+            if not found:
+                break
+            parts += [_call(before, "hermes", _OPENING + before + _CLOSING)] if self._in_call else _texts(before)
+            self._held, self._in_call = after, not self._in_call
+        if not self._in_call:
+            kept = _unsure(self._held)
+            parts += _texts(self._held[: len(self._held) - kept])
+            self._held = self._held[len(self._held) - kept :]
+        return parts
+
+    def _llama(self) -> list[Part]:
+        if not self._plain and _begins_as_llama(self._held) is not False:
+            return []
+        self._plain = True
+        told, self._held = self._held, ""
+        return [told] if told else []
+
+
+def _texts(text: str) -> list[Part]:
+    kept = text.rstrip()  # spaces before a call, and at the end
+    return [kept] if kept else []
+
+
+def _unsure(text: str) -> int:
+    """Number of last characters of a text that may belong to a call: spaces, and the beginning of its mark."""
+    marked = next((n for n in range(min(len(text), len(_OPENING) - 1), 0, -1) if text.endswith(_OPENING[:n])), 0)
+    before = text[: len(text) - marked]
+    return marked + len(before) - len(before.rstrip())
+
+
+def _begins_as_llama(text: str) -> bool | None:
+    """True if the text begins like a call, False if it does not, None if it is too short to tell."""
+    text = text.lstrip()
+    if text.startswith(_LLAMA_TAG):
+        return True
+    if _LLAMA_TAG.startswith(text):
+        return None
+    text = re.sub(r"\s", "", text)
+    if text.startswith(_LLAMA_STARTS):
+        return True
+    return None if any(start.startswith(text) for start in _LLAMA_STARTS) else False
+
+
+def _llama_call(text: str) -> ToolCall | BadCall:
+    return _call(text.strip().removeprefix(_LLAMA_TAG), "llama", text)
+
+
+def _call(body: str, format: ToolFormat, written: str) -> ToolCall | BadCall:
+    """Read the JSON of a call."""
+    key = _ARGUMENTS[format]
+    try:
+        found = json.loads(body, object_pairs_hook=_once, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        return BadCall(text=written, problem=f"the call is no JSON: {error}")
+    if not isinstance(found, dict):
+        return BadCall(text=written, problem="the call is no JSON object")
+    if format == "llama" and found.get("type") == "function":
+        del found["type"]
+    if set(found) != {"name", key} or not isinstance(found["name"], str) or not isinstance(found[key], dict):
+        return BadCall(text=written, problem=f'the call must have "name", which is text, and "{key}", an object')
+    return ToolCall(name=found["name"], arguments=found[key])
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,177 @@
+"""Functions as tools: their JSON schema from type hints and docstring, and calls that are checked against it."""
+
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from qurl_ray.errors import EnvironmentFailed
+from qurl_ray.extensions import did_you_mean
+from qurl_ray.tables import TOOLS
+from qurl_ray.tools.calls import ToolCall
+
+FunctionName = str | Mapping[str, Mapping[str, Any]]
+"""A name of the table TOOLS, or one name with keyword arguments of a class: {"python": {"timeout_s": 2}}."""
+
+
+class CallError(Exception):
+    """A call that failed through the policy's fault, or in the tool. The message is for the policy."""
+
+
+class Tool:
+    """A function that a policy may call.
+
+    Its parameters need type hints, which make the schema together with the docstring: the first paragraph describes
+    the tool, and lines such as `city: Name of the city.` below `Args:` its parameters.
+
+    Args:
+        function: it may be a coroutine function. What it returns is text, or becomes JSON.
+
+    Raises:
+        EnvironmentFailed: a parameter has no type hint, or one that JSON cannot express.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self._function = name, function
+        self._arguments = _model_of(name, function)
+        schema = self._arguments.model_json_schema()
+        for plain in (schema, *schema.get("properties", {}).values()):
+            plain.pop("title", None)
+        schema.pop("additionalProperties", None)
+        self.schema = {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": _summary(_doc(function)),
+                "parameters": {"properties": {}} | schema,
+            },
+        }
+        """Description in OpenAI's format, as chat templates take it."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call the function and return its result as text.
+
+        Raises:
+            CallError: the arguments do not fit the schema, or the function raised.
+            TypeError: the result is neither text nor JSON.
+        """
+        try:
+            # From JSON: in strict mode a date is text there, and a number is never made from text.
+            checked = self._arguments.model_validate_json(json.dumps(arguments))
+        except ValidationError as error:
+            raise CallError("; ".join(map(_told, error.errors(include_url=False)))) from None
+        try:
+            found = self._function(**{name: getattr(checked, field) for field, name in _names(self._arguments)})
+            found = await found if inspect.isawaitable(found) else found
+        except Exception as error:  # a tool may raise anything, and the policy is to hear of it
+            raise CallError(f"{type(error).__name__}: {error}") from error
+        if isinstance(found, str):
+            return found
+        try:
+            return json.dumps(found, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"tool {self.name} returned what is neither text nor JSON: {error}") from None
+
+
+class Registry:
+    """The tools of an environment, by name.
+
+    Args:
+        functions: `package.module:function`, a class in its place, of which an object is made for each registry, or a
+            name of the table TOOLS. A tool's name is that of its function.
+
+    Raises:
+        EnvironmentFailed: there is no such function, or two have one name.
+    """
+
+    def __init__(self, functions: Sequence[FunctionName]) -> None:
+        self._tools: dict[str, Tool] = {}
+        for given in functions:
+            tool = _made(given)
+            if tool.name in self._tools:
+                raise EnvironmentFailed(f"two tools have the name {tool.name!r}")
+            self._tools[tool.name] = tool
+        if not self._tools:
+            raise EnvironmentFailed("environment.params.functions names no tool")
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the descriptions of all tools, in their order."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def call(self, call: ToolCall) -> str:
+        """Return the result of a call as text.
+
+        Raises:
+            CallError: there is no such tool, or see Tool.call.
+            TypeError: see Tool.call.
+        """
+        if call.name not in self._tools:
+            there = f"there is {', '.join(self._tools)}{did_you_mean(call.name, self._tools)}"
+            raise CallError(f"no tool has the name {call.name!r}: {there}")
+        return await self._tools[call.name].call(call.arguments)
+
+
+def _made(given: FunctionName) -> Tool:
+    named: Mapping[str, Mapping[str, Any]] = {given: {}} if isinstance(given, str) else given
+    if len(named) != 1:
+        raise EnvironmentFailed(f"a tool is a name, or one name with its keyword arguments: {given!r}")
+    ((name, params),) = named.items()
+    found: Any = TOOLS.load(name)
+    if params and not inspect.isclass(found):
+        raise EnvironmentFailed(
+            f"tool {name!r} is a function: only classes take keyword arguments, which make an object"
+        )
+    return Tool(name.rpartition(":")[2], found(**params) if inspect.isclass(found) else found)
+
+
+def _model_of(name: str, function: Callable[..., Any]) -> type[BaseModel]:
+    """Return the model of a function's arguments. Its fields are numbered, since a parameter may have any name."""
+    described = _described(_doc(function))
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(inspect.signature(function, eval_str=True).parameters.values()):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise EnvironmentFailed(f"tool {name!r}: {parameter} cannot be given by its name")
+        if parameter.annotation is parameter.empty:
+            raise EnvironmentFailed(f"tool {name!r}: the parameter {parameter.name} needs a type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        about = Field(default, alias=parameter.name, description=described.get(parameter.name))
+        fields[f"p{number}"] = (parameter.annotation, about)
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+        model.model_json_schema()
+    except Exception as error:  # pydantic has several errors for types that it, or JSON, does not know
+        raise EnvironmentFailed(f"tool {name!r}: a type hint has no JSON schema: {error}") from error
+    return model
+
+
+def _names(model: type[BaseModel]) -> list[tuple[str, str]]:
+    """Return (field, parameter) of each argument."""
+    return [(field, str(about.alias)) for field, about in model.model_fields.items()]
+
+
+def _told(error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    return f"{place}: {error['msg']}" if place else error["msg"]
+
+
+def _doc(function: Callable[..., Any]) -> str:
+    """Return the docstring of a function; of an object, that of its class."""
+    return inspect.getdoc(function) or ""
+
+
+def _summary(doc: str) -> str:
+    return " ".join(doc.partition("\n\n")[0].split())
+
+
+def _described(doc: str) -> dict[str, str]:
+    """Return what a docstring says below `Args:` about each parameter."""
+    found = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
+    if not found:
+        return {}
+    lines = textwrap.dedent(found[1])
+    entries = re.split(r"^(\w+)(?: \([^)]*\))?:", lines, flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
