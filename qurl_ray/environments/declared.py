@@ -1,4 +1,4 @@
-"""What the environment of a run declares before a trajectory is played: its tools, for the chat template."""
+"""Traits of a run's environment, before a trajectory is played: its tools go to the chat template."""
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.environment import EnvironmentConfig

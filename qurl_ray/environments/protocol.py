@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What is known of all environments of a type, before one is made."""
+    """Traits of all environments of a type, known before one is made."""
 
     deterministic: bool = False
     """True if the same answers lead to the same steps. Such environments share processes, and a trajectory whose

@@ -1,11 +1,10 @@
 """An environment of tools: calls in a turn are answered with their results, and a turn without a call ends it."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits
-from qurl_ray.tools.calls import BadCall, ToolCall, ToolFormat, read_turn
+from qurl_ray.tools.calls import FORMATS, BadCall, ToolCall, ToolFormat, read_turn
 from qurl_ray.tools.registry import CallError, FunctionName, Registry
 from qurl_ray.types import Problem
 
@@ -33,18 +32,17 @@ class Tools:
         deterministic: bool = False,
         most_characters: int = 4000,
     ) -> None:
+        if format not in FORMATS:
+            raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
         self._registry, self._format, self._most = Registry(functions), format, most_characters
+        self._traits = Traits(
+            deterministic=deterministic, tools=self._registry.schemas() if described else (), tool_format=format
+        )
 
     @classmethod
     def traits(cls, **params: Any) -> Traits:
-        given = inspect.signature(cls).bind(**params)
-        given.apply_defaults()
-        settings = given.arguments
-        return Traits(
-            deterministic=settings["deterministic"],
-            tools=Registry(settings["functions"]).schemas() if settings["described"] else [],
-            tool_format=settings["format"],
-        )
+        """Return what the parameters say of all environments."""
+        return cls(**params)._traits
 
     def reset(self, problem: Problem) -> list[EnvironmentMessage]:
         return []

@@ -125,7 +125,8 @@ def _made(given: FunctionName) -> Tool:
         raise EnvironmentFailed(
             f"tool {name!r} is a function: only classes take keyword arguments, which make an object"
         )
-    return Tool(name.rpartition(":")[2], found(**params) if inspect.isclass(found) else found)
+    function: Any = found(**params) if inspect.isclass(found) else found
+    return Tool(name.rpartition(":")[2], function)
 
 
 def _model_of(name: str, function: Callable[..., Any]) -> type[BaseModel]:
@@ -159,8 +160,8 @@ def _told(error: Any) -> str:
 
 
 def _doc(function: Callable[..., Any]) -> str:
-    """Return the docstring of a function; of an object, that of its class."""
-    return inspect.getdoc(function) or ""
+    """Return the docstring of a function; of an object, that of its method `__call__`."""
+    return inspect.getdoc(function if inspect.isroutine(function) else function.__call__) or ""
 
 
 def _summary(doc: str) -> str:

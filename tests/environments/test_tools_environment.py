@@ -83,7 +83,8 @@ def test_a_result_that_is_no_text_fails_the_trajectory():
     [
         ({"functions": ["pyton"]}, "did you mean 'python'"),
         ({"functions": [f"{HERE}:without_hints"]}, "needs a type hint"),
-        ({}, "environment.params: TypeError: missing a required"),
+        ({}, "environment.params: TypeError: .*'functions'"),
+        ({"functions": ["python"], "format": "qwen"}, "unknown format 'qwen'; known: hermes, llama"),
         ({"functions": ["python"], "formats": 1}, "unexpected keyword argument 'formats'"),
     ],
 )

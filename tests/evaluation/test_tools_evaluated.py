@@ -22,11 +22,12 @@ def policy(tmp_path_factory):
 
 
 def settings(policy, folder, **params) -> list[str]:
-    (folder / "held.jsonl").write_text(json.dumps({"prompt": ASKED, "answer": ANSWER}) + "\n")
+    for name, prompt in (("train", "another one"), ("held", ASKED)):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": ANSWER}) + "\n")
     params = {"functions": [FUNCTION], "deterministic": True} | params
     return [
         "model.type=pretrained", f"model.path={policy}", "model.max_length=1024", f"output_dir={folder}",
-        "task.type=dataset", f"task.path={folder / 'held.jsonl'}", f"task.held_out_path={folder / 'held.jsonl'}",
+        "task.type=dataset", f"task.path={folder / 'train.jsonl'}", f"task.held_out_path={folder / 'held.jsonl'}",
         "task.chat=true", "task.reward=exact", "evaluation.problems=1", "environment.type=tools",
         f"environment.params={json.dumps(params)}", "environment.max_turns=3", "rollout.max_new_tokens=160",
         "rollout.quantization=none", "quantization.uaq_scale=1", "tracking.mlflow=false",
