@@ -40,11 +40,12 @@ def test_a_policy_that_asks_a_tool_solves_the_problem(policy, tmp_path):
     assert report.failed_rewards == 0
 
 
-def test_with_another_tool_in_the_prompt_it_is_another_prompt(policy, tmp_path):
-    """The tools are in the prompt: this one has learned the other's description by heart."""
+def test_the_template_gets_the_tools_unless_the_prompt_has_them_or_the_settings_name_others(policy, tmp_path):
     config = check_run(load_config(None, settings(policy, tmp_path))).config
     (tool,) = config.task.chat_template_args["tools"]
     assert tool["function"]["name"] == "multiply"
+    others = [*settings(policy, tmp_path), 'task.chat_template_args={tools: [{"type": "function"}]}']
+    assert check_run(load_config(None, others)).config.task.chat_template_args == {"tools": [{"type": "function"}]}
     assert (
         "tools"
         not in check_run(load_config(None, settings(policy, tmp_path, described=False))).config.task.chat_template_args

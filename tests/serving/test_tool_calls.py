@@ -25,9 +25,10 @@ TOOLS = Registry([FUNCTION]).schemas()
 CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6}}</tool_call>'
 
 
-def parts_of(text: str, *, stops=(), cut=False) -> list[AnswerPart]:
+def parts_of(text: str, *, stops=(), cut=False, special=()) -> list[AnswerPart]:
     """The parts of an answer that is drawn byte by byte."""
     tokenizer = tokenizer_with(HERMES)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *special]})
     choice = Choice(tokenizer, stops=stops, stop_ids=[tokenizer.eos_token_id], logprobs=False, calls="hermes")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"] + ([] if cut else [tokenizer.eos_token_id])
     draws = [Draw(token=token, logprob=None, top=()) for token in ids]
@@ -36,7 +37,11 @@ def parts_of(text: str, *, stops=(), cut=False) -> list[AnswerPart]:
 
 
 def told(parts: list[AnswerPart]) -> tuple:
-    return "".join(part.text for part in parts), [call for part in parts for call in part.calls], next(p.finish for p in parts if p.finish)
+    return (
+        "".join(part.text for part in parts),
+        [call for part in parts for call in part.calls],
+        next(p.finish for p in parts if p.finish),
+    )
 
 
 def test_calls_leave_the_text_as_soon_as_they_are_whole():
@@ -51,6 +56,11 @@ def test_calls_leave_the_text_as_soon_as_they_are_whole():
 @pytest.mark.parametrize("text", ["<tool_call>{}</tool_call>", "a <tool", "1 < 2", CALL.removesuffix("</tool_call>")])
 def test_what_is_no_call_stays_text(text):
     assert told(parts_of(text)) == (text, [], "stop")
+
+
+def test_marks_of_calls_may_be_special_tokens():
+    text, calls, finish = told(parts_of(f"a {CALL}", special=["<tool_call>", "</tool_call>"]))
+    assert (text, len(calls), finish) == ("a", 1, "tool_calls")
 
 
 def test_an_answer_that_is_cut_says_so_though_it_has_a_call():
