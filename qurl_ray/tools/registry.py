@@ -159,7 +159,7 @@ def _told(error: Any) -> str:
     return f"{place}: {error['msg']}" if place else error["msg"]
 
 
-def _doc(function: Callable[..., Any]) -> str:
+def _doc(function: Any) -> str:
     """Return the docstring of a function; of an object, that of its method `__call__`."""
     return inspect.getdoc(function if inspect.isroutine(function) else function.__call__) or ""
 
