@@ -258,7 +258,9 @@ class Fleet:
             QurlError: see generate. It ends the work of all who wait for turns.
         """
         # Shares of all workers, not of the healthy: each of thousands would count all others.
-        work = TurnsWork(size=self._config.slots, workers=lambda: len(self.members), offer=self._offer)
+        work = TurnsWork(
+            size=self._config.slots, workers=lambda: len(self.members), free=self._is_free, offer=self._offer
+        )
         async with self._working(work):
             watch = self._spawn(self._watch_turns(work))
             try:
@@ -350,8 +352,9 @@ class Fleet:
         while True:
             found = None if self._paused or member.health is not Health.HEALTHY else self._next(member)
             if found is None:
-                running = any(work.running for work in self._works)
-                await _wait(self._offered, 1.0 if running else None)  # stragglers are found by polling
+                # By polling, stragglers are found, and what was left to a worker that is not healthy any more.
+                polls = any(work.running or work.waiting for work in self._works)
+                await _wait(self._offered, 1.0 if polls else None)
                 continue
             self._busy[member.index] = found
             member.doing, member.awake = "generate", True
@@ -370,6 +373,11 @@ class Fleet:
             if chunk := work.next(member.index, time.monotonic(), self._config.hedge_after):
                 return work, chunk
         return None
+
+    def _is_free(self, index: int) -> bool:
+        """True if the worker of this index will look for work when `_offer` is called."""
+        healthy = index < len(self.members) and self.members[index].health is Health.HEALTHY
+        return healthy and index not in self._busy
 
     async def _answer(self, member: Member, work: Work, chunk: Chunk) -> dict[str, float]:
         """Have a worker answer one chunk. Returns figures for its span."""

@@ -37,7 +37,7 @@ class LocalActor:
 
 
 class LocalMethod:
-    """Method of a LocalActor, which may be a coroutine function. Errors of ours arrive in a RayTaskError, as with Ray."""
+    """Method of a LocalActor, which may be a coroutine function. Our errors arrive in a RayTaskError, as with Ray."""
 
     def __init__(self, function: Callable[..., Any], threaded: bool) -> None:
         self._function, self._threaded = function, threaded

@@ -5,6 +5,7 @@ generate ─► waiting ─► a share of them for a free worker ─► answers,
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from qurl_ray.actors.work import Chunk, Work
@@ -16,15 +17,32 @@ class TurnsWork(Work):
     """Requests that are made one by one (Fleet.turns). Those that wait when a worker is free are sent to it together,
     but never more than its share, and none is sent to a second worker: chunks differ in size.
 
+    A worker keeps the keys and values of a row that may be continued (rollout.kept), so the next request of that row
+    goes to it first. A worker that has nothing else to do takes the requests of one that is not free now. The answer is
+    the same.
+
     Args:
         size: most requests of a chunk.
         workers: returns the number of workers that share what waits.
+        free: returns True if a worker, by index, will look for work now.
         offer: called after a request was added.
     """
 
-    def __init__(self, *, size: int, workers: Callable[[], int], offer: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        size: int,
+        workers: Callable[[], int],
+        free: Callable[[int], bool],
+        offer: Callable[[], None],
+    ) -> None:
         super().__init__([], size=size)
-        self._workers, self._offer = workers, offer
+        self._workers, self._free, self._offer = workers, free, offer
+        self._keepers: dict[str, int] = {}
+        """Worker that keeps a row, by uid."""
+        self._kept: dict[int, deque[Chunk]] = {}
+        """Chunks whose rows a worker keeps, at least one of each; `_new` has all others."""
+        self._kept_count = 0
         self._awaited: dict[int, asyncio.Future[Completion]] = {}
         """Answers that somebody waits for, by place of the request."""
         self.heard = time.monotonic()
@@ -55,14 +73,34 @@ class TurnsWork(Work):
         self._parts.append([])
         self._answers.append(None)
         self.open += 1
-        self.waiting.append(Chunk((place,)))
+        keeper = self._keepers.pop(request.uid, None)
+        if keeper is None:
+            self._new.append(Chunk((place,)))
+        else:
+            self._kept.setdefault(keeper, deque()).append(Chunk((place,)))
+            self._kept_count += 1
         return place
 
+    @property
+    def waiting(self) -> int:
+        return len(self._new) + self._kept_count
+
     def next(self, worker: int, now: float, hedge_after: float) -> Chunk | None:
-        """Return the worker's share of what waits, or None."""
-        if self.over or not self.waiting:
+        """Return the worker's share of what waits, or None: of what it keeps, then of what nobody keeps. If there is
+        neither, of what another one keeps that is not free: the one that most chunks wait for."""
+        if self.over:
             return None
-        return self._started(self._together(-(-len(self.waiting) // self._workers())), worker, now)
+        keeper, chunks = worker, -(-self.waiting // self._workers())
+        if worker not in self._kept and not self._new:
+            others = [index for index in self._kept if not self._free(index)]
+            keeper = max(others, key=lambda index: len(self._kept[index]), default=worker)
+        kept = self._kept.pop(keeper, deque())
+        self._kept_count -= len(kept)
+        places = self._together((kept, self._new), chunks)
+        if kept:
+            self._kept[keeper] = kept
+            self._kept_count += len(kept)
+        return self._started(Chunk(tuple(places)), worker, now) if places else None
 
     def take(self, chunk: Chunk, worker: int, completions: Sequence[Completion], now: float) -> None:
         super().take(chunk, worker, completions, now)
@@ -70,6 +108,8 @@ class TurnsWork(Work):
             answer = self._answers[place]
             if answer and not self.error:
                 self.heard = now
+                if self._requests[place].continues:
+                    self._keepers[answer.uid] = worker
                 if (waiter := self._awaited.get(place)) and not waiter.done():
                     waiter.set_result(answer)
 
@@ -79,11 +119,12 @@ class TurnsWork(Work):
             if not waiter.done():
                 waiter.set_exception(error)
 
-    def _together(self, chunks: int) -> Chunk:
-        """Join so many waiting chunks, but not more requests than fit one."""
-        places = list(self.waiting.popleft().places)
-        for _ in range(chunks - 1):
-            if len(places) + len(self.waiting[0].places) > self._size:
-                break
-            places += self.waiting.popleft().places
-        return Chunk(tuple(places))
+    def _together(self, queues: Sequence[deque[Chunk]], chunks: int) -> list[int]:
+        """Take so many chunks from these queues, the first before the second, but not more requests than fit one.
+        Return the places of the requests."""
+        places: list[int] = []
+        for queue in queues:
+            while queue and chunks and (not places or len(places) + len(queue[0].places) <= self._size):
+                places += queue.popleft().places
+                chunks -= 1
+        return places

@@ -52,7 +52,8 @@ class Work:
         self._seconds: list[float] = []
         """Durations of completed chunks, in seconds, sorted."""
         places = range(len(self._requests))
-        self.waiting = deque(Chunk(tuple(places[i : i + size])) for i in range(0, len(places), size))
+        self._new = deque(Chunk(tuple(places[i : i + size])) for i in range(0, len(places), size))
+        """Chunks that any worker may take."""
         self.running: dict[Chunk, None] = {}
         """Chunks under way, in the order in which they were started."""
         self.open = len(self._requests)
@@ -66,6 +67,11 @@ class Work:
         return not self.open or self.error is not None
 
     @property
+    def waiting(self) -> int:
+        """Number of chunks that wait for a worker."""
+        return len(self._new)
+
+    @property
     def asked(self) -> int:
         """Number of requests so far."""
         return len(self._requests)
@@ -75,8 +81,8 @@ class Work:
         single worker for longest, if that is longer than `hedge_after` times the median of completed chunks."""
         if self.over:
             return None
-        if self.waiting:
-            return self._started(self.waiting.popleft(), worker, now)
+        if self._new:
+            return self._started(self._new.popleft(), worker, now)
         if self._seconds and (alone := next((p for p in self.running if len(p.runners) == 1), None)):
             (since,) = alone.runners.values()
             if now - since > hedge_after * statistics.median(self._seconds):
@@ -131,7 +137,7 @@ class Work:
     def _again(self, places: list[int]) -> None:
         if places:
             self.repeated += len(places)
-            self.waiting.appendleft(Chunk(tuple(places)))
+            self._new.appendleft(Chunk(tuple(places)))
 
     def _settle(self, chunk: Chunk) -> None:
         del self.running[chunk]
