@@ -296,7 +296,7 @@ class Collector:
                     "tokens": self._texts(ids.tolist()),
                     "logprobs": drawn_only(completions[i].logprobs, mask),
                 }
-                | ({"turns": answered.played[i].log()} if answered.played else {})
+                | (answered.played[i].log() if answered.played else {})
             )
         return set(chosen)
 

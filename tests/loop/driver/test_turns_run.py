@@ -41,7 +41,12 @@ def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_p
         given = [number < 0 for number, count in sample["versions"] for _ in range(count)]
         assert [logprob is None for logprob in sample["logprobs"]] == given
         assert any(given)
-        assert sample["turns"][0]["messages"][0]["content"].startswith("1: ")
+        reset, first = sample["said"][:2]
+        assert (reset["at"], reset["messages"]) == (0, [])
+        assert first["messages"][0]["content"] == f"1: {sample['turns'][0]['text']}"
+        assert [turn["at"] + turn["tokens"] for turn in sample["turns"]] == [one["at"] for one in sample["said"][1:]]
+        assert sum(turn["tokens"] for turn in sample["turns"]) == sum(not one for one in given)
+        assert 0 < sample["turns"][-1]["asked"] + sample["turns"][-1]["waited"] < sample["seconds"]
     assert "from the environment" in (result.run_dir / "rollouts" / "step-1.html").read_text()
     assert "Turns with the environment" in (result.run_dir / "report.html").read_text()
     forget_after(result.run_dir, 1)
