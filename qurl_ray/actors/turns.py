@@ -15,11 +15,10 @@ from qurl_ray.types import Completion, Request
 
 class TurnsWork(Work):
     """Requests that are made one by one (Fleet.turns). Those that wait when a worker is free are sent to it together,
-    but never more than its share, and none is sent to a second worker: chunks differ in size.
+    and none is sent to a second worker: chunks differ in size.
 
-    A worker keeps the keys and values of a row that may be continued (rollout.kept), so the next request of that row
-    goes to it first. A worker that has nothing else to do takes the requests of one that is not free now. The answer is
-    the same.
+    A worker keeps the keys and values of a row that may be continued (rollout.kept), so the next request of that row is
+    left to it. Only a worker that would have nothing to do takes rows of others. The answer is the same.
 
     Args:
         size: most requests of a chunk.
@@ -40,8 +39,8 @@ class TurnsWork(Work):
         self._workers, self._free, self._offer = workers, free, offer
         self._keepers: dict[str, int] = {}
         """Worker that keeps a row, by uid."""
-        self._kept: dict[int, deque[Chunk]] = {}
-        """Chunks whose rows a worker keeps, at least one of each; `_new` has all others."""
+        self._kept: dict[int, deque[int]] = {}
+        """Places of waiting requests whose rows a worker keeps, at least one of each worker; `_new` has all others."""
         self._kept_count = 0
         self._awaited: dict[int, asyncio.Future[Completion]] = {}
         """Answers that somebody waits for, by place of the request."""
@@ -77,7 +76,7 @@ class TurnsWork(Work):
         if keeper is None:
             self._new.append(Chunk((place,)))
         else:
-            self._kept.setdefault(keeper, deque()).append(Chunk((place,)))
+            self._kept.setdefault(keeper, deque()).append(place)
             self._kept_count += 1
         return place
 
@@ -86,21 +85,30 @@ class TurnsWork(Work):
         return len(self._new) + self._kept_count
 
     def next(self, worker: int, now: float, hedge_after: float) -> Chunk | None:
-        """Return the worker's share of what waits, or None: of what it keeps, then of what nobody keeps. If there is
-        neither, of what another one keeps that is not free: the one that most chunks wait for."""
+        """Return what an idle worker is to do, or None: the rows that it keeps, and those that nobody keeps up to its
+        share. If there are none, up to its share of the rows of a worker that is not free, or has more than its own.
+        """
         if self.over:
             return None
-        keeper, chunks = worker, -(-self.waiting // self._workers())
-        if worker not in self._kept and not self._new:
-            others = [index for index in self._kept if not self._free(index)]
-            keeper = max(others, key=lambda index: len(self._kept[index]), default=worker)
+        share = -(-self.waiting // self._workers())
+        places = self._of_kept(worker, self._size)
+        while self._new and len(places) < share and len(places) + len(self._new[0].places) <= self._size:
+            places += self._new.popleft().places
+        if not places and self._kept:
+            left = min(share, self._size)  # to one that is free
+            spare = {index: len(kept) - left * self._free(index) for index, kept in self._kept.items()}
+            index = max(spare, key=lambda index: spare[index])
+            places = self._of_kept(index, min(left, spare[index]))
+        return self._started(Chunk(tuple(places)), worker, now) if places else None
+
+    def _of_kept(self, keeper: int, most: int) -> list[int]:
+        """Take so many of the requests whose rows a worker keeps, the oldest first. Return their places."""
         kept = self._kept.pop(keeper, deque())
-        self._kept_count -= len(kept)
-        places = self._together((kept, self._new), chunks)
+        taken = [kept.popleft() for _ in range(min(most, len(kept)))]
         if kept:
             self._kept[keeper] = kept
-            self._kept_count += len(kept)
-        return self._started(Chunk(tuple(places)), worker, now) if places else None
+        self._kept_count -= len(taken)
+        return taken
 
     def take(self, chunk: Chunk, worker: int, completions: Sequence[Completion], now: float) -> None:
         super().take(chunk, worker, completions, now)
@@ -118,13 +126,3 @@ class TurnsWork(Work):
         for waiter in self._awaited.values():
             if not waiter.done():
                 waiter.set_exception(error)
-
-    def _together(self, queues: Sequence[deque[Chunk]], chunks: int) -> list[int]:
-        """Take so many chunks from these queues, the first before the second, but not more requests than fit one.
-        Return the places of the requests."""
-        places: list[int] = []
-        for queue in queues:
-            while queue and chunks and (not places or len(places) + len(queue[0].places) <= self._size):
-                places += queue.popleft().places
-                chunks -= 1
-        return places

@@ -9,12 +9,10 @@ from qurl_ray.actors.trajectories import Played
 _INTERVALS = 100
 _SHORTEST_S = 0.02
 
-Level = tuple[float, float, dict[str, float]]
-"""An interval: start in unix seconds, seconds, and the mean number of trajectories in each state."""
 
-
-def trajectory_levels(played: Sequence[Played]) -> list[Level]:
-    """Return the mean numbers of trajectories in intervals of equal length, from the first to the last moment of these:
+def trajectory_levels(played: Sequence[Played]) -> list[tuple[float, float, dict[str, float]]]:
+    """Return (start in unix seconds, seconds, mean number of trajectories in each state) of intervals of equal length
+    that follow each other. The states:
 
     - `engines`: at an engine, which draws their turn, or has no slot for it yet
     - `environments`: their environment works
