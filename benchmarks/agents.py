@@ -25,14 +25,12 @@ import torch
 import typer
 from shared import RESULTS, machine
 
-from qurl_ray.actors.environments import EnvironmentHost, EnvironmentPool
-from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.health import Health, Heartbeat
+from qurl_ray.actors.environments import EnvironmentHost
+from qurl_ray.actors.local import fleet_here, pool_here
 from qurl_ray.actors.trajectories import Player
 from qurl_ray.config import RunConfig
 from qurl_ray.policy.load import load_tokenizer
-from qurl_ray.rollout.engine import Engine
-from qurl_ray.types import Completion, Problem, Request, SamplingParams
+from qurl_ray.types import Problem, Request, SamplingParams
 
 Part = Literal["calculator", "waiting"]
 ARMS = {
@@ -77,41 +75,6 @@ def calculator(quick: bool) -> list[dict[str, Any]]:
 # --- waiting for environments ----------------------------------------------------------------------------------------
 
 
-class _Call:
-    """A method of an actor's handle, whose calls run in threads of this process."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def options(self, **_: Any) -> "_Call":
-        return self
-
-    def remote(self, *arguments: Any) -> Any:
-        return asyncio.ensure_future(asyncio.to_thread(self._function, *arguments))
-
-
-class _Handle:
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> _Call:
-        return _Call(getattr(self._target, name))
-
-
-class _Worker:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat(boot="1", pid=1, node="here", version=self.engine.version, log="")
-
-    def generate(self, requests: list[Request], version: int, deadline_s: float) -> list[Completion]:
-        return self.engine.generate(requests, version=version, deadline_s=deadline_s)
-
-    def cancel(self, uids: list[str]) -> None:
-        self.engine.cancel(uids)
-
-
 def waiting(quick: bool) -> list[dict[str, Any]]:
     spec, model = engines.smollm2()
     tokenizer = load_tokenizer(spec)
@@ -140,13 +103,10 @@ def waiting(quick: bool) -> list[dict[str, Any]]:
     )
 
     async def seconds_of(host: EnvironmentHost) -> tuple[float, int]:
-        fleet = Fleet([_Handle(_Worker(engine))], config.rollout, lambda *_: None)
-        await fleet.some_alive()
-        fleet.holds(fleet.those(Health.STALE, Health.HEALTHY)[0], 1)
         player = Player(
             config,
-            fleet,
-            EnvironmentPool([_Handle(host)], config.environment),
+            await fleet_here([engine], config.rollout),
+            pool_here(host, config.environment),
             tokenizer=tokenizer,
             stop_ids=(tokenizer.eos_token_id,),
             context=1024,

@@ -14,6 +14,8 @@ from qurl_ray.types import Event
 
 STEPS, ROLLOUTS, EVALUATION = "steps", "rollouts", "evaluation"
 """Lanes of the whole run; every learner rank and rollout worker has its own lane."""
+ENVIRONMENTS = "environments"
+"""Lane of the trajectories of several turns: intervals whose figures are numbers of them, by what they wait for."""
 _LIMIT = 4096
 """Largest number of spans kept between two calls of `events`; further ones are only counted."""
 
@@ -50,6 +52,10 @@ class Spans:
             yield figures
         finally:
             self._add(lane, name, start, time.perf_counter() - began, figures)
+
+    def at(self, lane: str, name: str, start: float, seconds: float, **figures: float) -> None:
+        """Record a span that has ended; `start` is in unix seconds."""
+        self._add(lane, name, start, seconds, figures)
 
     def past(self, lane: str, name: str, seconds: float, **figures: float) -> None:
         """Record a span that took `seconds` and has just ended."""

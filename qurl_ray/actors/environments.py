@@ -10,11 +10,11 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -296,27 +296,6 @@ class Seat:
         if host:
             host.trajectories -= 1
             self._pool.send(host, Call(number=-1, trajectory=self._trajectory, given=None))
-
-
-class _Here:
-    """Handle of a host in this process, as of an actor: its methods run in threads."""
-
-    def __init__(self, host: EnvironmentHost) -> None:
-        for name in ("submit", "collect"):
-            setattr(self, name, _HereMethod(getattr(host, name)))
-
-
-@dataclass(frozen=True, slots=True)
-class _HereMethod:
-    method: Callable[..., Any]
-
-    def remote(self, *arguments: Any) -> asyncio.Task:
-        return asyncio.ensure_future(asyncio.to_thread(self.method, *arguments))
-
-
-def pool_here(host: EnvironmentHost, config: EnvironmentConfig) -> EnvironmentPool:
-    """Return a pool of a host in this process, without Ray. The caller closes the host."""
-    return EnvironmentPool(cast("Sequence[ActorHandle]", [_Here(host)]), config)
 
 
 def start_environments(config: EnvironmentConfig) -> "tuple[ActorHandle, ...]":

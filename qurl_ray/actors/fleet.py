@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorErro
 
 from qurl_ray.actors.health import Health, Heartbeat, Member
 from qurl_ray.actors.rollout_worker import LoadReport, control
+from qurl_ray.actors.turns import TurnsWork
 from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
@@ -250,32 +251,29 @@ class Fleet:
         return work.answers()
 
     @asynccontextmanager
-    async def turns(self) -> AsyncIterator["TurnsWork"]:
-        """Yield a way to request turns one by one. Those that wait when a worker is free are sent to it together.
+    async def turns(self) -> AsyncIterator[TurnsWork]:
+        """Yield a way to request turns one by one.
 
         Raises:
             QurlError: see generate. It ends the work of all who wait for turns.
         """
-        work = Work([], size=self._config.slots, ended=False)
+        # Shares of all workers, not of the healthy: each of thousands would count all others.
+        work = TurnsWork(
+            size=self._config.slots, workers=lambda: len(self.members), free=self._is_free, offer=self._offer
+        )
         async with self._working(work):
-            waiting = TurnsWork(work, self._offer)
-            watch = self._spawn(self._tell(work, waiting))
+            watch = self._spawn(self._watch_turns(work))
             try:
-                yield waiting
+                yield work
             finally:
-                work.end()
                 watch.cancel()
 
-    async def _tell(self, work: Work, waiting: "TurnsWork") -> None:
-        """Hand over answers as they come, and errors."""
-        began = time.monotonic()
+    async def _watch_turns(self, work: TurnsWork) -> None:
+        """Fail all who wait for turns when one of them fails, or takes too long."""
         while not work.error:
-            changed = self._changed
-            if waiting.tell() or not work.open:  # nobody waits for the fleet
-                began = time.monotonic()
-            await _wait(changed, 1.0)
-            self._check_time(work, began)
-        waiting.fail(work.error)
+            await _wait(self._changed, 1.0)
+            self._check_time(work, work.heard)
+        work.fail(work.error)
 
     @asynccontextmanager
     async def _working(self, work: Work) -> AsyncIterator[None]:
@@ -354,8 +352,9 @@ class Fleet:
         while True:
             found = None if self._paused or member.health is not Health.HEALTHY else self._next(member)
             if found is None:
-                running = any(work.running for work in self._works)
-                await _wait(self._offered, 1.0 if running else None)  # stragglers are found by polling
+                # By polling, stragglers are found, and what was left to a worker that is not healthy any more.
+                polls = any(work.running or work.waiting for work in self._works)
+                await _wait(self._offered, 1.0 if polls else None)
                 continue
             self._busy[member.index] = found
             member.doing, member.awake = "generate", True
@@ -371,10 +370,14 @@ class Fleet:
 
     def _next(self, member: Member) -> tuple[Work, Chunk] | None:
         for work in self._works:
-            shares = len(self.members)  # not of the healthy: each of thousands of workers would count all others
-            if chunk := work.next(member.index, time.monotonic(), self._config.hedge_after, workers=shares):
+            if chunk := work.next(member.index, time.monotonic(), self._config.hedge_after):
                 return work, chunk
         return None
+
+    def _is_free(self, index: int) -> bool:
+        """True if the worker of this index will look for work when `_offer` is called."""
+        healthy = index < len(self.members) and self.members[index].health is Health.HEALTHY
+        return healthy and index not in self._busy
 
     async def _answer(self, member: Member, work: Work, chunk: Chunk) -> dict[str, float]:
         """Have a worker answer one chunk. Returns figures for its span."""
@@ -527,44 +530,6 @@ class Fleet:
                 work.error = error if isinstance(error, QurlError) else EngineError(f"the fleet failed: {error!r}")
             self._log("warning", f"the fleet failed: {error!r}")
             self._notify()
-
-
-class TurnsWork:
-    """Turns that are requested one by one (Fleet.turns).
-
-    Args:
-        offer: called after a request was added.
-    """
-
-    def __init__(self, work: Work, offer: Callable[[], None]) -> None:
-        self._work, self._offer = work, offer
-        self._open: dict[int, asyncio.Future[Completion]] = {}
-
-    async def generate(self, request: Request) -> Completion:
-        """Return the completion of one request; see Fleet.generate."""
-        if self._work.error:
-            raise self._work.error
-        place = self._work.add(request)
-        answer = self._open[place] = asyncio.get_running_loop().create_future()
-        self._offer()
-        try:
-            return await answer
-        finally:
-            self._open.pop(place, None)
-
-    def tell(self) -> bool:
-        """Hand over the answers that are there. Return True if there were some."""
-        there = [(place, answer) for place in self._open if (answer := self._work.answer(place))]
-        for place, answer in there:
-            if not self._open[place].done():
-                self._open.pop(place).set_result(answer)
-        return bool(there)
-
-    def fail(self, error: QurlError) -> None:
-        """Hand over an error to all who wait."""
-        for future in self._open.values():
-            if not future.done():
-                future.set_exception(error)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qurl_ray.actors.environments import EnvironmentPool, Seat
+from qurl_ray.actors.environments import EnvironmentPool, EnvironmentReply, Input, Seat
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import answer_text
 from qurl_ray.data.turns import TurnEncoder
@@ -33,8 +33,23 @@ _STATUS: dict[str, Status] = {"timeout": "timeout", "invalid": "invalid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drew:
+    """Record of one turn of the policy, for logs."""
+
+    at: int
+    """Number of tokens of the answer before it."""
+    tokens: int
+    text: str
+    """The turn as an environment is given it, without its end token."""
+    asked: float
+    """Time of its request, in seconds since the trajectory began."""
+    waited: float
+    """Seconds until it was drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """Record of what an environment made of one turn, for logs."""
+    """Record of one call of an environment, for logs. The first is its reset."""
 
     at: int
     """Number of tokens of the answer before it."""
@@ -42,6 +57,8 @@ class Said:
     reward: float | None
     calls: int
     failed_calls: int
+    asked: float
+    """Time of the call, in seconds since the trajectory began."""
     seconds: float
     """Seconds that the environment worked."""
     waited: float
@@ -60,11 +77,21 @@ class Played:
     reward: float | None = None
     """Sum of the environment's rewards; None if it gave none."""
     failure: CallFailed | None = None
-    turns: int = 0
+    """Failure of the last call of the environment; its reply may also be one that cannot be used."""
+    drew: list[Drew] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
+    queued: float = 0.0
+    """Seconds that it waited for a place beside an environment."""
+    began: float = 0.0
+    """Unix time at which it had one, in seconds."""
     seconds: float = 0.0
-    """Seconds from its place beside the environment to its end."""
+    """Seconds from then to its end."""
     replays: int = 0
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the policy."""
+        return len(self.drew)
 
     def verdict(self) -> Verdict | None:
         """Return the environment's verdict; None if the last turn is to be judged by the reward function."""
@@ -73,9 +100,13 @@ class Played:
             return failure(_STATUS.get(kind, "error"), f"environment {kind}: {detail}")
         return None if self.reward is None else Verdict(reward=self.reward)
 
-    def log(self) -> list[dict]:
-        """Return what the environment said, for samples.jsonl."""
-        return [asdict(said) for said in self.said]
+    def log(self) -> dict[str, Any]:
+        """Return its times, the policy's turns and what the environment said, for samples.jsonl."""
+        said = [_rounded(asdict(one)) for one in self.said]
+        if self.failure and said:
+            said[-1]["failed"] = f"{self.failure.kind}: {self.failure.detail}"
+        times = _rounded({"began": self.began, "queued": self.queued, "seconds": self.seconds})
+        return {**times, "turns": [_rounded(asdict(one)) for one in self.drew], "said": said}
 
 
 class GeneratesTurns(Protocol):
@@ -129,16 +160,26 @@ class Player:
         return [task.result() for task in tasks]
 
     async def _play(self, work: GeneratesTurns, first: Request, problem: Problem, name: str) -> Played:
+        came = time.monotonic()
         async with self._pool.seat(name) as seat:
-            began = time.monotonic()
+            began, began_at = time.monotonic(), time.time()
             played = await self._turns_of(work, first, problem, seat)
-            played.seconds, played.replays = time.monotonic() - began, seat.replays
+            played.queued, played.began, played.seconds = began - came, began_at, time.monotonic() - began
+            played.replays = seat.replays
             return played
 
     async def _turns_of(self, work: GeneratesTurns, first: Request, problem: Problem, seat: Seat) -> Played:
         row, parts = first, [_told(first.uid, np.zeros(0, dtype=np.int32))]
         played = Played(completion=parts[0], prompt_ids=first.prompt_ids, last_turn=parts[0].token_ids)
-        opening = (await seat.give(problem)).outcome
+        began = time.monotonic()
+
+        async def give(given: Input) -> Sequence[EnvironmentMessage] | Step | CallFailed:
+            asked, at = time.monotonic(), sum(len(one.token_ids) for one in parts)
+            reply = await seat.give(given)
+            played.said.append(_said(reply, at, asked - began, time.monotonic() - asked))
+            return reply.outcome
+
+        opening = await give(problem)
         if isinstance(opening, CallFailed):
             played.failure = opening
             return played
@@ -156,22 +197,21 @@ class Player:
                 return played
         while True:
             last = played.turns + 1 == self._config.max_turns
+            asked, at = time.monotonic(), sum(len(one.token_ids) for one in parts)
             part = await work.generate(replace(self._turn(row), continues=not last))
+            waited = time.monotonic() - asked
+            text, _ = answer_text(part.token_ids, self._tokenizer, self._stop_ids)
+            played.drew.append(Drew(at=at, tokens=len(part.token_ids), text=text, asked=asked - began, waited=waited))
             row = continued(row, part)
             parts.append(part)
-            played.turns += 1
             played.last_turn = part.token_ids
             if part.finish == "length" and self._config.cut_turns == "end":
                 break
-            at, asked = sum(len(one.token_ids) for one in parts), time.monotonic()
-            text, _ = answer_text(part.token_ids, self._tokenizer, self._stop_ids)
-            reply = await seat.give(text)
-            if isinstance(reply.outcome, CallFailed):
-                played.failure = reply.outcome
+            step = await give(text)
+            if isinstance(step, CallFailed):
+                played.failure = step
                 break
-            step = reply.outcome
             assert isinstance(step, Step)
-            played.said.append(_said(step, at, reply.seconds, time.monotonic() - asked))
             if step.reward is not None:
                 played.reward = (played.reward or 0.0) + step.reward
             if step.done or not step.messages or played.turns == self._config.max_turns:
@@ -198,7 +238,14 @@ class Player:
         return replace(row, sampling=replace(row.sampling, max_new_tokens=most))
 
 
-def _said(step: Step, at: int, seconds: float, waited: float) -> Said:
+def _said(reply: EnvironmentReply, at: int, asked: float, waited: float) -> Said:
+    match reply.outcome:
+        case Step() as step:
+            pass
+        case CallFailed():
+            step = Step()
+        case messages:
+            step = Step(messages=messages)
     calls, failed = (step.info.get(name, 0) for name in ("calls", "failed_calls"))
     return Said(
         at=at,
@@ -206,9 +253,15 @@ def _said(step: Step, at: int, seconds: float, waited: float) -> Said:
         reward=step.reward,
         calls=calls if isinstance(calls, int) else 0,
         failed_calls=failed if isinstance(failed, int) else 0,
-        seconds=seconds,
+        asked=asked,
+        seconds=reply.seconds,
         waited=waited,
     )
+
+
+def _rounded(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with floats to microseconds."""
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in record.items()}
 
 
 def _told(uid: str, ids: np.ndarray) -> Completion:

@@ -42,18 +42,18 @@ class Work:
 
     Args:
         size: most requests of a chunk.
-        ended: True if these are all requests; False if `add` may add others until `end`.
     """
 
-    def __init__(self, requests: Sequence[Request], *, size: int, ended: bool = True) -> None:
-        self._size, self._ended = size, ended
+    def __init__(self, requests: Sequence[Request], *, size: int) -> None:
+        self._size = size
         self._requests = list(requests)
         self._parts: list[list[Completion]] = [[] for _ in requests]
         self._answers: list[Completion | None] = [None] * len(requests)
         self._seconds: list[float] = []
         """Durations of completed chunks, in seconds, sorted."""
         places = range(len(self._requests))
-        self.waiting = deque(Chunk(tuple(places[i : i + size])) for i in range(0, len(places), size))
+        self._new = deque(Chunk(tuple(places[i : i + size])) for i in range(0, len(places), size))
+        """Chunks that any worker may take."""
         self.running: dict[Chunk, None] = {}
         """Chunks under way, in the order in which they were started."""
         self.open = len(self._requests)
@@ -64,50 +64,35 @@ class Work:
 
     @property
     def over(self) -> bool:
-        return (self._ended and not self.open) or self.error is not None
+        return not self.open or self.error is not None
 
-    def add(self, request: Request) -> int:
-        """Add a request. Return its place among all requests."""
-        self._requests.append(request)
-        self._parts.append([])
-        self._answers.append(None)
-        self.open += 1
-        self.waiting.append(Chunk((len(self._requests) - 1,)))
-        return len(self._requests) - 1
-
-    def end(self) -> None:
-        """Declare that no more requests will be added."""
-        self._ended = True
+    @property
+    def waiting(self) -> int:
+        """Number of chunks that wait for a worker."""
+        return len(self._new)
 
     @property
     def asked(self) -> int:
         """Number of requests so far."""
         return len(self._requests)
 
-    def answer(self, place: int) -> Completion | None:
-        """Return the answer to the request at a place; None while there is none."""
-        return self._answers[place]
-
-    def next(self, worker: int, now: float, hedge_after: float, *, workers: int = 1) -> Chunk | None:
+    def next(self, worker: int, now: float, hedge_after: float) -> Chunk | None:
         """Return the next chunk for this idle worker, or None: a waiting chunk, or else the one that has run on a
-        single worker for longest, if that is longer than `hedge_after` times the median of completed chunks.
-
-        Of requests that were added one by one, it is a share for one of so many `workers`. These are not hedged: their
-        chunks differ in size.
-        """
-        chunk = None
+        single worker for longest, if that is longer than `hedge_after` times the median of completed chunks."""
         if self.over:
             return None
-        if self.waiting:
-            chunk = self.waiting.popleft() if self._ended else self._together(-(-len(self.waiting) // workers))
-            self.running[chunk] = None
-        elif self._ended and self._seconds and (alone := next((p for p in self.running if len(p.runners) == 1), None)):
+        if self._new:
+            return self._started(self._new.popleft(), worker, now)
+        if self._seconds and (alone := next((p for p in self.running if len(p.runners) == 1), None)):
             (since,) = alone.runners.values()
             if now - since > hedge_after * statistics.median(self._seconds):
-                chunk = alone
                 self.hedged += 1
-        if chunk:
-            chunk.runners[worker] = now
+                return self._started(alone, worker, now)
+        return None
+
+    def _started(self, chunk: Chunk, worker: int, now: float) -> Chunk:
+        self.running[chunk] = None  # one that runs already keeps its place
+        chunk.runners[worker] = now
         return chunk
 
     def requests(self, chunk: Chunk) -> list[Request]:
@@ -149,19 +134,10 @@ class Work:
         assert not self.open
         return [answer for answer in self._answers if answer]
 
-    def _together(self, chunks: int) -> Chunk:
-        """Join so many waiting chunks, but not more requests than fit one."""
-        places = list(self.waiting.popleft().places)
-        for _ in range(chunks - 1):
-            if len(places) + len(self.waiting[0].places) > self._size:
-                break
-            places += self.waiting.popleft().places
-        return Chunk(tuple(places))
-
     def _again(self, places: list[int]) -> None:
         if places:
             self.repeated += len(places)
-            self.waiting.appendleft(Chunk(tuple(places)))
+            self._new.appendleft(Chunk(tuple(places)))
 
     def _settle(self, chunk: Chunk) -> None:
         del self.running[chunk]

@@ -7,8 +7,10 @@ either: on a cluster without a network, or years later. Other pages of the run l
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,24 @@ from qurl_ray.files import write_whole
 from qurl_ray.report.page import render_page, script_data
 from qurl_ray.report.run_files import finite, read_spans, run_name
 from qurl_ray.report.text import one_line
-from qurl_ray.spans import EVALUATION, ROLLOUTS, STEPS
+from qurl_ray.spans import ENVIRONMENTS, EVALUATION, ROLLOUTS, STEPS
 
 PAGE, TRACE = "timeline.html", "timeline.json"
 COLORS = {"rollout": 1, "generate": 1, "reward": 2, "logprob": 3, "update": 4, "sync": 5, "load": 5}
 COLORS |= {"evaluation": 6, "checkpoint": 7, "start": 8, "sleep": 8, "ask": 8, "dead": 9}
 """Colour classes of the style sheet by span name, as in the report's chart of phases. Other names have class 8."""
-_PROCESSES = {STEPS: "run", ROLLOUTS: "run", EVALUATION: "run", "rank": "learner", "worker": "rollout workers"}
+_PROCESSES = {STEPS: "run", ROLLOUTS: "run", EVALUATION: "run", "rank": "learner"}
+_PROCESSES |= {ENVIRONMENTS: "trajectories", "worker": "rollout workers"}
 """Process of a lane by the lane's first word, in the order of the rows."""
+LEVELS = {
+    "engines": ("trajectories at the engines", 1),
+    "environments": ("in their environment", 10),
+    "waiting": ("waiting for their environment", 11),
+    "queued": ("waiting for a place", 8),
+}
+"""Name and colour class of each figure of the lane ENVIRONMENTS, from the bottom to the top of its area."""
+_SLIVER_S = 1e-5
+"""Length of a gap or an overlap that comes from rounding."""
 _PAGE_SPANS = 60_000
 _KNOWN = {"step", "time", "lane", "name", "start", "seconds"}
 _LIMIT = 80
@@ -88,9 +100,25 @@ def lanes(spans: Iterable[Span]) -> list[str]:
     return sorted({span.lane for span in spans}, key=place)
 
 
+def levels(spans: Sequence[Span]) -> list[Span]:
+    """Return intervals that do not overlap, from those of the lane ENVIRONMENTS, in the order of their start times. The
+    figures of intervals that overlap are added: rollouts of several steps may be under way at a time."""
+    moments = sorted({moment for span in spans for moment in (span.start, span.start + span.seconds)})
+    found, open_, rest = [], list[Span](), deque(spans)
+    for start, end in pairwise(moments):
+        while rest and rest[0].start <= start:
+            open_.append(rest.popleft())
+        open_ = [span for span in open_ if span.start + span.seconds > start]
+        if open_ and end - start > _SLIVER_S:
+            figures = {key: sum(span.figures.get(key, 0.0) for span in open_) for key in LEVELS}
+            found.append(replace(open_[-1], start=start, seconds=end - start, figures=figures))
+    return found
+
+
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     """Convert spans to trace events: one complete event ("X") per span, with times in microseconds since the first
-    span, and the names of processes (run, learner, rollout workers) and threads (lanes) as metadata ("M")."""
+    span, and the names of processes (run, learner, rollout workers) and threads (lanes) as metadata ("M"). Numbers of
+    trajectories are counters ("C")."""
     names = lanes(spans)
     processes = list(dict.fromkeys(map(_process, names)))
     began = spans[0].start if spans else 0.0
@@ -102,7 +130,14 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     for i, lane in enumerate(names, start=1):
         events.append(_metadata("thread_name", ids[lane], name=lane))
         events.append(_metadata("thread_sort_index", ids[lane], sort_index=i))
-    for span in spans:
+    counted, others = _parted(spans)
+    for span, after in zip_longest(counted, counted[1:]):
+        counter = {"name": span.name, "ph": "C", **ids[ENVIRONMENTS]}
+        events.append({**counter, "ts": _microseconds(span.start - began), "args": span.figures})
+        end = span.start + span.seconds
+        if after is None or after.start - end > _SLIVER_S:
+            events.append({**counter, "ts": _microseconds(end - began), "args": dict.fromkeys(LEVELS, 0.0)})
+    for span in others:
         name = f"step {span.step}" if span.lane == STEPS and span.name == "step" else span.name
         times = {"ts": _microseconds(span.start - began), "dur": _microseconds(span.seconds)}
         figures = {"step": span.step, **span.figures}
@@ -125,19 +160,27 @@ def timeline_page(name: str, spans: Sequence[Span]) -> str:
 
 def page_data(spans: Sequence[Span]) -> dict[str, Any]:
     """Return the data for the page's script: for each lane, spans as [start, seconds, index of the name, step, figures
-    or 0]. Start times are in seconds since the first span."""
+    or 0]; of the lane ENVIRONMENTS its `levels`. Start times are in seconds since the first span."""
     names = list(dict.fromkeys(span.name for span in spans))
     place = {name: i for i, name in enumerate(names)}
     began = spans[0].start if spans else 0.0
     rows: dict[str, list[list[Any]]] = {lane: [] for lane in lanes(spans)}
-    for span in spans:
+    counted, others = _parted(spans)
+    for span in [*counted, *others]:
         start, seconds = round(span.start - began, 5), round(span.seconds, 5)
         rows[span.lane].append([start, seconds, place[span.name], span.step, span.figures or 0])
     return {
         "names": names,
         "colors": [COLORS.get(name, 8) for name in names],
+        "levels": {"lane": ENVIRONMENTS, "parts": [[key, *shown] for key, shown in LEVELS.items()]},
         "lanes": [{"name": lane, "spans": found} for lane, found in rows.items()],
     }
+
+
+def _parted(spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """Return the levels of the lane ENVIRONMENTS, and the spans of all other lanes."""
+    counted = [span for span in spans if span.lane == ENVIRONMENTS]
+    return levels(counted), [span for span in spans if span.lane != ENVIRONMENTS]
 
 
 def _process(lane: str) -> str:

@@ -132,7 +132,8 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
         "engine": engine[: len(tokens or ())],
         "learner": learner[: len(tokens or ())],
         "versions": list(_runs(sample.get("versions"))),
-        "turns": [{"calls": _count(turn)} for turn in turns] if isinstance(turns := sample.get("turns"), list) else [],
+        "turns": len(_records(sample, "turns")),
+        "calls": sum(_count(said) for said in _records(sample, "said")),
     }
 
 
@@ -163,8 +164,13 @@ def _runs(versions: Any) -> Iterator[list[int]]:
         yield run
 
 
-def _count(turn: Any) -> int:
-    calls = turn.get("calls") if isinstance(turn, dict) else None
+def _records(sample: dict[str, Any], key: str) -> list[Any]:
+    found = sample.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _count(said: Any) -> int:
+    calls = said.get("calls") if isinstance(said, dict) else None
     return calls if isinstance(calls, int) else 0
 
 

@@ -7,8 +7,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from mlflow.entities import AssessmentSource, Feedback, Metric, Span, SpanType, TraceInfo, TraceLocation, TraceState
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
@@ -69,6 +69,7 @@ def trace_info(run_id: str, experiment_id: str, step: int, sample: _Sample, at: 
     identity = trace_id(run_id, step, sample)
     reward, gaps = finite(sample.get("reward")), [gap for gap in token_gaps(sample) if gap is not None]
     ok = sample.get("status", "ok") == "ok"
+    began, seconds = _time_of(sample, at)
     tags = {
         TraceTagKey.TRACE_NAME: TRACE_NAME,
         "step": str(step),
@@ -79,8 +80,8 @@ def trace_info(run_id: str, experiment_id: str, step: int, sample: _Sample, at: 
     return TraceInfo(
         trace_id=identity,
         trace_location=TraceLocation.from_experiment_id(experiment_id),
-        request_time=int(at * 1000),
-        execution_duration=0,
+        request_time=int(began * 1000),
+        execution_duration=int(seconds * 1000),
         state=TraceState.OK if ok else TraceState.ERROR,
         request_preview=_text(sample, "prompt")[:_PREVIEW_CHARACTERS],
         response_preview=_text(sample, "answer")[:_PREVIEW_CHARACTERS],
@@ -91,27 +92,97 @@ def trace_info(run_id: str, experiment_id: str, step: int, sample: _Sample, at: 
 
 
 def trace_spans(run_id: str, step: int, sample: _Sample, at: float) -> list[Span]:
-    """Convert a sample to a tree of spans: the rollout, with two children for the engine's tokens and the verdict.
-    `samples.jsonl` has only one time, so spans have no duration; one nanosecond between them preserves their order."""
+    """Convert a sample to a tree of spans: the rollout, with children for what the engine drew, what an environment
+    said, and the verdict.
+
+    Turns and calls of an environment have the times at which they began and ended. Of other samples `samples.jsonl` has
+    only one time, so that spans have no duration. A nanosecond between the starts of children preserves their order.
+    """
     identity = trace_id(run_id, step, sample)
+    began, seconds = _time_of(sample, at)
     prompt, answer, expected = (_text(sample, key) for key in ("prompt", "answer", "expected"))
     reward = {"reward": finite(sample.get("reward")), "status": sample.get("status", "ok")}
-    gaps = token_gaps(sample)
+    more = {"step": step, "seconds_queued": finite(sample.get("queued"))}
+    root = _span(identity, TRACE_NAME, began, SpanType.CHAIN, prompt, {"answer": answer} | reward, seconds, **more)
+    parts = _turn_spans(identity, sample, root, began)
+    if not parts:
+        drawn = _drawn(sample, 0, None)
+        parts = [_span(identity, "generate", began, SpanType.LLM, prompt, answer, parent=root, order=1, **drawn)]
+    asked, ended = {"answer": answer, "expected": expected}, began + seconds
+    judged = _span(identity, "judge", ended, SpanType.EVALUATOR, asked, reward, parent=root, order=1 + len(parts))
+    return [root, *parts, judged]
+
+
+def _turn_spans(identity: str, sample: _Sample, root: Span, began: float) -> list[Span]:
+    """Return a span for each turn of the policy and each call of the environment, in their order; none if the sample
+    has none. The input of each is the output of the one before."""
+    found = [*_course(sample, "said"), *_course(sample, "turns")]
+    spans: list[Span] = []
+    numbers, given = {"said": 0, "turns": 1}, _text(sample, "prompt")  # the first call is the reset
+    for order, (key, one) in enumerate(sorted(found, key=lambda part: (part[1]["at"], part[0])), start=1):
+        number, seconds = numbers[key], one["waited"]
+        if key == "turns":
+            name, kind, out = f"turn {number}", SpanType.LLM, one.get("text")
+            more = _drawn(sample, one["at"], one.get("tokens", 0))
+        else:
+            name, kind, out = f"environment {number}" if number else "reset", SpanType.TOOL, one.get("messages")
+            more = {field: one.get(field) for field in ("reward", "calls", "failed_calls", "failed")}
+            more |= {"seconds_worked": one.get("seconds"), "seconds_waited": seconds}
+        at = began + one["asked"]
+        spans.append(_span(identity, name, at, kind, given, out, seconds, parent=root, order=order, **more))
+        numbers[key] += 1
+        given = out or given
+    return spans
+
+
+def _course(sample: _Sample, key: Literal["turns", "said"]) -> list[tuple[str, dict[str, Any]]]:
+    """Return (key, record) for each valid record of a turn or of what an environment said."""
+    records = sample.get(key)
+    return [
+        (key, one)
+        for one in (records if isinstance(records, list) else [])
+        if isinstance(one, dict)
+        and isinstance(one.get("at"), int)
+        and isinstance(one.get("tokens", 0), int)
+        and finite(one.get("asked")) is not None
+        and finite(one.get("waited")) is not None
+    ]
+
+
+def _time_of(sample: _Sample, at: float) -> tuple[float, float]:
+    """Return start (unix time) and duration of a sample in seconds: those of a trajectory, else `at` and 0."""
+    began, seconds = finite(sample.get("began")), finite(sample.get("seconds"))
+    return (at, 0.0) if began is None or seconds is None else (began, seconds)
+
+
+def _drawn(sample: _Sample, start: int, count: int | None) -> dict[str, Any]:
+    """Return attributes for so many of the sample's tokens from `start` on, or for all: text of each, log-probs, gaps
+    between them, and weight versions as [version, number of tokens]."""
+    part = slice(start, None if count is None else start + count)
+    gaps = token_gaps(sample)[part]
     known = [abs(gap) for gap in gaps if gap is not None]
-    tokens = {
-        "tokens": sample.get("tokens"),
-        "logprob_engine": sample.get("logprobs"),
-        "logprob_learner": sample.get("proximal_logprobs"),
+    names = {"tokens": "tokens", "logprob_engine": "logprobs", "logprob_learner": "proximal_logprobs"}
+    lists = {name: sample[key][part] for name, key in names.items() if isinstance(sample.get(key), list)}
+    return lists | {
+        "uid": sample.get("uid"),
         "logprob_gap": gaps or None,
         "mean_abs_gap": math.fsum(known) / len(known) if known else None,
         "largest_abs_gap": max(known, default=None),
+        "versions": list(_versions(sample.get("versions"), part)) or None,
     }
-    root = _span(identity, TRACE_NAME, at, SpanType.CHAIN, prompt, {"answer": answer} | reward, step=step)
-    uid = sample.get("uid")
-    generated = _span(identity, "generate", at, SpanType.LLM, prompt, answer, parent=root, order=1, uid=uid, **tokens)
-    asked = {"answer": answer, "expected": expected}
-    judged = _span(identity, "judge", at, SpanType.EVALUATOR, asked, reward, parent=root, order=2)
-    return [root, generated, judged]
+
+
+def _versions(runs: Any, part: slice) -> Iterator[list[int]]:
+    """Yield [version, number of tokens] for a part of the tokens, from those of all, up to the first invalid one."""
+    place = 0
+    for run in runs if isinstance(runs, list) else []:
+        if not (isinstance(run, list) and len(run) == 2 and all(isinstance(value, int) for value in run)):
+            return
+        version, count = run
+        here = min(place + count, place + count if part.stop is None else part.stop) - max(place, part.start)
+        if here > 0:
+            yield [version, here]
+        place += count
 
 
 def token_gaps(sample: _Sample) -> list[float | None]:
@@ -140,26 +211,29 @@ def _span(
     kind: str,
     inputs: Any,
     outputs: Any,
+    seconds: float = 0.0,
     *,
     parent: Span | None = None,
     order: int = 0,
     **more: Any,
 ) -> Span:
-    """Create a span. `more` are attributes; those that are None are omitted."""
+    """Create a span. `more` are attributes; those that are None are omitted. One that is `failed` has the status of an
+    error."""
     attributes = {
         SpanAttributeKey.REQUEST_ID: identity,
         SpanAttributeKey.SPAN_TYPE: kind,
         SpanAttributeKey.INPUTS: inputs,
         SpanAttributeKey.OUTPUTS: outputs,
     } | {key: value for key, value in more.items() if value is not None}
+    start = int(at * 1e9) + order
     found = ReadableSpan(
         name=name,
         context=_context(identity, _digest(identity, name, bits=64)),
         parent=_context(identity, int(parent.span_id, 16)) if parent else None,
-        start_time=int(at * 1e9) + order,
-        end_time=int(at * 1e9) + order,
+        start_time=start,
+        end_time=max(start, int((at + seconds) * 1e9)),
         attributes={key: storable(json.dumps(plain(value), ensure_ascii=False)) for key, value in attributes.items()},
-        status=Status(StatusCode.OK),
+        status=Status(StatusCode.ERROR, str(more["failed"])) if more.get("failed") else Status(StatusCode.OK),
         resource=Resource.get_empty(),  # else it would be the machine's, which is irrelevant for a rollout
     )
     return Span(found)

@@ -12,15 +12,14 @@ from qurl_ray.actors.environments import (
     EnvironmentHost,
     EnvironmentPool,
     end_environments,
-    pool_here,
     start_environments,
 )
+from qurl_ray.actors.local import LocalActor, pool_here
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import Step
 from qurl_ray.errors import EnvironmentFailed
 from qurl_ray.types import Problem
-from tests.actors.local import LocalActor
 from tests.environments.test_environment_process import alive
 
 BAD = "tests.environments.bad_environments"

@@ -11,10 +11,10 @@ from ray.exceptions import ActorUnavailableError
 
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Heartbeat, Member
+from qurl_ray.actors.local import LocalActor
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError
 from qurl_ray.types import Completion, Manifest, Request, SamplingParams
-from tests.actors.local import LocalActor
 
 LENGTH = 8
 CONFIG = RolloutConfig(heartbeat_s=0.01, silent_s=0.4, timeout_s=20, start_timeout_s=5, slots=4)

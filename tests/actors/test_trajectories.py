@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from qurl_ray.actors.environments import EnvironmentReply
-from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.health import Health, Heartbeat
+from qurl_ray.actors.local import fleet_here
 from qurl_ray.actors.trajectories import Played, Player
 from qurl_ray.config import RunConfig
 from qurl_ray.environments.process import CallFailed
@@ -21,7 +20,6 @@ from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.logprobs import answer_states, score_states, token_logprobs
 from qurl_ray.rollout.kept import KeysPool
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory
-from tests.actors.local import LocalActor
 from tests.actors.test_fleet import Rig, run, token
 from tests.actors.test_fleet import Worker as Counter
 from tests.conftest import SUMS
@@ -270,22 +268,6 @@ def test_turns_of_workers_that_die_and_are_interrupted_are_those_of_an_undisturb
 # --- with the torch engine -----------------------------------------------------------------------------------------
 
 
-class EngineWorker:
-    """A worker of a fleet around an engine in this process."""
-
-    def __init__(self, engine) -> None:
-        self.engine = engine
-
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat(boot="1", pid=1, node="n", version=self.engine.version, log="log")
-
-    def generate(self, asked, version, deadline_s):
-        return self.engine.generate(asked, version=version, deadline_s=deadline_s)
-
-    def cancel(self, uids) -> None:
-        self.engine.cancel(uids)
-
-
 def says_digits(problem: Problem):
     rng = random.Random(problem.uid)
 
@@ -301,10 +283,7 @@ def played_by(
 ) -> list[Played]:
     async def scenario():
         config = RunConfig().rollout.model_copy(update={"slots": slots, "heartbeat_s": 0.01})
-        fleet = Fleet([LocalActor(EngineWorker(engine), threaded=True)], config, lambda *_: None)
-        await fleet.some_alive()
-        (member,) = fleet.those(Health.STALE, Health.HEALTHY)
-        fleet.holds(member, 1)
+        fleet = await fleet_here([engine], config)
         seats = Seats(says_digits, delay_s=delay_s, seed=seed)
         made = player(fleet, seats, tokenizer, cut_turns="close", turn_tokens=6, max_turns=3, context=context)
         order = random.Random(seed).sample(range(len(asked)), len(asked))

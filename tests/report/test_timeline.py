@@ -1,13 +1,27 @@
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qurl_ray.config import RunConfig
 from qurl_ray.report.catalog import groups
 from qurl_ray.report.run_files import RunRecord
-from qurl_ray.report.timeline import COLORS, PAGE, TRACE, Span, chrome_trace, lanes, read_timeline, write_timeline
+from qurl_ray.report.timeline import (
+    COLORS,
+    LEVELS,
+    PAGE,
+    TRACE,
+    Span,
+    chrome_trace,
+    lanes,
+    levels,
+    read_timeline,
+    write_timeline,
+)
 from qurl_ray.tracking.json_lines import timeline_file
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
@@ -91,7 +105,7 @@ def test_what_is_no_span_is_left_out(tmp_path):
 
 
 def test_lanes_are_in_the_order_of_their_numbers():
-    names = ["worker 10", "worker 2", "other", "evaluation", "rank 1", "rank 0", "rollouts", "steps"]
+    names = ["worker 10", "worker 2", "other", "environments", "evaluation", "rank 1", "rank 0", "rollouts", "steps"]
     spans = [Span(lane=name, name="x", start=0.0, seconds=0.0, step=1, figures={}) for name in names]
     assert lanes(spans) == [
         "steps",
@@ -99,6 +113,7 @@ def test_lanes_are_in_the_order_of_their_numbers():
         "evaluation",
         "rank 0",
         "rank 1",
+        "environments",
         "worker 2",
         "worker 10",
         "other",
@@ -110,6 +125,67 @@ def test_a_phase_has_the_colour_of_the_reports_chart():
     (phases,) = [chart for chart in charts if chart.title == "Time per phase"]
     series = [series for panel in phases.panels for series in panel.series]
     assert {one.label: one.color for one in series}.items() <= COLORS.items()
+
+
+# --- numbers of trajectories ------------------------------------------------------------------------------------------
+
+
+def level(start: float, seconds: float, step: int = 1, **figures: float) -> dict:
+    return span("environments", "trajectories", start, seconds, step, **(dict.fromkeys(LEVELS, 0.0) | figures))
+
+
+def waits(n: int) -> list[dict]:
+    """First 8 at the engines, then 6 that wait for their environments, of which 2 have one that works."""
+    at = 10.0 * (n - 1)
+    return [level(at, 1.0, n, engines=8.0), level(at + 1.0, 2.0, n, engines=2.0, environments=2.0, waiting=4.0)]
+
+
+def as_span(one: dict) -> Span:
+    known = {key: one[key] for key in ("lane", "name", "start", "seconds", "step")}
+    return Span(**known, figures={key: one[key] for key in one if key not in known})
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9), st.integers(0, 5)), max_size=12))
+def test_levels_of_rounds_that_overlap_are_added(intervals):
+    spans = sorted((as_span(level(a / 4, s / 4, waiting=float(v))) for a, s, v in intervals), key=lambda one: one.start)
+    found = levels(spans)
+    for one, after in pairwise(found):
+        assert one.start + one.seconds <= after.start + 1e-6
+    for tick in range(50):  # in the middle of each quarter of a second
+        at = BEGAN + tick / 4 + 0.125
+        there = [one.figures["waiting"] for one in found if one.start <= at < one.start + one.seconds]
+        expected = [v for a, s, v in intervals if a <= tick < a + s]
+        assert there == ([sum(expected)] if expected else [])
+
+
+def test_what_rounding_leaves_between_levels_is_nothing():
+    spans = [as_span(level(0.0, 1.0000004, engines=3.0)), as_span(level(1.0, 1.0, engines=5.0))]
+    assert [(one.seconds, one.figures["engines"]) for one in levels(spans)] == [
+        (pytest.approx(1.0), 3.0),
+        (pytest.approx(1.0), 5.0),
+    ]
+
+
+def test_numbers_of_trajectories_are_counters_that_end_at_zero(tmp_path):
+    run = a_run(tmp_path, *a_step(1), *waits(1), *a_step(2), *waits(2))
+    write_timeline(run)
+    events = json.loads((run / TRACE).read_text())["traceEvents"]
+    counters = [event for event in events if event["ph"] == "C"]
+    assert len([event for event in events if event["ph"] == "X"]) == 20
+    assert {(event["name"], event["pid"], event["tid"]) for event in counters} == {
+        ("trajectories", counters[0]["pid"], counters[0]["tid"])
+    }
+    (thread,) = [e for e in events if e["name"] == "thread_name" and e["args"] == {"name": "environments"}]
+    assert (thread["pid"], thread["tid"]) == (counters[0]["pid"], counters[0]["tid"])
+    assert [(event["ts"] / 1e6, sum(event["args"].values())) for event in counters] == [
+        (0.0, 8.0),
+        (1.0, 8.0),
+        (3.0, 0.0),
+        (10.0, 8.0),
+        (11.0, 8.0),
+        (13.0, 0.0),
+    ]
+    assert counters[1]["args"] == {"engines": 2.0, "environments": 2.0, "waiting": 4.0, "queued": 0.0}
 
 
 # --- for Perfetto -----------------------------------------------------------------------------------------------------
@@ -248,6 +324,45 @@ def test_thousands_of_spans_are_as_many_rectangles_as_can_be_seen(tmp_path):
     dom = opened(write_timeline(a_run(tmp_path / "run", *many)), tmp_path / "profile", "all=1")
     assert 1 <= len(drawn(dom, "span c1")) < 1300
     assert "50 % busy" in dom.all("quiet end")
+
+
+@needs_chromium
+def test_waiting_for_environments_is_an_area_over_time(tmp_path):
+    run = a_run(tmp_path / "run", *(one for n in (1, 2, 3) for one in (*a_step(n), *waits(n))))
+    dom = opened(write_timeline(run), tmp_path / "profile", "step=2")
+    ((left, whole),) = drawn(dom, "levels")
+    areas = {a["class"].split()[1]: a["d"] for tag, a, _ in dom.elements if tag == "path" and "level " in a["class"]}
+    assert list(areas) == [f"c{color}" for _, color in LEVELS.values()]
+
+    def top(color: int, time: float) -> float:
+        """Height of an area's upper edge at a time of the step, which has 10 s."""
+        points = [tuple(map(float, point.split())) for point in areas[f"c{color}"].strip("MZ").split("L")]
+        upper = points[: len(points) // 2]
+        return min(upper, key=lambda point: abs(point[0] - (left + whole * time / 10)))[1]
+
+    (lane,) = [a for tag, a, _ in dom.elements if tag == "rect" and "levels" in a.get("class", "")]
+    bottom, high = float(lane["y"]) + float(lane["height"]), float(lane["height"])
+    heights = {time: [(bottom - top(color, time)) / high for _, color in LEVELS.values()] for time in (0.5, 2.0, 5.0)}
+    assert heights[0.5] == pytest.approx([1.0, 1.0, 1.0, 1.0], abs=0.01)
+    assert heights[2.0] == pytest.approx([0.25, 0.5, 1.0, 1.0], abs=0.01)
+    assert heights[5.0] == pytest.approx([0.0] * 4, abs=0.01)
+    # 8 · 1 s and 2 · 2 s at the engines, of 8 · 3 s
+    assert [text for text in dom.all("quiet end") if "busy" not in text] == ["50 % wait", "8 at most"]
+    legend = dom.text("legend")
+    assert "trajectories at the engines 1.2 on average" in legend
+    assert "waiting for their environment 0.8 on average" in legend
+    assert "trajectories 3.00 s" not in legend
+
+
+@needs_chromium
+def test_the_pointer_tells_what_trajectories_wait_for(tmp_path):
+    page = write_timeline(a_run(tmp_path / "run", *a_step(1), *waits(1)))
+    with Reader(tmp_path / "profile") as reader:
+        reader.open(page, "from=1&to=3")
+        reader.point("document.querySelector('#drawing .levels')")
+        told = "at2.00 strajectories at the engines2.0in their environment2.0waiting for their environment4.0"
+        reader.until(f"find('tip').textContent.includes({json.dumps(told)})")
+        assert reader.complaints == []
 
 
 @needs_chromium

@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError
 from qurl_ray.actors import rollout_worker
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Heartbeat
+from qurl_ray.actors.local import LocalActor
 from qurl_ray.config import load_config
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.coordinator.refit import Refit
@@ -29,7 +30,6 @@ from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import StagedBucket
-from tests.actors.local import LocalActor
 from tests.conftest import requests_for, taken
 from tests.rollout.vllm_process import EngineProcess
 

@@ -22,11 +22,12 @@ from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
+from qurl_ray.loop.coordinator.levels import trajectory_levels
 from qurl_ray.loop.deadlines import judging_deadline
 from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
 from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.rollout.requests import check_logprobs, make_requests, probe_requests
-from qurl_ray.spans import EVALUATION, ROLLOUTS
+from qurl_ray.spans import ENVIRONMENTS, EVALUATION, ROLLOUTS
 from qurl_ray.tables import ADVANTAGES
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 
@@ -185,6 +186,8 @@ class Collector:
         """Have the fleet answer requests, in turns with an environment if there is one, and judge the answers."""
         started = time.perf_counter()
         played = await self._player.play(requests, problems) if self._player else []
+        for start, seconds, figures in trajectory_levels(played):
+            self._fleet.spans.at(ENVIRONMENTS, "trajectories", start, seconds, **figures)
         completions = [one.completion for one in played] if played else await self._fleet.generate(requests)
         check_logprobs(completions)
         judged_from = time.perf_counter()
@@ -296,7 +299,7 @@ class Collector:
                     "tokens": self._texts(ids.tolist()),
                     "logprobs": drawn_only(completions[i].logprobs, mask),
                 }
-                | ({"turns": answered.played[i].log()} if answered.played else {})
+                | (answered.played[i].log() if answered.played else {})
             )
         return set(chosen)
 

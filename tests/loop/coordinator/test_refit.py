@@ -14,6 +14,7 @@ import torch
 
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health, Heartbeat
+from qurl_ray.actors.local import LocalActor
 from qurl_ray.actors.rollout_worker import RolloutWorker
 from qurl_ray.config import load_config
 from qurl_ray.errors import StaleWeights, SyncError
@@ -30,7 +31,6 @@ from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.sync.delta import Delta
 from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.sync.publish import Publisher
-from tests.actors.local import LocalActor
 from tests.conftest import requests_for
 
 

@@ -8,6 +8,8 @@ import torch
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed
 from qurl_ray.loop.driver.prepare import check_run
+from qurl_ray.report.timeline import read_timeline
+from qurl_ray.spans import ENVIRONMENTS
 from tests.data.test_turns import REWRITES
 from tests.loop.driver.test_run import small_run
 from tests.loop.runs import SMALL, events, forget_after, parameters, start_job, strike, wait_for_steps
@@ -41,9 +43,19 @@ def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_p
         given = [number < 0 for number, count in sample["versions"] for _ in range(count)]
         assert [logprob is None for logprob in sample["logprobs"]] == given
         assert any(given)
-        assert sample["turns"][0]["messages"][0]["content"].startswith("1: ")
+        reset, first = sample["said"][:2]
+        assert (reset["at"], reset["messages"]) == (0, [])
+        assert first["messages"][0]["content"] == f"1: {sample['turns'][0]['text']}"
+        assert [turn["at"] + turn["tokens"] for turn in sample["turns"]] == [one["at"] for one in sample["said"][1:]]
+        assert sum(turn["tokens"] for turn in sample["turns"]) == sum(not one for one in given)
+        assert 0 < sample["turns"][-1]["asked"] + sample["turns"][-1]["waited"] < sample["seconds"]
     assert "from the environment" in (result.run_dir / "rollouts" / "step-1.html").read_text()
     assert "Turns with the environment" in (result.run_dir / "report.html").read_text()
+    spans = [one for one in read_timeline(result.run_dir) if one.lane == ENVIRONMENTS]
+    engines = [one for one in read_timeline(result.run_dir) if one.name == "generate"]
+    assert {one.step for one in spans} >= {1, 2, 3}
+    assert min(one.start for one in engines) < spans[0].start < max(one.start for one in engines)
+    assert max(sum(one.figures.values()) for one in spans) > 1
     forget_after(result.run_dir, 1)
     again = small_run(tmp_path, *TURNS, *plain)
     assert torch.equal(parameters(again.policy), parameters(result.policy))
