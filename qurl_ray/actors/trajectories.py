@@ -24,7 +24,7 @@ from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import DataError
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rollout.requests import continued, joined
-from qurl_ray.types import Completion, Problem, Request, Status, Verdict
+from qurl_ray.types import Completion, Problem, Request, Status, TurnCredit, Verdict
 
 NOT_DRAWN = -1
 """Version of tokens that no policy drew."""
@@ -60,11 +60,18 @@ class Played:
     reward: float | None = None
     """Sum of the environment's rewards; None if it gave none."""
     failure: CallFailed | None = None
-    turns: int = 0
+    ends: list[int] = field(default_factory=list)
+    """Number of tokens of the answer up to the end of each turn."""
     said: list[Said] = field(default_factory=list)
+    """Replies of the environment to the first turns: a last one that was cut off may have none."""
     seconds: float = 0.0
     """Seconds from its place beside the environment to its end."""
     replays: int = 0
+
+    @property
+    def turns(self) -> int:
+        """Number of turns of the policy."""
+        return len(self.ends)
 
     def verdict(self) -> Verdict | None:
         """Return the environment's verdict; None if the last turn is to be judged by the reward function."""
@@ -72,6 +79,15 @@ class Played:
             kind, detail = self.failure.kind, self.failure.detail
             return failure(_STATUS.get(kind, "error"), f"environment {kind}: {detail}")
         return None if self.reward is None else Verdict(reward=self.reward)
+
+    def credit(self, verdict: Verdict) -> TurnCredit:
+        """Return the turns with their rewards. Without rewards of the environment, the verdict is that of the last
+        turn."""
+        rewards = np.zeros(self.turns)
+        rewards[: len(self.said)] = [said.reward or 0.0 for said in self.said]
+        if self.reward is None:
+            rewards[-1] = verdict.reward
+        return TurnCredit(ends=np.array(self.ends, dtype=np.int32), rewards=rewards)
 
     def log(self) -> list[dict]:
         """Return what the environment said, for samples.jsonl."""
@@ -159,11 +175,12 @@ class Player:
             part = await work.generate(replace(self._turn(row), continues=not last))
             row = continued(row, part)
             parts.append(part)
-            played.turns += 1
+            at = sum(len(one.token_ids) for one in parts)
+            played.ends.append(at)
             played.last_turn = part.token_ids
             if part.finish == "length" and self._config.cut_turns == "end":
                 break
-            at, asked = sum(len(one.token_ids) for one in parts), time.monotonic()
+            asked = time.monotonic()
             text, _ = answer_text(part.token_ids, self._tokenizer, self._stop_ids)
             reply = await seat.give(text)
             if isinstance(reply.outcome, CallFailed):
