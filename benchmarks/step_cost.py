@@ -31,7 +31,7 @@ from qurl_ray.policy import attention, logprobs
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats
-from qurl_ray.rl.value import gae, token_rewards
+from qurl_ray.rl.value import gae
 from qurl_ray.types import Trajectory
 
 PROMPT, ANSWER, ANSWERS = 64, 448, 8
@@ -120,7 +120,7 @@ def shares(layers: int, repeats: int) -> dict[str, float]:
                 lambda: logprobs.score_states(policy, states_Nd, ids_N, 1.0, entropy=entropy), max(3, repeats)
             )
 
-    rewards_BT, values_BT = token_rewards(one.batch.rewards_B, mask_BT), torch.rand(mask_BT.shape)
+    rewards_BT, values_BT = one.batch.rewards_BT, torch.rand(mask_BT.shape)
     return {
         "step": step,
         "objective and diagnostics": median_seconds(loss_and_diagnostics, 20),

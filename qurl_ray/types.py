@@ -10,7 +10,7 @@ ints would cost ten times as much to send between processes.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -151,6 +151,28 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCredit:
+    """Rewards of a trajectory's turns, and what they are worth. The policy drew at least one token in each.
+
+    Example:
+        TurnCredit(ends=np.array([5, 9]), rewards=np.array([0.0, 1.0]))
+    """
+
+    ends: np.ndarray  # int32 [turns]
+    """Number of tokens of the answer up to the turn's last one, which the policy drew; the last is the whole answer.
+    The mask alone does not say it: where an environment's text is empty, turns are adjacent."""
+    rewards: np.ndarray  # float64 [turns]
+    """Reward of each turn. What belongs to the whole trajectory (the verdict of `task.reward`, a length penalty) is
+    part of the last one."""
+    advantages: np.ndarray | None = None  # float64 [turns]
+    """Advantage of each turn's tokens; None if turns have none of their own."""
+
+    def plus(self, amount: float) -> "TurnCredit":
+        """Return the same turns with an amount added to the last reward."""
+        return replace(self, rewards=np.append(self.rewards[:-1], self.rewards[-1] + amount))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory(AnswerTokens):
     """One judged sample, ready for training."""
 
@@ -158,6 +180,9 @@ class Trajectory(AnswerTokens):
     reward: float
     """The verifier's reward plus any length penalty."""
     advantage: float
+    """Advantage of all its tokens; not used if its turns have their own, or a value model gives them."""
+    turns: TurnCredit | None = None
+    """Turns with an environment; None for an answer of one turn."""
     group: int = 0
     """Group number: the same for all samples of one prompt, unique within the step."""
     watched: bool = False
@@ -167,6 +192,23 @@ class Trajectory(AnswerTokens):
     def length(self) -> int:
         """Number of tokens of prompt and answer together, those of an environment included."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Positions in prompt and answer of the tokens that the policy drew, int64 [drawn]."""
+        drawn = np.arange(len(self.token_ids)) if self.mask is None else np.flatnonzero(self.mask)
+        return len(self.prompt_ids) + drawn
+
+    @property
+    def drawn_ends(self) -> np.ndarray:
+        """Number of tokens that the policy drew up to the end of each turn, integers [turns]."""
+        ends = np.array([len(self.token_ids)]) if self.turns is None else self.turns.ends
+        return ends if self.mask is None else np.searchsorted(np.flatnonzero(self.mask), ends)
+
+    @property
+    def turn_lengths(self) -> np.ndarray:
+        """Number of tokens that the policy drew in each turn, integers [turns]."""
+        return np.diff(self.drawn_ends, prepend=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import DataError
 from qurl_ray.rewards.judge import failure
 from qurl_ray.rollout.requests import continued, joined
-from qurl_ray.types import Completion, Problem, Request, Status, Verdict
+from qurl_ray.types import Completion, Problem, Request, Status, TurnCredit, Verdict
 
 NOT_DRAWN = -1
 """Version of tokens that no policy drew."""
@@ -99,6 +99,16 @@ class Played:
             kind, detail = self.failure.kind, self.failure.detail
             return failure(_STATUS.get(kind, "error"), f"environment {kind}: {detail}")
         return None if self.reward is None else Verdict(reward=self.reward)
+
+    def credit(self, verdict: Verdict) -> TurnCredit:
+        """Return the turns with their rewards. Without rewards of the environment, the verdict is that of the last
+        turn."""
+        rewards, steps = np.zeros(self.turns), self.said[1:]  # a last turn that was cut off may have none
+        rewards[: len(steps)] = [step.reward or 0.0 for step in steps]
+        if self.reward is None:
+            rewards[-1] = verdict.reward
+        ends = np.array([drew.at + drew.tokens for drew in self.drew], dtype=np.int32)
+        return TurnCredit(ends=ends, rewards=rewards)
 
     def log(self) -> dict[str, Any]:
         """Return its times, the policy's turns and what the environment said, for samples.jsonl."""

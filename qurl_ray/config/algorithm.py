@@ -193,7 +193,7 @@ class Algorithm(Section):
     exp(-d) - 1 + d."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL penalty is applied: `loss` adds it to the loss; `reward` subtracts it from the reward, of each token
-    with PPO, else of the whole answer."""
+    with PPO, else of the whole answer, with turn_credit=turn of its last turn."""
     entropy_coef: float = Field(0.0, ge=0)
     """Factor of an entropy bonus; 0 is off."""
     updates_per_rollout: int = Field(4, ge=1)
@@ -256,6 +256,12 @@ class _Grouped(Algorithm):
     advantage: str = Field(
         "grpo", description=f"Advantage of a sample from the rewards of its group: {ADVANTAGES.help()}."
     )
+    turn_credit: Literal["trajectory", "turn", "spread"] = "trajectory"
+    """Rewards that decide the advantages of turns, with an environment: `trajectory` gives all turns the advantage of
+    their trajectory; `turn` compares the return from a turn on, which is its reward and those of later turns, with the
+    returns from the same turn number of the other samples of the group; `spread` divides the reward of the trajectory
+    evenly over its turns and then does the same. A turn number that only one sample of the group reaches has advantage
+    0."""
     max_refill_rounds: int = Field(10, ge=1)
     """Largest number of generation rounds in a step, with dynamic_sampling. A step that is still short then trains on
     what it has, and logs a warning."""
@@ -277,7 +283,8 @@ class DAPO(_Grouped):
     """How the loss is averaged: `token` is the mean over all tokens; `sequence` is the mean over each answer's tokens,
     then over answers; `fixed` is the sum divided by answers times max_new_tokens."""
     dynamic_sampling: bool = True
-    """Drop groups whose answers all have the same reward, and draw new prompts in their place."""
+    """Drop groups whose answers all have the same reward, with turn_credit=turn the same return at every turn, and draw
+    new prompts in their place."""
 
 
 class GRPO(_Grouped):
@@ -288,7 +295,8 @@ class GRPO(_Grouped):
     """How the loss is averaged: `token` is the mean over all tokens; `sequence` is the mean over each answer's tokens,
     then over answers; `fixed` is the sum divided by answers times max_new_tokens."""
     dynamic_sampling: bool = False
-    """Drop groups whose answers all have the same reward, and draw new prompts in their place."""
+    """Drop groups whose answers all have the same reward, with turn_credit=turn the same return at every turn, and draw
+    new prompts in their place."""
 
 
 class PPO(Algorithm):
@@ -298,6 +306,9 @@ class PPO(Algorithm):
     advantage: Literal["gae"] = "gae"
     """How credit is given to tokens: `gae`, the only value, is generalised advantage estimation from the value model,
     whitened over all tokens of the step."""
+    turn_credit: Literal["token", "turn"] = "token"
+    """Step of the estimation with an environment: `token` is a token, and the last one of a turn has the turn's reward;
+    `turn` is a turn, whose tokens share its advantage, and only the values at the starts of turns are trained."""
     loss_mean: LossMean = "token"
     """How the loss is averaged: `token` is the mean over all tokens; `sequence` is the mean over each answer's tokens,
     then over answers; `fixed` is the sum divided by answers times max_new_tokens."""
@@ -306,7 +317,7 @@ class PPO(Algorithm):
     max_refill_rounds: Literal[1] = 1
     """Always 1, the only value: there is no dynamic_sampling."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount factor of rewards per token; 1 does not discount."""
+    """Discount factor of rewards per token, or per turn with turn_credit=turn; 1 does not discount."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """Parameter lambda of generalised advantage estimation; with 1, an advantage is the return minus the value."""
     critic: Literal["separate", "shared"] = "separate"

@@ -82,6 +82,12 @@ class RunConfig(Section):
                 f"algorithm.updates_per_rollout ({algorithm.updates_per_rollout}) exceeds rollout.prompts_per_step "
                 f"({rollout.prompts_per_step}): a mini-batch holds whole groups"
             )
+        whole = type(algorithm).model_fields["turn_credit"].default
+        if self.environment.type is None and algorithm.turn_credit != whole:
+            raise ValueError(
+                f"algorithm.turn_credit={algorithm.turn_credit} has no effect without environment.type, since answers "
+                f"have one turn: set environment.type, or turn_credit to {whole}"
+            )
         if algorithm.overlong_buffer > rollout.max_new_tokens:
             raise ValueError("algorithm.overlong_buffer exceeds rollout.max_new_tokens")
         if rollout.dtype != "float32" and self.sync.unquantized not in ("auto", rollout.dtype):

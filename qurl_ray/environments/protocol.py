@@ -28,8 +28,8 @@ class Step:
     messages: Sequence[EnvironmentMessage] = ()
     """Messages of the environment. After the last turn there may be none."""
     reward: float | None = None
-    """Reward of this turn; rewards of a trajectory are added up. If all are None, `task.reward` judges the last turn's
-    answer."""
+    """Reward of this turn. Rewards of a trajectory are added up, and `algorithm.turn_credit` says which turns get the
+    credit. If all are None, `task.reward` judges the last turn's answer."""
     done: bool = False
     """True if the trajectory ends here."""
     info: dict[str, Any] = field(default_factory=dict)

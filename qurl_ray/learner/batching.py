@@ -3,16 +3,17 @@
 All lengths are known where this runs, so ranks agree on the number of micro-batches without communication.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from heapq import heapreplace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 
 from qurl_ray.rl.objective import Denominators
-from qurl_ray.types import Trajectory
+from qurl_ray.types import Trajectory, TurnCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class MiniBatch:
             np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in samples)]),
             np.concatenate([np.zeros(0, bool), *masks]),
             rest,
+            *_sent_turns(samples),
         )
 
 
@@ -50,9 +52,11 @@ def _arrived(
     logprobs: np.ndarray,
     masks: np.ndarray,
     rest: list[tuple],
+    *turns: Any,
 ) -> MiniBatch:
     """Rebuild the mini-batch that MiniBatch.__reduce__ pickled."""
-    samples, at, scored, masked = [], 0, 0, 0
+    samples: list[Trajectory] = []
+    at = scored = masked = 0
     for prompt, length, has_mask, uid, reward, advantage, group, watched in rest:
         tokens = length - prompt
         samples.append(
@@ -70,8 +74,30 @@ def _arrived(
             )
         )
         at, scored, masked = at + length + tokens, scored + tokens, masked + tokens * has_mask
+    for row, credit in _arrived_turns(*turns) if turns else ():
+        samples[row] = replace(samples[row], turns=credit)
     taken = iter(samples)
     return MiniBatch(micro_batches=[list(islice(taken, count)) for count in counts], denominators=denominators)
+
+
+def _sent_turns(samples: Sequence[Trajectory]) -> tuple:
+    """Return the turns of samples as a list and two arrays; () if no sample has any."""
+    turns = [(row, s.turns) for row, s in enumerate(samples) if s.turns is not None]
+    if not turns:
+        return ()
+    sizes = [(row, len(t.ends), t.advantages is not None) for row, t in turns]
+    values = [part for _, t in turns for part in (t.rewards, t.advantages) if part is not None]
+    return sizes, np.concatenate([t.ends for _, t in turns]), np.concatenate(values)
+
+
+def _arrived_turns(
+    sizes: list[tuple[int, int, bool]], ends: np.ndarray, values: np.ndarray
+) -> Iterator[tuple[int, TurnCredit]]:
+    """Yield (place of a sample, its turns) from what _sent_turns returned."""
+    for row, count, compared in sizes:
+        advantages = values[count : 2 * count] if compared else None
+        yield row, TurnCredit(ends=ends[:count], rewards=values[:count], advantages=advantages)
+        ends, values = ends[count:], values[count * (1 + compared) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +106,10 @@ class Tensors:
 
     token_ids_BT: torch.Tensor  # int64
     mask_BT: torch.Tensor  # bool, True on tokens that the policy drew
+    starts_BT: torch.Tensor  # bool, True on the first of these in each turn
     behavior_BT: torch.Tensor  # float32, 0 where masked
-    advantages_B: torch.Tensor  # float32
-    rewards_B: torch.Tensor  # float32
+    rewards_BT: torch.Tensor  # float32, the reward of a turn at its last token that the policy drew, 0 elsewhere
+    advantages: torch.Tensor  # float32 [B], or [B, T] if turns have their own
     lengths_B: torch.Tensor  # int64, tokens that are not padding
 
     def to(self, device: str) -> "Tensors":
@@ -110,7 +137,11 @@ def plan(
     by_rank: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for chosen in np.array_split(order, min(updates, len(groups))):
         samples = [sample for index in chosen for sample in groups[index]]
-        denominators = Denominators(tokens=sum(s.drawn for s in samples), sequences=len(samples))
+        denominators = Denominators(
+            tokens=sum(s.drawn for s in samples),
+            sequences=len(samples),
+            turns=sum(1 if s.turns is None else len(s.turns.ends) for s in samples),
+        )
         shares = [micro_batches(share, token_budget, packed=packed) for share in balance(samples, ranks)]
         most = max(len(share) for share in shares)
         for rank, share in enumerate(shares):
@@ -156,20 +187,38 @@ def micro_batches(samples: Sequence[Trajectory], token_budget: int, *, packed: b
 def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
     """Return tensors with prompt and answer of a sample in each row, padded on the right with id 0."""
     width = max((s.length for s in samples), default=1)
-    token_ids_BT = np.zeros((len(samples), width), dtype=np.int64)
-    mask_BT = np.zeros((len(samples), width), dtype=bool)
-    behavior_BT = np.zeros((len(samples), width), dtype=np.float32)
+    shape = len(samples), width
+    token_ids_BT = np.zeros(shape, dtype=np.int64)
+    mask_BT, starts_BT = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    behavior_BT, rewards_BT = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
     for row, s in enumerate(samples):
         start = len(s.prompt_ids)
         token_ids_BT[row, :start] = s.prompt_ids
         token_ids_BT[row, start : s.length] = s.token_ids
         mask_BT[row, start : s.length] = drawn = True if s.mask is None else s.mask
         behavior_BT[row, start : s.length] = np.where(drawn, s.logprobs, 0.0)
+        if s.drawn:
+            places, ends = s.places, s.drawn_ends
+            starts_BT[row, places[ends - s.turn_lengths]] = True
+            rewards_BT[row, places[ends - 1]] = s.reward if s.turns is None else s.turns.rewards
     return Tensors(
         token_ids_BT=torch.from_numpy(token_ids_BT),
         mask_BT=torch.from_numpy(mask_BT),
+        starts_BT=torch.from_numpy(starts_BT),
         behavior_BT=torch.from_numpy(behavior_BT),
-        advantages_B=torch.tensor([s.advantage for s in samples], dtype=torch.float32),
-        rewards_B=torch.tensor([s.reward for s in samples], dtype=torch.float32),
+        rewards_BT=torch.from_numpy(rewards_BT),
+        advantages=advantages_of(samples, width),
         lengths_B=torch.tensor([s.length for s in samples], dtype=torch.int64),
     )
+
+
+def advantages_of(samples: Sequence[Trajectory], width: int) -> torch.Tensor:
+    """Return advantages as float32 [B], or as [B, T] with T = `width` if turns have their own."""
+    if all(s.turns is None or s.turns.advantages is None for s in samples):
+        return torch.tensor([s.advantage for s in samples], dtype=torch.float32)
+    found_BT = np.zeros((len(samples), width), dtype=np.float32)
+    for row, s in enumerate(samples):
+        assert s.turns is not None
+        assert s.turns.advantages is not None
+        found_BT[row, s.places] = np.repeat(s.turns.advantages, s.turn_lengths)
+    return torch.from_numpy(found_BT)

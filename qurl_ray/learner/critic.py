@@ -1,4 +1,4 @@
-"""The value model of PPO: it estimates an answer's reward at each token, and learns from the actual rewards."""
+"""The value model of PPO: it estimates the rewards to come at each token, and learns from the actual ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ from qurl_ray.learner.batching import Tensors
 from qurl_ray.learner.passes import Pass, Penalty
 from qurl_ray.learner.scorer import casting, on_device, placed, states_before_answers, value_head
 from qurl_ray.policy.sequence import SequenceGroup
+from qurl_ray.rl.objective import Denominators
 from qurl_ray.rl.ratios import Sums
 from qurl_ray.rl.reduce import as_floats, merge, moments
-from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
+from qurl_ray.rl.value import gae, turn_gae, value_loss, whiten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class Credit:
     value_clip: float | None
     coef: float = 0.1
     """Coefficient of the value loss, if that is part of the policy's loss."""
+    by_turn: bool = False
+    """True if a step of credit is a turn, and not a token: only the values at the starts of turns count then."""
 
 
 class ValueModel(nn.Module):
@@ -66,40 +69,41 @@ class Critic:
             if self.backend:
                 one.values_BT = self.backend(one.batch)
             assert one.values_BT is not None
-            rewards_BT = token_rewards(one.batch.rewards_B, one.batch.mask_BT)
+            rewards_BT, mask_BT = one.batch.rewards_BT, one.batch.mask_BT
             if penalty:
                 rewards_BT = rewards_BT - penalty.of(one)
-            one.advantages, one.returns_BT = gae(
-                rewards_BT, one.values_BT, one.batch.mask_BT, gamma=self._credit.gamma, lam=self._credit.lam
-            )
-            total += moments(one.advantages, one.batch.mask_BT)
+            discounts = {"gamma": self._credit.gamma, "lam": self._credit.lam}
+            if self._credit.by_turn:
+                found = turn_gae(rewards_BT, one.values_BT, mask_BT, one.batch.starts_BT, **discounts)
+            else:
+                found = gae(rewards_BT, one.values_BT, mask_BT, **discounts)
+            one.advantages, one.returns_BT = found
+            total += moments(one.advantages, mask_BT)
         total = add_over_ranks(total, self._config)
         for one in passes:
             one.advantages = whiten(one.advantages, one.batch.mask_BT, total)
 
-    def loss(self, one: Pass, values_BT: torch.Tensor, tokens: int) -> tuple[torch.Tensor, Sums]:
-        """Return the value loss of a pass, and metric sums.
-
-        Args:
-            tokens: number of tokens in the whole update, over all ranks.
-        """
+    def loss(self, one: Pass, values_BT: torch.Tensor, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
+        """Return the value loss of a pass, and metric sums."""
         assert one.values_BT is not None
         assert one.returns_BT is not None
+        mask_BT, tokens = one.batch.mask_BT, denominators.tokens
+        if self._credit.by_turn:
+            mask_BT, tokens = one.batch.starts_BT, denominators.turns
         return value_loss(
-            values_BT, one.values_BT, one.returns_BT, one.batch.mask_BT, tokens=tokens, clip=self._credit.value_clip
+            values_BT, one.values_BT, one.returns_BT, mask_BT, tokens=tokens, clip=self._credit.value_clip
         )
 
-    def update(self, passes: Sequence[Pass], tokens: int, schedule: float) -> dict[str, float]:
+    def update(self, passes: Sequence[Pass], denominators: Denominators, schedule: float) -> dict[str, float]:
         """Make one step of a separate value model on a mini-batch. Return metric sums.
 
         Args:
-            tokens: number of tokens in the whole update, over all ranks.
             schedule: factor on the learning rate.
         """
         assert self.backend
         found = []
         for index, one in enumerate(passes):
-            loss, sums = self.loss(one, self.backend(one.batch), tokens)
+            loss, sums = self.loss(one, self.backend(one.batch), denominators)
             self.backend.backward(loss, last=index + 1 == len(passes))
             found.append(as_floats(sums))
         skipped = self.backend.step(self._credit.lr * schedule) is None

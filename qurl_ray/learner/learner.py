@@ -60,7 +60,8 @@ class PolicyLearner:
 
     Args:
         policy: backend that runs a learner.scorer.Scorer.
-        critic: computes advantages per token; without one, all tokens of a sample have the sample's advantage.
+        critic: computes advantages per token; without one, all tokens of a sample have the sample's advantage, or that
+            of their turn.
         reference: computes log-probs of the reference policy, for the KL penalty.
         penalty: subtracts that KL from rewards; without it, the KL is part of the loss.
         flow: unified flow that the policy computes in; None for full precision.
@@ -129,7 +130,7 @@ class PolicyLearner:
             norms.append(self._policy.step(lr))
             self._updates += norms[-1] is not None
             if self._critic and self._critic.backend:
-                sums.append(self._critic.update(chosen, mini_batch.denominators.tokens, share))
+                sums.append(self._critic.update(chosen, mini_batch.denominators, share))
         if calibration:
             nominal = self._settings.clip_low, self._settings.clip_high
             self._bounds = calibration.bounds(*nominal, self._config)
@@ -158,7 +159,7 @@ class PolicyLearner:
 
     def _make_pass(self, samples: Sequence[Trajectory]) -> Pass:
         batch = to_tensors(samples).to(self._config.device)
-        return Pass(samples=samples, batch=batch, advantages=batch.advantages_B)
+        return Pass(samples=samples, batch=batch, advantages=batch.advantages)
 
     @torch.no_grad()
     def _before_the_first_update(self, passes: Sequence[Sequence[Pass]]) -> float:
@@ -209,7 +210,7 @@ class PolicyLearner:
             sums["loss"] = loss
             if scores.values_BT is not None:
                 assert self._critic
-                value_loss, value_sums = self._critic.loss(one, scores.values_BT, denominators.tokens)
+                value_loss, value_sums = self._critic.loss(one, scores.values_BT, denominators)
                 sums |= value_sums
                 loss = loss + self._critic.coef * value_loss
             self._policy.backward(loss, last=index + 1 == len(passes))

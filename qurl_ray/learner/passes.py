@@ -8,10 +8,11 @@ from torch import distributed
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import add_over_ranks, world
-from qurl_ray.learner.batching import Tensors
-from qurl_ray.rl.advantages import AdvantageEstimator, advantages, grpo, padded
+from qurl_ray.learner.batching import Tensors, advantages_of
+from qurl_ray.rl.advantages import AdvantageEstimator, grpo
 from qurl_ray.rl.calibration import calibrated, clip_histogram
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
+from qurl_ray.rl.credit import CreditMode, compare_turns, credited, worth
 from qurl_ray.rl.objective import per_token
 from qurl_ray.rl.ratios import Estimator, kl_estimate, log_ratio
 from qurl_ray.rl.reduce import moments
@@ -25,7 +26,7 @@ class Pass:
     samples: Sequence[Trajectory]
     batch: Tensors
     advantages: torch.Tensor
-    """Advantages: [B], or [B, T] from a value model."""
+    """Advantages: [B], or [B, T] if turns have their own, or from a value model."""
     prox_BT: torch.Tensor | None = None
     """Log-probs of the proximal policy. In the first update, unless they are needed earlier, they are None until its
     forward pass: they are then that pass's own log-probs, detached."""
@@ -44,6 +45,8 @@ class Penalty:
     estimator: Estimator
     compare: AdvantageEstimator = grpo
     """Estimator of the advantages of a group's samples, used if there is no value model."""
+    mode: CreditMode = "trajectory"
+    """Meaning of the samples' rewards for their turns, likewise."""
 
     def of(self, one: Pass) -> torch.Tensor:
         """Return the penalty of each token, [B, T]."""
@@ -58,7 +61,7 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     mine = {}
     for one in passes:
         for sample, cost in zip(one.samples, penalty.of(one).sum(dim=1).tolist(), strict=True):
-            mine[sample.group, sample.uid] = (sample.reward - cost, sample.drawn)
+            mine[sample.group, sample.uid] = worth(sample, penalty.mode, cost)
     parts = [mine]
     if world()[1] > 1:
         parts = [{} for _ in range(world()[1])]
@@ -69,12 +72,13 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     groups: dict[int, list[tuple[int, str]]] = {}
     for key in sorted(everything):
         groups.setdefault(key[0], []).append(key)
-    found = [[everything[key] for key in group] for group in groups.values()]
-    rewards_PG, lengths_PG = (padded([[sample[i] for sample in group] for group in found]) for i in (0, 1))
-    fresh_PG = advantages(rewards_PG, penalty.compare, lengths_PG)
-    by_key = {key: fresh_PG[p, g] for p, group in enumerate(groups.values()) for g, key in enumerate(group)}
+    worths = [[everything[key] for key in group] for group in groups.values()]
+    found = compare_turns(worths, penalty.compare, penalty.mode)
+    keys = [key for group in groups.values() for key in group]
+    by_key = dict(zip(keys, [advantages_K for group in found for advantages_K in group], strict=True))
     for one in passes:
-        one.advantages = one.advantages.new_tensor([by_key.get((s.group, s.uid), 0.0) for s in one.samples])
+        samples = [credited(s, by_key[s.group, s.uid], penalty.mode) if s.uid else s for s in one.samples]
+        one.advantages = advantages_of(samples, one.batch.mask_BT.shape[1]).to(one.advantages.device)
 
 
 def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, config: LearnerConfig) -> float:

@@ -63,6 +63,8 @@ class SampleView:
     status: str
     note: str
     """Text on the largest gap between engine and learner; "" if one of them is unknown."""
+    turns: str
+    """Text on the rewards and advantages of the turns; "" for one turn."""
     coloring: str
     """Meaning of the token colours: `gap`, `probability` or `none`."""
     wide: bool
@@ -86,6 +88,7 @@ def view(sample: dict[str, Any]) -> SampleView:
         reward="–" if reward is None else short(reward),
         solved=reward is not None and reward > 0.5,
         status=str(sample.get("status", "")),
+        turns=_turns(turn_views(sample)),
         note=f"largest gap {signed(format(found.gap, '+.3g'))} nats" if tokens and found else "",
         coloring=coloring,
         wide=max(len(prompt), len("".join(tokens or [])), len(str(sample.get("answer", "")))) > _WIDE_FROM,
@@ -123,6 +126,40 @@ def said_by(sample: dict[str, Any]) -> list[bool]:
         return [number < 0 for number, count in runs for _ in range(count)] if isinstance(runs, list) else []
     except (TypeError, ValueError):
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnView:
+    """Turn of a trajectory, as samples.jsonl has it."""
+
+    end: int
+    """Number of tokens of the answer up to its end."""
+    reward: float | None
+    advantage: float | None
+    """Advantage of its tokens; None if they have that of the trajectory, or it is not known."""
+
+
+def turn_views(sample: dict[str, Any]) -> list[TurnView]:
+    """Return the turns of a line of samples.jsonl; [] if nothing valid is recorded."""
+    turns = sample.get("credit")
+    if not isinstance(turns, list):
+        return []
+    if not all(isinstance(turn, dict) and isinstance(turn.get("end"), int) for turn in turns):
+        return []
+    return [
+        TurnView(end=turn["end"], reward=finite(turn.get("reward")), advantage=finite(turn.get("advantage")))
+        for turn in turns
+    ]
+
+
+def _turns(turns: Sequence[TurnView]) -> str:
+    """Return the rewards and advantages of turns where they differ."""
+    rewards, advantages = ([getattr(turn, name) for turn in turns] for name in ("reward", "advantage"))
+    shown = {
+        "rewards": ["–" if reward is None else short(reward) for reward in rewards],
+        "advantages": ["–" if advantage is None else signed(f"{advantage:+.3f}") for advantage in advantages],
+    }
+    return " · ".join(f"{name} of turns {', '.join(texts)}" for name, texts in shown.items() if len(set(texts)) > 1)
 
 
 def _tokens(

@@ -6,7 +6,7 @@ answers. Its script creates only text nodes from the text of a policy, so that i
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from qurl_ray.files import write_whole
 from qurl_ray.report.page import TEXT_LIMIT, render_page, script_data
 from qurl_ray.report.run_files import finite, run_name, sample_places, samples_at
 from qurl_ray.report.text import one_line
-from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch, numbers
+from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch, numbers, turn_views
 
 FOLDER = "rollouts"
 _STYLES = ("page.css.j2", "viewer.css.j2")
@@ -134,6 +134,7 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
         "versions": list(_runs(sample.get("versions"))),
         "turns": len(_records(sample, "turns")),
         "calls": sum(_count(said) for said in _records(sample, "said")),
+        "credit": [asdict(turn) for turn in turn_views(sample)],
     }
 
 

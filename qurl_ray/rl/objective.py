@@ -54,10 +54,12 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Numbers of tokens and sequences of the whole update: all micro-batches of all ranks."""
+    """Numbers of tokens, sequences and turns of the whole update: all micro-batches of all ranks."""
 
     tokens: int
     sequences: int
+    turns: int = 0
+    """Number of turns, for a value model that has a value for each; an answer without an environment is one."""
 
 
 def objective(

@@ -74,7 +74,9 @@ def gspo(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: torch.Tensor
     """ppo with one ratio per answer, R = exp(mean_t log ratio): GSPO-token, https://arxiv.org/abs/2507.18071
 
     Every token has the value of the mean, but its gradient flows through its own log-prob, with its own weight and
-    advantage. If all tokens of a sequence have the same weight and advantage, this is the gradient of the mean.
+    advantage. If all tokens of a sequence have the same weight and advantage, this is the gradient of the mean. The
+    paper has advantages per token for rollouts of several turns (section 4.3): the ratio is still that of the whole
+    answer, and the sign of a token's own advantage says which bound, or dual clip, applies to it.
     """
     log_mean_BT = sequence_mean(log_ratio_BT, mask_BT).detach()[:, None]
     return ppo(log_mean_BT + (log_ratio_BT - log_ratio_BT.detach()), adv_BT, mask_BT, bounds)

@@ -1,8 +1,9 @@
-"""Credit per token from a value model: generalised advantage estimation, and the loss of the value model.
+"""Credit from a value model, per token or per turn: generalised advantage estimation, and the loss of the value model.
 
 The value of token t is that of the state before it. The verifier's reward is given at the last token, and the episode
-ends there. No value is bootstrapped, whether the answer ended by itself or was cut off. With several turns, the token
-after the last one of a turn is the first of the next turn: what the environment says in between takes no step.
+ends there. No value is bootstrapped, whether the answer ended by itself or was cut off. With several turns, the reward
+of a turn is given at its last token, and the token after it is the first of the next turn: what the environment says in
+between takes no step.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,6 @@ from collections.abc import Mapping
 import torch
 
 from qurl_ray.rl.ratios import Sums
-
-
-def token_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Reward of each token, [B, T]: the answer's reward at its last drawn token, 0 elsewhere."""
-    later_BT = mask_BT.flip(1).cumsum(1).flip(1)  # drawn tokens from this one on
-    return torch.where(mask_BT & (later_BT == 1), rewards_B[:, None], 0.0)
 
 
 def gae(
@@ -28,7 +23,7 @@ def gae(
     t + 1 is the next drawn token, whatever is between the two.
 
     Args:
-        rewards_BT: see token_rewards.
+        rewards_BT: reward that comes with each token.
         mask_BT: bool, True on drawn tokens.
     """
     place_BT = _places_without_gaps(mask_BT)
@@ -40,6 +35,43 @@ def gae(
     found = (torch.nn.functional.pad(found_BT, (0, 1)).gather(1, place_BT) for found_BT in (advantages_BT, returns_BT))
     advantages_BT, returns_BT = (torch.where(mask_BT, found_BT, 0.0) for found_BT in found)
     return advantages_BT, returns_BT
+
+
+def turn_gae(
+    rewards_BT: torch.Tensor,
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    starts_BT: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns of turns: `gae` with one step for a turn, which is Turn-PPO's
+    (https://arxiv.org/abs/2512.17008).
+
+        delta_k = r_k + gamma·V_{k+1} - V_k        A_k = sum_j (gamma·lam)^j delta_{k+j}        return_k = A_k + V_k
+
+    V_k is the value at the first token of turn k: of the state before it. r_k is the sum of the rewards of its tokens.
+
+    Args:
+        rewards_BT: reward that comes with each token.
+        mask_BT: bool, True on drawn tokens.
+        starts_BT: bool, True on the first drawn token of each turn.
+
+    Returns:
+        Advantages [B, T], the turn's at each of its tokens; and returns [B, T], each turn's at its first token. Both
+        are 0 elsewhere. No return is defined inside a turn, so the value loss takes `starts_BT` as its mask: the states
+        there are none of this decision process, nothing reads their values, and long turns would count more.
+    """
+    turn_BT = (starts_BT.cumsum(1) - 1).clamp(min=0)  # number of the turn of each drawn token
+
+    def by_turn(x_BT: torch.Tensor) -> torch.Tensor:
+        """Sums over the tokens of each turn, at each of its tokens."""
+        return torch.zeros_like(x_BT).scatter_add(1, turn_BT, x_BT).gather(1, turn_BT)
+
+    rewards_BT = by_turn(torch.where(mask_BT, rewards_BT, 0.0))
+    advantages_BT, returns_BT = gae(rewards_BT, values_BT, starts_BT, gamma=gamma, lam=lam)
+    return torch.where(mask_BT, by_turn(advantages_BT), 0.0), returns_BT
 
 
 def _places_without_gaps(mask_BT: torch.Tensor) -> torch.Tensor:
@@ -102,7 +134,8 @@ def value_loss(
 
     Args:
         old_BT: values before the step's first update.
-        tokens: number of tokens of the whole update, over all ranks.
+        mask_BT: bool, True on tokens whose values have returns: all drawn ones, or the first of each turn.
+        tokens: number of such tokens in the whole update, over all ranks.
         clip: largest change from old_BT; None for the plain squared error.
     """
     values_BT = torch.where(mask_BT, values_BT, 0.0)
@@ -118,14 +151,15 @@ def value_loss(
             "returns": torch.where(mask_BT, returns_BT, 0.0).double().sum(),
             "returns_squared": torch.where(mask_BT, returns_BT, 0.0).double().square().sum(),
             "value_clipped": (worse_BT > error_BT).sum(),
+            "values": mask_BT.sum(),
         }
     return loss, sums
 
 
 def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Metrics from merged `value_loss` sums; explained_variance = 1 - E[(V - G)²] / Var[G], with V before the step."""
-    n = sums.get("tokens", 0)
-    if not n or "value_error" not in sums:
+    n = sums.get("values", 0)
+    if not n:
         return {}
     variance = sums["returns_squared"] / n - (sums["returns"] / n) ** 2
     error = sums["value_error"] / n

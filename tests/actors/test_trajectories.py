@@ -19,7 +19,7 @@ from qurl_ray.errors import EngineError, EnvironmentFailed
 from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.logprobs import answer_states, score_states, token_logprobs
 from qurl_ray.rollout.kept import KeysPool
-from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory
+from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 from tests.actors.test_fleet import Rig, run, token
 from tests.actors.test_fleet import Worker as Counter
 from tests.conftest import SUMS
@@ -145,7 +145,7 @@ def test_ten_thousand_random_trajectories_are_trained_as_they_were_drawn(chat, c
     made = player(fleet, Seats(hostile), tokenizer, chat=chat, cut_turns=cut_turns, turn_tokens=9, max_turns=4)
     asked = requests(tokenizer, problems)
     played = asyncio.run(made.play(asked, problems))
-    ends = {"length": 0, "stop": 0}
+    ends, adjacent = {"length": 0, "stop": 0}, 0
     for request, one in zip(asked, played, strict=True):
         completion, calls = one.completion, fleet.asked.get(request.uid, [])
         assert one.turns == len(calls) <= 4
@@ -169,9 +169,14 @@ def test_ten_thousand_random_trajectories_are_trained_as_they_were_drawn(chat, c
             np.testing.assert_array_equal(row[len(turn.prompt_ids) :][: len(part.token_ids)], part.token_ids)
             assert turn.drawn == at
             at += len(part.token_ids)
+        starts = [len(turn.prompt_ids) - len(one.prompt_ids) for turn, _ in calls]
+        assert one.ends == [start + len(part.token_ids) for start, (_, part) in zip(starts, calls, strict=True)]
+        assert one.ends[-1] == len(completion.token_ids)
+        adjacent += sum(end == start for end, start in zip(one.ends[:-1], starts[1:], strict=True))
         ends[completion.finish] += 1
     assert min(ends.values()) > 100
     assert sum(one.turns > 2 for one in played) > 100
+    assert (adjacent > 50) == (not chat)  # a message without text is no token, unless a template writes around it
 
 
 def test_rewards_of_turns_add_up_and_none_leaves_the_last_turn_to_the_reward_function():
@@ -194,12 +199,33 @@ def test_rewards_of_turns_add_up_and_none_leaves_the_last_turn_to_the_reward_fun
         found = player(fleet, Seats(make), tokenizer, cut_turns="close", turn_tokens=5)
         return asyncio.run(found.play(requests(tokenizer, problems), problems))[0]
 
-    assert one(made(1.0, None, -0.25)).verdict().reward == 0.75
+    paid = one(made(1.0, None, -0.25))
+    assert paid.verdict().reward == 0.75
+    assert paid.credit(paid.verdict()).rewards.tolist() == [1.0, 0.0, -0.25]
+    assert paid.credit(paid.verdict()).ends.tolist() == paid.ends
     silent = one(made(None, None))
     assert silent.verdict() is None
+    assert silent.credit(Verdict(reward=0.5)).rewards.tolist() == [0.0, 0.5]
     np.testing.assert_array_equal(silent.last_turn, silent.completion.drawn_ids[-len(silent.last_turn) :])
     failed = one(lambda _: ((lambda answer: CallFailed(kind="timeout", detail="late")), []))
     assert (failed.verdict().status, failed.verdict().reward) == ("timeout", 0.0)
+
+
+def test_a_last_turn_that_is_cut_off_and_not_judged_has_no_reward():
+    tokenizer = tokenizer_with(None)
+    problems = [Problem(uid="p", prompt="1", answer="")]
+
+    def make(_):
+        return (lambda answer: Step(messages=[{"role": "user", "content": "x"}], reward=0.5)), []
+
+    fleet = Scripted(50, tokenizer.eos_token_id)
+    found = player(fleet, Seats(make), tokenizer, cut_turns="end", turn_tokens=5, max_turns=50)
+    for seed in range(1, 20):
+        asked = [replace(request, seed=seed) for request in requests(tokenizer, problems)]
+        (one,) = asyncio.run(found.play(asked, problems))
+        if 1 < one.turns == len(one.said) + 1:
+            break
+    assert one.credit(one.verdict()).rewards.tolist() == [0.5] * (one.turns - 1) + [0.0]
 
 
 def test_an_opening_that_leaves_no_room_fails_its_trajectory_alone():

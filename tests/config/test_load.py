@@ -832,3 +832,43 @@ def test_rates_so_far_depend_on_the_number_of_updates_only_once_they_fall():
     assert not wsd.same_rates(92, 100, 200)
     for done in (1, 50, 90):
         assert [wsd.rate(n, 100) for n in range(done)] == [wsd.rate(n, 200) for n in range(done)]
+
+
+# --- credit of turns -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "whole"),
+    [
+        ("{turn_credit: turn}", "trajectory"),
+        ("{type: grpo, turn_credit: spread}", "trajectory"),
+        ("{type: ppo, turn_credit: turn}", "token"),
+    ],
+)
+def test_credit_of_turns_needs_an_environment(load, algorithm, whole):
+    text = f"algorithm: {algorithm}"
+    message = complaint(load, text)
+    assert "has no effect without environment.type" in message
+    assert f"or turn_credit to {whole}" in message
+    environment = "\nenvironment: {type: calculator}\nmodel: {calculator: true}"
+    assert load(text + environment).algorithm.turn_credit != whole
+    assert load(text, f"algorithm.turn_credit={whole}").algorithm.turn_credit == whole
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "allowed"),
+    [
+        ("dapo", "'trajectory', 'turn' or 'spread'"),
+        ("grpo", "'trajectory', 'turn' or 'spread'"),
+        ("ppo", "'token' or 'turn'"),
+    ],
+)
+def test_a_kind_of_credit_is_one_of_its_algorithm(load, algorithm, allowed):
+    assert allowed in complaint(load, f"algorithm: {{type: {algorithm}, turn_credit: step}}")
+
+
+@pytest.mark.parametrize("objective", ["ppo", "gspo", "tbpo", "cispo"])
+def test_every_objective_takes_credit_of_turns(load, objective):
+    text = f"algorithm: {{correction: flashrl, objective: {objective}, turn_credit: turn}}"
+    config = load(text + "\nenvironment: {type: calculator}\nmodel: {calculator: true}")
+    assert (config.algorithm.objective, config.algorithm.turn_credit) == (objective, "turn")

@@ -41,6 +41,13 @@ class Pays(Counts):
         return Step(messages=[{"role": "user", "content": "1"}], reward=0.5)
 
 
+class Weighs(Counts):
+    """Pays for each turn by the length of its text."""
+
+    def step(self, answer):
+        return Step(messages=[{"role": "user", "content": "1"}], reward=len(answer) % 3 / 2)
+
+
 class Awaits(Counts):
     """Its methods are coroutines."""
 

@@ -1,7 +1,7 @@
 """Plans: every sample exactly once, budgets kept, ranks in step."""
 
 import pickle
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.learner.batching import micro_batches, plan, to_tensors
-from qurl_ray.types import Trajectory
+from qurl_ray.types import Trajectory, TurnCredit
 
 
 def trajectory(
@@ -23,7 +23,7 @@ def trajectory(
         reward=1.0,
         advantage=advantage,
         versions=np.ones(answer, dtype=np.int32),
-        mask=None if mask is None else np.array(mask),
+        mask=None if mask is None else np.array(mask, dtype=bool),
     )
 
 
@@ -67,9 +67,17 @@ def test_packing_fills_micro_batches_to_more_than_half(lengths, budget):
     assert len(half_empty) <= 1
 
 
+def with_turns(sample: Trajectory, count: int, *, compared: bool = False) -> Trajectory:
+    """The sample in at most `count` turns, each of which ends where the next one begins."""
+    ends = np.unique(np.linspace(1, len(sample.token_ids), count).astype(np.int32))
+    rewards = np.arange(len(ends)) / 4
+    advantages = 1 - rewards if compared else None
+    return replace(sample, turns=TurnCredit(ends=ends, rewards=rewards, advantages=advantages))
+
+
 @settings(max_examples=50, deadline=None)
-@given(lengths=groups_of, updates=st.integers(1, 3), ranks=st.integers(1, 4))
-def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks):
+@given(lengths=groups_of, updates=st.integers(1, 3), ranks=st.integers(1, 4), turns=st.sampled_from(["none", "some"]))
+def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks, turns):
     groups = [
         [
             trajectory(f"{p}/{g}", n, prompt=p + 1, mask=[t % 3 > 0 for t in range(n)] if g % 2 else None)
@@ -77,6 +85,11 @@ def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks):
         ]
         for p, group in enumerate(lengths)
     ]
+    if turns == "some":
+        groups = [
+            [with_turns(s, p + g, compared=g % 3 > 1) if g else s for g, s in enumerate(group)]
+            for p, group in enumerate(groups)
+        ]
     for share in plan(groups, updates=updates, ranks=ranks, token_budget=40, seed=1):
         arrived = pickle.loads(pickle.dumps(share, protocol=5))
         assert [m.denominators for m in arrived] == [m.denominators for m in share]
@@ -84,10 +97,66 @@ def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks):
             [b for m in share for b in m.micro_batches], [b for m in arrived for b in m.micro_batches], strict=True
         ):
             for sample, twin in zip(batch, same, strict=True):
-                for field in fields(sample):
-                    value, found = getattr(sample, field.name), getattr(twin, field.name)
-                    np.testing.assert_array_equal(found, value, strict=True)
-                    assert type(found) is type(value)
+                same_fields(twin, sample)
+
+
+def same_fields(found: object, expected: object) -> None:
+    for field in fields(expected):
+        value, twin = getattr(expected, field.name), getattr(found, field.name)
+        assert type(twin) is type(value)
+        if isinstance(value, TurnCredit):
+            same_fields(twin, value)
+        else:
+            np.testing.assert_array_equal(twin, value, strict=True)
+
+
+def test_a_share_without_turns_has_nothing_of_them():
+    (share,) = plan([[trajectory("a", 4), trajectory("b", 2)]], updates=1, ranks=1, token_budget=99, seed=0)
+    _, sent = share[0].__reduce__()
+    assert len(sent) == 6
+    assert {len(row) for row in sent[-1]} == {8}
+
+
+def test_turns_say_where_rewards_come_and_where_turns_start():
+    """An environment says the third and fourth of a's tokens. b's turns are adjacent; c has no turns, d no tokens."""
+    a = replace(
+        trajectory("a", 6, mask=[True, True, False, False, True, True]),
+        turns=TurnCredit(
+            ends=np.array([2, 6], np.int32), rewards=np.array([0.5, 2.0]), advantages=np.array([3.0, 4.0])
+        ),
+    )
+    b = replace(
+        trajectory("b", 3, prompt=2),
+        turns=TurnCredit(
+            ends=np.array([1, 2, 3], np.int32),
+            rewards=np.array([1.0, 0.0, -1.0]),
+            advantages=np.array([-1.0, 0.0, 1.0]),
+        ),
+    )
+    batch = to_tensors([a, b])
+    assert batch.starts_BT.long().tolist() == [[0, 0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 1, 1, 1, 0, 0, 0, 0]]
+    assert batch.rewards_BT.tolist() == [[0, 0, 0, 0, 0.5, 0, 0, 0, 2], [0, 0, 1, 0, -1, 0, 0, 0, 0]]
+    assert batch.advantages.tolist() == [[0, 0, 0, 3, 3, 0, 0, 4, 4], [0, 0, -1, 0, 1, 0, 0, 0, 0]]
+    uncompared = [replace(s, turns=replace(s.turns, advantages=None)) for s in (a, b)]
+    assert to_tensors(uncompared).advantages.tolist() == [1.0, 1.0]
+    (share,) = plan([[a, b, trajectory("c", 2)]], updates=1, ranks=1, token_budget=99, seed=0)
+    assert asdict(share[0].denominators) == {"tokens": 9, "sequences": 3, "turns": 6}
+    c, d = trajectory("c", 2, mask=[True, False]), trajectory("d", 0)
+    batch = to_tensors([c, d])
+    assert batch.starts_BT.long().tolist() == [[0, 0, 0, 1, 0], [0] * 5]
+    assert batch.rewards_BT.tolist() == [[0, 0, 0, 1, 0], [0] * 5]
+
+
+@settings(max_examples=50, deadline=None)
+@given(masks=st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=5))
+def test_the_reward_of_one_turn_comes_with_its_last_drawn_token(masks):
+    batch = to_tensors([replace(trajectory(f"{i}", len(m), mask=m), reward=0.1 * (i + 1)) for i, m in enumerate(masks)])
+    for row, found in enumerate(batch.rewards_BT):
+        drawn = [t for t, here in enumerate(batch.mask_BT[row].tolist()) if here]
+        expected = np.zeros(len(found), dtype=np.float32)
+        expected[drawn[-1:]] = np.float32(0.1 * (row + 1))
+        assert found.tolist() == expected.tolist()
+        assert batch.starts_BT[row].nonzero().flatten().tolist() == drawn[:1]
 
 
 def test_tokens_of_an_environment_are_no_part_of_a_loss():
@@ -126,7 +195,7 @@ def test_tensors_hold_prompt_then_answer_then_padding():
     assert batch.token_ids_BT.tolist() == [[1, 2, 3, 9, 9], [1, 9, 9, 9, 9]]
     assert batch.mask_BT.long().tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]]
     assert batch.behavior_BT[0].tolist() == [0, 0, 0, -0.5, -0.5]
-    assert batch.advantages_B.tolist() == [1.0, -2.0]
+    assert batch.advantages.tolist() == [1.0, -2.0]
     assert batch.lengths_B.tolist() == [5, 5]
     assert to_tensors([trajectory("a", 2), trajectory("b", 7)]).lengths_B.tolist() == [5, 10]
     assert to_tensors([]).lengths_B.shape == (0,)

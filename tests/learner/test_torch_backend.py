@@ -99,7 +99,7 @@ def test_an_update_is_the_adamw_step_of_the_objective(tiny_spec, turns):
     # the shared log-softmax is float32, which bounds the agreement below
     denominators = Denominators(tokens=sum(s.drawn for s in samples), sequences=len(samples))
     loss, _ = objective(
-        logprobs, logprobs.detach(), batch.behavior_BT, batch.advantages_B, batch.mask_BT, denominators, SETTINGS
+        logprobs, logprobs.detach(), batch.behavior_BT, batch.advantages, batch.mask_BT, denominators, SETTINGS
     )
     loss.backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in reference.parameters()))

@@ -17,7 +17,7 @@ from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.ratios import kl_estimate, log_ratio
 from qurl_ray.rl.reduce import as_floats, merge, moments
 from qurl_ray.rl.surrogate import cispo, gspo, ppo
-from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
+from qurl_ray.rl.value import gae, value_loss, whiten
 from qurl_ray.tables import ADVANTAGES
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos")
@@ -344,7 +344,8 @@ def scored_answers(seed: int, *, groups: int = 6, size: int = 5):
     rewards_PG = torch.rand(groups, size, generator=generator, dtype=torch.float64)
     rewards_PG[0] = 0.7
     mask_BT = ragged(generator, rows=groups * size, width=WIDTH, empty=False)
-    scores_BT = token_rewards(rewards_PG.flatten(), mask_BT)
+    last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
+    scores_BT = torch.where(last_BT, rewards_PG.flatten()[:, None], 0.0)
     return rewards_PG.numpy(), scores_BT, mask_BT, np.repeat(np.arange(groups), size)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from qurl_ray.report.page import script_data
 from qurl_ray.report.report import write_report
-from qurl_ray.report.tokens import gap_class, mismatch, probability_class, visible
+from qurl_ray.report.tokens import gap_class, mismatch, probability_class, view, visible
 from qurl_ray.report.viewer import card, step_page, step_row, write_rollouts
 from tests.report.browser import Dom, Reader, needs_chromium, opened
 from tests.report.test_report import HOSTILE, Page, a_run, a_sample, step
@@ -121,6 +121,9 @@ def test_mismatch_of_an_answer_by_its_definition():
         {"versions": [[1, 2], "x"]},
         {"versions": 3},
         {"reward": "high", "advantage": [1], "status": None, "finish": 7},
+        {"credit": [{"end": 1, "reward": "x"}, {"end": 2, "advantage": 1e400}]},
+        {"credit": [{"end": "1"}, 3]},
+        {"credit": {"end": 1}},
     ],
 )
 def test_a_sample_may_have_anything_in_its_fields(odd):
@@ -246,6 +249,38 @@ def test_a_sample_and_a_token_say_all_that_is_known(five, tmp_path):
     assert "✗ reward 0truncated" in second
     assert "weights 6, 7" in second
     assert "timeout" in last
+
+
+TURNS = tokens_of(
+    *[0.1, 0.2, None, 0.1],
+    uid="t",
+    advantage=None,
+    versions=[[7, 2], [-1, 1], [7, 1]],
+    turns=[{"at": 2, "calls": 1}, {"at": 4, "calls": 0}],
+    credit=[{"end": 2, "reward": 0.0, "advantage": -0.25}, {"end": 4, "reward": 1.0, "advantage": 0.5}],
+)
+
+
+@needs_chromium
+def test_turns_say_their_rewards_and_advantages_where_they_differ(tmp_path):
+    same = TURNS | {"uid": "s", "credit": [turn | {"reward": 0.5, "advantage": None} for turn in TURNS["credit"]]}
+    path = pages(tmp_path / "run", TURNS, same, tokens_of(0.1, uid="w")) / "step-1.html"
+    dom = opened(path, tmp_path / "profile", "at=0.3")
+    assert "turn2 of 2its reward1its advantage+0.500" in dom.text("tip")
+    turns, equal, whole = dom.all("sample")
+    assert "rewards of turns 0, 1advantages of turns −0.250, +0.500" in turns
+    assert "of turns" not in equal
+    assert "of turns" not in whole
+    assert "turn1 of 2its reward0its advantage−0.250" in opened(path, tmp_path / "b", "at=0.1").text("tip")
+    told = opened(path, tmp_path / "c", "at=0.2").text("tip")
+    assert "the environment" in told
+    assert "its reward" not in told
+
+
+def test_a_report_says_the_rewards_and_advantages_of_turns():
+    assert view(TURNS).turns == "rewards of turns 0, 1 · advantages of turns −0.250, +0.500"
+    assert view(TURNS | {"credit": TURNS["credit"][:1]}).turns == ""
+    assert view(tokens_of(0.1)).turns == ""
 
 
 @needs_chromium

@@ -8,9 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.rl.reduce import moments
-from qurl_ray.rl.value import gae, token_rewards, value_loss, whiten
+from qurl_ray.rl.value import gae, turn_gae, value_loss, whiten
 
 numbers = st.floats(-3, 3, allow_nan=False, width=32)
+
+
+def token_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Rewards that come with the last drawn token of each answer, [B, T]."""
+    later_BT = mask_BT.flip(1).cumsum(1).flip(1)
+    return torch.where(mask_BT & (later_BT == 1), rewards_B[:, None], 0.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,6 +76,67 @@ def test_without_discount_the_return_is_the_reward():
     )
     assert returns_BT.tolist() == [[0.0, 2.0, 2.0, 2.0]]
     assert advantages_BT.tolist() == [[0.0, 1.5, 3.0, -1.0]]
+
+
+# --- steps of turns ---------------------------------------------------------------------------------------------
+
+turn = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4)
+"""A turn: (reward, value) of each token."""
+answer = st.tuples(st.integers(0, 3), st.lists(st.tuples(turn, st.integers(0, 2)), max_size=4))
+"""(length of the prompt, turns and the number of tokens that an environment says after each). With 0, only the starts
+tell two turns apart."""
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    answers=st.lists(answer, min_size=1, max_size=3),
+    gamma=st.sampled_from([1.0, 0.9]),
+    lam=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_gae_over_turns_is_the_sum_of_discounted_errors_of_turns(answers, gamma, lam):
+    width = max(start + sum(len(tokens) + said for tokens, said in turns) for start, turns in answers) + 1
+    nan = torch.full((len(answers), width), float("nan"), dtype=torch.float64)
+    values_BT, rewards_BT = nan.clone(), nan.clone()
+    mask_BT, starts_BT = torch.zeros(2, *nan.shape, dtype=torch.bool)
+    expected_BT, returns_BT = torch.zeros(2, *nan.shape, dtype=torch.float64)
+    for row, (start, turns) in enumerate(answers):
+        places, at = [], start
+        for tokens, said in turns:
+            places.append(range(at, at + len(tokens)))
+            starts_BT[row, at] = True
+            for place, (reward, value) in zip(places[-1], tokens, strict=True):
+                mask_BT[row, place], rewards_BT[row, place], values_BT[row, place] = True, reward, value
+            at += len(tokens) + said
+        after = ahead = 0.0
+        for (tokens, _), span in reversed(list(zip(turns, places, strict=True))):
+            value = tokens[0][1]
+            ahead = sum(reward for reward, _ in tokens) + gamma * after - value + gamma * lam * ahead
+            after = value
+            expected_BT[row, list(span)] = ahead
+            returns_BT[row, span[0]] = ahead + value
+    found = turn_gae(rewards_BT, values_BT, mask_BT, starts_BT, gamma=gamma, lam=lam)
+    torch.testing.assert_close(found[0], expected_BT, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[1], returns_BT, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.9)])
+def test_with_one_token_a_turn_steps_of_turns_are_steps_of_tokens(gamma, lam, dtype):
+    generator = torch.Generator().manual_seed(1)
+    rewards_BT, values_BT = torch.randn(2, 3, 300, generator=generator, dtype=dtype)
+    mask_BT = torch.rand(3, 300, generator=generator) < 0.7
+    by_token = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, lam=lam)
+    by_turn = turn_gae(rewards_BT, values_BT, mask_BT, mask_BT, gamma=gamma, lam=lam)
+    for one, other in zip(by_token, by_turn, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
+def test_no_turns_give_no_advantages(shape):
+    mask, values = torch.zeros(shape, dtype=torch.bool), torch.full(shape, float("nan"))
+    for found in turn_gae(values, values, mask, mask, gamma=1.0, lam=0.95):
+        assert found.shape == shape
+        assert not found.any()
 
 
 def test_whitening_uses_the_moments_of_all_ranks():

@@ -8,7 +8,7 @@ come, first served would favour short answers.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -18,18 +18,20 @@ from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.trajectories import Played, Player, unjudged, verdicts_of
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
+from qurl_ray.config.algorithm import PPO
 from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
 from qurl_ray.loop.coordinator.levels import trajectory_levels
 from qurl_ray.loop.deadlines import judging_deadline
-from qurl_ray.rl.advantages import advantages, all_equal, overlong_penalty, padded
+from qurl_ray.rl.advantages import all_equal, overlong_penalty
+from qurl_ray.rl.credit import CreditMode, compare_turns, credited, turn_returns, without_signal, worth
 from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.rollout.requests import check_logprobs, make_requests, probe_requests
 from qurl_ray.spans import ENVIRONMENTS, EVALUATION, ROLLOUTS
 from qurl_ray.tables import ADVANTAGES
-from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
+from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, TurnCredit, Verdict
 
 
 @dataclass(slots=True)
@@ -65,6 +67,8 @@ class _Answered:
     verdicts: list[Verdict]
     played: list[Played]
     """Trajectories of the answers; none without an environment."""
+    turns: list[TurnCredit | None]
+    """Turns of the answers; None without an environment, and without a reward."""
     rollout_seconds: float
     reward_seconds: float
 
@@ -86,8 +90,9 @@ class Collector:
         self._fleet, self._verifiers, self._player = fleet, verifiers, player
         self._cursor = PromptCursor(task.train, seed=config.seed)
         self._problems = task.digest()
-        comparison = config.algorithm.advantage
-        self._compare = None if comparison == "gae" else ADVANTAGES.load(comparison)
+        algorithm = config.algorithm
+        self._compare = None if isinstance(algorithm, PPO) else ADVANTAGES.load(algorithm.advantage)
+        self._mode: CreditMode = "trajectory" if isinstance(algorithm, PPO) else algorithm.turn_credit
         self._text: dict[int, str] = {}
         """Text of each token, by token id."""
 
@@ -143,19 +148,21 @@ class Collector:
         for sample in collected.shown:
             found = learned.get(sample["uid"])
             # A value model gives every token its own advantage, later.
-            sample["advantage"] = round(found.advantage, 4) if found and self._compare else None
+            whole = self._compare and self._mode == "trajectory"
+            sample["advantage"] = round(found.advantage, 4) if found and whole else None
+            if found and found.turns:
+                sample["credit"] = _credit_log(found.turns)
         return collected
 
     def _compared(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
         """Return the groups with advantages, or unchanged where a value model gives credit: the learner does that."""
         if self._compare is None or not groups:
             return groups
-        rewards_PG = padded([[s.reward for s in group] for group in groups])
-        lengths_PG = padded([[s.drawn for s in group] for group in groups])
-        found_PG = advantages(rewards_PG, self._compare, lengths_PG)
+        worths = [[worth(sample, self._mode) for sample in group] for group in groups]
+        found = compare_turns(worths, self._compare, self._mode)
         return [
-            [replace(s, advantage=float(value)) for s, value in zip(group, found_G, strict=False)]
-            for group, found_G in zip(groups, found_PG, strict=True)
+            [credited(sample, advantages_K, self._mode) for sample, advantages_K in zip(group, found_G, strict=True)]
+            for group, found_G in zip(groups, found, strict=True)
         ]
 
     async def _round(self, step: int, problems: list[Problem], collected: Collected) -> None:
@@ -191,8 +198,11 @@ class Collector:
         completions = [one.completion for one in played] if played else await self._fleet.generate(requests)
         check_logprobs(completions)
         judged_from = time.perf_counter()
+        turns: list[TurnCredit | None] = [None] * len(completions)
         if played:
             verdicts = await self._judge_played(played, problems)
+            pairs = zip(played, verdicts, strict=True)
+            turns = [one.credit(verdict) if verdict.status == "ok" else None for one, verdict in pairs]
         else:
             verdicts = await self._judge(completions, problems)
         return _Answered(
@@ -200,6 +210,7 @@ class Collector:
             completions=completions,
             verdicts=verdicts,
             played=played,
+            turns=turns,
             rollout_seconds=judged_from - started,
             reward_seconds=time.perf_counter() - judged_from,
         )
@@ -219,8 +230,7 @@ class Collector:
         penalty = overlong_penalty(lengths, max_length=rollout.max_new_tokens, buffer=algorithm.overlong_buffer)
         judged_PG = np.array([v.reward if v.status == "ok" else np.nan for v in verdicts]).reshape(-1, G)
         rewards_PG = judged_PG + penalty.reshape(-1, G)
-        # By the verdicts alone, as in DAPO: a length penalty does not make a group of wrong answers instructive.
-        uniform_P = all_equal(judged_PG)
+        uniform_P = self._uniform(judged_PG, answered.turns)
         for verdict in verdicts:
             if verdict.status != "ok":
                 collected.failed[verdict.status] = collected.failed.get(verdict.status, 0) + 1
@@ -243,6 +253,7 @@ class Collector:
                         logprobs=completions[i].logprobs,
                         reward=float(rewards_PG[p, i - p * G]),
                         advantage=0.0,
+                        turns=turns.plus(float(penalty[i])) if (turns := answered.turns[i]) else None,
                         versions=completions[i].versions,
                         mask=completions[i].mask,
                         group=len(collected.groups),
@@ -252,6 +263,18 @@ class Collector:
                     if verdicts[i].status == "ok"
                 ]
             )
+
+    def _uniform(self, judged_PG: np.ndarray, turns: Sequence[TurnCredit | None]) -> np.ndarray:
+        """Return bool [P]: True for groups without a signal. By the verdicts alone, as in DAPO: a length penalty does
+        not make a group of wrong answers instructive."""
+        if self._mode != "turn":
+            return all_equal(judged_PG)
+        returns = [
+            [] if np.isnan(reward) else turn_returns(reward, of_sample, self._mode)
+            for reward, of_sample in zip(judged_PG.flat, turns, strict=True)
+        ]
+        G = judged_PG.shape[1]
+        return without_signal([returns[at : at + G] for at in range(0, len(returns), G)])
 
     def _requests(
         self, problems: Sequence[Problem], samples: int, salt: str, sampling: SamplingParams
@@ -300,8 +323,19 @@ class Collector:
                     "logprobs": drawn_only(completions[i].logprobs, mask),
                 }
                 | (answered.played[i].log() if answered.played else {})
+                | ({"credit": _credit_log(turns)} if (turns := answered.turns[i]) else {})
             )
         return set(chosen)
+
+
+def _credit_log(turns: TurnCredit) -> list[dict[str, float | None]]:
+    """Return the turns for samples.jsonl; their advantages are None where they have none of their own."""
+    rewards = turns.rewards.tolist()
+    found = [None] * len(rewards) if turns.advantages is None else turns.advantages.round(4).tolist()
+    return [
+        {"end": end, "reward": reward, "advantage": advantage}
+        for end, reward, advantage in zip(turns.ends.tolist(), rewards, found, strict=True)
+    ]
 
 
 def drawn_only(logprobs: np.ndarray, mask: np.ndarray | None) -> list[float | None]:

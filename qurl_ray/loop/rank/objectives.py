@@ -109,6 +109,7 @@ def credit(algorithm: AlgorithmConfig) -> Credit | None:
         lam=algorithm.gae_lambda,
         value_clip=algorithm.value_clip,
         coef=algorithm.critic_coef,
+        by_turn=algorithm.turn_credit == "turn",
     )
 
 
@@ -121,5 +122,7 @@ def penalty(algorithm: AlgorithmConfig) -> Penalty | None:
     """KL penalty that is subtracted from rewards; None if there is none."""
     if not algorithm.kl_coef or algorithm.kl_in == "loss":
         return None
-    comparison = {} if isinstance(algorithm, PPO) else {"compare": ADVANTAGES.load(algorithm.advantage)}
-    return Penalty(coef=algorithm.kl_coef, estimator=algorithm.kl_estimator, **comparison)
+    found = Penalty(coef=algorithm.kl_coef, estimator=algorithm.kl_estimator)
+    if isinstance(algorithm, PPO):
+        return found
+    return replace(found, compare=ADVANTAGES.load(algorithm.advantage), mode=algorithm.turn_credit)

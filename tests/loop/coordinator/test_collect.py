@@ -8,8 +8,10 @@ import statistics
 import numpy as np
 import pytest
 
+from qurl_ray.actors.trajectories import Played, Said
 from qurl_ray.config import load_config
 from qurl_ray.data.tasks import Task
+from qurl_ray.environments.process import CallFailed
 from qurl_ray.loop.coordinator.collect import Collected, Collector
 from qurl_ray.spans import Spans
 from qurl_ray.types import Completion, Verdict
@@ -65,13 +67,51 @@ class Script:
         return [Verdict(reward=0.0, status="timeout") if r is None else Verdict(reward=r) for r in rewards]
 
 
+class Plays:
+    """Has trajectories whose turns have these rewards, by prompt and sample: two tokens a turn, after the first one of
+    the environment's. None is an environment that failed; () are two turns that it gives no reward."""
+
+    def __init__(self, *rewards: list[tuple[float, ...] | None]) -> None:
+        self._rewards = [of_sample for of_prompt in rewards for of_sample in of_prompt]
+
+    async def play(self, requests, problems):
+        return [self._played(request, of_sample) for request, of_sample in zip(requests, self._rewards, strict=True)]
+
+    def _played(self, request, rewards) -> Played:
+        count = 2 if not rewards else len(rewards)
+        mask = np.array(([True] * 2 + [False]) * count)[:-1]
+        said = [
+            Said(at=3 * k + 2, messages=(), reward=r, calls=0, failed_calls=0, seconds=0.0, waited=0.0)
+            for k, r in enumerate(rewards or [None] * count)
+        ]
+        completion = Completion(
+            uid=request.uid,
+            token_ids=np.arange(3, 3 + len(mask)).astype(np.int32),
+            logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+            versions=np.where(mask, 4, -1).astype(np.int32),
+            mask=mask,
+            finish="stop",
+        )
+        return Played(
+            completion=completion,
+            prompt_ids=request.prompt_ids,
+            last_turn=completion.token_ids[-2:],
+            reward=sum(rewards) if rewards else None,
+            failure=CallFailed(kind="died", detail="") if rewards is None else None,
+            ends=[one.at for one in said],
+            said=said,
+        )
+
+
 @pytest.fixture
 def collector(tokenizer):
-    def made(*overrides: str, fleet=None, verifiers=None, train=SUMS, stop_ids=(2,)) -> Collector:
+    def made(*overrides: str, fleet=None, verifiers=None, train=SUMS, stop_ids=(2,), player=None) -> Collector:
+        if player:
+            overrides = ("environment.type=calculator", "model.calculator=true", *overrides)
         sizes = ["rollout.prompts_per_step=4", f"rollout.samples_per_prompt={G}", "algorithm.max_refill_rounds=1"]
         config = load_config(None, [*sizes, *overrides])
         task = Task(train=train, held_out=SUMS[:2], reward="exact")
-        return Collector(config, task, tokenizer, stop_ids, fleet or Fleet(), verifiers or Verifiers())
+        return Collector(config, task, tokenizer, stop_ids, fleet or Fleet(), verifiers or Verifiers(), player)
 
     return made
 
@@ -201,6 +241,72 @@ def test_a_baseline_over_tokens_counts_those_of_the_answers_alone(collect):
     mean, deviation = statistics.fmean(tokens), math.sqrt(statistics.variance(tokens) + 1e-8)
     found = [s.advantage for group in groups for s in group]
     assert found == pytest.approx([(x - mean) / deviation for x, _ in pairs])
+
+
+# --- turns --------------------------------------------------------------------------------------------------------
+
+SAME, TOTALS, SHORTER, FEW = (
+    [(0.5, 0.5), (0.5, 0.5), (0.5, 0.5)],
+    [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)],  # equal together, and not from the second turn on
+    [(0.0, 1.0), (1.0,), (1.0,)],  # the second turn is one sample's alone
+    [None, (0.0, 1.0), (1.0, 1.0)],
+)
+
+
+@pytest.mark.parametrize(
+    ("credit", "kept"), [("trajectory", [FEW]), ("spread", [FEW]), ("turn", [TOTALS, FEW])], ids=lambda x: str(x)[:10]
+)
+def test_a_group_has_no_signal_if_what_is_compared_is_equal(collect, credit, kept):
+    step = [SAME, TOTALS, SHORTER, FEW]
+    collected = collect(f"algorithm.turn_credit={credit}", player=Plays(*step))
+    assert prompts_of(collected) == [collected.prompts[step.index(group)] for group in kept]
+    assert collected.uniform_groups == 4 - len(kept)
+    assert collected.failed == {"error": 1}
+
+
+def test_turns_have_their_rewards_and_advantages(collect):
+    settings = ("algorithm.turn_credit=turn", "algorithm.advantage=dr_grpo", "tracking.samples_per_step=99")
+    collected = collect(*settings, player=Plays(SAME, TOTALS, SHORTER, FEW))
+    totals, few = collected.groups
+    assert [s.turns.rewards.tolist() for s in totals] == [list(rewards) for rewards in TOTALS]
+    assert [s.turns.advantages.tolist() for s in totals] == [[0.0, -0.5], [0.0, 0.5], [0.0, 0.0]]
+    assert [s.turns.advantages.tolist() for s in few] == [[-0.5, 0.0], [0.5, 0.0]]
+    assert [s.turns.ends.tolist() for s in few] == [[2, 5]] * 2
+    shown = {sample["uid"]: sample for sample in collected.shown}
+    assert {sample["advantage"] for sample in collected.shown} == {None}
+    assert shown[totals[0].uid]["credit"] == [
+        {"end": 2, "reward": 1.0, "advantage": 0.0},
+        {"end": 5, "reward": 0.0, "advantage": -0.5},
+    ]
+    left_out = [sample["credit"] for uid, sample in shown.items() if uid.startswith(collected.prompts[0])]
+    assert left_out == [[{"end": 2 + 3 * k, "reward": 0.5, "advantage": None} for k in range(2)]] * G
+    assert sum("credit" not in sample for sample in collected.shown) == 1  # its environment failed
+    json.dumps(collected.shown)
+
+
+def test_what_belongs_to_a_trajectory_counts_at_its_last_turn(collect):
+    """The verdict of the reward function, 0, 0 and 1, and the penalty of answers of 4 tokens, -1."""
+    settings = ("algorithm.turn_credit=turn", "algorithm.advantage=dr_grpo", *OVERLONG)
+    script = Script([(0.0, 0.0, 1.0)])
+    (group,) = collect(*settings, "rollout.prompts_per_step=1", "algorithm.updates_per_rollout=1",
+                       player=Plays([(), (), ()]), verifiers=script).groups  # fmt: skip
+    assert [s.turns.rewards.tolist() for s in group] == [[0.0, -1.0], [0.0, -1.0], [0.0, 0.0]]
+    assert [s.reward for s in group] == [-1.0, -1.0, 0.0]
+    assert [s.turns.advantages.tolist() for s in group] == [pytest.approx([a, a]) for a in (-1 / 3, -1 / 3, 2 / 3)]
+
+
+def test_credit_of_trajectories_leaves_turns_without_advantages_of_their_own(collect):
+    (group,) = collect("algorithm.advantage=dr_grpo", player=Plays(SAME, TOTALS, SHORTER, FEW)).groups
+    assert [(s.advantage, s.turns.advantages) for s in group] == [(-0.5, None), (0.5, None)]
+    learned = collect("algorithm.type=ppo", player=Plays(SAME, TOTALS, SHORTER, FEW)).groups
+    assert [s.turns.rewards.tolist() for s in learned[1]] == [list(rewards) for rewards in TOTALS]
+    assert all(s.turns.advantages is None for group in learned for s in group)
+
+
+def test_answers_without_an_environment_have_no_turns(collect):
+    collected = collect("tracking.samples_per_step=99")
+    assert all(s.turns is None for group in collected.groups for s in group)
+    assert not any("credit" in sample for sample in collected.shown)
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------

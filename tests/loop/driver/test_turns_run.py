@@ -62,6 +62,35 @@ def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_p
     assert [line["step"] for line in events(result.run_dir, "step")] == [1, 2, 3]
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm.turn_credit=turn", "algorithm.overlong_buffer=4"],
+        ["algorithm.type=grpo", "algorithm.turn_credit=turn", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+        ["algorithm.turn_credit=spread", "algorithm.objective=gspo", "algorithm.correction=flashrl"],
+        ["algorithm.type=ppo", "algorithm.turn_credit=turn"],
+        ["algorithm.type=ppo"],
+    ],
+    ids=["turn", "turn and KL", "spread", "PPO, turn", "PPO, token"],
+)
+def test_a_run_gives_turns_the_credit_that_it_is_told_to(tmp_path, cluster, settings):
+    result = small_run(tmp_path, *TURNS, f"environment.type={BAD}:Weighs", "steps=2", *settings)
+    for line in events(result.run_dir, "step"):
+        assert line["values"]["rollout/trained_samples"] > 4
+        assert line["values"]["grad_norm"] > 0
+        assert line["values"].get("value/error", 0.0) < 10
+    samples = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        turns, credit = sample["turns"], sample["credit"]
+        assert [turn["end"] for turn in credit] == [turn["at"] for turn in turns]
+        assert [turn["reward"] for turn in credit[:-1]] == [turn["reward"] for turn in turns[:-1]]
+        penalty = credit[-1]["reward"] - turns[-1]["reward"]
+        assert penalty <= 0 if "algorithm.overlong_buffer=4" in settings else penalty == 0
+    known = [turn["advantage"] for sample in samples for turn in sample["credit"] if turn["advantage"] is not None]
+    assert any(known) == ("algorithm.type=ppo" not in settings)
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
