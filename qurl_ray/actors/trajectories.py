@@ -93,6 +93,11 @@ class Played:
         """Number of turns of the policy."""
         return len(self.drew)
 
+    @property
+    def ends(self) -> list[int]:
+        """Number of tokens of the answer up to the end of each turn."""
+        return [drew.at + drew.tokens for drew in self.drew]
+
     def verdict(self) -> Verdict | None:
         """Return the environment's verdict; None if the last turn is to be judged by the reward function."""
         if self.failure:
@@ -107,8 +112,7 @@ class Played:
         rewards[: len(steps)] = [step.reward or 0.0 for step in steps]
         if self.reward is None:
             rewards[-1] = verdict.reward
-        ends = np.array([drew.at + drew.tokens for drew in self.drew], dtype=np.int32)
-        return TurnCredit(ends=ends, rewards=rewards)
+        return TurnCredit(ends=np.array(self.ends, dtype=np.int32), rewards=rewards)
 
     def log(self) -> dict[str, Any]:
         """Return its times, the policy's turns and what the environment said, for samples.jsonl."""

@@ -223,7 +223,7 @@ def test_a_last_turn_that_is_cut_off_and_not_judged_has_no_reward():
     for seed in range(1, 20):
         asked = [replace(request, seed=seed) for request in requests(tokenizer, problems)]
         (one,) = asyncio.run(found.play(asked, problems))
-        if 1 < one.turns == len(one.said) + 1:
+        if 1 < one.turns == len(one.said):  # the first call is the reset
             break
     assert one.credit(one.verdict()).rewards.tolist() == [0.5] * (one.turns - 1) + [0.0]
 
