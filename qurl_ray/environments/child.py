@@ -40,10 +40,11 @@ def run_environments(channel: socket.socket, spec: str) -> int:
     settings = json.loads(spec)
     try:
         make = ENVIRONMENTS.load(settings["type"])
+        deterministic = _deterministic(make, settings["params"])
     except EnvironmentFailed as error:
         _send(channel, {"error": str(error)})
         return 0
-    _send(channel, {"ready": True, "deterministic": bool(getattr(make, "deterministic", False))})
+    _send(channel, {"ready": True, "deterministic": deterministic})
     me, served = os.getpid(), _Served(make, settings["params"])
     with channel.makefile("rb") as stream:
         for line in stream:
@@ -53,6 +54,15 @@ def run_environments(channel: socket.socket, spec: str) -> int:
                 os._exit(0)
             _send(channel, [mark, *reply])
     return 0
+
+
+def _deterministic(make: Any, params: dict[str, Any]) -> bool:
+    """Return what a class of environments says of itself, or of itself with these parameters."""
+    says = getattr(make, "deterministic", False)
+    try:
+        return bool(says(**params) if callable(says) else says)
+    except Exception as error:  # user code
+        raise EnvironmentFailed(f"deterministic failed: {type(error).__name__}: {message_of(error)}") from error
 
 
 class _Served:

@@ -1,5 +1,6 @@
 """The interface of an environment, with the names of Gymnasium. An environment holds the state of one trajectory."""
 
+import hashlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -39,7 +40,8 @@ class Environment(Protocol):
     """An environment of one trajectory. Both methods may be coroutines.
 
     A class attribute `deterministic = True` says that the same answers lead to the same steps. Such environments share
-    processes, and a trajectory whose process ended because of another one is replayed.
+    processes, and a trajectory whose process ended because of another one is replayed. Where it depends on the
+    parameters, it is a static method that takes them.
 
     Example:
         class Guess:
@@ -63,3 +65,11 @@ class Environment(Protocol):
     def step(self, answer: str) -> Step | Awaitable[Step]:
         """Take the text of one turn of the policy, without its end token."""
         ...
+
+
+def seed_of(problem: Problem) -> int:
+    """Return the seed that a problem has in its `meta`, or one of 32 bits that its uid determines."""
+    given = problem.meta.get("seed")
+    if given is not None:
+        return int(given)
+    return int.from_bytes(hashlib.blake2b(problem.uid.encode(), digest_size=4).digest(), "little")

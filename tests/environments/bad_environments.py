@@ -107,3 +107,16 @@ class Misbehaves(Counts):
 
 class SharesAndMisbehaves(Misbehaves):
     deterministic = True
+
+
+class Sometimes(Counts):
+    """Deterministic if the parameters say so."""
+
+    def __init__(self, sure=False):
+        super().__init__()
+
+    @staticmethod
+    def deterministic(sure=False):
+        if not isinstance(sure, bool):
+            raise ValueError(sure)
+        return sure
