@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 ORACLE := .venv-oracle
 PEERS := .venv-peers
+VERIFIERS := .venv-verifiers
 # pip compiles 22,000 modules to bytecode in a minute and more; a run needs a third and writes it as it imports them.
 INSTALL := pip install --quiet --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # Processes that run tests.
@@ -12,7 +13,7 @@ TESTERS ?= 2
 
 CONTRACT := .venv-contract
 
-.PHONY: help quickstart smollm2 compare serve test oracle gpu-contract peers lint format lock clean
+.PHONY: help quickstart smollm2 compare serve test oracle gpu-contract verifiers peers lint format lock clean
 
 help:
 	@echo "make quickstart  train a tiny policy with INT8 rollouts on this machine (minutes)"
@@ -22,6 +23,7 @@ help:
 	@echo "make test        run the tests"
 	@echo "make oracle      compare qurl_ray.rl with verl, in an environment of its own (1.4 GB; more with CUDA)"
 	@echo "make gpu-contract  compare what the GPU path uses with the wheels of vLLM, torch and DeepSpeed for CUDA (2 GB)"
+	@echo "make verifiers   test environment.type=verifiers, in an environment of its own (0.6 GB)"
 	@echo "make peers       make the environment of TRL, for benchmarks/peers.py"
 	@echo "make lint        check style, format and types"
 	@echo "make lock        write the versions that the image for clusters installs, cluster/requirements.lock"
@@ -92,6 +94,17 @@ $(CONTRACT)/downloaded: pyproject.toml $(VENV)/dev
 gpu-contract: $(CONTRACT)/downloaded $(VENV)/vllm
 	$(BIN)/python -m pytest -m contract tests/contract
 
+# verifiers, which asks for openai < 3, and what its adapter and the test of it import.
+$(VERIFIERS)/installed: Makefile
+	@$(PYTHON) -m venv $(VERIFIERS)
+	@echo "installing into $(VERIFIERS) (once, a minute)"
+	@$(VERIFIERS)/bin/$(INSTALL) pytest pytest-timeout numpy "pydantic>=2.12,<3" "pyyaml>=6" "verifiers>=0.4,<0.5"
+	@touch $@
+
+# Without tests/conftest.py, which imports more.
+verifiers: $(VERIFIERS)/installed
+	$(VERIFIERS)/bin/python -m pytest --confcutdir tests/environments tests/environments/test_verifiers.py
+
 # TRL, which benchmarks/peers.py runs beside this package.
 $(PEERS)/installed: Makefile
 	@$(PYTHON) -m venv $(PEERS)
@@ -119,5 +132,5 @@ lock: $(VENV)/dev
 	    --python-platform x86_64-manylinux_2_34 pyproject.toml -; } > cluster/requirements.lock
 
 clean:
-	rm -rf $(VENV) $(ORACLE) $(PEERS) $(CONTRACT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(VERIFIERS) $(PEERS) $(CONTRACT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,6 +40,8 @@ class Entry:
     """A clause for --help, whose subject is the entry."""
     needs: tuple[str, ...] = ()
     """Packages that the function imports when it is called; `load` imports them, so that a missing one shows early."""
+    install: str = ""
+    """Command that installs them, for the message where one is missing."""
 
 
 E = TypeVar("E", bound=Entry)
@@ -90,8 +92,9 @@ class Table(Generic[E]):
             QurlError: of the table's kind. There is no such function, its module cannot be imported, or it does not
                 take the table's arguments.
         """
-        for package in self.entries[name].needs if name in self.entries else ():
-            self._import(package, name)
+        if entry := self.entries.get(name):
+            for package in entry.needs:
+                self._import(package, name, entry.install)
         module_name, _, attribute = self._reference(name).partition(":")
         function = self._attribute(self._import(module_name, name), attribute, name)
         self.check_arguments(function, name)
@@ -121,11 +124,12 @@ class Table(Generic[E]):
             f"{self.kind} {name!r} is {built_in} of the form package.module:function{did_you_mean(name, known)}"
         )
 
-    def _import(self, module: str, name: str) -> Any:
+    def _import(self, module: str, name: str, install: str = "") -> Any:
         try:
             return importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may raise anything when it is imported
-            message = f"{self.kind} {name!r}: cannot import {module}: {type(error).__name__}: {error}"
+            remedy = f"; install it: {install}" if install and isinstance(error, ModuleNotFoundError) else ""
+            message = f"{self.kind} {name!r}: cannot import {module}: {type(error).__name__}: {error}{remedy}"
             raise self.error(message) from error
 
     def _attribute(self, module: Any, attribute: str, name: str) -> Callable[..., Any]:

@@ -55,7 +55,24 @@ TASKS = Table[TaskEntry](
 """Types of tasks; each has a section in config.task. `custom` is the way in for functions from outside."""
 
 PROBLEMS = Table[Entry](
-    kind="source of problems", group="qurl_ray.problems", arguments=None, error=DataError, entries={}
+    kind="source of problems",
+    group="qurl_ray.problems",
+    arguments=None,
+    error=DataError,
+    entries={
+        "textarena": Entry(
+            reference="qurl_ray.environments.textarena:games",
+            help="makes games of TextArena",
+            needs=("textarena",),
+            install="pip install textarena",
+        ),
+        "verifiers": Entry(
+            reference="qurl_ray.environments.verifiers:tasks",
+            help="takes the tasks of a task set of verifiers",
+            needs=("verifiers.v1",),
+            install="pip install verifiers",
+        ),
+    },
 )
 """Functions that task.problems names, for tasks of the type custom. They get task.params as keywords."""
 
@@ -98,6 +115,25 @@ ENVIRONMENTS = Table[Entry](
             reference="qurl_ray.environments.tools:Tools",
             help="calls the functions of environment.params.functions, such as `python`",
         ),
+        "textarena": Entry(
+            reference="qurl_ray.environments.textarena:TextArena",
+            help="plays a game of TextArena for one player",
+            needs=("textarena",),
+            install="pip install textarena",
+        ),
+        "skyrl_gym": Entry(
+            reference="qurl_ray.environments.skyrl_gym:SkyRLGym",
+            help="is one of SkyRL Gym",
+            needs=("skyrl_gym",),
+            install="pip install skyrl-gym",
+        ),
+        "verifiers": Entry(
+            reference="qurl_ray.environments.verifiers:Verifiers",
+            help="is an episode of an environment of verifiers",
+            needs=("verifiers.v1",),
+            install="pip install verifiers",
+        ),
+        "openenv": Entry(reference="qurl_ray.environments.openenv:OpenEnv", help="is a session of an OpenEnv server"),
     },
 )
 """Classes of environments (environments.protocol). They get environment.params as keywords."""

@@ -1,5 +1,6 @@
 """The interface of an environment, with the names of Gymnasium. An environment holds the state of one trajectory."""
 
+import hashlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -85,3 +86,11 @@ class Environment(Protocol):
     def step(self, answer: str) -> Step | Awaitable[Step]:
         """Take the text of one turn of the policy, without its end token."""
         ...
+
+
+def seed_of(problem: Problem) -> int:
+    """Return the seed that a problem has in its `meta`, or one of 32 bits that its uid determines."""
+    given = problem.meta.get("seed")
+    if given is not None:
+        return int(given)
+    return int.from_bytes(hashlib.blake2b(problem.uid.encode(), digest_size=4).digest(), "little")

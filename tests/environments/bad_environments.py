@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from qurl_ray.environments.protocol import Step
+from qurl_ray.environments.protocol import Step, Traits
 
 NOT_AN_ENVIRONMENT = 3
 
@@ -114,3 +114,16 @@ class Misbehaves(Counts):
 
 class SharesAndMisbehaves(Misbehaves):
     deterministic = True
+
+
+class Sometimes(Counts):
+    """Deterministic if the parameters say so."""
+
+    def __init__(self, sure=False):
+        super().__init__()
+
+    @classmethod
+    def traits(cls, sure=False):
+        if not isinstance(sure, bool):
+            raise ValueError(sure)
+        return Traits(deterministic=sure)

@@ -1,6 +1,7 @@
 """Environments that hang, crash, flood and fork cost their trajectory, a bounded time, and nothing else."""
 
 import contextlib
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
 from qurl_ray.environments.protocol import Step
-from qurl_ray.errors import EnvironmentFailed
+from qurl_ray.errors import EnvironmentFailed, QurlError
+from qurl_ray.tables import ENVIRONMENTS, PROBLEMS
 from qurl_ray.types import Problem
 
 BAD = "tests.environments.bad_environments"
@@ -52,7 +54,7 @@ def test_a_calculator_answers_calls_and_ends_with_an_answer():
             assert (step.done, step.reward) == (False, None)
             assert step.info == {"calls": 1, "failed_calls": int(result == "?=")}
         assert calculator.step("a", "1776") == Step(messages=[], done=True)
-        assert calculator.deterministic
+        assert calculator.traits.deterministic
 
 
 def test_the_control_of_the_calculator_answers_nothing():
@@ -133,6 +135,33 @@ def test_another_trajectory_of_a_process_that_ended_is_told_so():
 def test_an_environment_that_is_not_there_is_an_error(name, message):
     with process(name) as found, pytest.raises(EnvironmentFailed, match=message):
         found.reset("a", PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [(table, name) for table in (ENVIRONMENTS, PROBLEMS) for name, entry in table.entries.items() if entry.needs],
+    ids=lambda part: part if isinstance(part, str) else part.kind,
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(table, name, monkeypatch):
+    (package,) = table.entries[name].needs
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(QurlError, match=rf"cannot import {package}: .*; install it: pip install \S+$"):
+        table.load(name)
+
+
+@pytest.mark.parametrize(("params", "says"), [({"sure": True}, True), ({"sure": False}, False), ({}, False)])
+def test_whether_it_is_deterministic_may_depend_on_the_parameters(params, says):
+    with process("Sometimes", **params) as found:
+        found.reset("a", PROBLEM)
+        assert found.traits.deterministic is says
+
+
+def test_whether_it_is_deterministic_may_fail():
+    with (
+        process("Sometimes", sure="[") as found,
+        pytest.raises(EnvironmentFailed, match=r"environment\.params: ValueError"),
+    ):
+        found.check()
 
 
 def test_parameters_that_it_does_not_take_fail():
