@@ -11,7 +11,7 @@ import qurl_ray.environment as _environment  # noqa: F401  sets variables that l
 
 if TYPE_CHECKING:
     from qurl_ray.config import RunConfig, load_config
-    from qurl_ray.environments.protocol import Step
+    from qurl_ray.environments.protocol import Step, Traits
     from qurl_ray.errors import (
         CheckpointError,
         ConfigError,
@@ -55,6 +55,7 @@ __all__ = [
     "StaleWeights",
     "Step",
     "SyncError",
+    "Traits",
     "__version__",
     "evaluate",
     "load_config",
@@ -69,6 +70,7 @@ _HOMES = {
     "RunConfig": "qurl_ray.config",
     "RunResult": "qurl_ray.loop.driver.run",
     "Step": "qurl_ray.environments.protocol",
+    "Traits": "qurl_ray.environments.protocol",
     "evaluate": "qurl_ray.evaluation.evaluate",
     "load_config": "qurl_ray.config",
     "run": "qurl_ray.loop.driver.run",

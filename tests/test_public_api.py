@@ -33,6 +33,10 @@ SIGNATURES = {
         "(*, messages: Sequence[dict[str, Any]] = (), reward: float | None = None, done: bool = False, "
         "info: dict[str, Any] = <factory>) -> None"
     ),
+    "Traits": (
+        "(*, deterministic: bool = False, tools: Sequence[dict[str, Any]] = (), "
+        "tool_format: Optional[Literal['hermes', 'llama']] = None) -> None"
+    ),
     "RunResult": "(*, run_dir: Path, policy: Path, summary: dict[str, Any], interrupted: bool) -> None",
     "evaluate": (
         "(config: RunConfig, policy: Path | str, *, quantization: str | None = None, samples: int = 0, "
