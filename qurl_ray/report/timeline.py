@@ -28,7 +28,7 @@ _PROCESSES = {STEPS: "run", ROLLOUTS: "run", EVALUATION: "run", "rank": "learner
 _PROCESSES |= {ENVIRONMENTS: "trajectories", "worker": "rollout workers"}
 """Process of a lane by the lane's first word, in the order of the rows."""
 LEVELS = {
-    "engines": ("trajectories at the engines", 1),
+    "engines": ("at the engines", 1),
     "environments": ("in their environment", 10),
     "waiting": ("waiting for their environment", 11),
     "queued": ("waiting for a place", 8),

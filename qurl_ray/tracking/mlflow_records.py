@@ -225,18 +225,23 @@ def _span(
         SpanAttributeKey.INPUTS: inputs,
         SpanAttributeKey.OUTPUTS: outputs,
     } | {key: value for key, value in more.items() if value is not None}
-    start = int(at * 1e9) + order
+    start = _nanoseconds(at) + order
     found = ReadableSpan(
         name=name,
         context=_context(identity, _digest(identity, name, bits=64)),
         parent=_context(identity, int(parent.span_id, 16)) if parent else None,
         start_time=start,
-        end_time=max(start, int((at + seconds) * 1e9)),
+        end_time=max(start, _nanoseconds(at + seconds)),
         attributes={key: storable(json.dumps(plain(value), ensure_ascii=False)) for key, value in attributes.items()},
         status=Status(StatusCode.ERROR, str(more["failed"])) if more.get("failed") else Status(StatusCode.OK),
         resource=Resource.get_empty(),  # else it would be the machine's, which is irrelevant for a rollout
     )
     return Span(found)
+
+
+def _nanoseconds(at: float) -> int:
+    """Convert seconds of unix time. As a float they are exact to less than a microsecond."""
+    return 1000 * round(at * 1e6)
 
 
 def _context(identity: str, span: int) -> SpanContext:
