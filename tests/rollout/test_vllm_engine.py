@@ -276,7 +276,7 @@ class Remote:
         self._engine, self.version = engine, 1
 
     def generate(self, asked, *, version, deadline_s):
-        return self._engine.call("generate", asked, version=version, deadline_s=deadline_s)
+        return self._engine.call("generate", asked, version=version, deadline_s=min(deadline_s, 60))
 
     def cancel(self, uids) -> None:
         self._engine.call("cancel", uids)
@@ -286,7 +286,7 @@ def test_turns_with_an_environment_continue_a_row_whose_beginning_is_cached(engi
     model = policy(spec)
     engine.call("load", *weights_of(model, "int8"))
     problems = [
-        replace(problem, prompt="".join(sum_.prompt for sum_ in SUMS[i : i + 25])) for i, problem in enumerate(SUMS[:6])
+        replace(problem, prompt="".join(sum_.prompt for sum_ in SUMS[i : i + 32])) for i, problem in enumerate(SUMS[:6])
     ]
     asked = turn_requests(tokenizer, problems, tokens=18)
     assert min(len(request.prompt_ids) for request in asked) > 128
