@@ -24,7 +24,6 @@ from qurl_ray.errors import EnvironmentFailed
 from qurl_ray.types import Problem
 
 _CONNECT_S, _CLOSE_S = 10.0, 1.0
-_MOST_DETAILS = 500  # characters
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _TEXT, _JSON = "{answer}", "{json}"
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -72,7 +71,7 @@ class OpenEnv:
         except _RefusedError as error:
             if _JSON not in json.dumps(self._action):  # the fault of the settings, not of the policy
                 raise
-            return _refusal(str(error))
+            return _refusal(error.faults)
         said = [{"role": "user", "content": self._said(found)}]
         return Step(messages=said, reward=found.get("reward"), done=bool(found.get("done")), info={"calls": 1})
 
@@ -94,10 +93,10 @@ class OpenEnv:
         match _parsed(reply):
             case {"type": "observation", "data": {"observation": dict()} as found}:
                 return found
-            case {"type": "error", "data": {"code": code, "message": message, **more}}:
-                error_type = _RefusedError if code == "VALIDATION_ERROR" else EnvironmentFailed
-                details = f" {json.dumps(more)[:_MOST_DETAILS]}" if more else ""  # which fields of an action are wrong
-                raise error_type(f"{self._url} answered {code}: {message}{details}")
+            case {"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": [*faults]}}:
+                raise _RefusedError(self._url, faults)
+            case {"type": "error", "data": {"code": code, "message": message}}:
+                raise EnvironmentFailed(f"{self._url} answered {code}: {message}")
         raise EnvironmentFailed(f"{self._url} answered no message of OpenEnv: {reply[:200]!r}")
 
     def _said(self, found: dict[str, Any]) -> str:
@@ -117,7 +116,15 @@ class OpenEnv:
 
 
 class _RefusedError(EnvironmentFailed):
-    """The server does not take the data of a message."""
+    """The server does not take the data of a message.
+
+    Args:
+        faults: of the data, as pydantic lists them.
+    """
+
+    def __init__(self, url: str, faults: list[Any]) -> None:
+        self.faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults)
+        super().__init__(f"{url} does not take the action or the reset: {self.faults}")
 
 
 @contextmanager

@@ -120,8 +120,9 @@ ACTION = {"message": "you said: {answer}", "number": 3}
         ({"message": "x", "number": "{json}"}, "five", "No valid action: no JSON: "),
         ({"message": "x", "number": "{json}"}, "[" * 100_000, "No valid action: no JSON: "),
         ({"message": "x", "number": "{json}"}, "9" * 5000, "No valid action: no JSON: "),
-        ("{json}", '{"message": 3}', "Input should be a valid string"),
-        ("{json}", "[3]", "VALIDATION_ERROR"),
+        ("{json}", '{"message": 3}', "No valid action: message: Input should be a valid string"),
+        ("{json}", '{"word": 3, "message": ""}', "No valid action: word: Extra inputs are not permitted"),
+        ("{json}", "[3]", "No valid action: : no mapping"),
     ],
 )
 def test_a_turn_becomes_an_action(url, action, answer, shown):
@@ -195,7 +196,11 @@ def test_a_full_server_says_so():
         ("", {"text": "answer"}, "has no answer: it has prompt, messages, metadata"),
         ("", {"text": "messages.one"}, "has no messages.one"),
         ("", {"reset": {"over": True}}, "the episode is over before its first turn"),
-        ("", {"action": {"word": "{answer}"}}, "answered VALIDATION_ERROR: Invalid message"),
+        (
+            "",
+            {"action": {"word": "{answer}"}},
+            "does not take the action or the reset: word: Extra inputs",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_server_are_an_error(url, path, params, detail):
