@@ -102,7 +102,7 @@ def trace_spans(run_id: str, step: int, sample: _Sample, at: float) -> list[Span
     began, seconds = _time_of(sample, at)
     prompt, answer, expected = (_text(sample, key) for key in ("prompt", "answer", "expected"))
     reward = {"reward": finite(sample.get("reward")), "status": sample.get("status", "ok")}
-    more = {"step": step, "seconds_queued": finite(sample.get("queued"))}
+    more: dict[str, Any] = {"step": step, "seconds_queued": finite(sample.get("queued"))}
     root = _span(identity, TRACE_NAME, began, SpanType.CHAIN, prompt, {"answer": answer} | reward, seconds, **more)
     parts = _turn_spans(identity, sample, root, began)
     if not parts:
