@@ -313,7 +313,7 @@ DIED = CallFailed(kind="died", detail="")
 @pytest.mark.parametrize(
     ("settings", "ends", "reply", "failure", "finish"),
     [
-        ({}, True, Step(done=True, reward=1.0), None, "stop"),
+        ({}, True, Step(done=True, messages=SAYS.messages), None, "stop"),
         ({}, True, Step(), None, "stop"),
         ({}, True, DIED, "died", "stop"),
         ({}, False, None, None, "length"),  # cut off: the environment is not asked
