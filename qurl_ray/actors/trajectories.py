@@ -2,6 +2,8 @@
 
     reset ─► prompt ─► turn ─► step ─► turn ─► step ─► … ─► one Played trajectory
 
+A Course decides what comes next, and a Player does it.
+
 A turn is a request whose prompt is the whole row so far. What was drawn is never encoded again, and what the
 environment says is encoded once (data.turns). A trajectory that waits for its environment is nowhere in an engine.
 """
@@ -15,8 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qurl_ray.actors.environments import EnvironmentPool, EnvironmentReply, Input, Seat
+from qurl_ray.actors.environments import EnvironmentPool, EnvironmentReply, Input
 from qurl_ray.config import RunConfig
+from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.data.answers import answer_text
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.process import CallFailed
@@ -123,6 +126,111 @@ class Played:
         return {**times, "turns": [_rounded(asdict(one)) for one in self.drew], "said": said}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Settings of trajectories, and what turns their text into tokens."""
+
+    config: EnvironmentConfig
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    context: int
+    """Most tokens of a row."""
+    encoder: TurnEncoder
+
+
+class Course:
+    """Course of one trajectory: what is to be done next, and what comes of it. Pure.
+
+    Example:
+        course = Course(rules, request, problem)
+        while (todo := course.todo) is not None:
+            if isinstance(todo, Request):
+                course.drew(generate(todo), asked, waited)
+            else:
+                course.said(environment(todo), asked, waited)
+        played = course.played
+
+    Args:
+        first: request of the first turn.
+    """
+
+    def __init__(self, rules: Rules, first: Request, problem: Problem) -> None:
+        self._rules, self._problem, self._row = rules, problem, first
+        self._parts = [_told(first.uid, np.zeros(0, dtype=np.int32))]
+        self.played = Played(completion=self._parts[0], prompt_ids=first.prompt_ids, last_turn=self._parts[0].token_ids)
+        self.todo: Request | Input | None = problem
+        """Turn to be drawn, or what the environment is to be given; None once the trajectory has ended."""
+
+    def drew(self, part: Completion, asked: float, waited: float) -> None:
+        """Take the turn that was to be drawn; see Drew for the times."""
+        text, _ = answer_text(part.token_ids, self._rules.tokenizer, self._rules.stop_ids)
+        self.played.drew.append(
+            Drew(at=self._length(), tokens=len(part.token_ids), text=text, asked=asked, waited=waited)
+        )
+        self.played.last_turn = part.token_ids
+        self._row = continued(self._row, part)
+        self._parts.append(part)
+        if part.finish == "length" and self._rules.config.cut_turns == "end":
+            self._end()
+        else:
+            self.todo = text
+
+    def said(self, reply: EnvironmentReply, asked: float, waited: float) -> None:
+        """Take the environment's reply to what it was to be given; see Said for the times."""
+        self.played.said.append(_said(reply, self._length(), asked, waited))
+        try:
+            match reply.outcome:
+                case CallFailed() as failed:
+                    self._end(failed)
+                case Step() as step:
+                    self._stepped(step)
+                case opening:
+                    self._opened(opening)
+        except DataError as error:  # the template does not take what this environment said
+            self._end(CallFailed(kind="invalid", detail=str(error)))
+
+    def _opened(self, said: Sequence[EnvironmentMessage]) -> None:
+        if said:
+            self.played.prompt_ids = self._rules.encoder.opening(self._problem, said)
+            self._row = replace(self._row, prompt_ids=self.played.prompt_ids)
+            if not self._room():
+                raise DataError(f"what it says first leaves no room in the context of {self._rules.context} tokens")
+        self._draw()
+
+    def _stepped(self, step: Step) -> None:
+        played, last = self.played, self._parts[-1]
+        if step.reward is not None:
+            played.reward = (played.reward or 0.0) + step.reward
+        if step.done or not step.messages or played.turns == self._rules.config.max_turns:
+            self._end()
+            return
+        told = self._rules.encoder.after(self._problem, last.token_ids, step.messages)
+        self._row = replace(self._row, prompt_ids=np.concatenate([self._row.prompt_ids, told]))
+        if not self._room():
+            self._parts[-1] = replace(last, finish="length")
+            self._end()
+            return
+        self._parts.append(_told(last.uid, told))
+        self._draw()
+
+    def _draw(self) -> None:
+        config, sampling = self._rules.config, self._row.sampling
+        most = min(self._room(), config.turn_tokens or sampling.max_new_tokens)
+        last = self.played.turns + 1 == config.max_turns
+        self.todo = replace(self._row, sampling=replace(sampling, max_new_tokens=most), continues=not last)
+
+    def _end(self, failure: CallFailed | None = None) -> None:
+        self.played.failure, self.played.completion, self.todo = failure, joined(self._parts), None
+
+    def _length(self) -> int:
+        """Number of tokens of the answer so far."""
+        return sum(len(part.token_ids) for part in self._parts)
+
+    def _room(self) -> int:
+        """Number of tokens that the policy may still draw."""
+        return max(0, min(self._row.sampling.max_new_tokens, self._rules.context - len(self._row.prompt_ids)))
+
+
 class GeneratesTurns(Protocol):
     """Access to what draws turns, requested one by one."""
 
@@ -153,9 +261,14 @@ class Player:
         stop_ids: tuple[int, ...],
         context: int,
     ) -> None:
-        self._config, self._fleet, self._pool = config.environment, fleet, pool
-        self._tokenizer, self._stop_ids, self._context = tokenizer, stop_ids, context
-        self._turns = TurnEncoder(tokenizer, config.task, stop_ids)
+        self._fleet, self._pool = fleet, pool
+        self._rules = Rules(
+            config=config.environment,
+            tokenizer=tokenizer,
+            stop_ids=stop_ids,
+            context=context,
+            encoder=TurnEncoder(tokenizer, config.task, stop_ids),
+        )
 
     async def play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
         """Play a trajectory for each request, which is that of its first turn, in their order.
@@ -166,90 +279,28 @@ class Player:
         try:
             async with self._fleet.turns() as work, asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._play(work, request, problem, request.uid))
+                    group.create_task(self._play(work, request, problem))
                     for request, problem in zip(requests, problems, strict=True)
                 ]
         except BaseExceptionGroup as errors:  # callers tell errors by their types
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _play(self, work: GeneratesTurns, first: Request, problem: Problem, name: str) -> Played:
-        came = time.monotonic()
-        async with self._pool.seat(name) as seat:
-            began, began_at = time.monotonic(), time.time()
-            played = await self._turns_of(work, first, problem, seat)
-            played.queued, played.began, played.seconds = began - came, began_at, time.monotonic() - began
-            played.replays = seat.replays
+    async def _play(self, work: GeneratesTurns, first: Request, problem: Problem) -> Played:
+        came, course = time.monotonic(), Course(self._rules, first, problem)
+        async with self._pool.seat(first.uid) as seat:
+            began, played = time.monotonic(), course.played
+            played.queued, played.began = began - came, time.time()
+            while (todo := course.todo) is not None:
+                asked = time.monotonic()
+                if isinstance(todo, Request):
+                    part = await work.generate(todo)
+                    course.drew(part, asked - began, time.monotonic() - asked)
+                else:
+                    reply = await seat.give(todo)
+                    course.said(reply, asked - began, time.monotonic() - asked)
+            played.seconds, played.replays = time.monotonic() - began, seat.replays
             return played
-
-    async def _turns_of(self, work: GeneratesTurns, first: Request, problem: Problem, seat: Seat) -> Played:
-        row, parts = first, [_told(first.uid, np.zeros(0, dtype=np.int32))]
-        played = Played(completion=parts[0], prompt_ids=first.prompt_ids, last_turn=parts[0].token_ids)
-        began = time.monotonic()
-
-        async def give(given: Input) -> Sequence[EnvironmentMessage] | Step | CallFailed:
-            asked, at = time.monotonic(), sum(len(one.token_ids) for one in parts)
-            reply = await seat.give(given)
-            played.said.append(_said(reply, at, asked - began, time.monotonic() - asked))
-            return reply.outcome
-
-        opening = await give(problem)
-        if isinstance(opening, CallFailed):
-            played.failure = opening
-            return played
-        assert not isinstance(opening, Step)
-        if opening:
-            try:
-                played.prompt_ids = self._turns.opening(problem, opening)
-            except DataError as error:
-                played.failure = CallFailed(kind="invalid", detail=str(error))
-                return played
-            row = replace(first, prompt_ids=played.prompt_ids)
-            if not self._room(row):
-                detail = f"what it says first leaves no room in the context of {self._context} tokens"
-                played.failure = CallFailed(kind="invalid", detail=detail)
-                return played
-        while True:
-            last = played.turns + 1 == self._config.max_turns
-            asked, at = time.monotonic(), sum(len(one.token_ids) for one in parts)
-            part = await work.generate(replace(self._turn(row), continues=not last))
-            waited = time.monotonic() - asked
-            text, _ = answer_text(part.token_ids, self._tokenizer, self._stop_ids)
-            played.drew.append(Drew(at=at, tokens=len(part.token_ids), text=text, asked=asked - began, waited=waited))
-            row = continued(row, part)
-            parts.append(part)
-            played.last_turn = part.token_ids
-            if part.finish == "length" and self._config.cut_turns == "end":
-                break
-            step = await give(text)
-            if isinstance(step, CallFailed):
-                played.failure = step
-                break
-            assert isinstance(step, Step)
-            if step.reward is not None:
-                played.reward = (played.reward or 0.0) + step.reward
-            if step.done or not step.messages or played.turns == self._config.max_turns:
-                break
-            try:
-                told = self._turns.after(problem, part.token_ids, step.messages)
-            except DataError as error:  # the template does not take what this environment said
-                played.failure = CallFailed(kind="invalid", detail=str(error))
-                break
-            row = replace(row, prompt_ids=np.concatenate([row.prompt_ids, told]))
-            if not self._room(row):
-                parts[-1] = replace(part, finish="length")
-                break
-            parts.append(_told(first.uid, told))
-        played.completion = joined(parts)
-        return played
-
-    def _room(self, row: Request) -> int:
-        """Number of tokens that the policy may still draw after this row."""
-        return max(0, min(row.sampling.max_new_tokens, self._context - len(row.prompt_ids)))
-
-    def _turn(self, row: Request) -> Request:
-        most = min(self._room(row), self._config.turn_tokens or row.sampling.max_new_tokens)
-        return replace(row, sampling=replace(row.sampling, max_new_tokens=most))
 
 
 def _said(reply: EnvironmentReply, at: int, asked: float, waited: float) -> Said:

@@ -11,8 +11,9 @@ import torch
 
 from qurl_ray.actors.environments import EnvironmentReply
 from qurl_ray.actors.local import fleet_here
-from qurl_ray.actors.trajectories import Played, Player
+from qurl_ray.actors.trajectories import Course, Played, Player, Rules
 from qurl_ray.config import RunConfig
+from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import Step
 from qurl_ray.errors import EngineError, EnvironmentFailed
@@ -256,6 +257,119 @@ def test_an_error_ends_all_trajectories_and_keeps_its_type(error):
     made = player(Broken(50, tokenizer.eos_token_id), Seats(hostile), tokenizer)
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(made.play(requests(tokenizer, problems), problems))
+
+
+# --- what comes next -----------------------------------------------------------------------------------------------
+
+
+def a_course(*, context: int = 60, **settings) -> Course:
+    """A course whose prompt is "1" and which may draw 12 tokens."""
+    tokenizer = tokenizer_with(None)
+    config = RunConfig.model_validate(
+        {"environment": {"type": "calculator", "turn_tokens": 5, **settings}, "model": {"calculator": True}}
+    )
+    rules = Rules(
+        config=config.environment,
+        tokenizer=tokenizer,
+        stop_ids=(tokenizer.eos_token_id,),
+        context=context,
+        encoder=TurnEncoder(tokenizer, config.task, (tokenizer.eos_token_id,)),
+    )
+    problem = Problem(uid="p", prompt="1", answer="")
+    (first,) = requests(tokenizer, [problem], tokens=12)
+    return Course(rules, first, problem)
+
+
+def told(outcome, seconds: float = 0.5) -> EnvironmentReply:
+    return EnvironmentReply(number=0, outcome=outcome, seconds=seconds)
+
+
+def a_turn(course: Course, text: str, *, ends: bool = True) -> Completion:
+    """A turn that was drawn as it was asked for: a text, and its end token unless it was cut off."""
+    tokenizer = course._rules.tokenizer
+    ids = np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ends, np.int32)
+    assert len(ids) <= course.todo.sampling.max_new_tokens
+    return Completion(
+        uid=course.todo.uid,
+        token_ids=ids,
+        logprobs=np.full(len(ids), -1.0, np.float32),
+        versions=np.full(len(ids), 3, np.int32),
+        finish="stop" if ends else "length",
+    )
+
+
+SAYS = Step(messages=[{"role": "user", "content": "xy"}], reward=0.25)
+
+
+def test_reset_turn_and_step_follow_each_other_until_the_last_turn():
+    course = a_course(max_turns=2)
+    prompt = course.played.prompt_ids.tolist()
+    assert isinstance(course.todo, Problem)
+    course.said(told([]), 0.0, 1.0)
+    assert (course.todo.prompt_ids.tolist(), course.todo.drawn, course.todo.continues) == (prompt, 0, True)
+    assert course.todo.sampling.max_new_tokens == 5
+    first = a_turn(course, "ab")
+    course.drew(first, 1.0, 2.0)
+    assert course.todo == "ab"
+    course.said(told(SAYS), 3.0, 0.75)
+    said = course._rules.tokenizer("xy")["input_ids"]
+    assert course.todo.prompt_ids.tolist() == prompt + first.token_ids.tolist() + said
+    assert (course.todo.drawn, course.todo.continues) == (3, False)
+    second = a_turn(course, "c")
+    course.drew(second, 3.75, 1.0)
+    course.said(told(SAYS), 4.75, 0.25)
+    assert course.todo is None
+    played = course.played
+    assert played.completion.token_ids.tolist() == first.token_ids.tolist() + said + second.token_ids.tolist()
+    assert (played.reward, played.turns, played.completion.finish) == (0.5, 2, "stop")
+    assert [(one.at, one.tokens, one.text, one.asked, one.waited) for one in played.drew] == [
+        (0, 3, "ab", 1.0, 2.0),
+        (5, 2, "c", 3.75, 1.0),
+    ]
+    assert [(one.at, one.asked, one.waited, one.seconds) for one in played.said] == [
+        (0, 0.0, 1.0, 0.5),
+        (3, 3.0, 0.75, 0.5),
+        (7, 4.75, 0.25, 0.5),
+    ]
+
+
+DIED = CallFailed(kind="died", detail="")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends", "reply", "failure", "finish"),
+    [
+        ({}, True, Step(done=True, messages=SAYS.messages), None, "stop"),
+        ({}, True, Step(), None, "stop"),
+        ({}, True, DIED, "died", "stop"),
+        ({}, False, None, None, "length"),  # cut off: the environment is not asked
+        ({"cut_turns": "close"}, False, Step(), None, "length"),
+        ({"max_turns": 1}, True, SAYS, None, "stop"),
+        ({"context": 6}, True, SAYS, None, "length"),  # 1 and 3 tokens, 2 of the environment, and none is left
+        ({"context": 7}, True, SAYS, "goes on", None),
+    ],
+)
+def test_a_trajectory_ends_after_a_turn_when_it_should(settings, ends, reply, failure, finish):
+    course = a_course(**settings)
+    course.said(told([]), 0.0, 0.0)
+    course.drew(a_turn(course, "ab", ends=ends), 0.0, 0.0)
+    if reply:
+        course.said(told(reply), 0.0, 0.0)
+    if failure == "goes on":
+        assert isinstance(course.todo, Request)
+        return
+    assert course.todo is None
+    assert (course.played.failure and course.played.failure.kind, course.played.completion.finish) == (failure, finish)
+    assert len(course.played.completion.token_ids) == 2 + ends
+
+
+@pytest.mark.parametrize(("reply", "kind"), [(DIED, "died"), ([{"role": "user", "content": "x" * 80}], "invalid")])
+def test_a_trajectory_whose_reset_fails_draws_nothing(reply, kind):
+    course = a_course()
+    course.said(told(reply), 0.0, 0.0)
+    assert course.todo is None
+    assert (course.played.failure.kind, course.played.turns, len(course.played.completion.token_ids)) == (kind, 0, 0)
+    assert course.played.log()["said"][-1]["failed"].startswith(f"{kind}: ")
 
 
 # --- with the fleet, and its workers that die ----------------------------------------------------------------------

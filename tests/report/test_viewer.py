@@ -284,6 +284,17 @@ def test_a_report_says_the_rewards_and_advantages_of_turns():
 
 
 @needs_chromium
+def test_a_trajectory_says_its_turns_and_tool_calls(tmp_path):
+    turns = [{"at": 0, "tokens": 1}, {"at": 2, "tokens": 1}]
+    said = [{"calls": 0}, {"calls": 2}, {"calls": "x"}, 3]
+    course = tokens_of(0.0, None, 0.0, turns=turns, said=said, versions=[[7, 1], [-1, 1], [7, 1]])
+    folder = pages(tmp_path / "run", course, tokens_of(0.1, uid="d", turns=3, said=None))
+    first, damaged = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
+    assert "3 tokens2 turnsweights 72 tool calls" in first
+    assert "turn" not in damaged
+
+
+@needs_chromium
 def test_the_browser_colours_and_signs_as_the_report_does(tmp_path):
     gaps = [0.0, 0.0029, 0.003, -0.01, 0.0301, -0.1, 0.35, -0.99, 1.0, -30.0]
     probabilities = [0.95, 0.9, 0.89, 0.5, 0.3, 0.05, 0.001]
