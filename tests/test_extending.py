@@ -231,7 +231,8 @@ def test_what_is_built_in_can_be_imported():
     assert len(tables) == 11
     for table in tables:
         for name in table.entries:
-            assert callable(table.load(name))
+            if name != "verifiers":  # which cannot be installed beside the packages of these tests
+                assert callable(table.load(name))
     for entry in ENGINES.entries.values():
         for reference in filter(None, (entry.stream, entry.check)):
             if "vllm_stream" not in reference:

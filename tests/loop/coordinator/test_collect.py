@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from qurl_ray.actors.trajectories import Played, Said
+from qurl_ray.actors.trajectories import Drew, Played, Said
 from qurl_ray.config import load_config
 from qurl_ray.data.tasks import Task
 from qurl_ray.environments.process import CallFailed
@@ -80,10 +80,12 @@ class Plays:
     def _played(self, request, rewards) -> Played:
         count = 2 if not rewards else len(rewards)
         mask = np.array(([True] * 2 + [False]) * count)[:-1]
+        times = {"asked": 0.0, "waited": 0.0}
         said = [
-            Said(at=3 * k + 2, messages=(), reward=r, calls=0, failed_calls=0, seconds=0.0, waited=0.0)
-            for k, r in enumerate(rewards or [None] * count)
+            Said(at=at, messages=(), reward=reward, calls=0, failed_calls=0, seconds=0.0, **times)
+            for at, reward in [(0, None), *((3 * k + 2, r) for k, r in enumerate(rewards or [None] * count))]
         ]
+        drew = [Drew(at=3 * k, tokens=2, text="", **times) for k in range(count)]
         completion = Completion(
             uid=request.uid,
             token_ids=np.arange(3, 3 + len(mask)).astype(np.int32),
@@ -98,7 +100,7 @@ class Plays:
             last_turn=completion.token_ids[-2:],
             reward=sum(rewards) if rewards else None,
             failure=CallFailed(kind="died", detail="") if rewards is None else None,
-            ends=[one.at for one in said],
+            drew=drew,
             said=said,
         )
 

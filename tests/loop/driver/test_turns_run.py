@@ -83,10 +83,10 @@ def test_a_run_gives_turns_the_credit_that_it_is_told_to(tmp_path, cluster, sett
         assert line["values"].get("value/error", 0.0) < 10
     samples = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
-        turns, credit = sample["turns"], sample["credit"]
-        assert [turn["end"] for turn in credit] == [turn["at"] for turn in turns]
-        assert [turn["reward"] for turn in credit[:-1]] == [turn["reward"] for turn in turns[:-1]]
-        penalty = credit[-1]["reward"] - turns[-1]["reward"]
+        credit, steps = sample["credit"], sample["said"][1:]
+        assert [turn["end"] for turn in credit] == [turn["at"] + turn["tokens"] for turn in sample["turns"]]
+        assert [turn["reward"] for turn in credit[:-1]] == [step["reward"] for step in steps[:-1]]
+        penalty = credit[-1]["reward"] - steps[-1]["reward"]
         assert penalty <= 0 if "algorithm.overlong_buffer=4" in settings else penalty == 0
     known = [turn["advantage"] for sample in samples for turn in sample["credit"] if turn["advantage"] is not None]
     assert any(known) == ("algorithm.type=ppo" not in settings)
