@@ -27,6 +27,10 @@ HEAVY = {
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},
+    "textarena": {"environments"},
+    "skyrl_gym": {"environments"},
+    "verifiers": {"environments"},
+    "websockets": {"environments"},
     "torch": set(LEVEL) - LAYERS[0] - {"sandbox", "rewards", "report", "tracking", "environments", "tools"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")

@@ -8,7 +8,8 @@ same game, whatever other games share the process.
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
 from typing import Any
 
 import nltk
@@ -38,7 +39,8 @@ def games(*, game: str, count: int = 1000, seed: int = 0, **params: Any) -> Iter
         EnvironmentFailed: there is no such game, or it cannot be played here.
     """
     for number in range(seed, seed + count):
-        said, _ = _Game(game, params, number).news()
+        with redirect_stdout(StringIO()):  # some games print while they are made
+            said, _ = _Game(game, params, number).news()
         meta = {"game": game, "params": params, "seed": number}
         yield {"prompt": f"Game {number}.\n\n{said}", "meta": meta}
 

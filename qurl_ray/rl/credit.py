@@ -6,9 +6,10 @@
     turn         a return for each turn: its reward and those of later turns, not discounted
     spread       the same, after the reward of the trajectory was divided evenly over its turns
 
-A turn is compared with the turns of the same number in the other samples of its group. With two rewards, of a tool call
-and of the outcome, this is MT-GRPO's credit (https://arxiv.org/abs/2505.11821), which divides each reward by its own
-deviation and adds them then; here the sum is compared, by whichever function `algorithm.advantage` names. GiGPO
+A turn is compared with the turns of the same number in the other samples of its group. MT-GRPO
+(https://arxiv.org/abs/2505.11821) gives credit to turns, too, from rewards of a tool call and of the outcome, but
+compares each reward by itself and adds the results; here the sum is compared, by whichever function
+`algorithm.advantage` names. GiGPO
 (https://arxiv.org/abs/2505.10978) compares returns from a step on, too, but of steps that were taken in the same state
 of the environment; the number of a turn stands for the state here, since not every environment tells its state.
 

@@ -217,6 +217,15 @@ class _Request(_Model):
         return self
 
     @property
+    def calls(self) -> bool:
+        """True if calls of tools in the answer are to be read."""
+        return False
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return the tools as chat templates take them."""
+        return []
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -255,11 +264,9 @@ class ChatRequest(_Request):
 
     @property
     def calls(self) -> bool:
-        """True if calls in the answer are to be read."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the tools as chat templates take them."""
         return [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
     def prompts(self) -> list[list[dict[str, Any]]]:

@@ -114,11 +114,10 @@ class Served:
         if request.top_k and request.top_k > len(self._loaded.tokenizer):
             raise ApiError(400, "top_k exceeds the vocabulary", param="top_k")
 
-        calls = isinstance(request, ChatRequest) and request.calls
-        if calls and self._tool_format is None:
+        if request.calls and self._tool_format is None:
             message = "this policy's chat template writes no calls of tools that are known here (hermes, llama)"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        tools = request.described() if isinstance(request, ChatRequest) and calls else []
+        tools = request.described() if request.calls else []
 
         def all_encoded() -> list[np.ndarray]:
             return [
@@ -185,7 +184,7 @@ class Served:
                 stops=request.stop,
                 stop_ids=self._loaded.stop_ids,
                 logprobs=request.top is not None,
-                calls=self._tool_format if isinstance(request, ChatRequest) and request.calls else None,
+                calls=self._tool_format if request.calls else None,
             )
             for _ in asks
         ]

@@ -6,6 +6,8 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
+from qurl_ray.tools.calls import overlap
+
 _UNFINISHED = "\ufffd"  # a decoder's output for bytes that are not a whole character yet
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -61,7 +63,7 @@ class StopMatcher:
         if found:
             told, self._held = self._held[: min(found)[1]], ""
             return told, True
-        kept = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        kept = max((overlap(self._held, stop) for stop in self._stops), default=0)
         told, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
         return told, False
 
@@ -69,11 +71,6 @@ class StopMatcher:
         """Return the text that was held back, at the end."""
         told, self._held = self._held, ""
         return told
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`, but not the whole of it."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TokenBytes:

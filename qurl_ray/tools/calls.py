@@ -60,8 +60,8 @@ class CallReader:
         self._format = format
         self._held = ""
         self._in_call = False
-        self._plain = False
-        """True once a turn in Llama's format is known to be no call."""
+        self._is_call: bool | None = None
+        """In Llama's format: whether the turn is a call; None while it is too short to tell."""
 
     def feed(self, text: str) -> list[Part]:
         """Return the parts that are complete now."""
@@ -71,8 +71,8 @@ class CallReader:
     def end(self) -> list[Part]:
         """Return the rest, at the end of the turn."""
         held, self._held = self._held, ""
-        if self._format == "llama" and not self._plain and _begins_as_llama(held) is True:
-            return [_llama_call(held)]
+        if self._is_call:
+            return [_call(held.strip().removeprefix(_LLAMA_TAG), "llama", held)]
         if self._in_call:
             return [BadCall(text=_OPENING + held, problem=f"the call has no {_CLOSING}")]
         return _texts(held)
@@ -87,15 +87,16 @@ class CallReader:
             parts += [_call(before, "hermes", _OPENING + before + _CLOSING)] if self._in_call else _texts(before)
             self._held, self._in_call = after, not self._in_call
         if not self._in_call:
-            kept = _unsure(self._held)
-            parts += _texts(self._held[: len(self._held) - kept])
-            self._held = self._held[len(self._held) - kept :]
+            sure = self._held[: len(self._held) - overlap(self._held, _OPENING)].rstrip()
+            parts += _texts(sure)
+            self._held = self._held[len(sure) :]
         return parts
 
     def _llama(self) -> list[Part]:
-        if not self._plain and _begins_as_llama(self._held) is not False:
+        if self._is_call is None:
+            self._is_call = _begins_as_llama(self._held)
+        if self._is_call is not False:
             return []
-        self._plain = True
         told, self._held = self._held, ""
         return [told] if told else []
 
@@ -105,11 +106,9 @@ def _texts(text: str) -> list[Part]:
     return [kept] if kept else []
 
 
-def _unsure(text: str) -> int:
-    """Number of last characters of a text that may belong to a call: spaces, and the beginning of its mark."""
-    marked = next((n for n in range(min(len(text), len(_OPENING) - 1), 0, -1) if text.endswith(_OPENING[:n])), 0)
-    before = text[: len(text) - marked]
-    return marked + len(before) - len(before.rstrip())
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest suffix of `text` that is a prefix of `mark`, but not the whole of it."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _begins_as_llama(text: str) -> bool | None:
@@ -123,10 +122,6 @@ def _begins_as_llama(text: str) -> bool | None:
     if text.startswith(_LLAMA_STARTS):
         return True
     return None if any(start.startswith(text) for start in _LLAMA_STARTS) else False
-
-
-def _llama_call(text: str) -> ToolCall | BadCall:
-    return _call(text.strip().removeprefix(_LLAMA_TAG), "llama", text)
 
 
 def _call(body: str, format: ToolFormat, written: str) -> ToolCall | BadCall:

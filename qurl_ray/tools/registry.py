@@ -37,8 +37,7 @@ class Tool:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self._function = name, function
-        self._arguments = _model_of(name, function)
-        schema = self._arguments.model_json_schema()
+        self._arguments, schema = _model_of(name, function)
         for plain in (schema, *schema.get("properties", {}).values()):
             plain.pop("title", None)
         schema.pop("additionalProperties", None)
@@ -129,8 +128,9 @@ def _made(given: FunctionName) -> Tool:
     return Tool(name.rpartition(":")[2], function)
 
 
-def _model_of(name: str, function: Callable[..., Any]) -> type[BaseModel]:
-    """Return the model of a function's arguments. Its fields are numbered, since a parameter may have any name."""
+def _model_of(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
+    """Return the model of a function's arguments, and its JSON schema. Its fields are numbered, since a parameter may
+    have any name."""
     described = _described(_doc(function))
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(function, eval_str=True).parameters.values()):
@@ -143,10 +143,9 @@ def _model_of(name: str, function: Callable[..., Any]) -> type[BaseModel]:
         fields[f"p{number}"] = (parameter.annotation, about)
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
-        model.model_json_schema()
+        return model, model.model_json_schema()
     except Exception as error:  # pydantic has several errors for types that it, or JSON, does not know
         raise EnvironmentFailed(f"tool {name!r}: a type hint has no JSON schema: {error}") from error
-    return model
 
 
 def _names(model: type[BaseModel]) -> list[tuple[str, str]]:

@@ -90,6 +90,11 @@ class Server:
                 case _:
                     reply = {"type": "error", "data": {"message": "Unknown message type", "code": "UNKNOWN_TYPE"}}
             await connection.send_text(json.dumps(reply))
+            if said.get("data", {}) == {"message": "idle"}:
+                last = {"message": "idle for too long", "code": "SESSION_ERROR"}
+                await connection.send_text(json.dumps({"type": "error", "data": last}))
+                await connection.close()
+                return "idle"
 
 
 @contextmanager

@@ -115,6 +115,7 @@ ACTION = {"message": "you said: {answer}", "number": 3}
     ("action", "answer", "shown"),
     [
         (ACTION, "{answer} {x}", "10: you said: {answer} {x}"),
+        ({"message": '{"say": "{answer}"}', "number": 1}, "hi", '8: {"say": "hi"}'),
         ({"message": "x", "number": "{json}"}, " 5", "12: x"),
         ("{json}", '{"message": "b", "number": 2}', "9: b"),
         ({"message": "x", "number": "{json}"}, "five", "No valid action: no JSON: "),
@@ -180,6 +181,14 @@ def test_a_server_that_ends_in_the_middle_is_an_error_of_its_trajectories():
         failed = found.step("a", "x")
         assert failed.kind == "error"
         assert f"{url} closed the session" in failed.detail
+
+
+def test_the_last_words_of_a_server_are_heard(session):
+    """It ends the session while the policy draws."""
+    session.reset("a", PROBLEM)
+    session.step("a", "idle")
+    time.sleep(0.5)
+    assert "answered SESSION_ERROR: idle for too long" in session.step("a", "x").detail
 
 
 def test_a_full_server_says_so():

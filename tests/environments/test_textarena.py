@@ -169,7 +169,7 @@ def test_the_game_ends_at_its_own_limits_with_a_part_of_the_reward(arena):
     assert step.reward == pytest.approx(1 - 1 / 19)
 
 
-def test_an_invalid_move_is_answered_and_the_second_ends_the_game(plain):
+def test_an_invalid_move_is_answered_and_the_second_ends_the_game(plain, arena):
     plain.reset("a", problem("GuessTheNumber-v0", 3))
     step = plain.step("a", "no number")
     assert "You attempted an invalid move" in step.messages[0]["content"]
@@ -177,6 +177,8 @@ def test_an_invalid_move_is_answered_and_the_second_ends_the_game(plain):
     step = plain.step("a", "no number")
     assert (step.done, step.reward, step.info) == (True, 0.0, {"calls": 1, "failed_calls": 1})
     assert plain.traits.deterministic
+    arena.reset("a", problem("GuessTheNumber-v0", 3))
+    assert [arena.step("a", "no number").done for _ in range(5)] == [False] * 5  # it allows more
 
 
 HOSTILE = ["", " ", "[]", "[" * 10_000, "[1" * 5_000, "x" * 200_000, "[٣]", "[²]", "\x00[\u202e5]", "[💥 A]", "]["]
