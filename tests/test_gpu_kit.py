@@ -21,6 +21,7 @@ from benchmarks.gpu.codes import LIMIT, differing, eye
 from benchmarks.gpu.loads import compared
 from benchmarks.gpu.page import page
 from benchmarks.gpu.sleeps import LIMIT_MIB, grown
+from benchmarks.gpu.unified import linears
 from qurl_ray.errors import ConfigError
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.quantize import dequantize_rows, nearest, quantize_rows
@@ -72,6 +73,19 @@ def test_the_unified_flow_is_timed_beside_bfloat16(figures):
     assert one["ways"].keys() == {"bfloat16", "fp8_block", "int8"}
     assert all(way["ms_of_a_layer"] > 0 for way in one["ways"].values())
     assert one["ways"]["bfloat16"]["times_as_fast"] == 1
+
+
+def test_gradients_are_timed_and_compared_by_product(figures):
+    assert figures["gradients"].keys() == {f"{N} × {K}" for N, K in linears(TINY.shapes[0])}
+    for one in figures["gradients"].values():
+        assert one["seconds"].keys() == {"bfloat16", "emulation", "quantize W"}
+        assert one["errors"].keys() == {"bfloat16", "emulation"}
+        assert all(parts.keys() == {"y", "dx", "dW"} for parts in one["errors"].values())
+        assert max(one["errors"]["bfloat16"].values()) < 0.005 < 0.03 < min(one["errors"]["emulation"].values())
+        assert one["right"]
+        assert one["not_used"] == dict.fromkeys(
+            ("torchao", "scaled_mm"), "scaled_mm_block needs a device of type cuda, not cpu"
+        )
 
 
 def test_steps_are_measured_with_few_layers_and_extrapolated(figures):
@@ -313,7 +327,7 @@ def test_the_page_has_the_figures_and_loads_nothing(figures):
         for one in figures[name].values():
             assert one["summary"].replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#x27;") in text
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(drawings) == 6  # of all parts that were measured but the kernels
+    assert len(drawings) == 6 + len(figures["gradients"])  # of all parts that were measured but the kernels
     assert all(ElementTree.fromstring(drawing).tag == "svg" for drawing in drawings)
 
 
@@ -341,5 +355,5 @@ def test_whole_it_runs_on_a_cpu_with_vllm_and_ray(tmp_path):
     assert all(one["gap_of_another_version"] > 10 * one["gap_mean"] for one in found["loads"].values())
     assert found["sync"].keys() == {"object_store, disaggregated"}
     assert found["training"].keys() == set(TINY.formats)
-    assert (tmp_path / "gpu.html").read_text().count("<svg") == 9
+    assert (tmp_path / "gpu.html").read_text().count("<svg") == 9 + len(found["gradients"])
     assert not any(resumable for resumable in ("kernels", "training") if not resumed(out).complete(resumable))

@@ -1,12 +1,13 @@
 """Benchmarks of this package on a GPU, in 45 minutes: `python -m benchmarks.gpu`, in the repository's root.
 
-The first four parts need torch, transformers and the packages that qurl_ray's layers 0 to 3 import (docs/design.md): no
+The first five parts need torch, transformers and the packages that qurl_ray's layers 0 to 3 import (docs/design.md): no
 Ray, no vLLM, no downloads, no installation of this package. Weights are random and made on the machine.
 
 | part | what it measures | needs |
 |---|---|---|
 | kernels | the error of each kernel, and of the three products of the unified linear, against float64 | |
 | unified | forward and backward of a layer's linears in FP8 blocks and in INT8, against bfloat16 | |
+| gradients | the three products of a linear: bfloat16, FP8 blocks by `scaled_mm`, by torchao | torchao for its own |
 | step | the learner's step in bfloat16 and through FP8 blocks | |
 | rollout | decode steps of the torch engine in bfloat16, INT8 and FP8, without and with CUDA graphs | |
 | codes | the share of activation codes that are not the reference's, by kernel | vLLM for its kernels |

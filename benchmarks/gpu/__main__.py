@@ -16,14 +16,15 @@ from qurl_ray.errors import ConfigError
 PARTS = {
     "kernels": 2,
     "unified": 2,
+    "gradients": 2,
     "step": 3,
     "rollout": 4,
     "codes": 2,
-    "vllm": 9,
+    "vllm": 8,
     "loads": 6,
     "sleeps": 5,
     "sync": 4,
-    "training": 8,
+    "training": 7,
 }
 """Parts in their order, each with its minutes of 45. What a part leaves is divided among those after it."""
 

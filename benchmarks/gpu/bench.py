@@ -62,7 +62,7 @@ class Scale:
     formats: tuple[str, ...] = ("none", "fp8", "int8", "fp8_block")
     """Number formats of engines in processes of their own."""
     whole: int = 2
-    """Number of shapes, the first ones, that vLLM decodes with all their layers."""
+    """Number of shapes, the first ones, that vLLM decodes with all their layers, and whose linears are timed alone."""
     vllm_batches: tuple[int, ...] = (1, 8, 32, 128, 512)
     vllm_steps: int = 64
     activations: int = 4096

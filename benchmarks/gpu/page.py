@@ -69,6 +69,12 @@ def _unified(found: Figures) -> Iterator[str]:
         )
 
 
+def _gradients(found: Figures) -> Iterator[str]:
+    for size, one in found.items():
+        parts = {f"{way}, {p}": 1000 * s for way, parts in one["seconds"].items() for p, s in parts.items()}
+        yield bars(f"{size}, {one['tokens']} tokens: a linear's products, ms", parts)
+
+
 def _step(found: Figures) -> Iterator[str]:
     speeds = {
         f"{key}, {name}": speed
@@ -145,6 +151,7 @@ def _training(found: Figures) -> Iterator[str]:
 
 PICTURES: dict[str, Callable[[Figures], Iterator[str]]] = {
     "unified": _unified,
+    "gradients": _gradients,
     "step": _step,
     "rollout": _rollout,
     "codes": _codes,

@@ -32,8 +32,7 @@ def run(bench: Bench) -> None:
 
 def measured(bench: Bench, shape: Shape) -> Figures:
     bench.free()
-    D, FF, KV = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
-    sizes = [(D, D), (KV, D), (KV, D), (D, D), (FF, D), (FF, D), (D, FF)]  # q, k, v, o, gate, up, down: N, K
+    sizes = linears(shape)
     weights = [torch.nn.Parameter(0.02 * torch.randn(*size, device=bench.device)) for size in sizes]
     new = partial(torch.randn, bench.scale.tokens, device=bench.device, dtype=torch.bfloat16)
     pairs = [(new(w.shape[1], requires_grad=True), 1e-3 * new(w.shape[0])) for w in weights]
@@ -60,6 +59,12 @@ def measured(bench: Bench, shape: Shape) -> Figures:
             reasons = {why_emulated(FORMATS[name], bench.device, size) for size in sizes}
             found[name]["emulated"] = sorted(reasons - {None})
     return {"tokens": bench.scale.tokens, "linears": sizes, "layers": shape.layers, "ways": found}
+
+
+def linears(shape: Shape) -> list[tuple[int, int]]:
+    """Return N, K of a layer's linears: q, k, v, o, gate, up, down."""
+    D, FF, KV = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
+    return [(D, D), (KV, D), (KV, D), (D, D), (FF, D), (FF, D), (D, FF)]
 
 
 def autocast(device: str, x_MK: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

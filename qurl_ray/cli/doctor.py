@@ -110,6 +110,7 @@ def computing() -> Iterator[Finding]:
     from qurl_ray.policy.tiny import tiny_outline
     from qurl_ray.quant.formats import FORMATS
     from qurl_ray.quant.kernels import kernel_for, why_emulated
+    from qurl_ray.quant.training import announced
     from qurl_ray.rollout.vllm_check import check
 
     devices = [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
@@ -120,6 +121,8 @@ def computing() -> Iterator[Finding]:
             else:
                 why = why_emulated(fmt, device)
                 yield Finding(f"{name} on {device.type}", f"emulated: {why}", "right numbers, and no speed")
+        if device.type == "cuda":
+            yield Finding("gradients in fp8_block", announced(FORMATS["fp8_block"], device))
     try:
         check(())
         yield Finding("rollout.engine=vllm", "can be used")

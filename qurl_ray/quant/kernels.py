@@ -19,6 +19,7 @@ fast, linears therefore begin with it: it multiplies codes as they are, and has 
 are called that often.
 
 The three CUDA kernels are checked on a CPU as far as torch has their operations there. They were not measured on a GPU.
+What computes gradients through FP8 blocks is in a table of its own, in quant/training.py.
 
 There is no kernel for int4: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on CPUs it is slower than
 emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the product in float32
@@ -334,7 +335,7 @@ class IntMm(_Cuda):
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = _codes(x, packed.fmt)
         sums_MN = torch._int_mm(_more_rows(codes_MK).to(torch.int8), packed.codes.t())[: len(codes_MK)]
-        return _scaled(sums_MN.float(), amax_M1, packed, bias).to(x.dtype).view(*x.shape[:-1], -1)
+        return _scaled(sums_MN.float(), amax_M1, packed, bias).to(x.dtype).view(*x.shape[:-1], len(packed.codes))
 
 
 class ScaledMm(_Cuda):
@@ -372,7 +373,7 @@ class ScaledMm(_Cuda):
             whole, exact = ScalingType.TensorWise, torch.float32
             sums_MN = functional.scaled_mm(a, b, one, whole, one, whole, output_dtype=exact)[: len(codes_MK)]
             y = _scaled(sums_MN, amax_M1, packed, bias).to(x.dtype)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], len(packed.codes))
 
 
 class ScaledMmBlock(_Cuda):
@@ -404,17 +405,24 @@ class ScaledMmBlock(_Cuda):
 
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_MG = _codes(x, packed.fmt)
-        scale_MG = _more_rows(amax_MG * packed.fmt.activation_step, value=1.0)
-        y = functional.scaled_mm(
-            _more_rows(codes_MK).to(packed.fmt.dtype),
+        scale_MG = _more_rows(amax_MG * packed.fmt.activation_step, value=1.0).t().contiguous().t()  # column-major
+        y = self.product(_more_rows(codes_MK).to(packed.fmt.dtype), scale_MG, packed, x.dtype)[: len(codes_MK)]
+        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], len(packed.codes))
+
+    def product(
+        self, codes_MK: torch.Tensor, scale_MG: torch.Tensor, packed: QTensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the product [M, N] of codes, in bfloat16 if that is `dtype`, else in float32. M is a multiple of 16,
+        and the scales are column-major."""
+        return functional.scaled_mm(
+            codes_MK,
             packed.codes.t(),
-            scale_MG.t().contiguous().t(),  # column-major
+            scale_MG,
             ScalingType.BlockWise1x128,
             packed.scale.t(),
             ScalingType.BlockWise128x128,
-            output_dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
-        )[: len(codes_MK)]
-        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], -1)
+            output_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
+        )
 
 
 def _int8_by_row(fmt: Format) -> bool:

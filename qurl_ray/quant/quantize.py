@@ -92,8 +92,8 @@ def quantize_by(
     group = fmt.group or columns
     w_NK = w_NK.detach().float()
     # [block rows, rows of a block, block columns, columns of a block]
-    filled = _filled(w_NK, 0, -columns % group, 0, -rows % fmt.rows)
-    blocks = filled.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, group))
+    whole_NK = filled(w_NK, 0, -columns % group, 0, -rows % fmt.rows)
+    blocks = whole_NK.unflatten(0, (-1, fmt.rows)).unflatten(2, (-1, group))
     # Two reads: absolute values would have to be written first, which takes longer.
     amax = torch.maximum(blocks.amax(dim=(1, 3), keepdim=True), blocks.amin(dim=(1, 3), keepdim=True).neg_())
     if not finite and not torch.isfinite(amax).all():
@@ -174,7 +174,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     """
     columns = x_MK.shape[-1]
     group = fmt.activation_group or columns
-    x_MGg = _filled(x_MK, 0, -columns % group).unflatten(-1, (-1, group))
+    x_MGg = filled(x_MK, 0, -columns % group).unflatten(-1, (-1, group))
     amax_MG1 = row_maximum(x_MGg)
     # Integers are rounded with the offset that unsigned kernels add (fused, 128 + x * activation_max): near a tie the
     # sum decides, and emulation and kernel then agree on every code. The offset is even, so ties still go to even.
@@ -207,7 +207,7 @@ def row_maximum(x_MK: torch.Tensor) -> torch.Tensor:
     return x_MK.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)
 
 
-def _filled(x: torch.Tensor, *padding: int) -> torch.Tensor:
+def filled(x: torch.Tensor, *padding: int) -> torch.Tensor:
     """Return `x` padded with zeros; without a copy if there is nothing to add, where `pad` would copy."""
     return pad(x, padding) if any(padding) else x
 

@@ -8,9 +8,9 @@ Three products, M tokens, weights [N, K]. Their operands with backward="quantize
 | DGrad dx = dy · W | dy, 1 × 128 along N | W's own codes, transposed: blocks are square, nothing is rounded again |
 | WGrad dW = dyᵀ · x | dy, 128 tokens × 1 column | x's saved codes, rounded again for 128 tokens × 1 column |
 
-FProp is a QuantizedLinear, and so is DGrad, with the transposed codes: both use the kernel that quant/kernels.py finds,
-or else emulation. WGrad is `_wgrad`: emulated, or with scaled_mm on Hopper. The latter, like every CUDA kernel, was
-checked on a CPU against torch's documentation, and not measured on a GPU.
+FProp is a QuantizedLinear, which uses the kernel that quant/kernels.py finds, or else emulation. DGrad and WGrad are
+those of the table in quant/training.py, which has torchao's quantizers for them. What runs on a GPU was checked on a
+CPU as far as that goes, and not measured on a GPU.
 
 Between forward and backward pass, x is held as codes of one byte with float32 scales, and W as the parameter itself.
 The codes of W are computed again in the backward pass: to keep them would cost one byte per weight for the whole time,
@@ -22,15 +22,13 @@ from typing import Literal, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
-from torch.nn.functional import ScalingType, pad
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.kernels import KERNELS
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize, quantize_rows
+from qurl_ray.quant.training import PRODUCTS, products_for
 
 Backward = Literal["quantized", "straight_through", "full"]
 BACKWARDS = get_args(Backward)
@@ -96,6 +94,12 @@ class _How:
         # nor is then the loss, and no update is made of that. On a CPU, to look is faster than to clip.
         return quantize(self.factors.weight(weight), self.fmt, finite=not weight.is_cpu)
 
+    def codes(self, weight: tuple[torch.Tensor, ...]) -> QTensor:
+        """Return the codes of a weight, which is given as the parameter, or as codes and scales."""
+        if len(weight) == 1:
+            return self.quantize(weight[0])
+        return QTensor(codes=weight[0], scale=weight[1], fmt=self.fmt)
+
 
 def _check(weight: torch.Tensor, fmt: Format, backward: str, codes: QTensor | None) -> None:
     if backward not in BACKWARDS:
@@ -130,20 +134,21 @@ class _UnifiedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        how, (needs_dx, needs_dw, needs_db, *_) = ctx.how, ctx.needs_input_grad
+        how, (needs_dx, _, needs_db, *_) = ctx.how, ctx.needs_input_grad
         saved, first = ctx.saved_tensors, 2 if ctx.from_codes else 1
         weight, inputs = saved[:first], saved[first:]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         unfolded_MN = dy.reshape(-1, dy.shape[-1])
         dy_MN = how.factors.outputs(unfolded_MN)
-        dx = dw = db = None
+        db = None
         with torch.autocast(dy.device.type, enabled=False):
-            if needs_dx:
-                dx = how.factors.inputs(_dgrad(dy_MN, weight, how)).to(x_dtype).view(ctx.shape)
-            if needs_dw:
-                dw = how.factors.weight(_wgrad(dy_MN, inputs, how)).to(weight_dtype)
+            dx, dw = _gradients(dy_MN, weight if needs_dx else (), inputs, how)
+            if dx is not None:
+                dx = how.factors.inputs(dx).to(x_dtype).view(ctx.shape)
+            if dw is not None:
+                dw = how.factors.weight(dw).to(weight_dtype)
             if needs_db:
-                db = unfolded_MN.float().sum(dim=0).to(bias_dtype)
+                db = unfolded_MN.sum(dim=0, dtype=torch.float32).to(bias_dtype)
         return dx, dw, db, None, None
 
 
@@ -163,66 +168,29 @@ def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
     return codes_MK.to(how.fmt.dtype), amax_MG
 
 
-def _dgrad(dy_MN: torch.Tensor, weight: tuple[torch.Tensor, ...], how: _How) -> torch.Tensor:
-    """Return dy · W, [M, K]; `weight` is the parameter, or its codes and scales."""
-    if how.backward == "full":
-        return dy_MN.float() @ how.factors.weight(weight[0].float())
-    q = QTensor(codes=weight[0], scale=weight[1], fmt=how.fmt) if len(weight) > 1 else how.quantize(weight[0])
-    if how.backward == "straight_through":
-        return dy_MN.float() @ dequantize(q)
-    return QuantizedLinear(transposed(q), None, emulate=how.emulate)(dy_MN)
+def _gradients(
+    dy_MN: torch.Tensor, weight: tuple[torch.Tensor, ...], inputs: tuple[torch.Tensor, ...], how: _How
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (dy · W [M, K], dyᵀ · x [N, K]), None for that of an operand which is ().
 
-
-def _wgrad(dy_MN: torch.Tensor, inputs: tuple[torch.Tensor, ...], how: _How) -> torch.Tensor:
-    """Return dyᵀ · x, float32 [N, K]; `inputs` is the result of `_saved_inputs`."""
-    codes_MK, *amax_MG = inputs
-    x_MK = dequantize_rows(floats(codes_MK), amax_MG[0], how.fmt) if amax_MG else codes_MK.float()
-    if how.backward != "quantized":
-        return dy_MN.float().t() @ x_MK
-    dy, x = across_tokens(dy_MN, how.fmt), across_tokens(x_MK, how.fmt)
-    shape = (dy_MN.shape[1], x_MK.shape[1])
-    if not how.emulate and KERNELS["scaled_mm_block"].supports(how.fmt, dy_MN.device, shape):
-        return _product_on_hopper(dy, x, how.fmt)
-    return functional.linear(dequantize_rows(*dy, how.fmt), dequantize_rows(*x, how.fmt))
-
-
-def transposed(q: QTensor) -> QTensor:
-    """Return the transposed weight [K, N]: codes and scales are transposed, and nothing is rounded.
-
-    Raises:
-        QuantizationError: blocks are not square, so that no format has the transposed scales.
+    Args:
+        weight: the parameter, or its codes and scales.
+        inputs: result of `_saved_inputs`.
     """
-    if q.fmt.rows != q.fmt.group:
-        raise QuantizationError(f"{q.fmt.name}: only square blocks can be transposed")
-    codes = q.codes.view(torch.uint8).t().contiguous().view(q.fmt.dtype)
-    return QTensor(codes=codes, scale=q.scale.t().contiguous(), fmt=q.fmt)
-
-
-def across_tokens(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `quantize_rows` of columns: (codes as float32 [K, M], maxima [K, M / activation_group, rounded up]).
-
-    Here the range does depend on which tokens share a group. The gradient of a weight therefore depends, within the
-    precision of the codes, on the order of tokens and on the borders of micro-batches. Borders have no effect if each
-    micro-batch but the last has a multiple of activation_group tokens. The last group is padded with zeros.
-    """
-    return quantize_rows(x_MK.float().t().contiguous(), fmt)
-
-
-# --- Hopper, not measured on a GPU ----------------------------------------------------------------------------------
-
-CodesAndMaxima = tuple[torch.Tensor, torch.Tensor]
-"""Codes and maxima, as `across_tokens` returns them."""
-
-
-def _product_on_hopper(dy: CodesAndMaxima, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
-    """Return dyᵀ · x, float32 [N, K], as one product of codes with a scale per 1 × 128 on both sides."""
-    (dy_NM, dy_scale), (x_KM, x_scale) = _operand(dy, fmt), _operand(x, fmt)
-    kind = ScalingType.BlockWise1x128
-    return functional.scaled_mm(dy_NM, x_KM.t(), dy_scale, kind, x_scale, kind, output_dtype=torch.float32)
-
-
-def _operand(rows: CodesAndMaxima, fmt: Format) -> CodesAndMaxima:
-    """Return codes, padded to whole groups of tokens, and column-major scales, as scaled_mm needs them."""
-    codes_RM, amax_RG = rows
-    filled = pad(codes_RM, (0, -codes_RM.shape[1] % (fmt.activation_group or 1)))
-    return filled.to(fmt.dtype), (amax_RG * fmt.activation_step).t().contiguous().t()
+    dx = dw = None
+    if not weight and not inputs:
+        return dx, dw
+    if how.backward == "quantized":
+        products, K = PRODUCTS["emulation"], (weight or inputs)[0].shape[1]
+        if not how.emulate:
+            products = products_for(how.fmt, dy_MN.device, (*dy_MN.shape, K), dy_MN.dtype)
+        q, x = how.codes(weight) if weight else None, (inputs[0], inputs[1]) if inputs else None
+        return products.gradients(dy_MN, q, x, how.fmt)
+    if weight:
+        full = how.backward == "full"
+        dx = dy_MN.float() @ (how.factors.weight(weight[0].float()) if full else dequantize(how.codes(weight)))
+    if inputs:
+        codes_MK, *amax_MG = inputs
+        x_MK = dequantize_rows(floats(codes_MK), amax_MG[0], how.fmt) if amax_MG else codes_MK.float()
+        dw = dy_MN.float().t() @ x_MK
+    return dx, dw

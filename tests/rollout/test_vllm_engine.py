@@ -34,8 +34,6 @@ from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.sync.publish import Publisher, assemble_manifest
 from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import PolicySpec, Request, SamplingParams
-from tests.actors.test_trajectories import played_by, samples_of
-from tests.actors.test_trajectories import requests as turn_requests
 from tests.conftest import SUMS, requests_for, taken
 from tests.rollout.damage import dropped, swapped, transposed
 from tests.rollout.test_torch_engine import KEEP, learner_logprobs, weights_of, with_quantized_linears
@@ -283,6 +281,9 @@ class Remote:
 
 
 def test_turns_with_an_environment_continue_a_row_whose_beginning_is_cached(engine, spec, tokenizer):
+    from tests.actors.test_trajectories import played_by, samples_of  # needs Ray, which tests/gpu does not
+    from tests.actors.test_trajectories import requests as turn_requests
+
     model = policy(spec)
     engine.call("load", *weights_of(model, "int8"))
     problems = [

@@ -40,10 +40,11 @@ from qurl_ray.loop.rank.turns import Turn, Turns
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.training import announced
 from qurl_ray.quant.uaq import fold
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.sync.publish import Publisher
-from qurl_ray.types import PolicySpec
+from qurl_ray.types import Event, PolicySpec
 
 _FAIL_S = 30.0
 _RETRY_S = 0.5
@@ -85,6 +86,11 @@ def train_loop(context: dict[str, Any]) -> None:
     value_body = load(spec) if needs_value_model(config.algorithm) else None
     reference = load(spec) if config.algorithm.kl_coef else None
     settings = objective_settings(config)
+    flow = unified_flow(config, coordinator, names)
+    if flow and flow.backward == "quantized" and not flow.emulate and rank == 0:
+        used = announced(flow.fmt, torch.device(config.learner.device))
+        event = Event(kind="info", step=0, message=f"gradients of the learner's linears run on: {used}")
+        wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator")
     learner = make_learner(
         model,
         config.learner,
@@ -95,7 +101,7 @@ def train_loop(context: dict[str, Any]) -> None:
         value_body=value_body,
         reference=reference,
         penalty=penalty(config.algorithm),
-        flow=unified_flow(config, coordinator, names),
+        flow=flow,
         equalizer=equalizer_for(
             model, config.quantization, names, {rollouts, exported} - {"none"}, device=config.learner.device
         ),

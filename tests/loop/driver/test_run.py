@@ -341,6 +341,11 @@ def test_a_unified_flow_trains_what_generates(tmp_path, cluster, settings):
         assert line["values"]["sync/probe_gap_max"] == 0
         assert line["values"]["sync/codes_changed"] > 0
     assert result.summary["precision_flow"].startswith("unified")
+    told = [
+        e["message"] for e in events(result.run_dir, "info") if "gradients of the learner's linears" in e["message"]
+    ]
+    assert len(told) == ("rollout.quantization=fp8_block" in settings)
+    assert all("run on: emulation: scaled_mm_block needs a device of type cuda" in message for message in told)
     assert not events(result.run_dir, "warning")
 
 
