@@ -15,6 +15,7 @@ with their length, not quadratically.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,8 @@ from qurl_ray.policy.sharing import Sharing
 
 NAME = "qurl_invariant"
 VARLEN = "qurl_varlen"
+_FEWER_KEY_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""torch 2.11 lacks this argument: it takes fewer key heads as they are."""
 KEY_MULTIPLE = 16
 KEY_CHUNK = 128
 QUERY_CHUNK = 256  # queries whose scores exist at a time
@@ -288,7 +291,7 @@ def varlen_attention(
         bounds = packing.bounds
         # A window of (all before, none after) makes this function causal.
         out = varlen_attn(
-            query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=True
+            query, key, value, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **_FEWER_KEY_HEADS
         )
         return cast(torch.Tensor, out)[None], None
     heads = (part.split(packing.lengths, dim=2) for part in (query, key, value))

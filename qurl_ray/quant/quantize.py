@@ -99,7 +99,8 @@ def quantize_by(
     if not finite and not torch.isfinite(amax).all():
         bad = int((~torch.isfinite(w_NK)).any(dim=1).sum())
         raise QuantizationError(f"{fmt.name}: weight has nan or inf in {bad} of {rows} rows")
-    scale = amax * clip / fmt.weight_max
+    # The divisor is a tensor on the device: by a number, CUDA multiplies with the reciprocal, and last bits differ.
+    scale = amax * clip / amax.new_full((), fmt.weight_max)
     scale = torch.where(scale == 0, 1.0, scale)  # nan stays nan: integers could not show it
     ratios = blocks / scale
     # Elsewhere, a ratio exceeds the largest code by an error of rounding at most. Subnormal scales have few bits.

@@ -88,3 +88,12 @@ def test_gradients_are_near_those_of_emulation(name, tokens, dtype):
     dx, dw = entry.gradients(*operands)
     assert not torch.isfinite(dx[0]).any()
     assert not torch.isfinite(dw[7]).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_activations_get_the_codes_that_they_get_on_a_cpu(name, dtype):
+    x = inputs(512, 640, dtype).float()
+    found, expected = (quantize_rows(values, FORMATS[name]) for values in (x, x.cpu()))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)

@@ -33,7 +33,7 @@ def chunks_of(queries: int):
 
 def gradients(out, *inputs):
     """Of a sum with fixed random weights."""
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
     return torch.autograd.grad((out * weights).sum(), inputs)
 
 
