@@ -127,8 +127,8 @@ class VllmEngine:
             self._settings["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
         if spec.overrides:
             self._settings["hf_overrides"] = dict(spec.overrides)
-        if sleep_mode and kv_cache_bytes is not None:
-            self._settings["gpu_memory_utilization"] = _SHARED  # at the start, the learner may hold the rest
+        if kv_cache_bytes is not None:
+            self._settings["gpu_memory_utilization"] = _SHARED  # others, such as the learner, may hold the rest
         self._start(format_name)
 
     def _start(self, format_name: str) -> None:
