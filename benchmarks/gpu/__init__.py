@@ -18,6 +18,6 @@ Ray, no vLLM, no downloads, no installation of this package. Weights are random 
 | training | seconds of whole steps by format, in runs of a 1.5B policy | Ray |
 
 What is missing is listed as skipped, and the other parts are measured. `step` and `rollout` measure a few layers of a
-model's shape and extrapolate to all of them; the figures have both, under names that say which is which. None of this
-was measured on a GPU yet.
+model's shape and extrapolate to all of them; the figures have both, under names that say which is which. docs/gpu.md
+has what was measured so far.
 """

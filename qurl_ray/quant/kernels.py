@@ -18,8 +18,8 @@ Packing codes for fbgemm takes as long as it saves in 75 to 300 calls (docs/LOG.
 fast, linears therefore begin with it: it multiplies codes as they are, and has the same bits. They are packed if they
 are called that often.
 
-The three CUDA kernels are checked on a CPU as far as torch has their operations there. They were not measured on a GPU.
-What computes gradients through FP8 blocks is in a table of its own, in quant/training.py.
+The three CUDA kernels were compared with float64 on an H200 (docs/gpu.md). What computes gradients through FP8 blocks
+is in a table of its own, in quant/training.py.
 
 There is no kernel for int4: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on CPUs it is slower than
 emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the product in float32
@@ -291,7 +291,7 @@ def _int_mm_is_fast() -> bool:
     return integers <= 4 * min(timeit.repeat(lambda: x @ y.t(), number=1, repeat=5))
 
 
-# --- CUDA, not measured on a GPU ------------------------------------------------------------------------------------
+# --- CUDA ------------------------------------------------------------------------------------------------------------
 
 
 class _Cuda(Kernel):

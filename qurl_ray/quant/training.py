@@ -8,8 +8,8 @@ M tokens, weights [N, K]:
 | scaled_mm | CUDA, compute capability 9.0, CUDA 12.9, multiples of 128 | several passes in float32 | cuBLAS |
 | emulation | | several passes in float32 | float32 |
 
-`products_for` finds the first that can be used, from shapes and types alone: nothing waits for the GPU. None of this
-was measured on a GPU.
+`products_for` finds the first that can be used, from shapes and types alone: nothing waits for the GPU. On an
+H200 they were right, and slower than bfloat16 (docs/gpu.md).
 
 torchao's quantizers (torchao.prototype.blockwise_fp8_training, https://github.com/pytorch/ao) differ from
 `quantize_rows` in three ways. They multiply by 448 / max|x|, where that divides by max|x| and multiplies by 448: codes

@@ -9,8 +9,8 @@ Three products, M tokens, weights [N, K]. Their operands with backward="quantize
 | WGrad dW = dyᵀ · x | dy, 128 tokens × 1 column | x's saved codes, rounded again for 128 tokens × 1 column |
 
 FProp is a QuantizedLinear, which uses the kernel that quant/kernels.py finds, or else emulation. DGrad and WGrad are
-those of the table in quant/training.py, which has torchao's quantizers for them. What runs on a GPU was checked on a
-CPU as far as that goes, and not measured on a GPU.
+those of the table in quant/training.py, which has torchao's quantizers for them. On an H200 they were right, and
+slower than bfloat16 (docs/gpu.md).
 
 Between forward and backward pass, x is held as codes of one byte with float32 scales, and W as the parameter itself.
 The codes of W are computed again in the backward pass: to keep them would cost one byte per weight for the whole time,

@@ -1,4 +1,4 @@
-"""The torch engine on a GPU, captured and compiled. Never run so far: nothing was measured on a GPU.
+"""The torch engine on a GPU, captured and compiled.
 
 python -m pytest -m gpu tests/gpu
 """

@@ -1,4 +1,4 @@
-"""Weights from GPU to GPU: `ipc` between two processes on one. Never run so far: nothing was measured on a GPU.
+"""Weights from GPU to GPU: `ipc` between two processes on one. Never run so far.
 
 python -m pytest -m gpu tests/gpu/test_ipc.py, with qurl-ray[gpu]
 """

@@ -1,4 +1,4 @@
-"""The kernels for CUDA on a GPU, against the definition. Never run so far: nothing was measured on a GPU.
+"""The kernels for CUDA on a GPU, against the definition.
 
 python -m pytest -m gpu tests/gpu
 """

@@ -1,4 +1,4 @@
-"""vLLM on a GPU: its own kernels in fixed memory, under CUDA graphs. Never run so far: nothing was measured on a GPU.
+"""vLLM on a GPU: its own kernels in fixed memory, under CUDA graphs. Only int8 has run so far.
 
 python -m pytest -m gpu tests/gpu/test_vllm.py, with qurl-ray[gpu]
 """
