@@ -1,7 +1,9 @@
-"""Rollouts of several turns: python benchmarks/agents.py (25 minutes), --only calculator|waiting, or --quick.
+"""Rollouts of several turns: python benchmarks/agents.py (55 minutes), --only calculator|game|waiting, or --quick.
 
 - calculator: the preset, whose tiny policy cannot multiply two-digit numbers in its head, with INT8 rollouts, in full
   precision, and with a calculator that answers nothing (control), all with the same number of steps.
+- game: the preset smollm2_guess, in which SmolLM2-135M plays TextArena's Guess The Number: reward of held-out games,
+  answered greedily, and of the games that it learns from.
 - waiting: tokens/s of SmolLM2-135M in INT8, 32 tokens a turn, four times as many trajectories as slots. Environments
   take 0 to 4 turns' time at random, or none: medians of the ratios of rounds in which both take turns. `make smollm2`
   installs the weights. The fleet, the engine and the processes of the environments are the real ones, without Ray.
@@ -32,7 +34,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.types import Problem, Request, SamplingParams
 
-Part = Literal["calculator", "waiting"]
+Part = Literal["calculator", "game", "waiting"]
 ARMS = {
     "INT8": [],
     "full precision": ["rollout.quantization=none", "quantization.uaq_scale=1"],
@@ -42,34 +44,54 @@ _QURL = "from qurl_ray.cli.main import main; main()"
 STEPS, SLOTS, TURNS, TOKENS, ROUNDS = 30, 8, 4, 32, 3
 
 
-# --- the preset ------------------------------------------------------------------------------------------------------
+# --- the presets -----------------------------------------------------------------------------------------------------
+
+
+def run_of(preset: str, *settings: str) -> dict[str, Any]:
+    """Return the seconds, the summary, and the values of evaluations and steps of a run of a preset."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", _QURL, "train", preset, f"output_dir={folder}", "tracking.mlflow=false"]
+        began = time.perf_counter()
+        subprocess.run([*command, *settings], check=True)
+        seconds, run = time.perf_counter() - began, Path(folder, preset)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        values = {kind: [line["values"] for line in lines if line["kind"] == kind] for kind in ("step", "evaluation")}
+        return {"seconds": seconds, "summary": json.loads((run / "summary.json").read_text())} | values
 
 
 def calculator(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for name, settings in ARMS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            steps = 2 if quick else STEPS
-            command = [sys.executable, "-c", _QURL, "train", "calculator", f"output_dir={folder}"]
-            command += [f"steps={steps}", "evaluation.target_reward=null", "tracking.mlflow=false", *settings]
-            began = time.perf_counter()
-            subprocess.run(command, check=True)
-            seconds, run = time.perf_counter() - began, Path(folder, "calculator")
-            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            values = [line["values"] for line in lines if line["kind"] == "step"]
-            summary = json.loads((run / "summary.json").read_text())
+        steps = 2 if quick else STEPS
+        run = run_of("calculator", f"steps={steps}", "evaluation.target_reward=null", *settings)
         rows.append(
             {
                 "arm": name,
-                "before": summary["accuracy_before"],
-                "after": summary["accuracy_after"],
-                "calls": [step["environment/calls"] for step in values],
-                "failed": [step["environment/failed"] for step in values],
-                "seconds": seconds,
+                "before": run["summary"]["accuracy_before"],
+                "after": run["summary"]["accuracy_after"],
+                "calls": [step["environment/calls"] for step in run["step"]],
+                "failed": [step["environment/failed"] for step in run["step"]],
+                "seconds": run["seconds"],
             }
         )
         print(rows[-1], flush=True)
     return rows
+
+
+def game(quick: bool) -> list[dict[str, Any]]:
+    run = run_of("smollm2_guess", *(["steps=1", "evaluation.problems=4", "evaluation.every=0"] if quick else []))
+    row = {
+        "evaluations": [
+            {"when": one["label"], **{name: one[f"eval/{name}"] for name in ("reward", "reward_low", "reward_high")}}
+            for one in run["evaluation"]
+        ],
+        "p": run["summary"]["reward_p_value"],
+        "rewards": [step["reward/mean"] for step in run["step"]],
+        "failed_calls": [step["environment/failed_calls"] for step in run["step"]],
+        "seconds": run["seconds"],
+    }
+    print(row, flush=True)
+    return [row]
 
 
 # --- waiting for environments ----------------------------------------------------------------------------------------
@@ -145,6 +167,18 @@ def report(found: dict[str, Any]) -> str:
         for row in found["calculator"]["rows"]:
             cells = [f"{row['before']:.1%}", f"{row['after']:.1%}", f"{row['calls'][0]:.2f}", f"{row['calls'][-1]:.2f}"]
             lines.append(f"| {row['arm']} | {' | '.join(cells)} | {row['seconds']:.0f} |")
+    if "game" in found:
+        (row,) = found["game"]["rows"]
+        took = f"{len(row['rewards'])} steps in {row['seconds'] / 60:.0f} minutes"
+        lines += ["", f"Guess The Number, SmolLM2-135M, INT8, {took}.", ""]
+        lines += ["| held-out games | reward | 95 % interval |", "|---|---|---|"]
+        for one in row["evaluations"]:
+            interval = f"{one['reward_low']:.3f} to {one['reward_high']:.3f}"
+            lines.append(f"| {one['when']} | {one['reward']:.3f} | {interval} |")
+        learned = ", ".join(f"{reward:.2f}" for reward in row["rewards"])
+        lines += ["", f"Paired test of the reward: p {row['p']:.1g}. Mean rewards of its steps, sampled: {learned}."]
+        first, last = row["failed_calls"][0], row["failed_calls"][-1]
+        lines.append(f"Moves that the game refused: {first:.0%} in the first step, {last:.0%} in the last.")
     if "waiting" in found:
         rows = found["waiting"]["rows"]
         names = list(rows[0])
@@ -168,7 +202,7 @@ def main(
     torch.set_num_threads(2)
     path = RESULTS / "agents.json"
     found = json.loads(path.read_text()) if path.is_file() and not quick else {}
-    for part, work in (("calculator", calculator), ("waiting", waiting)):
+    for part, work in (("calculator", calculator), ("game", game), ("waiting", waiting)):
         if only in (None, part):
             found[part] = {"machine": machine(), "rows": work(quick)}
     print(report(found))

@@ -127,7 +127,8 @@ class VllmServer:
         except errors.QurlError:
             raise
         except Exception as error:  # vLLM's own types are many, and callers need not know them
-            raise EngineError(f"vLLM failed while it was asked for {what}: {type(error).__name__}: {error}") from error
+            told = f"vLLM failed while it was asked for {what}: {type(error).__name__}: {error}{_log_of_cause()}"
+            raise EngineError(told) from error
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -263,6 +264,13 @@ def _completion(request: Request, output: Any, version: int, aborted: Finish) ->
         versions=np.full(len(tokens), version, dtype=np.int32),
         finish=aborted if output.finish_reason == "abort" else output.finish_reason,
     )
+
+
+def _log_of_cause() -> str:
+    """Return where vLLM's processes have printed why they failed, if that is a file, as it is for Ray's workers: their
+    errors only say that they did."""
+    path = os.path.realpath("/proc/self/fd/2")
+    return f" ({path} has the cause)" if os.path.isfile(path) else ""
 
 
 def _set_environment(threads: int | None, ranks: int, *, eager: bool) -> None:

@@ -544,6 +544,22 @@ def with_plugin_alone(format_name, folders, shapes, requests, ranks: int = 1):
     return json.loads(line.removeprefix("FOUND "))
 
 
+def test_a_failed_start_says_where_vllm_printed_the_cause(spec, tmp_path):
+    code = (
+        "from qurl_ray.rollout.vllm_engine import VllmEngine; from qurl_ray.types import PolicySpec\n"
+        f"if __name__ == '__main__': VllmEngine(PolicySpec(source={spec.source!r}), slots=2, kv_cache_bytes=1000)"
+    )
+    script, printed = tmp_path / "start.py", tmp_path / "worker.err"
+    script.write_text(code)
+    with printed.open("w") as stderr:
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        child = subprocess.run([sys.executable, script], stderr=stderr, env=environment, timeout=200)
+    cause, _, last = printed.read_text().rpartition("EngineError: ")
+    assert child.returncode == 1
+    assert f"({printed} has the cause)" in last, cause[-2000:]
+    assert "No available memory for the cache blocks" in cause
+
+
 @pytest.mark.equal_bits
 def test_close_leaves_no_process_and_nobody_waiting(engine, spec, tokenizer):
     engine.call("load", *weights_of(policy(spec), "none"))
