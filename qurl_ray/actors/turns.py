@@ -86,14 +86,25 @@ class TurnsWork(Work):
 
     def next(self, worker: int, now: float, hedge_after: float) -> Chunk | None:
         """Return what an idle worker is to do, or None: the rows that it keeps, and those that nobody keeps up to its
-        share. If there are none, up to its share of the rows of a worker that is not free, or has more than its own.
+        share, the oldest requests first: a row that has to wait until others have ended would be computed alone. If
+        there are none, up to its share of the rows of a worker that is not free, or has more than its own.
         """
         if self.over:
             return None
         share = -(-self.waiting // self._workers())
-        places = self._of_kept(worker, self._size)
-        while self._new and len(places) < share and len(places) + len(self._new[0].places) <= self._size:
-            places += self._new.popleft().places
+        most_new = share - len(self._kept.get(worker, ()))
+        places: list[int] = []
+        while len(places) < self._size:
+            kept = self._kept.get(worker)
+            new: tuple[int, ...] = self._new[0].places if self._new else ()
+            fits = most_new > 0 and 0 < len(new) <= self._size - len(places)
+            if fits and not (kept and kept[0] < new[0]):
+                places += self._new.popleft().places
+                most_new -= len(new)
+            elif kept:
+                places += self._of_kept(worker, 1)
+            else:
+                break
         if not places and self._kept:
             left = min(share, self._size)  # to one that is free
             spare = {index: len(kept) - left * self._free(index) for index, kept in self._kept.items()}

@@ -33,7 +33,7 @@ from qurl_ray.policy.sharing import Sharing
 
 NAME = "qurl_invariant"
 VARLEN = "qurl_varlen"
-_FEWER_KEY_HEADS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+_FEWER_KEY_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """torch 2.11 lacks this argument: it takes fewer key heads as they are."""
 KEY_MULTIPLE = 16
 KEY_CHUNK = 128

@@ -64,7 +64,7 @@ def test_a_row_goes_back_to_the_worker_that_keeps_it_whoever_looks_first():
         assert {owners[uid] for uid in uids(work, work.next(index, 0.0, 9.0))} == {index}
 
 
-def test_own_rows_come_before_new_ones_and_both_within_the_share():
+def test_a_worker_takes_its_own_rows_and_new_ones_within_its_share_the_oldest_first():
     work = work_of()
     for uid in "abcd":
         work.add(a_request(uid))
@@ -72,8 +72,20 @@ def test_own_rows_come_before_new_ones_and_both_within_the_share():
     assert serve(work, 1) == ["c"]
     for uid in ("e", "a", "b", "f"):
         work.add(a_request(uid))
-    assert uids(work, work.next(0, 0.0, 9.0)) == ["a", "b", "d"]  # of d, e, a, b, f: half, rounded up
+    assert uids(work, work.next(0, 0.0, 9.0)) == ["d", "a", "b"]  # of d, e, a, b, f: half, rounded up
     assert uids(work, work.next(1, 0.0, 9.0)) == ["e"]
+
+
+def test_no_row_waits_for_its_first_turn_until_others_have_had_their_last():
+    work = work_of(workers=1, size=2)
+    for uid in "abcdef":
+        work.add(a_request(uid))
+    seen = []
+    for _ in range(4):
+        seen.append(serve(work, 0))
+        for uid in seen[-1]:
+            work.add(a_request(uid))
+    assert seen == [["a", "b"], ["c", "d"], ["e", "f"], ["a", "b"]]
 
 
 def test_an_idle_worker_takes_what_a_busy_or_lost_one_keeps_and_leaves_what_a_free_one_does():
