@@ -79,7 +79,7 @@ def calculator(quick: bool) -> list[dict[str, Any]]:
 
 
 def game(quick: bool) -> list[dict[str, Any]]:
-    run = run_of("smollm2_guess", *(["steps=1", "evaluation.problems=4", "evaluation.every=0"] if quick else []))
+    run = run_of("smollm2_guess", *(["steps=1", "evaluation.problems=4"] if quick else []))
     row = {
         "evaluations": [
             {"when": one["label"], **{name: one[f"eval/{name}"] for name in ("reward", "reward_low", "reward_high")}}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray import ObjectRef
 from ray.actor import ActorHandle
 
@@ -19,11 +20,12 @@ from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.training import announced
 from qurl_ray.sync.direct import Direct
 from qurl_ray.sync.publish import Bucket, Publisher
 from qurl_ray.sync.transport import Link, Probes, Transport, connect
 from qurl_ray.tables import TRANSPORTS
-from qurl_ray.types import Completion, StagedBucket, TensorRecord
+from qurl_ray.types import Completion, Event, StagedBucket, TensorRecord
 
 
 class Sender:
@@ -204,6 +206,14 @@ def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str
         emulate=config.quantization.kernel == "emulation",
         equalized=config.quantization.equalizes(name),
     )
+
+
+def tell_gradients(flow: UnifiedFlow, config: RunConfig, coordinator: ActorHandle) -> None:
+    """Announce what computes the gradients, if they come from codes and are not emulated by choice."""
+    if flow.backward == "quantized" and not flow.emulate:
+        used = announced(flow.fmt, torch.device(config.learner.device))
+        event = Event(kind="info", step=0, message=f"gradients of the learner's linears run on: {used}")
+        wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator")
 
 
 def fleet_weight_max_code(config: RunConfig, coordinator: ActorHandle, format_name: str) -> int:

@@ -35,16 +35,15 @@ from qurl_ray.loop.messages import Directive, Start, WeightsWanted
 from qurl_ray.loop.rank.memory import check_memory
 from qurl_ray.loop.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
 from qurl_ray.loop.rank.saver import Saver, barrier, check_shared
-from qurl_ray.loop.rank.sender import Sender, unified_flow
+from qurl_ray.loop.rank.sender import Sender, tell_gradients, unified_flow
 from qurl_ray.loop.rank.turns import Turn, Turns
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.quant.training import announced
 from qurl_ray.quant.uaq import fold
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.sync.publish import Publisher
-from qurl_ray.types import Event, PolicySpec
+from qurl_ray.types import PolicySpec
 
 _FAIL_S = 30.0
 _RETRY_S = 0.5
@@ -87,10 +86,8 @@ def train_loop(context: dict[str, Any]) -> None:
     reference = load(spec) if config.algorithm.kl_coef else None
     settings = objective_settings(config)
     flow = unified_flow(config, coordinator, names)
-    if flow and flow.backward == "quantized" and not flow.emulate and rank == 0:
-        used = announced(flow.fmt, torch.device(config.learner.device))
-        event = Event(kind="info", step=0, message=f"gradients of the learner's linears run on: {used}")
-        wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator")
+    if flow and rank == 0:
+        tell_gradients(flow, config, coordinator)
     learner = make_learner(
         model,
         config.learner,
