@@ -101,6 +101,8 @@ class Request:
     drawn: int = 0
     """Number of answer tokens that were drawn before; prompt_ids holds them (rollout.requests.continued), and what an
     environment said between them."""
+    elsewhere: int = 0
+    """Number of those in earlier rows of the trajectory, which prompt_ids does not hold."""
     continues: bool = False
     """True if a request that continues this one may follow: an engine may keep its keys and values."""
 
@@ -121,6 +123,12 @@ class AnswerTokens:
     """Weight version with which each token was drawn; -1 where `mask` is False."""
     mask: np.ndarray | None = None  # bool [answer length]
     """True on tokens that the policy drew, False on those of an environment; None if the policy drew all."""
+    rows: tuple[int, ...] = ()
+    """Numbers of answer tokens after which a new row begins, which an engine was given in place of all tokens before:
+    first its prompt, up to the next token that the policy drew. () for an answer of one row.
+
+    Example:
+        rows=(3,), mask=[True, False, True, False, False, False, True]: the second row has a prompt of three tokens."""
 
     @property
     def drawn(self) -> int:
@@ -173,8 +181,20 @@ class TurnCredit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Place of a row in its trajectory."""
+
+    number: int
+    """Number of earlier rows."""
+    drawn: int
+    """Number of tokens that the policy drew in all rows."""
+    later: float
+    """Sum of the rewards of turns in later rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory(AnswerTokens):
-    """One judged sample, ready for training."""
+    """One judged sample, ready for training: as a whole, or one of its rows (learner.batching.rows_of)."""
 
     prompt_ids: np.ndarray  # int32
     reward: float
@@ -187,6 +207,13 @@ class Trajectory(AnswerTokens):
     """Group number: the same for all samples of one prompt, unique within the step."""
     watched: bool = False
     """True if the learner is to report its own log-probs of this answer, for inspection."""
+    row: Row | None = None
+    """Place among the rows of its trajectory; None for a trajectory of one row, and as a whole."""
+
+    @property
+    def row_uid(self) -> str:
+        """`uid`, and of a later row its number, as in "train-17/0+1"."""
+        return row_uid(self.uid, self.row.number if self.row else 0)
 
     @property
     def length(self) -> int:
@@ -209,6 +236,11 @@ class Trajectory(AnswerTokens):
     def turn_lengths(self) -> np.ndarray:
         """Number of tokens that the policy drew in each turn, integers [turns]."""
         return np.diff(self.drawn_ends, prepend=0)
+
+
+def row_uid(uid: str, number: int) -> str:
+    """Return the identifier of a row of a trajectory; that of the first is the trajectory's own."""
+    return f"{uid}+{number}" if number else uid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

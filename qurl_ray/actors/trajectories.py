@@ -6,6 +6,9 @@ A Course decides what comes next, and a Player does it.
 
 A turn is a request whose prompt is the whole row so far. What was drawn is never encoded again, and what the
 environment says is encoded once (data.turns). A trajectory that waits for its environment is nowhere in an engine.
+
+With rewritten_history=new_row, a new row begins where the chat template writes the conversation otherwise than the row
+has it. Its prompt is part of the answer, too, as tokens that no policy drew: what was drawn before stays as it is.
 """
 
 import asyncio
@@ -21,7 +24,7 @@ from qurl_ray.actors.environments import EnvironmentPool, EnvironmentReply, Inpu
 from qurl_ray.config import RunConfig
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.data.answers import answer_text
-from qurl_ray.data.turns import TurnEncoder
+from qurl_ray.data.turns import History, TurnEncoder
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import DataError
@@ -157,6 +160,8 @@ class Course:
     def __init__(self, rules: Rules, first: Request, problem: Problem) -> None:
         self._rules, self._problem, self._row = rules, problem, first
         self._parts = [_told(first.uid, np.zeros(0, dtype=np.int32))]
+        self._history: History | None = None  # None if nothing is rewritten
+        self._new_rows: list[int] = []
         self.played = Played(completion=self._parts[0], prompt_ids=first.prompt_ids, last_turn=self._parts[0].token_ids)
         self.todo: Request | Input | None = problem
         """Turn to be drawn, or what the environment is to be given; None once the trajectory has ended."""
@@ -195,6 +200,8 @@ class Course:
             self._row = replace(self._row, prompt_ids=self.played.prompt_ids)
             if not self._room():
                 raise DataError(f"what it says first leaves no room in the context of {self._rules.context} tokens")
+        if self._rules.config.rewritten_history == "new_row":
+            self._history = self._rules.encoder.history(self._problem, said)
         self._draw()
 
     def _stepped(self, step: Step) -> None:
@@ -204,13 +211,22 @@ class Course:
         if step.done or not step.messages or played.turns == self._rules.config.max_turns:
             self._end()
             return
-        told = self._rules.encoder.after(self._problem, last.token_ids, step.messages)
-        self._row = replace(self._row, prompt_ids=np.concatenate([self._row.prompt_ids, told]))
+        encoder, rewritten = self._rules.encoder, None
+        told = encoder.after(self._problem, last.token_ids, step.messages)
+        if self._history:
+            text = played.drew[-1].text
+            self._history, rewritten = encoder.follow(self._problem, self._history, last.token_ids, text, step.messages)
+        if rewritten is None:
+            self._row = replace(self._row, prompt_ids=np.concatenate([self._row.prompt_ids, told]))
+        else:
+            self._row = replace(self._row, prompt_ids=rewritten, elsewhere=self._row.drawn)
         if not self._room():
             self._parts[-1] = replace(last, finish="length")
             self._end()
             return
-        self._parts.append(_told(last.uid, told))
+        if rewritten is not None:
+            self._new_rows.append(self._length())
+        self._parts.append(_told(last.uid, told if rewritten is None else rewritten))
         self._draw()
 
     def _draw(self) -> None:
@@ -220,7 +236,8 @@ class Course:
         self.todo = replace(self._row, sampling=replace(sampling, max_new_tokens=most), continues=not last)
 
     def _end(self, failure: CallFailed | None = None) -> None:
-        self.played.failure, self.played.completion, self.todo = failure, joined(self._parts), None
+        whole = replace(joined(self._parts), rows=tuple(self._new_rows))
+        self.played.failure, self.played.completion, self.todo = failure, whole, None
 
     def _length(self) -> int:
         """Number of tokens of the answer so far."""

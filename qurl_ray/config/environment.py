@@ -20,15 +20,16 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the environment, by name."""
     max_turns: int = Field(8, ge=1)
     """Largest number of turns of the policy in a trajectory. `rollout.max_new_tokens` bounds the tokens of all turns
-    together, and `model.max_length` those of the whole trajectory, with what the environment says."""
+    together, and `model.max_length` those of the whole row, with what the environment says."""
     turn_tokens: int | None = Field(None, ge=1)
     """Largest number of tokens of one turn; null is what is left of rollout.max_new_tokens."""
     cut_turns: Literal["end", "close"] = "end"
     """Treatment of a turn that a limit cuts off: `end` ends the trajectory; `close` gives the turn to the environment
     as if it had ended, and, if the trajectory has tokens left, an end token, which is not trained."""
-    rewritten_history: Literal["refuse", "keep"] = "refuse"
+    rewritten_history: Literal["refuse", "keep", "new_row"] = "refuse"
     """For chat templates that rewrite earlier turns, such as Qwen3's, which removes their thoughts: `refuse` ends the
-    run before its start; `keep` leaves earlier turns as they were drawn."""
+    run before its start; `keep` leaves earlier turns as they were drawn; `new_row` continues after the conversation as
+    the template writes it, in a new row of tokens, where that is not what the row holds."""
     concurrency: int = Field(256, ge=1)
     """Number of trajectories with an environment at a time; others wait for their first turn. An environment that does
     not say that it is deterministic has a process of its own."""

@@ -1,11 +1,14 @@
 """Turns as tokens: what stands between the end of a turn of the policy and the start of its next one.
 
 Nothing that the policy drew is encoded again. A chat template is rendered with a stand-in for the turn, and what it
-writes after the stand-in follows the tokens that were drawn.
+writes after the stand-in follows the tokens that were drawn. Only where a new row begins, because the template writes
+earlier turns otherwise than the policy drew them, is the whole conversation encoded: as the prompt of that row.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,21 @@ _TURN = "qurl turn 7f3a"
 _SAID = "qurl said 9c1e {}."
 """Stand-ins for text. A template may not change them, and hardly any other text contains them."""
 _THOUGHT = "<think>\nqurl thought 5d2b\n</think>\n\n"
+_HIDDEN = "qurl hidden 3e8d"
+"""Beginning of a stand-in for the text of a special token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Conversation of a trajectory up to the start of a turn, and the row that the policy continues there."""
+
+    messages: tuple[dict[str, Any], ...]
+    spelled: tuple[frozenset[str], ...]
+    """Texts of special tokens that are no special tokens in each message."""
+    row: str
+    """Text of the row, with each turn as the policy drew it."""
+    begun: str = ""
+    """Beginning of the first turn, which the prompt already holds."""
 
 
 class TurnEncoder:
@@ -34,6 +52,7 @@ class TurnEncoder:
 
     def __init__(self, tokenizer: Any, task: TaskConfig, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._task, self._stop_ids = tokenizer, task, tuple(stop_ids)
+        self._special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._rendered: dict[str, str] = {}
 
     def opening(self, problem: Problem, said: Sequence[dict[str, Any]]) -> np.ndarray:
@@ -70,6 +89,51 @@ class TurnEncoder:
             text = text.removeprefix(self._tokenizer.decode([int(drawn[-1])]))
         return self._encoded(text, said)
 
+    def history(self, problem: Problem, said: Sequence[dict[str, Any]]) -> History | None:
+        """Return the history before the first turn; None if prompts do not go through a chat template, which could
+        rewrite it.
+
+        Args:
+            said: what an environment says after the prompt, as for `opening`; it may be nothing.
+
+        Raises:
+            DataError: the template fails.
+        """
+        if not is_chat(problem, self._tokenizer, self._task):
+            return None
+        messages = tuple(chat_messages(problem, self._task))
+        spelled = (frozenset[str](),) * len(messages)  # as encode_prompt has it
+        if not said and messages[-1]["role"] == "assistant":
+            row, begun = self._render(messages, unfinished=True), messages[-1]["content"]
+            return History(messages=messages[:-1], spelled=spelled[:-1], row=row, begun=begun)
+        return self._told(History(messages=messages, spelled=spelled, row=""), said)
+
+    def follow(
+        self, problem: Problem, history: History, drawn: np.ndarray, text: str, said: Sequence[dict[str, Any]]
+    ) -> tuple[History, np.ndarray | None]:
+        """Return the history at the start of the next turn, and the prompt of a new row, int32, or None if the row goes
+        on as `after` says: where the template writes the conversation as the row has it.
+
+        The prompt is what the template makes of all messages, with the text of the policy's turns. A special token in
+        it is the template's, the problem's, or one that the policy drew.
+
+        Args:
+            history: what `history`, or this function, returned before the turn.
+            drawn: tokens of the turn, and `text` what they say without the end token.
+            said: at least one message.
+
+        Raises:
+            DataError: the template fails.
+        """
+        turn = {"role": "assistant", "content": history.begun + text}
+        kept = drawn[:-1] if len(drawn) and int(drawn[-1]) in self._stop_ids else drawn
+        spelled = frozenset(s for s, i in self._special.items() if text.count(s) != (kept == i).sum())
+        before = History(messages=(*history.messages, turn), spelled=(*history.spelled, spelled), row="")
+        whole = self._told(before, said)
+        told = "".join(text for text, _ in _filled(self._after_turn(problem, said), said))
+        goes_on = whole.row == history.row + text + told
+        return whole, None if goes_on else self._prompt(whole)
+
     def check(self, problem: Problem, *, keep_history: bool) -> None:
         """Check that turns can follow each other.
 
@@ -90,7 +154,7 @@ class TurnEncoder:
             raise DataError(
                 "the tokenizer's chat template rewrites earlier turns, for example removes their thoughts, so that a "
                 "trajectory is not what the policy drew: set environment.rewritten_history=keep to leave them as they "
-                "were drawn, or use another template"
+                "were drawn, environment.rewritten_history=new_row to go on in a new row, or use another template"
             )
 
     def _after_turn(self, problem: Problem, said: Sequence[dict[str, Any]]) -> str:
@@ -104,24 +168,60 @@ class TurnEncoder:
             self._rendered[key] = text.partition(_TURN)[2]
         return self._rendered[key]
 
+    def _told(self, history: History, said: Sequence[dict[str, Any]]) -> History:
+        """Return the history with what was said; its row is what the template makes of all messages."""
+        messages = (*history.messages, *said)
+        spelled = (*history.spelled, *[frozenset(self._special)] * len(said))
+        return History(messages=messages, spelled=spelled, row=self._render(messages, begin=True))
+
+    def _prompt(self, history: History) -> np.ndarray:
+        """Return the tokens of a conversation as the template writes it, up to the start of the next turn."""
+        hidden: list[str] = []
+        stand_in = _HIDDEN
+        while any(stand_in in str(message.get("content")) for message in history.messages):
+            stand_in += "x"
+
+        def hide(found: re.Match) -> str:
+            hidden.append(found[0])
+            return f"{stand_in} {len(hidden) - 1}."
+
+        messages = [
+            message | {"content": re.sub(_any_of(spelled), hide, message["content"])} if spelled else message
+            for message, spelled in zip(history.messages, history.spelled, strict=True)
+        ]
+        ids: list[int] = []
+        parts = re.split(rf"{stand_in} (\d+)\.", self._render(messages, begin=True))
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids += self._text_ids(hidden[int(part)])
+            else:
+                ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        return np.array(ids, dtype=np.int32)
+
     def _encoded(self, text: str, said: Sequence[dict[str, Any]]) -> np.ndarray:
         """Return the tokens of a rendered text, with what was said in the places of its stand-ins."""
         ids: list[int] = []
-        for number, message in enumerate(said):
-            before, found, text = text.partition(_SAID.format(number))
-            if not found:
-                role = message.get("role")
-                raise DataError(f"the tokenizer's chat template does not take a message of {role!r} as it is")
-            quoted = before.endswith('"') and text.startswith('"')  # Llama's template writes results as JSON
-            content = json.dumps(message["content"], ensure_ascii=False)[1:-1] if quoted else message["content"]
-            ids += self._tokenizer(before, add_special_tokens=False)["input_ids"]
-            ids += self._text_ids(content)
-        return np.array(ids + self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        for part, is_content in _filled(text, said):
+            if is_content:
+                ids += self._text_ids(part)
+            else:
+                ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
+        return np.array(ids, dtype=np.int32)
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, begin: bool = False) -> str:
+    def _render(self, messages: Sequence[dict[str, Any]], *, begin: bool = False, unfinished: bool = False) -> str:
+        """Return what the template makes of messages.
+
+        Args:
+            begin: the start of the next turn follows.
+            unfinished: the last message is the beginning of a turn.
+        """
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=begin, tokenize=False, **self._task.chat_template_args
+                list(messages),
+                add_generation_prompt=begin,
+                continue_final_message=unfinished,
+                tokenize=False,
+                **self._task.chat_template_args,
             )
         except Exception as error:  # the template is a program, which may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -135,6 +235,28 @@ class TurnEncoder:
 
 def _stood_in(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [message | {"content": _SAID.format(number)} for number, message in enumerate(said)]
+
+
+def _filled(text: str, said: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a rendered text, and True for those that were said, in the places of their stand-ins.
+
+    Raises:
+        DataError: a stand-in is missing.
+    """
+    for number, message in enumerate(said):
+        before, found, text = text.partition(_SAID.format(number))
+        if not found:
+            role = message.get("role")
+            raise DataError(f"the tokenizer's chat template does not take a message of {role!r} as it is")
+        quoted = before.endswith('"') and text.startswith('"')  # Llama's template writes results as JSON
+        yield before, False
+        yield (json.dumps(message["content"], ensure_ascii=False)[1:-1] if quoted else message["content"]), True
+    yield text, False
+
+
+def _any_of(texts: frozenset[str]) -> str:
+    """Return a pattern of these texts, the longest first."""
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
 
 
 def _texts(said: Sequence[dict[str, Any]]) -> str:

@@ -1,19 +1,20 @@
 """Division of judged samples into mini-batches, shares of ranks and micro-batches, decided once for all ranks.
 
-All lengths are known where this runs, so ranks agree on the number of micro-batches without communication.
+A trajectory of several rows is divided into them here: for the learner, each is a sample of its own. All lengths are
+known where this runs, so ranks agree on the number of micro-batches without communication.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from heapq import heapreplace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from qurl_ray.rl.objective import Denominators
-from qurl_ray.types import Trajectory, TurnCredit
+from qurl_ray.types import Row, Trajectory, TurnCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,29 +75,29 @@ def _arrived(
             )
         )
         at, scored, masked = at + length + tokens, scored + tokens, masked + tokens * has_mask
-    for row, credit in _arrived_turns(*turns) if turns else ():
-        samples[row] = replace(samples[row], turns=credit)
+    for place, credit, row in _arrived_turns(*turns) if turns else ():
+        samples[place] = replace(samples[place], turns=credit, row=row)
     taken = iter(samples)
     return MiniBatch(micro_batches=[list(islice(taken, count)) for count in counts], denominators=denominators)
 
 
 def _sent_turns(samples: Sequence[Trajectory]) -> tuple:
-    """Return the turns of samples as a list and two arrays; () if no sample has any."""
-    turns = [(row, s.turns) for row, s in enumerate(samples) if s.turns is not None]
+    """Return the turns of samples, and the rows that they are, as a list and two arrays; () if no sample has any."""
+    turns = [(place, s.turns, s.row) for place, s in enumerate(samples) if s.turns is not None]
     if not turns:
         return ()
-    sizes = [(row, len(t.ends), t.advantages is not None) for row, t in turns]
-    values = [part for _, t in turns for part in (t.rewards, t.advantages) if part is not None]
-    return sizes, np.concatenate([t.ends for _, t in turns]), np.concatenate(values)
+    sizes = [(place, len(t.ends), t.advantages is not None, row) for place, t, row in turns]
+    values = [part for _, t, _ in turns for part in (t.rewards, t.advantages) if part is not None]
+    return sizes, np.concatenate([t.ends for _, t, _ in turns]), np.concatenate(values)
 
 
 def _arrived_turns(
-    sizes: list[tuple[int, int, bool]], ends: np.ndarray, values: np.ndarray
-) -> Iterator[tuple[int, TurnCredit]]:
-    """Yield (place of a sample, its turns) from what _sent_turns returned."""
-    for row, count, compared in sizes:
+    sizes: list[tuple[int, int, bool, Row | None]], ends: np.ndarray, values: np.ndarray
+) -> Iterator[tuple[int, TurnCredit, Row | None]]:
+    """Yield (place of a sample, its turns, its place in its trajectory) from what _sent_turns returned."""
+    for place, count, compared, row in sizes:
         advantages = values[count : 2 * count] if compared else None
-        yield row, TurnCredit(ends=ends[:count], rewards=values[:count], advantages=advantages)
+        yield place, TurnCredit(ends=ends[:count], rewards=values[:count], advantages=advantages), row
         ends, values = ends[count:], values[count * (1 + compared) :]
 
 
@@ -111,6 +112,7 @@ class Tensors:
     rewards_BT: torch.Tensor  # float32, the reward of a turn at its last token that the policy drew, 0 elsewhere
     advantages: torch.Tensor  # float32 [B], or [B, T] if turns have their own
     lengths_B: torch.Tensor  # int64, tokens that are not padding
+    drawn_B: torch.Tensor  # int64, tokens that the policy drew in all rows of the trajectory
 
     def to(self, device: str) -> "Tensors":
         """Return these tensors on `device`."""
@@ -128,6 +130,8 @@ def plan(
 ) -> list[list[MiniBatch]]:
     """Return mini-batches as [rank][update]: whole groups, shuffled into `updates` mini-batches, shared by tokens.
 
+    Trajectories are divided into their rows; denominators count each trajectory once.
+
     Args:
         groups: at least one group; each holds the samples of one prompt.
         token_budget: bound on the tokens of a micro-batch, see micro_batches.
@@ -136,10 +140,11 @@ def plan(
     order = np.random.default_rng(seed).permutation(len(groups))
     by_rank: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for chosen in np.array_split(order, min(updates, len(groups))):
-        samples = [sample for index in chosen for sample in groups[index]]
+        whole = [sample for index in chosen for sample in groups[index]]
+        samples = [row for sample in whole for row in rows_of(sample)]
         denominators = Denominators(
             tokens=sum(s.drawn for s in samples),
-            sequences=len(samples),
+            sequences=len(whole),
             turns=sum(1 if s.turns is None else len(s.turns.ends) for s in samples),
         )
         shares = [micro_batches(share, token_budget, packed=packed) for share in balance(samples, ranks)]
@@ -148,6 +153,36 @@ def plan(
             padded = share + [[] for _ in range(most - len(share))]
             by_rank[rank].append(MiniBatch(micro_batches=padded, denominators=denominators))
     return by_rank
+
+
+def rows_of(sample: Trajectory) -> list[Trajectory]:
+    """Return the rows of a trajectory, each with its own prompt, tokens and turns, and the trajectory's advantage."""
+    if not sample.rows:
+        return [sample]
+    turns, found = sample.turns, []
+    assert turns is not None
+    assert sample.mask is not None
+    for number, (begin, end) in enumerate(pairwise((0, *sample.rows, len(sample.token_ids)))):
+        first = begin + int(sample.mask[begin:end].argmax()) if number else 0
+        here, own = (turns.ends > begin) & (turns.ends <= end), slice(first, end)
+        found.append(
+            replace(
+                sample,
+                prompt_ids=sample.token_ids[begin:first] if number else sample.prompt_ids,
+                token_ids=sample.token_ids[own],
+                logprobs=sample.logprobs[own],
+                versions=sample.versions[own],
+                mask=sample.mask[own],
+                rows=(),
+                turns=TurnCredit(
+                    ends=turns.ends[here] - first,
+                    rewards=turns.rewards[here],
+                    advantages=None if turns.advantages is None else turns.advantages[here],
+                ),
+                row=Row(number=number, drawn=sample.drawn, later=float(turns.rewards[turns.ends > end].sum())),
+            )
+        )
+    return found
 
 
 def balance(samples: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]:
@@ -201,6 +236,8 @@ def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
             places, ends = s.places, s.drawn_ends
             starts_BT[row, places[ends - s.turn_lengths]] = True
             rewards_BT[row, places[ends - 1]] = s.reward if s.turns is None else s.turns.rewards
+            if s.row:
+                rewards_BT[row, places[-1]] += s.row.later
     return Tensors(
         token_ids_BT=torch.from_numpy(token_ids_BT),
         mask_BT=torch.from_numpy(mask_BT),
@@ -209,6 +246,7 @@ def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
         rewards_BT=torch.from_numpy(rewards_BT),
         advantages=advantages_of(samples, width),
         lengths_B=torch.tensor([s.length for s in samples], dtype=torch.int64),
+        drawn_B=torch.tensor([s.row.drawn if s.row else s.drawn for s in samples], dtype=torch.int64),
     )
 
 

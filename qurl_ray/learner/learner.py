@@ -206,6 +206,7 @@ class PolicyLearner:
                 reference_BT=one.reference_BT,
                 entropy_BT=scores.entropy_BT,
                 strength=strength,
+                drawn_B=one.batch.drawn_B,
             )
             sums["loss"] = loss
             if scores.values_BT is not None:
@@ -332,9 +333,9 @@ def _real(one: Pass) -> torch.Tensor:
 
 
 def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
-    """Return proximal log-probs of the watched samples' answers, by uid."""
+    """Return proximal log-probs of the tokens that the policy drew in watched rows, by row_uid."""
     return {
-        sample.uid: one.prox_BT[row, len(sample.prompt_ids) : sample.length].float().cpu().numpy()
+        sample.row_uid: one.prox_BT[row, sample.places].float().cpu().numpy()
         for chosen in passes
         for one in chosen
         if one.prox_BT is not None

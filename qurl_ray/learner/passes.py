@@ -12,7 +12,15 @@ from qurl_ray.learner.batching import Tensors, advantages_of
 from qurl_ray.rl.advantages import AdvantageEstimator, grpo
 from qurl_ray.rl.calibration import calibrated, clip_histogram
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
-from qurl_ray.rl.credit import CreditMode, compare_turns, credited, worth
+from qurl_ray.rl.credit import (
+    CreditMode,
+    Earned,
+    advantages_of_rows,
+    compare_turns,
+    credited,
+    earned,
+    worth_of_rows,
+)
 from qurl_ray.rl.objective import per_token
 from qurl_ray.rl.ratios import Estimator, kl_estimate, log_ratio
 from qurl_ray.rl.reduce import moments
@@ -57,11 +65,12 @@ class Penalty:
 
 
 def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
-    """Write group advantages of rewards minus penalties into `passes`. Collective: a group may span several ranks."""
-    mine = {}
+    """Write group advantages of rewards minus penalties into `passes`. Collective: a group may span several ranks, and
+    so may the rows of a trajectory."""
+    mine: dict[tuple[int, str, int], Earned] = {}
     for one in passes:
         for sample, cost in zip(one.samples, penalty.of(one).sum(dim=1).tolist(), strict=True):
-            mine[sample.group, sample.uid] = worth(sample, penalty.mode, cost)
+            mine[_key(sample)] = earned(sample, cost)
     parts = [mine]
     if world()[1] > 1:
         parts = [{} for _ in range(world()[1])]
@@ -69,16 +78,25 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     everything = {key: value for part in parts for key, value in part.items() if key[1]}
     if not everything:
         return
-    groups: dict[int, list[tuple[int, str]]] = {}
-    for key in sorted(everything):
-        groups.setdefault(key[0], []).append(key)
-    worths = [[everything[key] for key in group] for group in groups.values()]
-    found = compare_turns(worths, penalty.compare, penalty.mode)
-    keys = [key for group in groups.values() for key in group]
-    by_key = dict(zip(keys, [advantages_K for group in found for advantages_K in group], strict=True))
+    groups: dict[int, dict[str, list[Earned]]] = {}
+    for group, uid, number in sorted(everything):
+        groups.setdefault(group, {}).setdefault(uid, []).append(everything[group, uid, number])
+    worths = [[worth_of_rows(rows, penalty.mode) for rows in group.values()] for group in groups.values()]
+    compared = compare_turns(worths, penalty.compare, penalty.mode)
+    found = {
+        (number, uid, row): advantages_K
+        for (number, group), of_group in zip(groups.items(), compared, strict=True)
+        for (uid, rows), whole_K in zip(group.items(), of_group, strict=True)
+        for row, advantages_K in enumerate(advantages_of_rows(whole_K, rows, penalty.mode))
+    }
     for one in passes:
-        samples = [credited(s, by_key[s.group, s.uid], penalty.mode) if s.uid else s for s in one.samples]
+        samples = [credited(s, found[_key(s)], penalty.mode) if s.uid else s for s in one.samples]
         one.advantages = advantages_of(samples, one.batch.mask_BT.shape[1]).to(one.advantages.device)
+
+
+def _key(sample: Trajectory) -> tuple[int, str, int]:
+    """Return group, uid and number of a row."""
+    return sample.group, sample.uid, sample.row.number if sample.row else 0
 
 
 def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, config: LearnerConfig) -> float:

@@ -30,7 +30,8 @@ class StepResult:
     skipped_updates: int
     """Number of updates skipped because their gradient was not finite."""
     proximal: dict[str, np.ndarray]
-    """Log-probs of the watched samples' answers before the first update, by uid, float32 [answer length]."""
+    """Log-probs before the first update of the tokens that the policy drew in the watched samples, by their row_uid,
+    float32 [drawn]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,6 +266,12 @@ _TURNS = (
         (Panel((Series("waiting", "environment/waiting"),), "of the time", percent=True, zero=True),),
     ),
     Chart(
+        "New rows",
+        "Rows of trajectories beyond their first: the chat template rewrote what they held of earlier turns.",
+        (Panel((Series("new rows", "environment/new_rows"),), "rows", zero=True),),
+        calm=True,
+    ),
+    Chart(
         "Failed environments",
         "Trajectories that are left out because their environment failed, and those that were replayed.",
         (

@@ -27,6 +27,7 @@ _TOKEN_CHARACTERS, _TEXT_CHARACTERS = 200, 4000
 _WIDE_FROM = 160
 """Length of prompt or answer, in characters, above which a sample gets the whole width."""
 _CONTROL_PICTURES = 0x2400
+_NEW_ROW = Markup('<i class="cut">new row: the conversation as the chat template writes it</i>')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,9 @@ def view(sample: dict[str, Any]) -> SampleView:
     engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
     found = mismatch(engine, learner)
     coloring = "none" if not tokens or not any(b is not None for b in engine) else "gap" if found else "probability"
-    answer = _tokens(tokens, engine, learner, said_by(sample)) if tokens else visible(str(sample.get("answer", "")))
+    answer = visible(str(sample.get("answer", "")))
+    if tokens:
+        answer = _tokens(tokens, engine, learner, said_by(sample), new_rows(sample))
     prompt, expected = str(sample.get("prompt", "")), sample.get("expected")
     reward = finite(sample.get("reward"))
     return SampleView(
@@ -128,6 +131,13 @@ def said_by(sample: dict[str, Any]) -> list[bool]:
         return []
 
 
+def new_rows(sample: dict[str, Any]) -> list[int]:
+    """Return the numbers of tokens of a line of samples.jsonl after which a new row begins; [] if nothing valid is
+    recorded."""
+    rows = sample.get("rows")
+    return rows if isinstance(rows, list) and all(isinstance(row, int) for row in rows) else []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnView:
     """Turn of a trajectory, as samples.jsonl has it."""
@@ -167,12 +177,14 @@ def _tokens(
     engine: Sequence[float | None],
     learner: Sequence[float | None],
     said: Sequence[bool],
+    new_rows: Sequence[int],
 ) -> Markup:
-    rows = list(zip_longest(tokens, engine[: len(tokens)], learner[: len(tokens)], said[: len(tokens)]))
-    if len(rows) <= _HEAD + _TAIL:
-        return Markup("").join(_token(*row) for row in rows)
-    cut = Markup('<i class="cut">… {:,} tokens that only samples.jsonl has …</i>').format(len(rows) - _HEAD - _TAIL)
-    return Markup("").join([*(_token(*row) for row in rows[:_HEAD]), cut, *(_token(*row) for row in rows[-_TAIL:])])
+    columns = zip_longest(tokens, engine[: len(tokens)], learner[: len(tokens)], said[: len(tokens)])
+    shown = [(_NEW_ROW if t in new_rows else Markup("")) + _token(*column) for t, column in enumerate(columns)]
+    if len(shown) <= _HEAD + _TAIL:
+        return Markup("").join(shown)
+    cut = Markup('<i class="cut">… {:,} tokens that only samples.jsonl has …</i>').format(len(shown) - _HEAD - _TAIL)
+    return Markup("").join([*shown[:_HEAD], cut, *shown[-_TAIL:]])
 
 
 def _token(token: str, b: float | None, p: float | None, said: bool | None) -> Markup:

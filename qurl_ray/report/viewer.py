@@ -14,7 +14,15 @@ from qurl_ray.files import write_whole
 from qurl_ray.report.page import TEXT_LIMIT, render_page, script_data
 from qurl_ray.report.run_files import finite, run_name, sample_places, samples_at
 from qurl_ray.report.text import one_line
-from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch, numbers, turn_views
+from qurl_ray.report.tokens import (
+    GAP_BOUNDS,
+    PROBABILITY_BOUNDS,
+    gap_class,
+    mismatch,
+    new_rows,
+    numbers,
+    turn_views,
+)
 
 FOLDER = "rollouts"
 _STYLES = ("page.css.j2", "viewer.css.j2")
@@ -132,6 +140,7 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
         "engine": engine[: len(tokens or ())],
         "learner": learner[: len(tokens or ())],
         "versions": list(_runs(sample.get("versions"))),
+        "rows": new_rows(sample),
         "turns": len(_records(sample, "turns")),
         "calls": sum(_count(said) for said in _records(sample, "said")),
         "credit": [asdict(turn) for turn in turn_views(sample)],

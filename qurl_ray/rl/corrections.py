@@ -8,7 +8,7 @@ rho_t = p/b of a token. All values computed here are constants under autograd.
     adaptive clip     the upper clip bound times max(1, rho/C)   ACR, https://arxiv.org/abs/2602.13953
     strength λ        1-λ + λ·w where w > 0; ACR's factor too    AIS (https://arxiv.org/abs/2605.13907), see `strength`
 
-Whole sequences get weight 0 by these rules:
+Whole sequences get weight 0 by these rules. Each row of a trajectory of several is a sequence here:
 
     geometric         exp(mean_t log rho_t) outside [low, high]
     k2, k3            mean_t ½ log² rho_t, or mean_t (rho_t - 1 - log rho_t), above a bound

@@ -21,7 +21,7 @@ how many turns follow (https://github.com/verl-project/verl/issues/7244).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -50,15 +50,47 @@ def turn_returns(reward: float, turns: TurnCredit | None, mode: CreditMode) -> l
     return turns.rewards[::-1].cumsum()[::-1].tolist()
 
 
-def worth(sample: Trajectory, mode: CreditMode, cost: float = 0.0) -> Worth:
-    """Return what is compared of a sample.
+class Earned(NamedTuple):
+    """Part that a row has in what is compared of its trajectory."""
 
-    Args:
-        cost: subtracted from the reward of the trajectory, or of its last turn.
-    """
-    turns = None if sample.turns is None else sample.turns.plus(-cost)
-    lengths = [sample.drawn] if mode == "trajectory" else sample.turn_lengths.tolist()
-    return turn_returns(sample.reward - cost, turns, mode), lengths
+    reward: float
+    """Reward of the whole trajectory."""
+    turns: TurnCredit | None
+    """Turns of the row."""
+    lengths: list[int]
+    """Number of tokens that the policy drew in each."""
+    cost: float
+    """Subtracted from the reward of the trajectory, or of its last turn."""
+
+
+def earned(row: Trajectory, cost: float = 0.0) -> Earned:
+    """Return the part of a row, or of a whole trajectory."""
+    return Earned(row.reward, row.turns, row.turn_lengths.tolist(), cost)
+
+
+def worth(sample: Trajectory, mode: CreditMode, cost: float = 0.0) -> Worth:
+    """Return what is compared of a sample. The cost is subtracted from the reward of the trajectory, or of its last
+    turn."""
+    return worth_of_rows([earned(sample, cost)], mode)
+
+
+def worth_of_rows(rows: Sequence[Earned], mode: CreditMode) -> Worth:
+    """Return what is compared of a trajectory, from the parts of its rows in their order."""
+    cost = sum(row.cost for row in rows)
+    lengths = [length for row in rows for length in row.lengths]
+    parts = [row.turns for row in rows if row.turns is not None]
+    turns = None
+    if parts:
+        rewards = np.concatenate([part.rewards for part in parts])
+        turns = TurnCredit(ends=np.cumsum(lengths), rewards=rewards).plus(-cost)
+    return turn_returns(rows[0].reward - cost, turns, mode), [sum(lengths)] if mode == "trajectory" else lengths
+
+
+def advantages_of_rows(advantages_K: np.ndarray, rows: Sequence[Earned], mode: CreditMode) -> list[np.ndarray]:
+    """Return the advantages of each row from those of its trajectory (compare_turns)."""
+    if mode == "trajectory":
+        return [advantages_K] * len(rows)
+    return np.split(advantages_K, np.cumsum([len(row.lengths) for row in rows])[:-1])
 
 
 def without_signal(returns: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:

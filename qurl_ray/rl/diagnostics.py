@@ -1,6 +1,7 @@
 """Logged metrics of a step, and their definitions.
 
-n and m are the numbers of tokens and sequences of the step, over all updates and ranks. b, p, theta, rho = p/b,
+n and m are the numbers of tokens and sequences of the step, over all updates and ranks; each row of a trajectory of
+several is a sequence here. b, p, theta, rho = p/b,
 R = theta/p and A are defined in rl.objective. The tokens were drawn from b. A share is a share of all tokens unless
 stated otherwise. With metrics_only, the metrics of a correction describe what it would do.
 

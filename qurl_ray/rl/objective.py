@@ -30,7 +30,7 @@ import torch
 
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.diagnostics import mismatch_sums, update_sums
-from qurl_ray.rl.ratios import Estimator, Sums, at_least_float32, kl_estimate, log_ratio, sequence_mean
+from qurl_ray.rl.ratios import Estimator, Sums, at_least_float32, kl_estimate, log_ratio
 from qurl_ray.rl.surrogate import Bounds, Form, Surrogate, ppo, surrogate_of
 
 
@@ -54,7 +54,8 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Numbers of tokens, sequences and turns of the whole update: all micro-batches of all ranks."""
+    """Numbers of tokens, sequences and turns of the whole update: all micro-batches of all ranks. A trajectory of
+    several rows is one sequence."""
 
     tokens: int
     sequences: int
@@ -74,6 +75,7 @@ def objective(
     reference_BT: torch.Tensor | None = None,
     entropy_BT: torch.Tensor | None = None,
     strength: float = 1.0,
+    drawn_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """Return the loss to minimise, summed over this micro-batch and divided by the global denominator, and metric sums.
 
@@ -83,7 +85,9 @@ def objective(
     sequence mean:  -sum_i (sum_t f_it / |o_i|) / sequences        GRPO
     fixed:          -sum_it f_it / (sequences · fixed_length)      Dr. GRPO
 
-    The losses of micro-batches and ranks therefore add up to the loss of the whole batch.
+    The losses of micro-batches and ranks therefore add up to the loss of the whole batch. |o_i| is the number of tokens
+    of the whole answer: where it has several rows, each row has a part of its mean, and all of them the weight of one
+    sequence. Ratios and weights of sequences (gspo, rl.corrections) are those of each row.
 
     Args:
         logprobs_BT: log theta of the sampled tokens, with gradient; prox_BT and behavior_BT likewise for p and b.
@@ -93,6 +97,7 @@ def objective(
         reference_BT: log-probs under the reference policy; needed for a KL loss.
         entropy_BT: entropy of theta's distribution at each token, in nats; with gradient if it is part of the loss.
         strength: λ of rl.corrections.
+        drawn_B: int64, |o_i| of each row's answer; None if each is one row.
     """
     if (settings.kl_coef and reference_BT is None) or (settings.entropy_coef and entropy_BT is None):
         raise ValueError("a KL loss needs reference_BT, an entropy bonus entropy_BT")
@@ -114,18 +119,18 @@ def objective(
         values_BT = corrected.weight_BT * term.value_BT
     else:
         values_BT = clipped(torch.ones_like(adv_BT))[0].value_BT
-    loss = -mean(values_BT, mask_BT, denominators, settings)
+    loss = -mean(values_BT, mask_BT, denominators, settings, drawn_B)
     sums = mismatch_sums(prox_BT, behavior_BT, log_rho_BT, mask_BT) | corrected.sums
     moved_BT = log_ratio(logprobs_BT.detach(), prox_BT, mask_BT)
     sums |= update_sums(moved_BT, adv_BT, mask_BT, corrected.weight_BT, term, bounds, settings.clip_high)
     if reference_BT is not None:
         kl_BT = kl_estimate(log_ratio(logprobs_BT, reference_BT.detach(), mask_BT), settings.kl_estimator)
         if settings.kl_coef:
-            loss = loss + settings.kl_coef * mean(kl_BT, mask_BT, denominators, settings)
+            loss = loss + settings.kl_coef * mean(kl_BT, mask_BT, denominators, settings, drawn_B)
         sums["kl_reference"] = torch.where(mask_BT, kl_BT.detach(), 0.0).double().sum()
     if entropy_BT is not None:
         if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * mean(entropy_BT, mask_BT, denominators, settings)
+            loss = loss - settings.entropy_coef * mean(entropy_BT, mask_BT, denominators, settings, drawn_B)
         sums["entropy"] = torch.where(mask_BT, entropy_BT.detach(), 0.0).double().sum()
     return loss, sums
 
@@ -137,7 +142,11 @@ def per_token(advantages: torch.Tensor, like_BT: torch.Tensor) -> torch.Tensor:
 
 
 def mean(
-    values_BT: torch.Tensor, mask_BT: torch.Tensor, denominators: Denominators, settings: ObjectiveSettings
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    denominators: Denominators,
+    settings: ObjectiveSettings,
+    drawn_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Contribution of this micro-batch to the mean over the update; see `objective`."""
     values_BT = torch.where(mask_BT, at_least_float32(values_BT), 0.0)
@@ -145,5 +154,6 @@ def mean(
         return values_BT.sum() / max(1, denominators.tokens)
     if settings.loss_mean == "fixed":
         return values_BT.sum() / (denominators.sequences * settings.fixed_length)
-    # A sequence is never split between micro-batches, so its full length is known here.
-    return sequence_mean(values_BT, mask_BT).sum() / denominators.sequences
+    # A row is never split between micro-batches; the length of an answer of several rows comes with them.
+    lengths_B = mask_BT.sum(dim=1) if drawn_B is None else drawn_B
+    return (values_BT.sum(dim=1) / lengths_B.clamp(min=1)).sum() / denominators.sequences

@@ -51,7 +51,8 @@ class Form(Protocol):
         Args:
             log_ratio_BT: [B, T] with gradient, 0 where masked.
             adv_BT: [B, T], 0 where masked.
-            mask_BT: bool [B, T], True on sampled tokens. A row is one whole answer.
+            mask_BT: bool [B, T], True on sampled tokens. A row is one whole answer, or a row of a trajectory of several
+                (environment.rewritten_history=new_row).
         """
         ...
 

@@ -3,7 +3,8 @@
 The value of token t is that of the state before it. The verifier's reward is given at the last token, and the episode
 ends there. No value is bootstrapped, whether the answer ended by itself or was cut off. With several turns, the reward
 of a turn is given at its last token, and the token after it is the first of the next turn: what the environment says in
-between takes no step.
+between takes no step. In a trajectory of several rows each row is an episode of its own, whose last token also has the
+sum of the rewards of later rows.
 """
 
 from collections.abc import Mapping

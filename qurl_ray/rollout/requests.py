@@ -74,8 +74,9 @@ def check_requests(requests: Sequence[Request], *, held: int | None, version: in
         found = "unverified weights" if held is None else f"weights {held}"
         raise StaleWeights(f"engine holds {found}, caller wants {version}")
     for request in requests:
-        prompt, new = len(request.prompt_ids) - request.drawn, request.drawn + request.sampling.max_new_tokens
-        if prompt < 1 or new <= request.drawn or prompt + new > context:
+        drawn = request.drawn - request.elsewhere
+        prompt, new = len(request.prompt_ids) - drawn, drawn + request.sampling.max_new_tokens
+        if prompt < 1 or new <= drawn or prompt + new > context:
             raise EngineError(f"{request.uid}: {prompt} prompt + {new} new tokens do not fit the context of {context}")
 
 

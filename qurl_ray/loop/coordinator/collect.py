@@ -256,6 +256,7 @@ class Collector:
                         turns=turns.plus(float(penalty[i])) if (turns := answered.turns[i]) else None,
                         versions=completions[i].versions,
                         mask=completions[i].mask,
+                        rows=completions[i].rows,
                         group=len(collected.groups),
                         watched=i in watched,
                     )
@@ -322,6 +323,7 @@ class Collector:
                     "tokens": self._texts(ids.tolist()),
                     "logprobs": drawn_only(completions[i].logprobs, mask),
                 }
+                | ({"rows": list(completions[i].rows)} if completions[i].rows else {})
                 | (answered.played[i].log() if answered.played else {})
                 | ({"credit": _credit_log(turns)} if (turns := answered.turns[i]) else {})
             )

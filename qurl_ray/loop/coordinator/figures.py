@@ -58,6 +58,7 @@ def environment_figures(played: Sequence[Played]) -> dict[str, float]:
     failed = Counter(trajectory.failure.kind for trajectory in played if trajectory.failure)
     return {
         "environment/turns": sum(trajectory.turns for trajectory in played) / len(played),
+        "environment/new_rows": sum(len(trajectory.completion.rows) for trajectory in played),
         "environment/calls": calls / len(played),
         "environment/failed_calls": sum(one.failed_calls for one in said) / max(1, calls),
         "environment/seconds": sum(one.seconds for one in said) / len(played),

@@ -28,7 +28,7 @@ from qurl_ray.loop.messages import Directive, Gap, Offer, WeightsWanted
 from qurl_ray.loop.totals import RunTotals
 from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.floor import ProbeFloor
-from qurl_ray.types import Completion, Event, StagedBucket
+from qurl_ray.types import Completion, Event, StagedBucket, row_uid
 
 _LOOK_S = 0.25  # between two looks at the engines, while ranks wait
 
@@ -278,10 +278,9 @@ class Session:
         if collected.shown:
             proximal = {uid: logprobs for result in results for uid, logprobs in result.proximal.items()}
             for sample in collected.shown:
-                found, drawn_by = proximal.get(sample["uid"]), sample["logprobs"]
-                if found is not None and len(found) != len(drawn_by):  # of another sample with this uid
-                    found = None
-                sample["proximal_logprobs"] = found if found is None else _rounded(found, drawn_by)
+                names = [row_uid(sample["uid"], number) for number in range(len(sample.get("rows", ())) + 1)]
+                rows = [proximal[name] for name in names if name in proximal]
+                sample["proximal_logprobs"] = _placed(np.concatenate(rows), sample["logprobs"]) if rows else None
             self._events.add(Event(kind="samples", step=number, values={"samples": collected.shown}))
         step.collected = step.reported = None  # only the collector's state is still needed
 
@@ -299,9 +298,13 @@ class Session:
             self._events.warn(number, message)
 
 
-def _rounded(logprobs: np.ndarray, drawn_by: list[float | None]) -> list[float | None]:
-    """Return log-probs for a log, and None for tokens that the policy did not draw."""
-    return [None if b is None else round(float(p), 4) for p, b in zip(logprobs, drawn_by, strict=True)]
+def _placed(logprobs: np.ndarray, drawn_by: list[float | None]) -> list[float | None] | None:
+    """Return the log-probs of the tokens that the policy drew, for a log, among None for others; None if they are those
+    of another sample with this uid."""
+    if len(logprobs) != sum(b is not None for b in drawn_by):
+        return None
+    values = iter(logprobs.tolist())
+    return [None if b is None else round(next(values), 4) for b in drawn_by]
 
 
 class _StaleEngines:

@@ -174,7 +174,7 @@ def check_environment(config: RunConfig, process: EnvironmentProcess, problem: P
         raise ConfigError("environment.type: the tiny policy knows the calculator alone, with model.calculator=true")
     settings, stops = config.environment, (found.tokenizer.eos_token_id,)
     turns = TurnEncoder(found.tokenizer, config.task, stops)
-    turns.check(problem, keep_history=settings.rewritten_history == "keep")
+    turns.check(problem, keep_history=settings.rewritten_history != "refuse")
     if process.traits.tools:
         written, read = template_format(found.tokenizer), process.traits.tool_format
         if written != read:
@@ -189,10 +189,13 @@ def check_environment(config: RunConfig, process: EnvironmentProcess, problem: P
         raise EnvironmentFailed(
             f"environment {settings.type} ended in {reply.kind} when it was tried on {problem.uid}: {reply.detail}"
         )
-    if isinstance(opening, list) and opening:
-        turns.opening(problem, opening)
+    said, drawn = opening if isinstance(opening, list) else [], np.zeros(0, dtype=np.int32)
+    if said:
+        turns.opening(problem, said)
     if reply.messages:
-        turns.after(problem, np.zeros(0, dtype=np.int32), reply.messages)
+        turns.after(problem, drawn, reply.messages)
+        if settings.rewritten_history == "new_row" and (history := turns.history(problem, said)):
+            turns.follow(problem, history, drawn, problem.answer, reply.messages)
 
 
 def check_reward(config: TaskConfig, reward: str, problem: Problem | None) -> None:
