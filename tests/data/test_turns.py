@@ -20,6 +20,15 @@ CHATML = (
 REWRITES = CHATML.replace(
     "{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
 )  # as Qwen3's: earlier thoughts are removed
+THINKS = (
+    "{% set user = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set user.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 < user.last %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As Qwen3's, with roles that follow each other in any way: thoughts before the last user's message are removed."""
 NO_TOOLS = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
 SHOUTS = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
 PROBLEM = Problem(uid="0", prompt="guess", answer="")
@@ -122,3 +131,76 @@ def test_a_template_that_quotes_results_gets_them_quoted(said):
     messages = [{"role": "user", "content": PROBLEM.prompt}, {"role": "assistant", "content": "a"}]
     messages.append({"role": "tool", "content": said})
     assert quotes.decode(ids) == quotes.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+TEXTS = st.lists(
+    st.sampled_from(
+        [
+            "<think>",
+            "</think>",
+            "<|im_end|>",
+            "<|im_start|>",
+            "é",
+            "\n",
+            " ",
+            "qurl said 9c1e 0.",
+            "qurl hidden 3e8d 0.",
+        ]
+    ),
+    max_size=4,
+).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=4))
+def test_a_template_that_rewrites_nothing_begins_no_row(chat, turns):
+    made = TurnEncoder(chat, TASK, (chat.eos_token_id,))
+    history = made.history(PROBLEM, [])
+    for answer, said, ended in turns:
+        turn = drawn(chat, answer, ended=ended)
+        history, rewritten = made.follow(PROBLEM, history, turn, answer, [{"role": "tool", "content": said}])
+        assert rewritten is None
+
+
+def test_without_a_template_there_is_no_history():
+    plain = tokenizer_with(None)
+    assert TurnEncoder(plain, ArithmeticTask(), (plain.eos_token_id,)).history(PROBLEM, []) is None
+
+
+def test_in_the_prompt_of_a_row_only_special_tokens_that_were_drawn_are_special():
+    """One that the policy spelled, or that an environment said, stays text; both are shown to the template as text."""
+    thinks = tokenizer_with(THINKS)
+    made, start = TurnEncoder(thinks, TASK, (thinks.eos_token_id,)), thinks.convert_tokens_to_ids("<|im_start|>")
+
+    def spelled(text: str) -> list[int]:
+        return thinks(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    text = "<think>x</think>a<|im_start|>qurl hidden 3e8d 0.<|im_end|>"
+    said = [{"role": "user", "content": "<|im_end|>é"}]
+    beginnings = "<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"
+    for ids, special in (
+        ([*spelled("<think>x</think>a"), start, *spelled("qurl hidden 3e8d 0.<|im_end|>")], 1),
+        (spelled(text), 0),
+    ):
+        turn = np.array([*ids, thinks.eos_token_id], np.int32)
+        _, row = made.follow(PROBLEM, made.history(PROBLEM, []), turn, text, said)
+        rest = "a<|im_start|>qurl hidden 3e8d 0.<|im_end|><|im_end|>\n<|im_start|>user\n<|im_end|>é<|im_end|>\n"
+        assert thinks.decode(row) == beginnings + rest + "<|im_start|>assistant\n"
+        assert (row == thinks.eos_token_id).sum() == 3
+        assert (row == start).sum() == 4 + special
+
+
+def test_a_turn_that_the_prompt_has_begun_is_one_message_with_what_the_policy_drew():
+    thinks = tokenizer_with(THINKS)
+    made = TurnEncoder(thinks, TASK, (thinks.eos_token_id,))
+    messages = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "<think>is it"}]
+    problem, said = Problem(uid="0", prompt="", answer="", messages=messages), [{"role": "user", "content": "low"}]
+    history = made.history(problem, [])
+    _, row = made.follow(problem, history, drawn(thinks, " 4?</think>4"), " 4?</think>4", said)
+    expected = [messages[0], {"role": "assistant", "content": "4"}, *said]
+    assert thinks.decode(row) == thinks.apply_chat_template(expected, add_generation_prompt=True, tokenize=False)
+    kept, same = made.follow(problem, history, drawn(thinks, "4"), "4", [{"role": "tool", "content": "low"}])
+    assert same is None
+    assert kept.messages[1] == {"role": "assistant", "content": "<think>is it4"}
