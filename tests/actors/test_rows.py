@@ -262,7 +262,7 @@ def test_rows_of_workers_that_die_and_are_interrupted_are_those_of_an_undisturbe
 
 # --- with the torch engine -----------------------------------------------------------------------------------------
 
-SUBTRACTS = (
+FORGETS_SIGNS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{{ m.content if loop.last else m.content.split('=')[-1].split('-')[-1].split('+')[-1] }}{{ '<eos>' }}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -297,7 +297,7 @@ def test_rows_are_the_same_bits_in_any_batch_and_on_two_workers_and_the_learner_
     tiny_spec, tokenizer, model, format_name
 ):
     tokenizer = type(tokenizer).from_pretrained(tiny_spec.source)
-    tokenizer.chat_template = SUBTRACTS
+    tokenizer.chat_template = FORGETS_SIGNS
     problems = [replace(problem, uid=f"{problem.uid}.{g}") for problem in SUMS[:6] for g in range(2)]
     asked, runs = requests(tokenizer, problems, tokens=22), []
     for workers, slots, delay_s, kept in ((1, 16, 0.0, 0), (1, 1, 0.0, 1 << 20), (2, 3, 0.02, 1 << 30)):

@@ -294,6 +294,33 @@ def test_a_trajectory_says_its_turns_and_tool_calls(tmp_path):
     assert "turn" not in damaged
 
 
+ROWS = tokens_of(
+    *[0.1, None, None, 0.1, None, 0.1],
+    uid="r",
+    versions=[[7, 1], [-1, 2], [7, 1], [-1, 1], [7, 1]],
+    turns=[{"at": 0}, {"at": 3}, {"at": 5}],
+    rows=[1],
+)
+
+
+@needs_chromium
+def test_a_trajectory_shows_where_a_new_row_begins(tmp_path):
+    folder = pages(tmp_path / "run", ROWS, tokens_of(0.1, uid="d", rows=["x"]))
+    rows, damaged = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
+    assert "r0new row: the conversation as the chat template writes itr1" in rows
+    assert "3 turns2 rows" in rows
+    assert "row" not in damaged
+    for token, said in ((0, "row1 of 2"), (2, "row2 of 2fromthe prompt of the row"), (4, "fromthe environment")):
+        assert said in opened(folder / "step-1.html", tmp_path / f"{token}", f"at=0.{token}").text("tip")
+
+
+def test_a_report_shows_where_a_new_row_begins():
+    assert view(ROWS).answer.count("new row") == 1
+    assert view(ROWS).answer.index("r0") < view(ROWS).answer.index("new row") < view(ROWS).answer.index("r1")
+    assert "new row" not in view(TURNS).answer
+    assert card(TURNS)["rows"] == card(TURNS | {"rows": ["x"]})["rows"] == []
+
+
 @needs_chromium
 def test_the_browser_colours_and_signs_as_the_report_does(tmp_path):
     gaps = [0.0, 0.0029, 0.003, -0.01, 0.0301, -0.1, 0.35, -0.99, 1.0, -30.0]

@@ -8,8 +8,10 @@ import torch
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed
 from qurl_ray.loop.driver.prepare import check_run
+from qurl_ray.loop.driver.run import run
 from qurl_ray.report.timeline import read_timeline
 from qurl_ray.spans import ENVIRONMENTS
+from tests.actors.test_rows import FORGETS_SIGNS
 from tests.data.test_turns import REWRITES
 from tests.loop.driver.test_run import small_run
 from tests.loop.runs import SMALL, events, forget_after, parameters, start_job, strike, wait_for_steps
@@ -124,16 +126,75 @@ def test_an_environment_that_cannot_be_used_ends_the_run_before_it_starts(tmp_pa
         check_run(load_config(None, [*SMALL, f"output_dir={tmp_path}", *settings]))
 
 
-def test_a_template_that_rewrites_turns_is_refused_before_the_start(tiny_spec, tokenizer, tmp_path):
+def settings_with(template: str, spec, tokenizer, folder) -> list[str]:
+    """SMALL, with a policy that has this chat template."""
     from qurl_ray.policy.load import load_model
     from qurl_ray.policy.save import save_policy
 
-    tokenizer = type(tokenizer).from_pretrained(tiny_spec.source)
-    tokenizer.chat_template = REWRITES
-    save_policy(load_model(tiny_spec), tokenizer, tmp_path / "policy")
+    tokenizer = type(tokenizer).from_pretrained(spec.source)
+    tokenizer.chat_template = template
+    save_policy(load_model(spec), tokenizer, folder / "policy")
     small = [setting for setting in SMALL if not setting.startswith("model.")]
-    common = [*small, "model.type=pretrained", f"model.path={tmp_path / 'policy'}", "task.chat=true"]
-    common += ["environment.type=calculator"]
+    return [*small, "model.type=pretrained", f"model.path={folder / 'policy'}", "task.chat=true"]
+
+
+def test_a_template_that_rewrites_turns_is_refused_before_the_start(tiny_spec, tokenizer, tmp_path):
+    common = [*settings_with(REWRITES, tiny_spec, tokenizer, tmp_path), "environment.type=calculator"]
     with pytest.raises(DataError, match="rewritten_history=keep"):
         check_run(load_config(None, common))
-    check_run(load_config(None, [*common, "environment.rewritten_history=keep"]))
+    for history in ("keep", "new_row"):
+        check_run(load_config(None, [*common, f"environment.rewritten_history={history}"]))
+
+
+@pytest.mark.ray
+@pytest.mark.equal_bits
+def test_a_run_with_new_rows_has_the_learners_logprobs_and_resumes_to_the_bit(tiny_spec, tokenizer, tmp_path, cluster):
+    common = settings_with(FORGETS_SIGNS, tiny_spec, tokenizer, tmp_path)
+    turns = [setting for setting in TURNS if not setting.startswith("model.")]
+    plain = ["rollout.quantization=none", "algorithm.correction.type=ignore", "environment.rewritten_history=new_row"]
+    settings = [*common, *turns, *plain, "steps=3", "checkpoint.every=1", f"output_dir={tmp_path}"]
+    result = run(load_config(None, settings))
+    for line in events(result.run_dir, "step"):
+        values = line["values"]
+        assert values["mismatch/abs_logprob_gap"] == 0
+        assert 4 < values["environment/new_rows"] < 2 * values["rollout/samples"]
+        assert values["rollout/trained_samples"] <= 8 * 4  # trajectories, not rows
+        assert values["rollout/mean_length"] <= 10
+        assert values["environment/failed"] == 0
+        assert values["grad_norm"] > 0
+    assert events(result.run_dir, "evaluation")
+    samples = [json.loads(line) for line in (result.run_dir / "samples.jsonl").read_text().splitlines()]
+    several = [sample for sample in samples if sample.get("rows")]
+    assert any(sample["advantage"] for sample in several)
+    for sample in several:
+        trained = sample["advantage"] is not None  # of all rows, each token in its place
+        assert sample["proximal_logprobs"] == (sample["logprobs"] if trained else None)
+        at = [turn["at"] for turn in sample["turns"]]
+        for begin in sample["rows"]:  # between two turns, and first its prompt
+            assert sample["logprobs"][begin] is None
+            assert begin in [turn["at"] + turn["tokens"] for turn in sample["turns"]]
+            assert begin < max(at)
+    assert "new row" in (result.run_dir / "report.html").read_text()
+    assert '"rows": [' in (result.run_dir / "rollouts" / "step-1.html").read_text()
+    forget_after(result.run_dir, 1)
+    again = run(load_config(None, settings))
+    assert torch.equal(parameters(again.policy), parameters(result.policy))
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["algorithm.type=ppo"],
+        ["algorithm.type=grpo", "algorithm.turn_credit=turn", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    ],
+    ids=["PPO", "turn and KL"],
+)
+def test_rows_learn_with_a_value_model_and_with_credit_of_turns(tiny_spec, tokenizer, tmp_path, cluster, more):
+    common = settings_with(FORGETS_SIGNS, tiny_spec, tokenizer, tmp_path)
+    turns = [setting for setting in TURNS if not setting.startswith("model.")]
+    rows = [f"environment.type={BAD}:Weighs", "environment.rewritten_history=new_row", "learner.workers=2"]
+    result = run(load_config(None, [*common, *turns, *rows, "steps=2", f"output_dir={tmp_path}", *more]))
+    for line in events(result.run_dir, "step"):
+        assert line["values"]["environment/new_rows"] > 4
+        assert line["values"]["grad_norm"] > 0
