@@ -105,6 +105,7 @@ def _measure(case: Case) -> Measured:
     use = case.variant
     if not use.pieces_of_logits:
         logprobs.HEAD_BYTES = WITHOUT_BOUND
+    logprobs.KEPT_BYTES = 0  # as on a GPU
     if not use.chunks_of_queries:
         attention.QUERY_CHUNK = WITHOUT_BOUND
     model = _model(case)

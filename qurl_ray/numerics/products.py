@@ -4,6 +4,7 @@ Engine and learner call these functions in place of torch's. On other devices an
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ from torch.nn import functional
 from torch.nn.functional import pad
 
 from qurl_ray.errors import StaleWeights
+from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import Rule
 from qurl_ray.numerics.selfcheck import linear_rule, onednn_packed, onednn_product
 
 PACK_FLOATS_AFTER = 48
 """Calls after which a weight is packed for oneDNN: packing it and reading it back takes as long as that many calls save
 (docs/LOG.md)."""
+ZEN_4 = "25"
+"""The family of AMD's Zen 3, which has no AVX-512, and Zen 4."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _NOTHING = Rule(kernel="mkl")
 """Rule of a product that needs no special treatment."""
 
@@ -104,10 +109,19 @@ def _onednn(x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return onednn_product(x_MK, weight, bias)
 
 
+@cache
+def _gradient_products() -> tuple[Product, Product]:
+    """Return the products for the gradients of inputs and of weights. On AMD, MKL has vectors of 256 bits alone: oneDNN
+    is twice as fast where 512 are computed at once, and on Zen 4, which does so in two steps, 1.1 times for inputs; for
+    weights MKL is 1.1 times as fast there, and 1.4 to 2 times with AVX2, as it copies no factor (docs/LOG.md). The
+    processor decides, not a measurement: a resumed run has the same gradients."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return functional.linear, functional.linear
+    return onednn_product, functional.linear if cpuinfo().get("cpu family") == ZEN_4 else onednn_product
+
+
 class _OneDnnLinear(torch.autograd.Function):
-    """oneDNN's product with a gradient by the faster library: on AMD with AVX-512 oneDNN, by about 2; with AVX2 MKL, by
-    1.1 for inputs and 1.4 to 2 for weights (docs/LOG.md). The instructions decide, not a measurement: a resumed run has
-    the same gradients."""
+    """oneDNN's product, with a gradient by the faster library."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -120,9 +134,9 @@ class _OneDnnLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_MK, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad
-        multiply = onednn_product if torch.backends.cpu.get_cpu_capability() == "AVX512" else functional.linear
-        dx = multiply(dy_MN, weight.t()) if needs_dx else None
-        dw = multiply(dy_MN.t(), x_MK.t()) if needs_dw else None
+        of_inputs, of_weights = _gradient_products()
+        dx = of_inputs(dy_MN, weight.t()) if needs_dx else None
+        dw = of_weights(dy_MN.t(), x_MK.t()) if needs_dw else None
         return dx, dw, dy_MN.sum(dim=0) if needs_db else None
 
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -174,10 +175,26 @@ def _scores_at_once(
     rows = (query * scaling).reshape(B * KV, groups * (T + added), d)
     scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule)
     hidden = hidden_keys(positions, S, sliding_window)
-    scores = scores.view(B, KV, groups, -1, S).masked_fill(hidden[:, None, None], -torch.inf)
-    weights = torch.softmax(scores, dim=-1).view(B * KV, -1, S)
+    weights = _Visible.apply(scores.view(B, KV, groups, -1, S), hidden[:, None, None]).view(B * KV, -1, S)
     out = _weighted(weights, value.reshape(B * KV, S, d), rule)
     return out.view(B, H, -1, d)[:, :, :T].transpose(1, 2).contiguous()
+
+
+class _Visible(torch.autograd.Function):
+    """Softmax of scores over their last axis, without the hidden ones. These are overwritten: nothing else reads them.
+    Hidden keys have probability 0, and so a gradient of 0 without another mask."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        return torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype), None
 
 
 def hidden_keys(positions_BT: torch.Tensor, keys: int, sliding_window: int | None = None) -> torch.Tensor:

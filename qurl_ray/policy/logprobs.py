@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -19,6 +20,8 @@ from qurl_ray.policy.sequence import Division, SequenceGroup
 from qurl_ray.policy.sharing import Sharing, share
 
 HEAD_BYTES = 128 * 2**20  # bytes of float32 logits that exist at a time
+KEPT_BYTES = 2**30
+"""Bytes of float32 log-probs that are kept for the backward pass on a CPU; more of them are computed again."""
 
 Entropy = Literal["none", "value", "gradient"]
 """Mode of the entropy: not computed, computed without a gradient, or computed with a gradient."""
@@ -188,16 +191,20 @@ def score_states(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probs [N] of `ids_N` after the states, and entropies [N] of their distributions, in nats.
 
-    If the logits are too many for one chunk, each chunk is recomputed in the backward pass.
+    Logits exist for one chunk at a time. The backward pass computes them again where there are several chunks and
+    memory is short: on a GPU, with gradient checkpointing, and where they take more than KEPT_BYTES.
 
     Args:
         entropy: "none" returns None; "value" costs one more pass over the logits, and has no gradient.
     """
-    rows = max(1, HEAD_BYTES // (4 * model.config.vocab_size))
+    row_bytes = 4 * model.config.vocab_size
+    rows = max(1, HEAD_BYTES // row_bytes)
     head = model.get_output_embeddings()
     if len(ids_N) <= rows:
         return _score(head, temperature, entropy, states_Nd, ids_N)
-    return _in_one_call(head, partial(_score_pieces, rows, temperature, entropy), states_Nd, ids_N)
+    fits = states_Nd.device.type == "cpu" and len(ids_N) * row_bytes <= KEPT_BYTES
+    keep = fits and not model.is_gradient_checkpointing
+    return _in_one_call(head, partial(_score_pieces, rows, keep, temperature, entropy), states_Nd, ids_N)
 
 
 def _in_one_call(module: torch.nn.Module, work: Callable[..., Any], *inputs: torch.Tensor) -> Any:
@@ -216,6 +223,7 @@ def _in_one_call(module: torch.nn.Module, work: Callable[..., Any], *inputs: tor
 
 def _score_pieces(
     rows: int,
+    keep: bool,
     temperature: float,
     entropy: str,
     head: Callable[[torch.Tensor], torch.Tensor],
@@ -223,7 +231,7 @@ def _score_pieces(
     ids_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     score = partial(_score, head, temperature, entropy)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not keep:
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
     pieces = zip(states_Nd.split(rows), ids_N.split(rows), strict=True)
     logprobs, entropies = zip(*(score(states, ids) for states, ids in pieces), strict=True)
@@ -237,13 +245,38 @@ def _score(
     states_Nd: torch.Tensor,
     ids_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logprobs_NV = log_softmax(head(states_Nd), temperature)
-    # A mere value comes after the taken tokens: where chunks are recomputed for their gradient, it is not recomputed.
-    entropy_N = None
+    logits_NV = head(states_Nd)
     if entropy == "gradient":
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)
-    taken_N = logprobs_NV.gather(1, ids_N[:, None])[:, 0]
-    if entropy == "value":
-        with torch.no_grad():
-            entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=1)
-    return taken_N, entropy_N
+        logprobs_NV = log_softmax(logits_NV, temperature)
+        return logprobs_NV.gather(1, ids_N[:, None])[:, 0], -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)
+    taken_N, logprobs_NV = _Taken.apply(logits_NV, ids_N, temperature)
+    if entropy == "none":
+        return taken_N, None
+    # A mere value comes after the taken tokens: where chunks are recomputed for their gradient, it is not recomputed.
+    with torch.no_grad():
+        return taken_N, -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=1)
+
+
+class _Taken(torch.autograd.Function):
+    """Log-probs [N] of the taken tokens, and all of them [N, V], which have no gradient. The gradient of the logits,
+    (1[v = taken] - p_v) / temperature, is written over the log-probs: autograd's own would fill one tensor more of that
+    size with zeros, and another with the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, ids_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs_NV = log_softmax(logits_NV, temperature)
+        ctx.save_for_backward(logprobs_NV, ids_N)
+        ctx.mark_non_differentiable(logprobs_NV)
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.dtype = temperature, logits_NV.dtype
+        return logprobs_NV.gather(1, ids_N[:, None])[:, 0], logprobs_NV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
+        logprobs_NV, ids_N = ctx.saved_tensors
+        grad_N1 = (grad_N / ctx.temperature)[:, None]
+        grad_NV = logprobs_NV.exp_().mul_(-grad_N1).scatter_add_(1, ids_N[:, None], grad_N1)
+        return grad_NV.to(ctx.dtype), None, None

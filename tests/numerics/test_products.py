@@ -94,6 +94,24 @@ def test_gradients_are_only_made_where_they_are_wanted():
     assert x.grad is None
 
 
+@pytest.mark.parametrize(
+    ("vectors", "family", "kernels"),
+    [
+        ("AVX2", "25", ("linear", "linear")),
+        ("AVX512", "25", ("onednn_product", "linear")),
+        ("AVX512", "26", ("onednn_product", "onednn_product")),
+    ],
+)
+def test_the_processor_decides_how_gradients_are_multiplied(monkeypatch, vectors, family, kernels):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    monkeypatch.setattr(products, "cpuinfo", lambda: {"cpu family": family})
+    products._gradient_products.cache_clear()
+    try:
+        assert tuple(one.__name__ for one in products._gradient_products()) == kernels
+    finally:
+        products._gradient_products.cache_clear()
+
+
 def test_other_types_and_autocast_are_left_to_torch(rule):
     x, weight = torch.randn(3, 20), torch.randn(30, 20)
     assert torch.equal(linear(x.double(), weight.double()), functional.linear(x.double(), weight.double()))

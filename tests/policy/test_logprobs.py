@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from qurl_ray.policy import attention, logprobs
 from qurl_ray.policy.attention import NAME, VARLEN
 from qurl_ray.policy.load import with_row_rules
-from qurl_ray.policy.logprobs import enable_checkpointing, token_logprobs
+from qurl_ray.policy.logprobs import enable_checkpointing, score_states, token_logprobs
 from tests.policy.memory import LargestTensor, kept_for_backward
 
 SHAPE = {"vocab_size": 311, "hidden_size": 144, "intermediate_size": 100, "num_hidden_layers": 2}
@@ -120,6 +120,57 @@ def test_packed_rows_and_pieces_have_the_gradient_of_padded_rows(model):
     assert_close(found, expected, relative=1e-5)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, logprobs.KEPT_BYTES], ids=["computed again", "kept"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+def test_gradients_of_log_probs_and_entropies_are_those_in_float64(monkeypatch, entropy, temperature, kept_bytes):
+    monkeypatch.setattr(logprobs, "KEPT_BYTES", kept_bytes)
+    model, generator = model_of("llama"), torch.Generator().manual_seed(1)
+    states_Nd = torch.randn(50, SHAPE["hidden_size"], generator=generator).requires_grad_()
+    ids_N = torch.randint(SHAPE["vocab_size"], (50,), generator=generator)
+    factors = torch.randn(2, 50, generator=generator)
+    with pieces_of(17):
+        taken_N, entropy_N = score_states(model, states_Nd, ids_N, temperature, entropy=entropy)
+    assert (entropy_N is None) == (entropy == "none")
+
+    head = model.lm_head.weight
+    logits_NV = states_Nd.double() @ head.double().T / temperature
+    expected_N = logits_NV[torch.arange(50), ids_N] - logits_NV.exp().sum(1).log()
+    all_NV = logits_NV - logits_NV.exp().sum(1, keepdim=True).log()
+    of_entropy_N = -(all_NV.exp() * all_NV).sum(1)
+    found, expected = (taken_N * factors[0]).sum(), (expected_N * factors[0]).sum()
+    torch.testing.assert_close(taken_N.double(), expected_N, rtol=1e-5, atol=1e-5)
+    if entropy != "none":
+        torch.testing.assert_close(entropy_N.double(), of_entropy_N, rtol=1e-4, atol=1e-4)
+        assert entropy_N.requires_grad == (entropy == "gradient")
+    if entropy == "gradient":
+        found, expected = found + (entropy_N * factors[1]).sum(), expected + (of_entropy_N * factors[1]).sum()
+    inputs = [states_Nd, head]
+    assert_close(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), relative=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "checkpoints", "times"), [(10**9, False, 1), (10**9, True, 2), (1000, False, 2)]
+)
+def test_logits_are_computed_once_where_they_may_be_kept(monkeypatch, kept_bytes, checkpoints, times):
+    monkeypatch.setattr(logprobs, "KEPT_BYTES", kept_bytes)
+    model, found = model_of("qwen2"), []
+    if checkpoints:
+        enable_checkpointing(model)
+    multiply = model.lm_head.forward
+
+    def counted(x):
+        found.append(len(x))
+        return multiply(x)
+
+    monkeypatch.setattr(model.lm_head, "forward", counted)
+    states_Nd = torch.randn(64, SHAPE["hidden_size"]).requires_grad_()
+    with pieces_of(16):
+        taken_N, _ = score_states(model, states_Nd, torch.zeros(64, dtype=torch.int64), 1.0)
+        taken_N.sum().backward()
+    assert found == [16] * 4 * times
+
+
 def test_the_fused_attention_gives_the_same_to_rounding():
     model, fused = model_of("llama"), model_of("llama", VARLEN)
     ids_BT, mask_BT, lengths_B = batch_of(60, 1, 33)
@@ -156,10 +207,11 @@ def test_logits_of_many_tokens_never_exist_together():
     ids_BT, mask_BT, lengths_B = batch_of(500, 400)
     mask_BT = torch.arange(500) < lengths_B[:, None]
     mask_BT[:, 0] = False
-    with pieces_of(16), patch.object(attention, "QUERY_CHUNK", 16), LargestTensor() as largest:
+    short = patch.object(logprobs, "KEPT_BYTES", 0)
+    with short, pieces_of(16), patch.object(attention, "QUERY_CHUNK", 16), LargestTensor() as largest:
         gradient(model, token_logprobs(model, ids_BT, mask_BT, 1.0, lengths_B=lengths_B))
     assert largest.numbers == 900 * SHAPE["hidden_size"]  # the states of all tokens; all logits would be 898 · 311
-    with pieces_of(16), kept_for_backward() as kept:
+    with short, pieces_of(16), kept_for_backward() as kept:
         token_logprobs(model, ids_BT, mask_BT, 1.0, lengths_B=lengths_B)
     assert 16 * 311 not in kept.values()
 
