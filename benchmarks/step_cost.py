@@ -135,6 +135,7 @@ def head_peak(in_pieces: bool) -> int:
     """Measure the peak memory of log-probs and entropies of all answers' tokens, forward and backward, in bytes."""
     if not in_pieces:
         logprobs.HEAD_BYTES = WITHOUT_BOUND
+    logprobs.KEPT_BYTES = 0
     policy = model(layers=1)
     states_Nd = torch.randn(ANSWERS * ANSWER, SMOLLM2["hidden_size"], requires_grad=True)
     states_Nd.grad = torch.zeros_like(states_Nd)
