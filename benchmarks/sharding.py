@@ -4,7 +4,8 @@
   backend. Bytes are the largest unique set size of a rank (what would be free without it), beyond what the
   process had before it loaded anything.
 - answers: one answer of up to 32,768 tokens, alone in its update, on ranks that share its tokens
-  (learner.sequence_parallel). Bytes are those beyond the loaded learner.
+  (learner.sequence_parallel). Bytes are those beyond the loaded learner. --width 256 takes a wider policy, and --tokens
+  32768 one length alone; both are kept beside the rest.
 - steps: a step of one rank, SmolLM2-135M and the quickstart's policy, over that of an earlier commit of this package
   in a worktree: medians of the ratios of rounds in which both take turns.
 
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -85,10 +86,8 @@ for line in sys.stdin:
 """Program that reads names of shapes, and prints the seconds of a step of each."""
 SIZES, ROUNDS = ("SmolLM2-135M", "tiny"), 9
 STATES = replace(SHAPES["SmolLM2-135M"], name="217M", hidden=768, layers=24, heads=12, kv_heads=4, intermediate=2560)
-ANSWERS = replace(STATES, name="2 layers of 128", hidden=128, layers=2, heads=4, kv_heads=4, head_dim=32,
-                  intermediate=384, vocab=512)  # fmt: skip
 BACKENDS: dict[str, dict[str, Any]] = {"fsdp": {"backend": "fsdp"}, "ZeRO 3": {"backend": "deepspeed", "zero_stage": 3}}
-RANKS, LENGTHS = (1, 2, 4), (4096, 8192, 16384, 32768)
+RANKS, LENGTHS, WIDTH = (1, 2, 4), (4096, 8192, 16384, 32768), 128
 _EVERY_S = 0.01
 
 
@@ -112,6 +111,12 @@ class Watch:
         while True:
             time.sleep(_EVERY_S)
             self._most = max(self._most, self.now())
+
+
+def of_width(width: int) -> Shape:
+    """Return the shape of the policy that long answers are measured with."""
+    return replace(STATES, name=f"2 layers of {width}", hidden=width, layers=2, heads=4, kv_heads=4,
+                   head_dim=width // 4, intermediate=3 * width, vocab=512)  # fmt: skip
 
 
 def write_policy(shape: Shape, folder: Path) -> PolicySpec:
@@ -163,8 +168,9 @@ def of_states(rank: int, ranks: int, folder: Path, spec: PolicySpec, settings: d
 def of_answers(rank: int, ranks: int, folder: Path, spec: PolicySpec, settings: dict[str, Any]) -> dict[str, float]:
     config = LearnerConfig(workers=ranks, sequence_parallel=ranks, backend="fsdp")
     learner = learner_of(spec, config)
-    share = plan([[answer(ANSWERS, settings["tokens"])]], updates=1, ranks=1, token_budget=1, seed=0)[0]
-    learner.learn(plan([[answer(ANSWERS, 64)]], updates=1, ranks=1, token_budget=1, seed=0)[0])  # states are there now
+    shape = of_width(settings["width"])
+    share = plan([[answer(shape, settings["tokens"])]], updates=1, ranks=1, token_budget=1, seed=0)[0]
+    learner.learn(plan([[answer(shape, 64)]], updates=1, ranks=1, token_budget=1, seed=0)[0])  # states are there now
     watch = Watch()
     before, began = watch.now(), time.perf_counter()
     learner.learn(share)
@@ -213,13 +219,13 @@ def states(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def answers(quick: bool) -> list[dict[str, Any]]:
+def answers(lengths: Sequence[int], width: int) -> list[dict[str, Any]]:
     rows = []
-    with policy(ANSWERS) as spec:
-        for tokens in LENGTHS[:1] if quick else LENGTHS:
+    with policy(of_width(width)) as spec:
+        for tokens in lengths:
             for ranks in RANKS:
-                found = on_ranks(ranks, of_answers, spec, {"tokens": tokens})
-                rows.append({"tokens": tokens, "ranks": ranks} | found)
+                settings = {"tokens": tokens, "width": width}
+                rows.append({"ranks": ranks} | settings | on_ranks(ranks, of_answers, spec, settings))
                 print(rows[-1], flush=True)
     return rows
 
@@ -267,17 +273,19 @@ def report(found: dict[str, Any]) -> str:
             ]
             bound = f"{limit(row['ranks']) / 1e9:.2f}" if row["backend"] == "fsdp" else ""
             lines.append(f"| {row['backend']} | {row['ranks']} | {' | '.join(cells)} | {bound} |")
-    if "answers" in found:
+    for part in (part for part in found if part.startswith("answers")):
+        rows = found[part]["rows"]
         lines += [
             "",
-            f"One answer, {ANSWERS.name}, 4 heads, fsdp: GB of the largest rank beyond the loaded learner.",
+            f"One answer, {of_width(rows[0]['width']).name}, 4 heads, fsdp: GB of the largest rank beyond the loaded "
+            "learner.",
             "",
+            "| tokens | " + " | ".join(f"{ranks} ranks | s | share" for ranks in RANKS) + " |",
+            "|---|" + "---|---|---|" * len(RANKS),
         ]
-        lines += ["| tokens | " + " | ".join(f"{ranks} ranks | s | share" for ranks in RANKS) + " |"]
-        lines += ["|---|" + "---|---|---|" * len(RANKS)]
-        for tokens in sorted({row["tokens"] for row in found["answers"]["rows"]}):
-            rows = [row for row in found["answers"]["rows"] if row["tokens"] == tokens]
-            cells = [f"{r['bytes'] / 1e9:.3f} | {r['seconds']:.0f} | {r['bytes'] / rows[0]['bytes']:.2f}" for r in rows]
+        for tokens in sorted({row["tokens"] for row in rows}):
+            of = [row for row in rows if row["tokens"] == tokens]
+            cells = [f"{r['bytes'] / 1e9:.3f} | {r['seconds']:.0f} | {r['bytes'] / of[0]['bytes']:.2f}" for r in of]
             lines.append(f"| {tokens:,} | " + " | ".join(cells) + " |")
     if "steps" in found:
         lines += ["", f"A step of one rank, over that of {EARLIER}: more than 1 is faster now.", ""]
@@ -306,20 +314,27 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(
     only: Annotated[list[str] | None, typer.Option(help="parts: " + ", ".join(get_args(Part)))] = None,
     quick: Annotated[bool, typer.Option(help="one size of each, written nowhere")] = False,
+    width: Annotated[int, typer.Option(help="of the policy that gives long answers")] = WIDTH,
+    tokens: Annotated[list[int] | None, typer.Option(help="lengths of answers")] = None,
 ) -> None:
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}  # of processes started here
     path = RESULTS / "sharding.json"
     found = json.loads(path.read_text()) if path.is_file() and not quick else {}
-    for part, work in (("states", states), ("answers", answers), ("steps", steps)):
-        if not only or part in only:
+    chosen = only or get_args(Part)
+    for part, work in (("states", states), ("steps", steps)):
+        if part in chosen:
             found[part] = {"machine": machine(), "rows": work(quick)}
+    if "answers" in chosen:
+        part, lengths_of = f"answers, width {width}", tokens or (LENGTHS[:1] if quick else LENGTHS)
+        before = [row for row in found.get(part, {"rows": []})["rows"] if row["tokens"] not in lengths_of]
+        found[part] = {"machine": machine(), "rows": before + answers(lengths_of, width)}
     print(report(found))
     if quick:
         return
     path.write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".md").write_text(report(found))
-    if "answers" in found:
-        draw(found["answers"]["rows"], path.with_suffix(".png"))
+    if part := found.get(f"answers, width {WIDTH}"):
+        draw(part["rows"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -147,15 +147,16 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def queries_to_add(rule: Rule | None, queries: int, heads_per_key: int) -> int:
+def queries_to_add(rule: Rule | None, queries: int, heads_per_key: int, products: int) -> int:
     """Number of queries to add to a sequence, so that the rows of its products satisfy the rule.
 
     Args:
         heads_per_key: number of query heads that share a key head; they are rows of one product.
+        products: number of products of a call. One alone is computed in as many equal pieces as the rule asks for.
     """
     if rule is None:
         return 0
-    added = 0
-    while rule.padded(heads_per_key * (queries + added)) != heads_per_key * (queries + added):
+    added, pieces = 0, rule.batch if products == 1 else 1
+    while (rows := heads_per_key * (queries + added)) % pieces or rule.padded(rows // pieces) != rows // pieces:
         added += 1
     return added

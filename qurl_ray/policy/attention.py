@@ -170,7 +170,7 @@ def _scores_at_once(
     groups = H // KV
     rule = _rule(query)
     positions = position_ids.expand(B, T)
-    if added := queries_to_add(rule, T, groups):
+    if added := queries_to_add(rule, T, groups, B * KV):
         query, positions = pad(query, (0, 0, 0, added)), pad(positions, (0, added))
     rows = (query * scaling).reshape(B * KV, groups * (T + added), d)
     scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule)

@@ -164,17 +164,20 @@ def _shared(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> _Row | None:
 
 
 def _packed(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.Tensor, *, at_least: int = 0) -> _Row:
-    """Return a row without padding, where positions restart with each sequence. If it is too short, sequences of one
-    token are added."""
+    """Return a row without padding and without the last token of each sequence, which predicts none; positions restart
+    with each sequence. If it is too short, the first token is added to it, as sequences of one token: as it computes
+    the same again, nothing that is measured in a pass differs."""
     positions_BT = torch.arange(token_ids_BT.shape[1], device=token_ids_BT.device).expand_as(token_ids_BT)
-    real_BT = positions_BT < lengths_B[:, None]
-    if (mask_BT & ~real_BT).any():
+    if (mask_BT & (positions_BT >= lengths_B[:, None])).any():
         raise ValueError(f"mask_BT is True beyond lengths_B = {lengths_B.tolist()}")
-    more = max(0, at_least - int(lengths_B.sum()))
+    lengths_B = (lengths_B - 1).clamp(min=1)
+    real_BT = positions_BT < lengths_B[:, None]
+    ids_N = token_ids_BT[real_BT]
+    more = max(0, at_least - len(ids_N))
     lengths_S = pad(lengths_B, (0, more), value=1)
     before_BT = pad(mask_BT[:, 1:], (0, 1))  # True where the next token is masked
     return _Row(
-        ids_N=pad(token_ids_BT[real_BT], (0, more)),
+        ids_N=torch.cat([ids_N, ids_N[:1].expand(more)]),
         positions_N=pad(positions_BT[real_BT], (0, more)),
         before_M=before_BT[real_BT].nonzero()[:, 0],
         layout={"packing": Packing(lengths=tuple(lengths_S.tolist()), bounds=pad(lengths_S.cumsum(0), (1, 0)).int())},

@@ -159,10 +159,12 @@ def test_onednn_takes_factors_that_are_not_contiguous(shape):
 @pytest.mark.parametrize(("rows", "multiple"), [(1, 1), (2, 1), (4, 1), (4, 4), (8, 8)])
 @pytest.mark.parametrize("heads", [1, 2, 3, 7])
 @pytest.mark.parametrize("queries", [1, 2, 5])
-def test_queries_are_added_until_the_rows_satisfy_the_rule_and_no_more(rows, multiple, heads, queries):
-    rule = Rule(kernel="mkl", rows=rows, multiple=multiple)
-    added = queries_to_add(rule, queries, heads)
-    fits = [rule.padded(heads * n) == heads * n for n in range(queries, queries + added + 1)]
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_queries_are_added_until_the_rows_satisfy_the_rule_and_no_more(rows, multiple, heads, queries, pieces):
+    rule = Rule(kernel="mkl", rows=rows, multiple=multiple, batch=2)
+    added = queries_to_add(rule, queries, heads, 3 - pieces)
+    wanted = [n for n in range(rows, 1000) if n % multiple == 0]  # rows of a piece
+    fits = [heads * n in [pieces * one for one in wanted] for n in range(queries, queries + added + 1)]
     assert fits == [False] * added + [True]
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
+from qurl_ray.numerics.rules import Rule
 from qurl_ray.policy import attention
 from qurl_ray.policy.attention import KEY_CHUNK, QUERY_CHUNK, Packing, invariant_attention, round_up, varlen_attention
 from tests.policy.memory import LargestTensor, kept_for_backward
@@ -79,6 +81,18 @@ def test_one_query_at_a_time_gives_the_bits_of_all_at_once(kv_heads, seed, lengt
         row[:, :, : t + 1] = part[:, :, : t + 1]
     one = attend(query[:, :, t : t + 1], *rows, torch.full((2, 1), t))
     assert torch.equal(one[:, 0], whole[:, t])
+
+
+@pytest.mark.parametrize("length", [1, 7, 250, 256])
+def test_a_head_alone_is_computed_once_where_the_rule_asks_for_two_products_at_once(monkeypatch, length):
+    heads = random_heads(3, length=length, batch=1, heads=1, kv_heads=1)
+    expected = attend(*heads, positions_of(length))
+    monkeypatch.setattr(attention, "_rule", lambda _: Rule(kernel="mkl", rows=4, batch=2))
+    with FlopCounterMode(display=False) as counter:
+        found = attend(*heads, positions_of(length))
+    torch.testing.assert_close(found, expected)
+    rows = max(8, length + length % 2)
+    assert counter.get_total_flops() == 2 * 2 * rows * round_up(length) * 32
 
 
 def test_a_batch_of_one_gives_the_bits_of_a_large_batch():
