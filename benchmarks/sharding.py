@@ -4,8 +4,8 @@
   backend. Bytes are the largest unique set size of a rank (what would be free without it), beyond what the
   process had before it loaded anything.
 - answers: one answer of up to 32,768 tokens, alone in its update, on ranks that share its tokens
-  (learner.sequence_parallel). Bytes are those beyond the loaded learner. --width 256 takes a wider policy, and --tokens
-  32768 one length alone; both are kept beside the rest.
+  (learner.sequence_parallel). Bytes are those beyond the loaded learner. --width 256 takes a wider policy, --tokens
+  32768 one length alone and --ranks 4 one number of ranks; figures that are there stay beside them.
 - steps: a step of one rank, SmolLM2-135M and the quickstart's policy, over that of an earlier commit of this package
   in a worktree: medians of the ratios of rounds in which both take turns.
 
@@ -219,11 +219,11 @@ def states(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def answers(lengths: Sequence[int], width: int) -> list[dict[str, Any]]:
+def answers(lengths: Sequence[int], width: int, numbers_of_ranks: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     with policy(of_width(width)) as spec:
         for tokens in lengths:
-            for ranks in RANKS:
+            for ranks in numbers_of_ranks:
                 settings = {"tokens": tokens, "width": width}
                 rows.append({"ranks": ranks} | settings | on_ranks(ranks, of_answers, spec, settings))
                 print(rows[-1], flush=True)
@@ -284,8 +284,13 @@ def report(found: dict[str, Any]) -> str:
             "|---|" + "---|---|---|" * len(RANKS),
         ]
         for tokens in sorted({row["tokens"] for row in rows}):
-            of = [row for row in rows if row["tokens"] == tokens]
-            cells = [f"{r['bytes'] / 1e9:.3f} | {r['seconds']:.0f} | {r['bytes'] / of[0]['bytes']:.2f}" for r in of]
+            of = {row["ranks"]: row for row in rows if row["tokens"] == tokens}
+            cells = [
+                f"{of[n]['bytes'] / 1e9:.3f} | {of[n]['seconds']:.0f} | {of[n]['bytes'] / of[1]['bytes']:.2f}"
+                if n in of
+                else " | | "
+                for n in RANKS
+            ]
             lines.append(f"| {tokens:,} | " + " | ".join(cells) + " |")
     if "steps" in found:
         lines += ["", f"A step of one rank, over that of {EARLIER}: more than 1 is faster now.", ""]
@@ -316,6 +321,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="one size of each, written nowhere")] = False,
     width: Annotated[int, typer.Option(help="of the policy that gives long answers")] = WIDTH,
     tokens: Annotated[list[int] | None, typer.Option(help="lengths of answers")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(help="numbers of ranks that share an answer")] = None,
 ) -> None:
     os.environ |= {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}  # of processes started here
     path = RESULTS / "sharding.json"
@@ -325,9 +331,11 @@ def main(
         if part in chosen:
             found[part] = {"machine": machine(), "rows": work(quick)}
     if "answers" in chosen:
-        part, lengths_of = f"answers, width {width}", tokens or (LENGTHS[:1] if quick else LENGTHS)
-        before = [row for row in found.get(part, {"rows": []})["rows"] if row["tokens"] not in lengths_of]
-        found[part] = {"machine": machine(), "rows": before + answers(lengths_of, width)}
+        made = answers(tokens or (LENGTHS[:1] if quick else LENGTHS), width, ranks or RANKS)
+        part, again = f"answers, width {width}", {(row["tokens"], row["ranks"]) for row in made}
+        kept = [r for r in found.get(part, {"rows": []})["rows"] if (r["tokens"], r["ranks"]) not in again]
+        rows = sorted(kept + made, key=lambda row: (row["tokens"], row["ranks"]))
+        found[part] = {"machine": machine(), "rows": rows}
     print(report(found))
     if quick:
         return
