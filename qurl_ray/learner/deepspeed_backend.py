@@ -39,8 +39,8 @@ _AWAY = {
 }
 
 _BUCKET = 50_000_000
-"""Numbers in the buffer in which gradients are collected until they are reduced, which every rank keeps. DeepSpeed has ten
-times as many."""
+"""Numbers in the buffer in which gradients are collected until they are reduced. Every rank keeps it; DeepSpeed's own
+setting is ten times as large."""
 
 warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

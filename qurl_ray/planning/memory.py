@@ -30,8 +30,9 @@ STAGES: tuple[Stage, ...] = (0, 1, 2, "fsdp", 3)
 TurnName = Literal["start", "learn", "sync", "rollout"]
 _STATES: dict[Stage, tuple[int, int]] = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20), "fsdp": (0, 16)}
 """Bytes of one parameter's states: those that every rank holds, and those that ranks share."""
-BUCKET, _LIVE, _GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
-"""DeepSpeed's defaults, in elements: reduce_bucket_size, stage3_max_live_parameters, sub_group_size."""
+BUCKET, _ALLREDUCED, _LIVE, _GROUP = 50_000_000, 500_000_000, 1_000_000_000, 1_000_000_000
+"""Elements: the learner's reduce_bucket_size (learner.deepspeed_backend), and DeepSpeed's own buffer without ZeRO, its
+stage3_max_live_parameters and sub_group_size."""
 FILE = 2_000_000_000
 """Bytes of a policy that its writer holds (policy.save.FILE_BYTES)."""
 _LOGITS = 0.6e9
@@ -61,7 +62,8 @@ def learner_bytes(
     if stage == "fsdp":
         return _fsdp_bytes(shape, work, ranks=ranks, offloads=offloads)
     cast = 2 * (shape.head_params if work.checkpointing else params) if work.autocast else 0
-    buckets = 4 * BUCKET * ((2 if overlaps else 1) if stage in (1, 2) else 1 if stage == 3 or ranks > 1 else 0)
+    numbers = {0: _ALLREDUCED if ranks > 1 else 0, 3: BUCKET}.get(stage, 2 * BUCKET if overlaps else BUCKET)
+    buckets = 4 * numbers
     fixed = buckets if stage == 3 else 0
     gathered = 4 * min(params, _LIVE) if stage == 3 and ranks > 1 else 0
     joined = 4 * min(params, BUCKET) if stage == 3 else 0
