@@ -42,8 +42,6 @@ from tests.ranks import run_ranks
 BACKENDS = {
     "torch": {"backend": "torch"},
     "fsdp": {"backend": "fsdp"},
-    "zero 0": {"backend": "deepspeed", "zero_stage": 0},
-    "zero 1": {"backend": "deepspeed", "zero_stage": 1},
     "zero 2": {"backend": "deepspeed", "zero_stage": 2},
     "zero 3": {"backend": "deepspeed", "zero_stage": 3},
 }
@@ -88,16 +86,14 @@ QUICK = [
     Case(backend="torch", layout="packed", objective=NAMES[0], flow="fp8 blocks, quantized", aligned=True),
     Case(backend="torch", layout="prompts shared", objective=NAMES[3], flow="int8", calibrated=True),
 ]
-SHARDED = ("torch", "fsdp", "zero 2", "zero 3")
 REST = (
-    [Case(backend=b, layout=layout, flow=f) for b in SHARDED for layout in LAYOUTS for f in FLOWS]
-    + [Case(backend=b, objective=o, values=v) for b in SHARDED for o in OBJECTIVES for v in ("separate", "shared")]
-    + [Case(backend=b, objective=o, flow="int8", layout="prompts shared") for b in SHARDED for o in NAMES[1:]]
+    [Case(backend=b, layout=layout, flow=f) for b in BACKENDS for layout in LAYOUTS for f in FLOWS]
+    + [Case(backend=b, objective=o, values=v) for b in BACKENDS for o in OBJECTIVES for v in ("separate", "shared")]
+    + [Case(backend=b, objective=o, flow="int8", layout="prompts shared") for b in BACKENDS for o in NAMES[1:]]
     + [Case(backend=b, objective=o, float64=True) for b in ("torch", "fsdp") for o in OBJECTIVES]
-    + [Case(backend=b, layout=layout, flow="int8", equalized=True) for b in SHARDED for layout in LAYOUTS]
-    + [Case(backend=b, flow="fp8 blocks", calibrated=True) for b in SHARDED]
-    + [Case(backend=b, flow="int8", values=v, checkpointing=True) for b in SHARDED for v in ("separate", "shared")]
-    + [Case(backend=b, flow="int8", values="separate", equalized=True) for b in ("zero 0", "zero 1")]
+    + [Case(backend=b, layout=layout, flow="int8", equalized=True) for b in BACKENDS for layout in LAYOUTS]
+    + [Case(backend=b, flow="fp8 blocks", calibrated=True) for b in BACKENDS]
+    + [Case(backend=b, flow="int8", values=v, checkpointing=True) for b in BACKENDS for v in ("separate", "shared")]
 )
 SLOW = [case for case in dict.fromkeys(REST) if case not in QUICK]
 
@@ -300,7 +296,8 @@ def test_ranks_that_share_tokens_do_what_one_does(tiny_spec, folder_of, alone_of
         if ranks == each and case.flow:
             assert torch.equal(found.shadow, alone.shadow)
         assert found.bounds == pytest.approx(alone.bounds, rel=1e-3)
-    assert not case.calibrated or alone.bounds != pytest.approx((0.2, 0.28), rel=2e-3), "bounds that stay would pass"
+    if case.calibrated and run == "2":
+        assert alone.bounds != pytest.approx((0.2, 0.28), rel=2e-3), "bounds that stay would pass"
     logprobs = [found.logprobs for found in of_ranks[::each]]
     assert sum(map(len, logprobs)) == len(alone.logprobs) == len(set().union(*logprobs))
     tokens = sum(found.sums["tokens"] for found in of_ranks[::each])
