@@ -181,7 +181,7 @@ class TurnCredit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RowPlace:
     """Place of a row in its trajectory."""
 
     number: int
@@ -207,7 +207,7 @@ class Trajectory(AnswerTokens):
     """Group number: the same for all samples of one prompt, unique within the step."""
     watched: bool = False
     """True if the learner is to report its own log-probs of this answer, for inspection."""
-    row: Row | None = None
+    row: RowPlace | None = None
     """Place among the rows of its trajectory; None for a trajectory of one row, and as a whole."""
 
     @property

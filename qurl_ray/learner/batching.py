@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from qurl_ray.rl.objective import Denominators
-from qurl_ray.types import Row, Trajectory, TurnCredit
+from qurl_ray.types import RowPlace, Trajectory, TurnCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ def _sent_turns(samples: Sequence[Trajectory]) -> tuple:
 
 
 def _arrived_turns(
-    sizes: list[tuple[int, int, bool, Row | None]], ends: np.ndarray, values: np.ndarray
-) -> Iterator[tuple[int, TurnCredit, Row | None]]:
+    sizes: list[tuple[int, int, bool, RowPlace | None]], ends: np.ndarray, values: np.ndarray
+) -> Iterator[tuple[int, TurnCredit, RowPlace | None]]:
     """Yield (place of a sample, its turns, its place in its trajectory) from what _sent_turns returned."""
     for place, count, compared, row in sizes:
         advantages = values[count : 2 * count] if compared else None
@@ -179,7 +179,7 @@ def rows_of(sample: Trajectory) -> list[Trajectory]:
                     rewards=turns.rewards[here],
                     advantages=None if turns.advantages is None else turns.advantages[here],
                 ),
-                row=Row(number=number, drawn=sample.drawn, later=float(turns.rewards[turns.ends > end].sum())),
+                row=RowPlace(number=number, drawn=sample.drawn, later=float(turns.rewards[turns.ends > end].sum())),
             )
         )
     return found
