@@ -7,7 +7,7 @@ earlier turns otherwise than the policy drew them, is the whole conversation enc
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class TurnEncoder:
             ids = encode_prompt(problem, self._tokenizer, self._task)
             return np.concatenate([ids, np.array(self._text_ids(_texts(said)), dtype=np.int32)])
         messages = [*chat_messages(problem, self._task), *_stood_in(said)]
-        return self._encoded(self._render(messages, begin=True), said)
+        return self._encoded(_filled(self._render(messages, begin=True), said))
 
     def after(self, problem: Problem, drawn: np.ndarray, said: Sequence[dict[str, Any]]) -> np.ndarray:
         """Return the tokens that follow a turn, up to the start of the next one, int32.
@@ -87,7 +87,7 @@ class TurnEncoder:
         text = self._after_turn(problem, said)
         if ended:
             text = text.removeprefix(self._tokenizer.decode([int(drawn[-1])]))
-        return self._encoded(text, said)
+        return self._encoded(_filled(text, said))
 
     def history(self, problem: Problem, said: Sequence[dict[str, Any]]) -> History | None:
         """Return the history before the first turn; None if prompts do not go through a chat template, which could
@@ -189,19 +189,13 @@ class TurnEncoder:
             message | {"content": re.sub(_any_of(spelled), hide, message["content"])} if spelled else message
             for message, spelled in zip(history.messages, history.spelled, strict=True)
         ]
-        ids: list[int] = []
         parts = re.split(rf"{stand_in} (\d+)\.", self._render(messages, begin=True))
-        for number, part in enumerate(parts):
-            if number % 2:
-                ids += self._text_ids(hidden[int(part)])
-            else:
-                ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
-        return np.array(ids, dtype=np.int32)
+        return self._encoded((hidden[int(part)], True) if n % 2 else (part, False) for n, part in enumerate(parts))
 
-    def _encoded(self, text: str, said: Sequence[dict[str, Any]]) -> np.ndarray:
-        """Return the tokens of a rendered text, with what was said in the places of its stand-ins."""
+    def _encoded(self, parts: Iterable[tuple[str, bool]]) -> np.ndarray:
+        """Return the tokens of texts, each with True if none of them is to be special, int32."""
         ids: list[int] = []
-        for part, is_content in _filled(text, said):
+        for part, is_content in parts:
             if is_content:
                 ids += self._text_ids(part)
             else:

@@ -16,14 +16,13 @@ from torch.nn.functional import pad
 from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import Rule
-from qurl_ray.numerics.selfcheck import linear_rule, onednn_packed, onednn_product
+from qurl_ray.numerics.selfcheck import Multiply, linear_rule, onednn_packed, onednn_product
 
 PACK_FLOATS_AFTER = 48
 """Calls after which a weight is packed for oneDNN: packing it and reading it back takes as long as that many calls save
 (docs/LOG.md)."""
 _ZEN_4 = "25"
 """Family of AMD's Zen 3, which has no AVX-512, and Zen 4."""
-_Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _NOTHING = Rule(kernel="mkl")
 """Rule of a product that needs no special treatment."""
 
@@ -110,14 +109,15 @@ def _onednn(x_MK: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 @cache
-def _gradient_products() -> tuple[_Multiply, _Multiply]:
+def _gradient_products() -> tuple[Multiply, Multiply]:
     """Return the products for the gradients of inputs and of weights. On AMD, MKL has vectors of 256 bits alone: oneDNN
     is twice as fast where 512 are computed at once, and on Zen 4, which does so in two steps, 1.1 times for inputs; for
     weights MKL is 1.1 times as fast there, and 1.4 to 2 times with AVX2, as it copies no factor (docs/LOG.md). The
     processor decides, not a measurement: a resumed run has the same gradients."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return functional.linear, functional.linear
-    return onednn_product, functional.linear if cpuinfo().get("cpu family") == _ZEN_4 else onednn_product
+    in_two_steps = cpuinfo().get("cpu family") == _ZEN_4
+    return onednn_product, (functional.linear if in_two_steps else onednn_product)
 
 
 class _OneDnnLinear(torch.autograd.Function):

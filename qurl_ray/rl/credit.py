@@ -68,10 +68,9 @@ def earned(row: Trajectory, cost: float = 0.0) -> Earned:
     return Earned(row.reward, row.turns, row.turn_lengths.tolist(), cost)
 
 
-def worth(sample: Trajectory, mode: CreditMode, cost: float = 0.0) -> Worth:
-    """Return what is compared of a sample. The cost is subtracted from the reward of the trajectory, or of its last
-    turn."""
-    return worth_of_rows([earned(sample, cost)], mode)
+def worth(sample: Trajectory, mode: CreditMode) -> Worth:
+    """Return what is compared of a sample."""
+    return worth_of_rows([earned(sample)], mode)
 
 
 def worth_of_rows(rows: Sequence[Earned], mode: CreditMode) -> Worth:

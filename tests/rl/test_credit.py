@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.rl.advantages import advantages, dr_grpo, grpo, padded, reinforce_baseline, rloo
-from qurl_ray.rl.credit import compare_turns, credited, turn_returns, without_signal, worth
+from qurl_ray.rl.credit import compare_turns, credited, earned, turn_returns, without_signal, worth, worth_of_rows
 from qurl_ray.types import Trajectory, TurnCredit
 
 EVERY = (grpo, dr_grpo, rloo, reinforce_baseline)
@@ -124,9 +124,9 @@ def test_by_hand():
 
 def test_a_penalty_counts_at_the_last_turn_and_is_spread_with_the_reward():
     one = sample([(1.0, 2, 0), (0.0, 3, 1)])
-    assert worth(one, "turn", cost=0.25) == ([0.75, -0.25], [2, 3])
-    assert worth(one, "spread", cost=0.25) == ([0.75, 0.375], [2, 3])
-    assert worth(one, "trajectory", cost=0.25) == ([0.75], [5])
+    assert worth_of_rows([earned(one, cost=0.25)], "turn") == ([0.75, -0.25], [2, 3])
+    assert worth_of_rows([earned(one, cost=0.25)], "spread") == ([0.75, 0.375], [2, 3])
+    assert worth_of_rows([earned(one, cost=0.25)], "trajectory") == ([0.75], [5])
     np.testing.assert_array_equal(one.turns.rewards, [1.0, 0.0])
 
 
