@@ -1,13 +1,20 @@
 """Speed of vLLM: decode steps by format and batch, of whole models, captured as CUDA graphs and launched one by one.
 
 Each engine is made in a process of its own, gets random weights there, and draws answers of one token and of some more
-to equal prompts, which are in its cache. A step takes the difference of the two, divided by the steps. Engines do not
-take turns, as a GPU seldom holds two of them: compare figures of one hour.
+to equal prompts, which are in its cache. A step takes the difference of the two, divided by the steps. As many engines
+as the GPU holds start beside each other, since a start takes minutes; then each has the GPU for itself.
 """
 
+import fcntl
+import os
 import statistics
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +26,9 @@ from qurl_ray.planning.shapes import Shape
 from qurl_ray.rollout import vllm_engine
 from qurl_ray.types import Request, SamplingParams
 
+OTHER_GIB = 6
+"""What an engine has on the GPU beside weights and keys: its context, graphs, activations."""
+
 
 def run(bench: Bench) -> None:
     if reason := lacks("vllm"):
@@ -28,41 +38,89 @@ def run(bench: Bench) -> None:
         bench.skip("graphs", "a CPU has no CUDA graphs")
     for shape in bench.scale.shapes[: bench.scale.whole]:
         for way in ("graphs", "eager") if bench.cuda else ("eager",):
-            for name in bench.scale.formats:
-                key = f"{shape.name}, {way}, {name}"
-                if figures := bench.attempt(key, partial(measured, bench, shape, way, name)):
-                    bench.add(key, figures, summary(figures))
+            left = [name for name in bench.scale.formats if not bench.has(f"{shape.name}, {way}, {name}")]
+            for at in range(0, len(left), count := at_once(bench, shape)):
+                beside(bench, shape, way, left[at : at + count])
 
 
-def measured(bench: Bench, shape: Shape, way: str, name: str) -> Figures:
+def at_once(bench: Bench, shape: Shape) -> int:
+    """Return how many engines of this shape start beside each other: the GPU holds them, and each has four cores."""
+    if not bench.cuda:
+        return 1
+    context = bench.scale.prompt + bench.scale.vllm_steps
+    each_gib = (2 * shape.params + max(bench.scale.vllm_batches) * shape.kv_bytes(context)) / 2**30 + OTHER_GIB
+    return max(1, min(int(0.9 * bench.figures["machine"]["gib"] / each_gib), (os.cpu_count() or 1) // 4))
+
+
+def beside(bench: Bench, shape: Shape, way: str, names: Sequence[str]) -> None:
+    """Measure engines of these formats, which start beside each other."""
+    if not names or not bench.left_of_part():
+        for name in names:
+            bench.skip(f"{shape.name}, {way}, {name}", "no time left")
+        return
+    with tempfile.TemporaryDirectory(prefix="qurl-kit-") as folder, ThreadPoolExecutor(len(names)) as pool:
+        turns = [{"folder": folder, "name": name, "engines": len(names)} for name in names]
+        found = [pool.submit(measured, bench, shape, way, turn) for turn in turns]
+        for name, one in zip(names, found, strict=True):
+            key = f"{shape.name}, {way}, {name}"
+            if figures := bench.attempt(key, one.result):
+                compare(figures, bench.figures["vllm"].get(f"{shape.name}, {way}, none", figures))
+                bench.add(key, figures, summary(figures))
+
+
+def measured(bench: Bench, shape: Shape, way: str, turn: Figures) -> Figures:
     scale = bench.scale
     with setup_of(
         bench,
         shape,
         shape.layers,
         engine="vllm",
-        format_name=name,
+        format_name=turn["name"],
         graphs=way == "graphs",
         context=scale.prompt + scale.vllm_steps + 1,
         slots=max(scale.vllm_batches),
         vocabulary=shape.vocab,
     ) as setup:
-        found = call(
-            bench,
-            decode,
-            setup=setup.plain(),
-            batches=scale.vllm_batches,
-            prompt=scale.prompt,
-            steps=scale.vllm_steps,
-            rounds=scale.rounds,
-        )
-    plain = found if name == "none" else bench.figures["vllm"].get(f"{shape.name}, {way}, none")
-    for count, one in found["batches"].items() if plain else ():
+        try:
+            return call(
+                bench,
+                decode,
+                setup=setup.plain(),
+                turn=turn,
+                batches=scale.vllm_batches,
+                prompt=scale.prompt,
+                steps=scale.vllm_steps,
+                rounds=scale.rounds,
+            )
+        finally:
+            started(turn)  # if it could not start, the others do not wait for it
+
+
+def compare(figures: Figures, plain: Figures) -> None:
+    """Add how many times as fast as in full precision it is."""
+    for count, one in figures["batches"].items():
         one["times_as_fast"] = plain["batches"][count]["ms"] / one["ms"]
-    return found
 
 
-def decode(*, setup: dict[str, Any], batches: list[int], prompt: int, steps: int, rounds: int) -> Figures:
+def started(turn: Figures) -> None:
+    Path(turn["folder"], f"{turn['name']}.started").touch()
+
+
+@contextmanager
+def alone(turn: Figures) -> Iterator[None]:
+    """Wait until all engines have started and none of the others is measured."""
+    started(turn)
+    folder = Path(turn["folder"])
+    while len(list(folder.glob("*.started"))) < turn["engines"]:
+        time.sleep(0.1)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def decode(
+    *, setup: dict[str, Any], turn: Figures, batches: list[int], prompt: int, steps: int, rounds: int
+) -> Figures:
     """Return milliseconds of a decode step and tokens per second, by batch. Runs in a process of its own."""
     measuring()
     made = Setup(**setup)
@@ -71,12 +129,13 @@ def decode(*, setup: dict[str, Any], batches: list[int], prompt: int, steps: int
     start_s = time.perf_counter() - started
     randomize(engine, made.format_name)
     found: Figures = {}
-    for count in batches:
-        turn = partial(seconds, engine, count, prompt)
-        turn(1), turn(1 + steps)
-        differences = [turn(1 + steps) - turn(1) for _ in range(rounds)]
-        ms = max(1e-6, 1000 * statistics.median(differences) / steps)
-        found[str(count)] = {"ms": ms, "tokens_per_second": 1000 * count / ms}
+    with alone(turn):
+        for count in batches:
+            draw = partial(seconds, engine, count, prompt)
+            draw(1), draw(1 + steps)
+            differences = [draw(1 + steps) - draw(1) for _ in range(rounds)]
+            ms = max(1e-6, 1000 * statistics.median(differences) / steps)
+            found[str(count)] = {"ms": ms, "tokens_per_second": 1000 * count / ms}
     kernels = engine.kernels()
     engine.close()
     return {"start_seconds": start_s, "kernels": kernels, "batches": found}

@@ -41,7 +41,7 @@ from torch.nn.functional import ScalingType, pad
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.quantize import QTensor, quantize_rows, quantize_rows_int8, row_maximum
+from qurl_ray.quant.quantize import QTensor, fused_kernels, quantize_rows_int8, row_codes, row_maximum
 
 warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # on the future of fbgemm's type of tensor
 
@@ -334,8 +334,7 @@ class IntMm(_Cuda):
 
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = _codes(x, packed.fmt)
-        sums_MN = torch._int_mm(_more_rows(codes_MK).to(torch.int8), packed.codes.t())[: len(codes_MK)]
-        return _scaled(sums_MN.float(), amax_M1, packed, bias).to(x.dtype).view(*x.shape[:-1], len(packed.codes))
+        return _scaled(torch._int_mm(codes_MK, packed.codes.t()), amax_M1, packed, bias, x)
 
 
 class ScaledMm(_Cuda):
@@ -356,24 +355,21 @@ class ScaledMm(_Cuda):
 
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = _codes(x, packed.fmt)
-        a, b = _more_rows(codes_MK).to(packed.fmt.dtype), packed.codes.t()
         if x.dtype == torch.bfloat16:
-            y = functional.scaled_mm(
-                a,
-                b,
-                _more_rows(amax_M1, value=1.0),
+            y_MN = functional.scaled_mm(
+                codes_MK,
+                packed.codes.t(),
+                amax_M1,
                 ScalingType.RowWise,
                 _channel_scale(packed)[None],
                 ScalingType.RowWise,
                 bias=None if bias is None else bias.to(x.dtype),
                 output_dtype=x.dtype,
-            )[: len(codes_MK)]
-        else:
-            one = torch.ones(1, device=x.device)
-            whole, exact = ScalingType.TensorWise, torch.float32
-            sums_MN = functional.scaled_mm(a, b, one, whole, one, whole, output_dtype=exact)[: len(codes_MK)]
-            y = _scaled(sums_MN, amax_M1, packed, bias).to(x.dtype)
-        return y.view(*x.shape[:-1], len(packed.codes))
+            )
+            return _like(x, y_MN)
+        one, whole, exact = torch.ones(1, device=x.device), ScalingType.TensorWise, torch.float32
+        sums_MN = functional.scaled_mm(codes_MK, packed.codes.t(), one, whole, one, whole, output_dtype=exact)
+        return _scaled(sums_MN, amax_M1, packed, bias, x)
 
 
 class ScaledMmBlock(_Cuda):
@@ -405,24 +401,21 @@ class ScaledMmBlock(_Cuda):
 
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_MG = _codes(x, packed.fmt)
-        scale_MG = _more_rows(amax_MG * packed.fmt.activation_step, value=1.0).t().contiguous().t()  # column-major
-        y = self.product(_more_rows(codes_MK).to(packed.fmt.dtype), scale_MG, packed, x.dtype)[: len(codes_MK)]
-        return (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], len(packed.codes))
-
-    def product(
-        self, codes_MK: torch.Tensor, scale_MG: torch.Tensor, packed: QTensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the product [M, N] of codes, in bfloat16 if that is `dtype`, else in float32. M is a multiple of 16,
-        and the scales are column-major."""
-        return functional.scaled_mm(
+        y_MN = functional.scaled_mm(
             codes_MK,
             packed.codes.t(),
-            scale_MG,
+            column_major(amax_MG * packed.fmt.activation_step),
             ScalingType.BlockWise1x128,
             packed.scale.t(),
             ScalingType.BlockWise128x128,
-            output_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
+            output_dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
         )
+        return _like(x, y_MN if bias is None else y_MN + bias)
+
+
+def column_major(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales of groups in the order in which cuBLAS reads them."""
+    return scale.t().contiguous().t()
 
 
 def _int8_by_row(fmt: Format) -> bool:
@@ -434,14 +427,15 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _codes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `quantize_rows` of x [..., K] as a matrix, computed in float32 for any dtype of x."""
-    return quantize_rows(x.reshape(-1, x.shape[-1]).float(), fmt)
+    """Return `row_codes` of x [..., K] as a matrix, with at least 32 rows and a multiple of 16: `_int_mm` needs more
+    than 16, and the others are then fastest."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    return row_codes(x_MK, fmt, rows=max(32, -(-len(x_MK) // 16) * 16))
 
 
-def _more_rows(x_MK: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-    """Pad to at least 32 rows and a multiple of 16: `_int_mm` needs more than 16, and the others are then fastest."""
-    rows = max(32, -(-len(x_MK) // 16) * 16)
-    return pad(x_MK, (0, 0, 0, rows - len(x_MK)), value=value)
+def _like(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:
+    """Return y, without the rows that were added, in the shape and type that x [..., K] asks for."""
+    return y_MN[: x.shape[:-1].numel()].to(x.dtype).view(*x.shape[:-1], y_MN.shape[1])
 
 
 def _channel_scale(q: QTensor) -> torch.Tensor:
@@ -449,10 +443,14 @@ def _channel_scale(q: QTensor) -> torch.Tensor:
     return q.scale[:, 0] * q.fmt.activation_step
 
 
-def _scaled(sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return scaled sums plus bias. Factors are applied one by one, in the order of `reference_linear`."""
-    y = sums_MN * _channel_scale(q) * amax_M1
-    return y if bias is None else y + bias
+def _scaled(
+    sums_MN: torch.Tensor, amax_M1: torch.Tensor, q: QTensor, bias: torch.Tensor | None, x: torch.Tensor
+) -> torch.Tensor:
+    """Return scaled sums plus bias, `_like` x. Factors are applied one by one, in the order of `reference_linear`."""
+    if fused := fused_kernels(x.device, torch.int8):
+        return _like(x, fused.scaled(sums_MN, _channel_scale(q), amax_M1, bias, x.dtype))
+    y = sums_MN.float() * _channel_scale(q) * amax_M1
+    return _like(x, y if bias is None else y + bias)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

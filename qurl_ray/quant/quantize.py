@@ -4,9 +4,11 @@ Rounding is to nearest (ties to even). The learner's master weights stay in floa
 quantizations, and no calibration is needed: scales are computed from the values themselves.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +73,11 @@ def quantize(w_NK: torch.Tensor, fmt: Format, *, finite: bool = False) -> QTenso
         QuantizationError: the weight is not a matrix in full precision, is not finite, or has a width that is not a
             multiple of the group size.
     """
+    _check(w_NK, fmt)
+    if fused := _fused(w_NK, fmt, fmt.group):
+        codes, scale = fused.blocks(w_NK, fmt)
+        if finite or torch.isfinite(scale).all():
+            return QTensor(codes=codes, scale=scale, fmt=fmt)
     return quantize_by(w_NK, fmt, lambda x: nearest(x, fmt), finite=finite)
 
 
@@ -184,6 +191,40 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     shifted = torch.add(torch.full_like(amax_MG1, middle), x_MGg / amax_MG1, alpha=fmt.activation_max)
     codes = nearest(shifted, fmt).sub_(middle).flatten(-2)[..., :columns]
     return codes, amax_MG1[..., 0]
+
+
+def row_codes(x_MK: torch.Tensor, fmt: Format, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `quantize_rows` of any float type, with codes of the format's type; on CUDA in one pass over x.
+
+    Args:
+        rows: number of rows of the result, M or more. The others are quantized as rows of zeros.
+    """
+    rows = len(x_MK) if rows is None else rows
+    columns, group = x_MK.shape[1], fmt.activation_group
+    if (fused := _fused(x_MK, fmt, group)) and columns % (group or columns) == 0:
+        return fused.rows(x_MK, fmt, rows)
+    codes, amax = quantize_rows(filled(x_MK.float(), 0, 0, 0, rows - len(x_MK)), fmt)
+    return codes.to(fmt.dtype), amax
+
+
+@functools.cache
+def fused_kernels(device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the module quant/fused.py if it makes codes of this type on the device, else None."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    if dtype.is_floating_point and torch.cuda.get_device_capability(device) < (8, 9):  # Triton has no E4M3 there
+        return None
+    try:
+        from qurl_ray.quant import fused
+    except ImportError:
+        return None
+    return fused
+
+
+def _fused(x: torch.Tensor, fmt: Format, group: int | None) -> Any:
+    """Return quant/fused.py if it quantizes such values in groups of so many columns, or whole rows; else None."""
+    fused = fused_kernels(x.device, fmt.dtype)
+    return fused if fused and (group or x.shape[1] <= fused.WIDEST) else None
 
 
 def quantize_rows_int8(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,13 +24,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
-from torch.nn.functional import ScalingType, pad
+from torch.nn.functional import ScalingType
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.kernels import ScaledMmBlock
+from qurl_ray.quant.kernels import ScaledMmBlock, column_major
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, dequantize_rows, filled, floats, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize_rows, filled, floats, fused_kernels, quantize_rows
 
 CodesAndMaxima = tuple[torch.Tensor, torch.Tensor]
 """Codes of rows and the maximum of each group, as `quantize_rows` returns them. Codes may have the format's type."""
@@ -65,15 +65,13 @@ class Emulation:
             q: W, whose blocks are square.
             x: `quantize_rows` of x [M, K].
         """
-        dx = dw = None
-        if q is not None:
-            dx = QuantizedLinear(transposed(q), None, emulate=self._emulate)(dy_MN)
-        if x is not None:
-            x_MK = dequantize_rows(floats(x[0]), x[1], fmt)
-            dw = self._product(across_tokens(dy_MN, fmt), across_tokens(x_MK, fmt), fmt)
-        return dx, dw
+        dx = QuantizedLinear(transposed(q), None, emulate=self._emulate)(dy_MN) if q else None
+        return dx, self._of_weight(dy_MN, x, fmt) if x else None
 
-    def _product(self, dy: CodesAndMaxima, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
+    def _of_weight(self, dy_MN: torch.Tensor, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
+        """Return dW."""
+        x_MK = dequantize_rows(floats(x[0]), x[1], fmt)
+        dy, x = across_tokens(dy_MN, fmt), across_tokens(x_MK, fmt)
         return functional.linear(dequantize_rows(*dy, fmt), dequantize_rows(*x, fmt))
 
 
@@ -88,8 +86,9 @@ class ByScaledMm(Emulation):
     ) -> str | None:
         return _BLOCK.objection(fmt, device, shape and shape[1:])
 
-    def _product(self, dy: CodesAndMaxima, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
-        (dy_NM, dy_scale), (x_KM, x_scale) = _operand(dy, fmt), _operand(x, fmt)
+    def _of_weight(self, dy_MN: torch.Tensor, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
+        dy_NM, dy_scale = _operand(dy_MN, None, fmt)
+        x_KM, x_scale = _operand(*x, fmt)
         return functional.scaled_mm(dy_NM, x_KM.t(), dy_scale, _VECTOR, x_scale, _VECTOR, output_dtype=torch.float32)
 
 
@@ -109,28 +108,20 @@ class ByTorchao(ByScaledMm):
             return f"torchao needs operands of fewer than 2^31 values, not {values}"
         return None if _torchao() else "torchao needs torchao 0.18 and Triton (pip install 'qurl-ray[gpu]')"
 
-    def gradients(
-        self, dy_MN: torch.Tensor, q: QTensor | None, x: CodesAndMaxima | None, fmt: Format
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        quantizers, M, dx, dw = _torchao(), len(dy_MN), None, None
+    def _of_weight(self, dy_MN: torch.Tensor, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
+        quantizers, M, (codes_MK, amax_MG) = _torchao(), len(dy_MN), x
         dy_MN = filled(dy_MN.contiguous(), 0, 0, 0, _whole(M) - M)
-        lost_M1 = 0 * dy_MN.amax(dim=1, keepdim=True)  # nan in rows that have one, which the quantizers would hide
-        if q is not None:
-            codes_MN, scale = quantizers.triton_fp8_blockwise_act_quant_lhs(dy_MN)
-            dx = _BLOCK.product(codes_MN, scale.add_(lost_M1), _BLOCK.pack(transposed(q)), dy_MN.dtype)[:M]
-        if x is not None:
-            codes_MK, amax_MG = x
-            x_MK = dy_MN.new_empty(len(dy_MN), codes_MK.shape[1])
-            x_MK[:M], x_MK[M:] = codes_MK, 0
-            x_MK[:M].unflatten(1, (amax_MG.shape[1], -1)).mul_((amax_MG * fmt.activation_step)[..., None])
-            dy_NM, dy_scale = quantizers.triton_fp8_blockwise_act_quant_transposed_lhs(dy_MN)
-            codes_MK, x_scale = quantizers.triton_fp8_blockwise_act_quant_rhs(x_MK)
-            x_scale.unflatten(1, (amax_MG.shape[1], -1)).add_((0 * amax_MG).sum(dim=0)[:, None])
-            dy_scale.add_(lost_M1.sum())
-            dw = functional.scaled_mm(
-                dy_NM, codes_MK, dy_scale, _VECTOR, x_scale.t(), _VECTOR, output_dtype=torch.float32
-            )
-        return dx, dw
+        x_MK = dy_MN.new_empty(len(dy_MN), codes_MK.shape[1])
+        x_MK[:M], x_MK[M:] = codes_MK, 0
+        x_MK[:M].unflatten(1, (amax_MG.shape[1], -1)).mul_((amax_MG * fmt.activation_step)[..., None])
+        dy_NM, dy_scale = quantizers.triton_fp8_blockwise_act_quant_transposed_lhs(dy_MN)
+        codes_MK, x_scale = quantizers.triton_fp8_blockwise_act_quant_rhs(x_MK)
+        # nan and inf, which the quantizers would hide
+        x_scale.unflatten(1, (amax_MG.shape[1], -1)).add_((0 * amax_MG).sum(dim=0)[:, None])
+        dy_scale.add_((0 * dy_MN.amax(dim=1)).sum())
+        return functional.scaled_mm(
+            dy_NM, codes_MK, dy_scale, _VECTOR, x_scale.t(), _VECTOR, output_dtype=torch.float32
+        )
 
 
 @functools.cache
@@ -176,11 +167,20 @@ def across_tokens(x_MK: torch.Tensor, fmt: Format) -> CodesAndMaxima:
     return quantize_rows(x_MK.float().t().contiguous(), fmt)
 
 
-def _operand(rows: CodesAndMaxima, fmt: Format) -> CodesAndMaxima:
-    """Return codes, padded to whole groups of tokens, and column-major scales, as scaled_mm needs them."""
-    codes_RM, amax_RG = rows
-    whole = pad(codes_RM, (0, -codes_RM.shape[1] % (fmt.activation_group or 1)))
-    return whole.to(fmt.dtype), (amax_RG * fmt.activation_step).t().contiguous().t()
+def _operand(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> CodesAndMaxima:
+    """Return codes [K, M padded to whole groups], and scales, as scaled_mm needs them for dW.
+
+    Args:
+        x_MK: values; or, if there are maxima, codes.
+    """
+    fused = fused_kernels(x_MK.device, fmt.dtype)
+    if fused and fmt.activation_group == fused.TOKENS:
+        codes_KM, amax_KG = fused.columns(x_MK, amax_MG, fmt)
+    else:
+        values_MK = x_MK if amax_MG is None else dequantize_rows(floats(x_MK), amax_MG, fmt)
+        codes_KM, amax_KG = across_tokens(values_MK, fmt)
+        codes_KM = filled(codes_KM, 0, _whole(len(x_MK)) - len(x_MK)).to(fmt.dtype)
+    return codes_KM, column_major(amax_KG * fmt.activation_step)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize, row_codes
 from qurl_ray.quant.training import PRODUCTS, products_for
 
 Backward = Literal["quantized", "straight_through", "full"]
@@ -164,8 +164,7 @@ def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
     x_MK = x.reshape(-1, x.shape[-1])
     if how.backward == "full" or how.fmt.activation_max is None:
         return (x_MK,)
-    codes_MK, amax_MG = quantize_rows(x_MK.float(), how.fmt)
-    return codes_MK.to(how.fmt.dtype), amax_MG
+    return row_codes(x_MK, how.fmt)
 
 
 def _gradients(

@@ -1,0 +1,103 @@
+"""Quantizers in one pass: their bits are those of the definitions, in Triton's interpreter. On a GPU:
+tests/gpu/test_kernels.py."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qurl_ray.quant.formats import FORMATS
+from qurl_ray.quant.quantize import QTensor, dequantize_rows, filled, quantize, quantize_rows
+from qurl_ray.quant.training import across_tokens
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: the extra cpu brings it")
+
+
+def matrices() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    new = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
+    made = {"squares": new(256, 256), "ragged": new(130, 384), "odd": new(37, 100), "one": new(1, 128)}
+    made["transposed"] = new(256, 129).t()
+    made["zeros"] = new(140, 256)
+    made["zeros"][3] = made["zeros"][:, 128:] = made["zeros"][:, 7] = 0
+    made["tiny"] = new(130, 128) * 1e-39
+    made["ties"] = (torch.arange(130 * 256).view(130, 256) % 255 - 127) / 2  # between two codes of int8
+    made["ties"][:, 0] = 127
+    for bad in ("nan", "inf", "-inf"):
+        made[bad] = new(130, 256)
+        made[bad][5, 200] = float(bad)
+    return made
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    """(matrices, found) by name."""
+    folder = tmp_path_factory.mktemp("interpreted")
+    torch.save(made := matrices(), folder / "in.pt")
+    command = [sys.executable, Path(__file__).with_name("fused_interpreted.py"), folder / "in.pt", folder / "out.pt"]
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return made, torch.load(folder / "out.pt")
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert that bits are equal. A nan is one whatever its bits, and no integer shows it."""
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def same_rows(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    same(found[1], expected[1])
+    whole = torch.isfinite(expected[1]).all(dim=1)  # integers of other rows mean nothing
+    same(found[0][whole], expected[0][whole])
+    if found[0].dtype.is_floating_point:
+        same(found[0], expected[0])
+
+
+@pytest.mark.parametrize("matrix", matrices())
+def test_codes_of_activations_are_the_definitions(interpreted, matrix):
+    x, found = (part[matrix] for part in interpreted)
+    for name, fmt in FORMATS.items():
+        if ("rows", name) in found:
+            same_rows(found["rows", name], quantize_rows(filled(x, 0, 0, 0, 3), fmt))
+            assert found["rows", name][0].dtype == fmt.dtype
+
+
+@pytest.mark.parametrize("matrix", [name for name, x in matrices().items() if x.shape[1] % 128 == 0])
+def test_codes_of_columns_are_the_definitions(interpreted, matrix):
+    (x, found), fmt = (part[matrix] for part in interpreted), FORMATS["fp8_block"]
+    codes, amax = quantize_rows(x, fmt)
+    for key, values in (("columns", x), ("columns of codes", dequantize_rows(codes, amax, fmt))):
+        expected, maxima = across_tokens(values, fmt)
+        same_rows(found[key, "fp8_block"], (filled(expected, 0, -len(x) % 128), maxima))
+
+
+@pytest.mark.parametrize("matrix", matrices())
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_of_weights_are_the_definitions(interpreted, matrix, name):
+    (w, found), fmt = (part[matrix] for part in interpreted), FORMATS[name]
+    if found["blocks", name] is None:
+        pytest.skip("the format has no such width")
+    codes, scale = found["blocks", name]
+    expected = quantize(w, fmt, finite=True)
+    same(scale, expected.scale)
+    if fmt.dtype.is_floating_point or torch.isfinite(scale).all():
+        same(codes, expected.codes)
+    assert isinstance(QTensor(codes=codes, scale=scale, fmt=fmt).shape, torch.Size)
+
+
+@pytest.mark.parametrize("matrix", ["squares", "odd", "one", "transposed"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_scaled_sums_are_the_definitions(interpreted, matrix, biased):
+    x, found = (part[matrix] for part in interpreted)
+    sums = (1000 * x).to(torch.int32).float()
+    expected = sums * (x.abs().amax(dim=0) * 1e-3) * x.abs().amax(dim=1, keepdim=True)
+    same(found["scaled", not biased], expected + x[0] if biased else expected)
