@@ -11,8 +11,6 @@ to start them takes longer still.
 | scaled | factors and bias of a product of codes, as in linear.reference_linear |
 """
 
-from typing import Any
-
 import torch
 import triton
 from triton import language as tl
@@ -112,24 +110,26 @@ def _warps(values: int) -> int:
 
 
 @triton.jit
-def _larger(a: Any, b: Any) -> Any:
+def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _rounded(values: Any, MIDDLE: tl.constexpr) -> Any:
+def _rounded(values, MIDDLE: tl.constexpr):
     # Where floats are one apart, addition rounds to nearest, ties to even, and the low byte is the code.
     return (values + (_ONE_APART - MIDDLE)).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
-def _codes_of(values: Any, largest: Any, MAX: tl.constexpr, INTEGERS: tl.constexpr) -> Any:
+def _codes_of(values, largest, MAX: tl.constexpr, INTEGERS: tl.constexpr):
     """Return codes of activations, whose sums with the offset are rounded once, as quantize_rows explains."""
     ratios = tl.div_rn(values, largest)
     most = tl.full(ratios.shape, MAX, tl.float32)
     if INTEGERS:
-        return _rounded(tl.fma(ratios, most, tl.full(ratios.shape, _MIDDLE, tl.float32)), _MIDDLE)
-    return (ratios * most + 0.0).to(tl.float8e4nv)
+        found = _rounded(tl.fma(ratios, most, tl.full(ratios.shape, _MIDDLE, tl.float32)), _MIDDLE)
+    else:
+        found = (ratios * most + 0.0).to(tl.float8e4nv)
+    return found
 
 
 @triton.jit
