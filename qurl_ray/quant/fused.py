@@ -5,10 +5,11 @@ to start them takes longer still.
 
 | function | definition |
 |---|---|
-| rows | quantize_rows, of activations |
-| columns | quantize_rows of the transposed matrix, for the gradient of a weight |
-| blocks | quantize, of a weight |
-| scaled | factors and bias of a product of codes, as in linear.reference_linear |
+| codes_of_rows | quantize_rows, of activations |
+| codes_of_columns | quantize_rows of the transposed matrix, for the gradient of a weight |
+| codes_of_blocks | quantize, of a weight |
+| transposed_codes | the transposed codes of a weight |
+| scaled_sums | factors and bias of a product of codes, as in linear.reference_linear |
 """
 
 import torch
@@ -18,7 +19,7 @@ from triton import language as tl
 from qurl_ray.quant.formats import Format
 
 TOKENS = 128
-"""Tokens of a group in `columns`, and the tile's width."""
+"""Tokens of a group in `codes_of_columns`, and the side of the squares that programs turn."""
 WIDEST = 32768
 """Columns that a program holds in registers at most, where a row has one scale."""
 _LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -26,7 +27,7 @@ _MIDDLE = tl.constexpr(128.0)
 _ONE_APART = tl.constexpr(1.5 * 2.0**23)
 
 
-def rows(x_MK: torch.Tensor, fmt: Format, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def codes_of_rows(x_MK: torch.Tensor, fmt: Format, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `quantize_rows`, with codes of the format's type and `count` rows: after the last come rows of zeros.
 
     Args:
@@ -47,7 +48,9 @@ def rows(x_MK: torch.Tensor, fmt: Format, count: int) -> tuple[torch.Tensor, tor
     return codes_MK, amax_GM.t()
 
 
-def columns(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+def codes_of_columns(
+    x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `quantize_rows` of the columns, in groups of TOKENS: codes of the format's type [K, M padded to whole
     groups] and maxima [K, groups].
 
@@ -68,7 +71,7 @@ def columns(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> tu
     return codes_KM, amax_GK.t()
 
 
-def blocks(w_NK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+def codes_of_blocks(w_NK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales of `quantize`, which are not finite where the weight is not.
 
     Args:
@@ -87,7 +90,16 @@ def blocks(w_NK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]
     return codes_NK, scale
 
 
-def scaled(
+def transposed_codes(codes_NK: torch.Tensor) -> torch.Tensor:
+    """Return the transposed matrix, contiguous: torch takes ten times as long for values of one byte."""
+    values_NK = codes_NK.contiguous().view(torch.uint8)
+    N, K = values_NK.shape
+    values_KN = values_NK.new_empty(K, N)
+    _transposed[(triton.cdiv(N, TOKENS), triton.cdiv(K, TOKENS))](values_NK, values_KN, N, K, TOKENS, num_warps=8)
+    return values_KN.view(codes_NK.dtype)
+
+
+def scaled_sums(
     sums_MN: torch.Tensor, scale_N: torch.Tensor, amax_M1: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return sums · scale · maximum + bias of this type, computed in float32, one factor after the other."""
@@ -186,6 +198,16 @@ def _blocks(
     found = _rounded(ratios, 0.0) if INTEGERS else ratios.to(tl.float8e4nv)
     tl.store(codes + at, found, mask=within)
     tl.store(scale + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), one)
+
+
+@triton.jit
+def _transposed(values, found, N, K, SIDE: tl.constexpr):
+    """Each program turns a square."""
+    row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    within = (row < N)[:, None] & (column < K)[None, :]
+    square = tl.load(values + row[:, None] * K + column[None, :], mask=within)
+    tl.store(found + column[:, None] * N + row[None, :], tl.trans(square), mask=tl.trans(within))
 
 
 @triton.jit

@@ -448,7 +448,7 @@ def _scaled(
 ) -> torch.Tensor:
     """Return scaled sums plus bias, `_like` x. Factors are applied one by one, in the order of `reference_linear`."""
     if fused := fused_kernels(x.device, torch.int8):
-        return _like(x, fused.scaled(sums_MN, _channel_scale(q), amax_M1, bias, x.dtype))
+        return _like(x, fused.scaled_sums(sums_MN, _channel_scale(q), amax_M1, bias, x.dtype))
     y = sums_MN.float() * _channel_scale(q) * amax_M1
     return _like(x, y if bias is None else y + bias)
 

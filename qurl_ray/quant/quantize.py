@@ -75,7 +75,7 @@ def quantize(w_NK: torch.Tensor, fmt: Format, *, finite: bool = False) -> QTenso
     """
     _check(w_NK, fmt)
     if fused := _fused(w_NK, fmt, fmt.group):
-        codes, scale = fused.blocks(w_NK, fmt)
+        codes, scale = fused.codes_of_blocks(w_NK, fmt)
         if finite or torch.isfinite(scale).all():
             return QTensor(codes=codes, scale=scale, fmt=fmt)
     return quantize_by(w_NK, fmt, lambda x: nearest(x, fmt), finite=finite)
@@ -202,7 +202,7 @@ def row_codes(x_MK: torch.Tensor, fmt: Format, rows: int | None = None) -> tuple
     rows = len(x_MK) if rows is None else rows
     columns, group = x_MK.shape[1], fmt.activation_group
     if (fused := _fused(x_MK, fmt, group)) and columns % (group or columns) == 0:
-        return fused.rows(x_MK, fmt, rows)
+        return fused.codes_of_rows(x_MK, fmt, rows)
     codes, amax = quantize_rows(filled(x_MK.float(), 0, 0, 0, rows - len(x_MK)), fmt)
     return codes.to(fmt.dtype), amax
 

@@ -2,25 +2,16 @@
 
 M tokens, weights [N, K]:
 
-| entry | needs | operands are quantized by | products |
+| entry | needs | operands | products |
 |---|---|---|---|
-| torchao | what scaled_mm needs, torchao, dy in bfloat16 or float32 | one pass of a Triton kernel each | cuBLAS |
-| scaled_mm | CUDA, compute capability 9.0, CUDA 12.9, multiples of 128 | several passes in float32 | cuBLAS |
+| scaled_mm | CUDA, compute capability 9.0, CUDA 12.9, multiples of 128 | one pass each (quant/fused.py) | cuBLAS |
 | emulation | | several passes in float32 | float32 |
 
-`products_for` finds the first that can be used, from shapes and types alone: nothing waits for the GPU. On an
-H200 they were right, and slower than bfloat16 (docs/gpu.md).
-
-torchao's quantizers (torchao.prototype.blockwise_fp8_training, https://github.com/pytorch/ao) differ from
-`quantize_rows` in three ways. They multiply by 448 / max|x|, where that divides by max|x| and multiplies by 448: codes
-differ now and then, in the middle of two. They take 1e-12 for a smaller maximum: of such groups, values below 2e-18
-vanish. They make ±448 of nan, so nan is brought back here by way of the scales. The weights of DGrad are not theirs:
-those are the codes of the forward pass.
+`products_for` finds the first that can be used, from shapes alone: nothing waits for the GPU. docs/gpu.md has their
+speed on an H200.
 """
 
-import functools
-import importlib
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.nn import functional
@@ -46,14 +37,8 @@ class Emulation:
     name: ClassVar[str] = "emulation"
     _emulate: ClassVar[bool] = True
 
-    def objection(
-        self, fmt: Format, device: torch.device, shape: _Sizes | None = None, dtype: torch.dtype = torch.bfloat16
-    ) -> str | None:
-        """Return why it cannot be used here, or None. With shape None: why it cannot be used for any shape.
-
-        Args:
-            dtype: of dy.
-        """
+    def objection(self, fmt: Format, device: torch.device, shape: _Sizes | None = None) -> str | None:
+        """Return why it cannot be used here, or None. With shape None: why it cannot be used for any shape."""
         return None
 
     def gradients(
@@ -81,63 +66,13 @@ class ByScaledMm(Emulation):
     name = "scaled_mm"
     _emulate = False
 
-    def objection(
-        self, fmt: Format, device: torch.device, shape: _Sizes | None = None, dtype: torch.dtype = torch.bfloat16
-    ) -> str | None:
+    def objection(self, fmt: Format, device: torch.device, shape: _Sizes | None = None) -> str | None:
         return _BLOCK.objection(fmt, device, shape and shape[1:])
 
     def _of_weight(self, dy_MN: torch.Tensor, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
         dy_NM, dy_scale = _operand(dy_MN, None, fmt)
         x_KM, x_scale = _operand(*x, fmt)
         return functional.scaled_mm(dy_NM, x_KM.t(), dy_scale, _VECTOR, x_scale, _VECTOR, output_dtype=torch.float32)
-
-
-class ByTorchao(ByScaledMm):
-    """The same products, of operands that torchao quantizes: dy is read as it is, and no operand is held in float32."""
-
-    name = "torchao"
-
-    def objection(
-        self, fmt: Format, device: torch.device, shape: _Sizes | None = None, dtype: torch.dtype = torch.bfloat16
-    ) -> str | None:
-        if found := super().objection(fmt, device, shape, dtype):
-            return found
-        if dtype not in (torch.bfloat16, torch.float32):  # 1e-12 is 0 in float16
-            return f"torchao needs gradients in bfloat16 or float32, not {dtype}"
-        if shape and (values := _whole(shape[0]) * max(shape[1:])) >= 2**31:  # its offsets have 32 bits
-            return f"torchao needs operands of fewer than 2^31 values, not {values}"
-        return None if _torchao() else "torchao needs torchao 0.18 and Triton (pip install 'qurl-ray[gpu]')"
-
-    def _of_weight(self, dy_MN: torch.Tensor, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
-        quantizers, M, (codes_MK, amax_MG) = _torchao(), len(dy_MN), x
-        dy_MN = filled(dy_MN.contiguous(), 0, 0, 0, _whole(M) - M)
-        x_MK = dy_MN.new_empty(len(dy_MN), codes_MK.shape[1])
-        x_MK[:M], x_MK[M:] = codes_MK, 0
-        x_MK[:M].unflatten(1, (amax_MG.shape[1], -1)).mul_((amax_MG * fmt.activation_step)[..., None])
-        dy_NM, dy_scale = quantizers.triton_fp8_blockwise_act_quant_transposed_lhs(dy_MN)
-        codes_MK, x_scale = quantizers.triton_fp8_blockwise_act_quant_rhs(x_MK)
-        # nan and inf, which the quantizers would hide
-        x_scale.unflatten(1, (amax_MG.shape[1], -1)).add_((0 * amax_MG).sum(dim=0)[:, None])
-        dy_scale.add_((0 * dy_MN.amax(dim=1)).sum())
-        return functional.scaled_mm(
-            dy_NM, codes_MK, dy_scale, _VECTOR, x_scale.t(), _VECTOR, output_dtype=torch.float32
-        )
-
-
-@functools.cache
-def _torchao() -> Any:
-    """Return the module of torchao's quantizers; None if it cannot be imported."""
-    try:
-        module = importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
-        for name in ("lhs", "transposed_lhs", "rhs"):
-            tuned = getattr(module, f"triton_fp8_blockwise_act_quant_{name}_kernel")
-            # For each width Triton compiles and times all of them at the first call: of 45, those with other stages
-            # are the same code, as there is no loop.
-            few = [one for one in tuned.configs if (one.num_stages, one.num_warps) == (2, 4)]
-            tuned.configs = few or tuned.configs
-    except (ImportError, AttributeError):
-        return None
-    return module
 
 
 def _whole(M: int) -> int:
@@ -153,7 +88,8 @@ def transposed(q: QTensor) -> QTensor:
     """
     if q.fmt.rows != q.fmt.group:
         raise QuantizationError(f"{q.fmt.name}: only square blocks can be transposed")
-    codes = q.codes.view(torch.uint8).t().contiguous().view(q.fmt.dtype)
+    fused = fused_kernels(q.codes.device, q.fmt.dtype)
+    codes = fused.transposed_codes(q.codes) if fused else q.codes.view(torch.uint8).t().contiguous().view(q.fmt.dtype)
     return QTensor(codes=codes, scale=q.scale.t().contiguous(), fmt=q.fmt)
 
 
@@ -175,7 +111,7 @@ def _operand(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> C
     """
     fused = fused_kernels(x_MK.device, fmt.dtype)
     if fused and fmt.activation_group == fused.TOKENS:
-        codes_KM, amax_KG = fused.columns(x_MK, amax_MG, fmt)
+        codes_KM, amax_KG = fused.codes_of_columns(x_MK, amax_MG, fmt)
     else:
         values_MK = x_MK if amax_MG is None else dequantize_rows(floats(x_MK), amax_MG, fmt)
         codes_KM, amax_KG = across_tokens(values_MK, fmt)
@@ -185,22 +121,20 @@ def _operand(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> C
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
-PRODUCTS: dict[str, Emulation] = {one.name: one for one in (ByTorchao(), ByScaledMm(), Emulation())}
+PRODUCTS: dict[str, Emulation] = {one.name: one for one in (ByScaledMm(), Emulation())}
 """Entries by name. The first that has no objection is used."""
 
 
-def products_for(
-    fmt: Format, device: torch.device, shape: _Sizes | None = None, dtype: torch.dtype = torch.bfloat16
-) -> Emulation:
-    """Return the entry for a backward pass of this format here (shape None: of some shape); dtype: of dy."""
-    return next(one for one in PRODUCTS.values() if one.objection(fmt, device, shape, dtype) is None)
+def products_for(fmt: Format, device: torch.device, shape: _Sizes | None = None) -> Emulation:
+    """Return the entry for a backward pass of this format here (shape None: of some shape)."""
+    return next(one for one in PRODUCTS.values() if one.objection(fmt, device, shape) is None)
 
 
 def announced(fmt: Format, device: torch.device) -> str:
     """Return the name of the entry for some shape, and why those before it are not used.
 
     Example:
-        "scaled_mm: torchao needs torchao 0.18 and Triton (pip install 'qurl-ray[gpu]')"
+        "emulation: scaled_mm_block needs a device of type cuda, not cpu"
     """
     used = products_for(fmt, device).name
     reasons = dict.fromkeys(why for one in PRODUCTS.values() if (why := one.objection(fmt, device)))

@@ -9,8 +9,7 @@ Three products, M tokens, weights [N, K]. Their operands with backward="quantize
 | WGrad dW = dyᵀ · x | dy, 128 tokens × 1 column | x's saved codes, rounded again for 128 tokens × 1 column |
 
 FProp is a QuantizedLinear, which uses the kernel that quant/kernels.py finds, or else emulation. DGrad and WGrad are
-those of the table in quant/training.py, which has torchao's quantizers for them. On an H200 they were right, and
-slower than bfloat16 (docs/gpu.md).
+those of the table in quant/training.py.
 
 Between forward and backward pass, x is held as codes of one byte with float32 scales, and W as the parameter itself.
 The codes of W are computed again in the backward pass: to keep them would cost one byte per weight for the whole time,
@@ -182,7 +181,7 @@ def _gradients(
     if how.backward == "quantized":
         products, K = PRODUCTS["emulation"], (weight or inputs)[0].shape[1]
         if not how.emulate:
-            products = products_for(how.fmt, dy_MN.device, (*dy_MN.shape, K), dy_MN.dtype)
+            products = products_for(how.fmt, dy_MN.device, (*dy_MN.shape, K))
         q, x = how.codes(weight) if weight else None, (inputs[0], inputs[1]) if inputs else None
         return products.gradients(dy_MN, q, x, how.fmt)
     if weight:

@@ -13,7 +13,6 @@ from qurl_ray.cli import doctor
 from qurl_ray.cli.main import app, completed, shipped
 from qurl_ray.config import load_config
 from qurl_ray.config.load import SHIPPED
-from qurl_ray.quant import training
 from tests.quant.test_kernel_table import gpu
 
 COMMANDS = {"train", "configs", "evaluate", "report", "compare", "serve", "plan", "track", "doctor"}
@@ -109,12 +108,14 @@ def test_the_doctor_says_what_is_here_and_what_would_be_refused():
     assert done.stdout.endswith("0 problems that would stop any run\n")
 
 
-def test_the_doctor_says_why_torchao_is_not_used(monkeypatch):
+def test_the_doctor_says_what_computes_gradients_and_why(monkeypatch):
     gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(training, "_torchao", lambda: None)
     found = {finding.what: finding.found for finding in doctor.computing()}
     assert found["fp8_block on cuda"] == "kernel scaled_mm_block"
-    assert found["gradients in fp8_block"].startswith("scaled_mm: torchao needs torchao 0.18")
+    assert found["gradients in fp8_block"] == "scaled_mm"
+    gpu(monkeypatch, (9, 0), cuda="12.8")
+    found = {finding.what: finding.found for finding in doctor.computing()}
+    assert found["gradients in fp8_block"].startswith("emulation: scaled_mm_block needs a torch for CUDA 12.9")
 
 
 def test_a_version_that_does_not_fit_stops_all_runs(monkeypatch):

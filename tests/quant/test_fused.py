@@ -2,10 +2,6 @@
 tests/gpu/test_kernels.py."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +9,7 @@ import torch
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import QTensor, dequantize_rows, filled, quantize, quantize_rows
 from qurl_ray.quant.training import across_tokens
+from tests.quant.interpreted import interpreted
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: the extra cpu brings it")
 
@@ -34,19 +31,10 @@ def matrices() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory):
+def quantized(tmp_path_factory):
     """(matrices, found) by name."""
-    folder = tmp_path_factory.mktemp("interpreted")
-    torch.save(made := matrices(), folder / "in.pt")
-    command = [sys.executable, Path(__file__).with_name("fused_interpreted.py"), folder / "in.pt", folder / "out.pt"]
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return made, torch.load(folder / "out.pt")
+    made = matrices()
+    return made, interpreted(made, tmp_path_factory.mktemp("interpreted"))
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -63,8 +51,8 @@ def same_rows(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Te
 
 
 @pytest.mark.parametrize("matrix", matrices())
-def test_codes_of_activations_are_the_definitions(interpreted, matrix):
-    x, found = (part[matrix] for part in interpreted)
+def test_codes_of_activations_are_the_definitions(quantized, matrix):
+    x, found = (part[matrix] for part in quantized)
     for name, fmt in FORMATS.items():
         if ("rows", name) in found:
             same_rows(found["rows", name], quantize_rows(filled(x, 0, 0, 0, 3), fmt))
@@ -72,8 +60,8 @@ def test_codes_of_activations_are_the_definitions(interpreted, matrix):
 
 
 @pytest.mark.parametrize("matrix", [name for name, x in matrices().items() if x.shape[1] % 128 == 0])
-def test_codes_of_columns_are_the_definitions(interpreted, matrix):
-    (x, found), fmt = (part[matrix] for part in interpreted), FORMATS["fp8_block"]
+def test_codes_of_columns_are_the_definitions(quantized, matrix):
+    (x, found), fmt = (part[matrix] for part in quantized), FORMATS["fp8_block"]
     codes, amax = quantize_rows(x, fmt)
     for key, values in (("columns", x), ("columns of codes", dequantize_rows(codes, amax, fmt))):
         expected, maxima = across_tokens(values, fmt)
@@ -82,9 +70,9 @@ def test_codes_of_columns_are_the_definitions(interpreted, matrix):
 
 @pytest.mark.parametrize("matrix", matrices())
 @pytest.mark.parametrize("name", FORMATS)
-def test_codes_of_weights_are_the_definitions(interpreted, matrix, name):
-    (w, found), fmt = (part[matrix] for part in interpreted), FORMATS[name]
-    if found["blocks", name] is None:
+def test_codes_of_weights_are_the_definitions(quantized, matrix, name):
+    (w, found), fmt = (part[matrix] for part in quantized), FORMATS[name]
+    if ("blocks", name) not in found:
         pytest.skip("the format has no such width")
     codes, scale = found["blocks", name]
     expected = quantize(w, fmt, finite=True)
@@ -96,8 +84,14 @@ def test_codes_of_weights_are_the_definitions(interpreted, matrix, name):
 
 @pytest.mark.parametrize("matrix", ["squares", "odd", "one", "transposed"])
 @pytest.mark.parametrize("biased", [True, False])
-def test_scaled_sums_are_the_definitions(interpreted, matrix, biased):
-    x, found = (part[matrix] for part in interpreted)
+def test_scaled_sums_are_the_definitions(quantized, matrix, biased):
+    x, found = (part[matrix] for part in quantized)
     sums = (1000 * x).to(torch.int32).float()
     expected = sums * (x.abs().amax(dim=0) * 1e-3) * x.abs().amax(dim=1, keepdim=True)
-    same(found["scaled", not biased], expected + x[0] if biased else expected)
+    same(found["scaled", biased], expected + x[0] if biased else expected)
+
+
+@pytest.mark.parametrize("matrix", matrices())
+def test_codes_are_transposed(quantized, matrix):
+    x, found = (part[matrix] for part in quantized)
+    assert torch.equal(found["transposed", None], x.to(torch.int8).t())

@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType
 from torch.utils.checkpoint import checkpoint
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant import training, unified
+from qurl_ray.quant import unified
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.kernels import KERNELS
 from qurl_ray.quant.linear import QuantizedLinear, reference_linear, weight_max_code
@@ -453,7 +453,6 @@ def test_all_three_products_reach_scaled_mm_as_it_wants_them(monkeypatch, tokens
         recipes.append(operands[5])
         return hopper(*operands, **options)
 
-    monkeypatch.setattr(training, "_torchao", lambda: None)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", spy)
     monkeypatch.setattr(type(KERNELS["scaled_mm_block"]), "device_type", "cpu")
     monkeypatch.setattr(type(KERNELS["scaled_mm_block"]), "lacks", lambda *_: None)
