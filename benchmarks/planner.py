@@ -32,6 +32,7 @@ import typer
 from rich.console import Console
 from shared import RESULTS, machine
 from torch import distributed
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from qurl_ray.config.learner import LearnerConfig
@@ -246,15 +247,35 @@ def _learn(
 
 
 def allocated(call: Callable[[], None]) -> int:
-    """Return the most bytes that torch had allocated on the CPU at once during `call`, used or not."""
+    """Return the most bytes that torch had allocated on the CPU at once during `call`, used or not, without the copies
+    that gloo makes of what it gathers and reduces: a GPU's NCCL makes none."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+    events, left = [], list(recorded.profiler.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            events.append(event)
+    held, most, copies = 0, 0, set()
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        size, place = event.extra_fields.alloc_size, event.extra_fields.ptr
+        if size > 0 and _of_gloo(event):
+            copies.add(place)
+        elif size < 0 and place in copies:
+            copies.remove(place)
+        else:
+            held += size
+            most = max(most, held)
     return most
+
+
+def _of_gloo(event: Any) -> bool:
+    """Return True for an allocation that a collective makes by itself."""
+    parents = []
+    while (event := event.parent) and len(parents) < 3:
+        parents.append(event.name)
+    return any(name.startswith(("gloo:", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_")) for name in parents)
 
 
 # --- report ------------------------------------------------------------------------------------------------------

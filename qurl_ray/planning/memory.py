@@ -69,7 +69,7 @@ def learner_bytes(
     joined = 4 * min(params, BUCKET) if stage == 3 else 0
     kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
     forward = fixed + gathered + cast + kept
-    backward = buckets + joined + gathered + kept + cast
+    backward = buckets + joined + gathered + kept + cast + _second_gradient(shape)
     step = fixed + (4 * (min(params, _GROUP) if stage == 3 else params) / ranks if stage else 0)
     critic = states + fixed if work.critic else 0
     reference = 4 * params if work.reference else 0
@@ -91,7 +91,8 @@ def _fsdp_bytes(shape: Shape, work: Workload, *, ranks: int, offloads: bool) -> 
     cast = 2 * (shape.head_params if work.checkpointing else params) if work.autocast else 0
     # In a pass: outside of blocks parameters and gradient; of a block both, and each once more in the buffer of its
     # collective.
-    passing = 2 * outside + 4 * block + cast + activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
+    kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
+    passing = 2 * outside + _second_gradient(shape) + 4 * block + cast + kept
     reference = 4 * params / ranks if work.reference else 0
     learning = states * (1 + work.critic) + passing + reference
     start = 4 * params / ranks * (1 + work.critic) + reference
@@ -102,6 +103,11 @@ def _fsdp_bytes(shape: Shape, work: Workload, *, ranks: int, offloads: bool) -> 
         "sync": sync if offloads else learning,
         "rollout": 0.0 if offloads else learning,
     }
+
+
+def _second_gradient(shape: Shape) -> float:
+    """Bytes of the embedding's gradient where the head, which has the same weights, already gave them one."""
+    return 4 * shape.head_params if shape.tied else 0.0
 
 
 def logit_bytes(shape: Shape, work: Workload) -> float:

@@ -116,7 +116,8 @@ def test_columns_get_the_codes_that_they_get_on_a_cpu(tokens, dtype):
         expected, expected_maxima = across_tokens(values.cpu(), fmt)
         assert same(found[:, :tokens], expected)
         assert same(maxima, expected_maxima)
-        assert not found[:, tokens:].float().any()
+        finite = torch.isfinite(maxima[:, -1])  # what fills a group that has a nan is nan, too
+        assert not found[finite, tokens:].float().any()
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (200, 24), (3584, 512)])

@@ -25,6 +25,8 @@ from qurl_ray.policy import save
 SEVEN, HALF, H100 = SHAPES["Qwen2.5-7B"], SHAPES["Qwen2.5-0.5B"], GPUS["h100"]
 LINEARS = 28 * (3584 * 3584 * 2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
 HEAD = 152064 * 3584
+TWICE = 4 * 151936 * 896
+"""Of Qwen2.5-0.5B, whose head is its embedding: the gradient of one, while that of the other is there."""
 
 
 def engine(precision="bf16", **changed):
@@ -94,7 +96,7 @@ def test_states_of_each_stage(stage, ranks, states):
     gathered = 4 * HALF.params if stage == 3 and ranks > 1 else 0  # the model has less than 1e9 parameters
     joined = 0.2e9 if stage == 3 else 0  # gradients, as many as the buffer holds
     kept = activation_bytes(HALF, TINY_BATCH) + 3 * 4 * 151936 * 8
-    passing = buffers + gathered + joined + kept
+    passing = buffers + gathered + joined + kept + TWICE
     stepping = 4 * HALF.params / ranks + (buffers if stage == 3 else 0) if stage else 0  # gradients of a rank's share
     assert found == pytest.approx(HALF.params * states + max(passing, stepping), rel=1e-6)
 
@@ -174,7 +176,7 @@ def test_fsdp_holds_shares_and_what_a_pass_gathers():
 
     kept = activation_bytes(HALF, TINY_BATCH) + 3 * 4 * 151936 * 8
     outside, blocks = HALF.params - HALF.block_params, HALF.block_params
-    expected = 16 * HALF.params / 4 + 2 * 4 * outside + 4 * 4 * blocks / HALF.layers + kept
+    expected = 16 * HALF.params / 4 + 2 * 4 * outside + TWICE + 4 * 4 * blocks / HALF.layers + kept
     assert held_()["learn"] == pytest.approx(expected, rel=1e-6)
     assert held_()["start"] == HALF.params
     assert held_(critic=True)["learn"] - held_()["learn"] == pytest.approx(4 * HALF.params)
