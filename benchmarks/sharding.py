@@ -10,7 +10,8 @@
   in a worktree: medians of the ratios of rounds in which both take turns.
 
 A process for each rank, joined over gloo, with a malloc that gives back freed blocks of 128 KiB and more; for answers,
-of 16 KiB, so that figures are of memory in use. This package's own settings keep up to 2 GiB. Writes benchmarks/results/sharding.{json,md} and sharding.png.
+of 16 KiB, so that figures are of memory in use. This package's own settings keep up to 2 GiB. Writes
+benchmarks/results/sharding.{json,md} and sharding.png.
 """
 
 import json
@@ -277,8 +278,8 @@ def report(found: dict[str, Any]) -> str:
         rows = found[part]["rows"]
         lines += [
             "",
-            f"One answer, {of_width(rows[0]['width']).name}, 4 heads, fsdp: GB of the largest rank beyond the loaded "
-            "learner.",
+            f"One answer, {of_width(rows[0]['width']).name}, 4 heads, fsdp: GB of the largest rank in use beyond the "
+            "loaded learner.",
             "",
             "| tokens | " + " | ".join(f"{ranks} ranks | s | share" for ranks in RANKS) + " |",
             "|---|" + "---|---|---|" * len(RANKS),

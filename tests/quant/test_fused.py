@@ -95,3 +95,75 @@ def test_scaled_sums_are_the_definitions(quantized, matrix, biased):
 def test_codes_are_transposed(quantized, matrix):
     x, found = (part[matrix] for part in quantized)
     assert torch.equal(found["transposed", None], x.to(torch.int8).t())
+
+
+# --- for Hopper -------------------------------------------------------------------------------------------------------
+
+E4M3, FLOAT, INT = "*fp8e4nv", "*fp32", "*i32"
+COUNTS = ("lines", "count", "groups", "width", "M", "N", "K", "row_stride", "group_stride")
+SQUARE = {"ROWS": 128, "WIDTH": 128}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        (
+            "_rows",
+            {"x": "*bf16", "codes": E4M3, "amax": FLOAT},
+            {"MAX": 448, "INTEGERS": False, "LINES": 32, "WIDTH": 128},
+        ),
+        (
+            "_rows",
+            {"x": FLOAT, "codes": "*i8", "amax": FLOAT},
+            {"MAX": 127, "INTEGERS": True, "LINES": 2, "WIDTH": 2048},
+        ),
+        (
+            "_columns",
+            {"x": "*bf16", "codes": E4M3, "amax": FLOAT},
+            {"row_amax": None, "MAX": 448, "SCALED": False, "SIDE": 128},
+        ),
+        (
+            "_columns",
+            {"x": E4M3, "row_amax": FLOAT, "codes": E4M3, "amax": FLOAT},
+            {"MAX": 448, "SCALED": True, "SIDE": 128},
+        ),
+        ("_blocks", {"w": FLOAT, "codes": E4M3, "scale": FLOAT}, {"MAX": 448, "INTEGERS": False} | SQUARE),
+        (
+            "_blocks",
+            {"w": "*bf16", "codes": "*i8", "scale": FLOAT},
+            {"MAX": 127, "INTEGERS": True, "ROWS": 1, "WIDTH": 4096},
+        ),
+        ("_transposed", {"values": "*u8", "found": "*u8"}, {"SIDE": 128}),
+        (
+            "_scaled",
+            {"sums": INT, "scale": FLOAT, "amax": FLOAT, "bias": FLOAT, "y": "*bf16"},
+            {"BIASED": True, "WIDTH": 1024},
+        ),
+        (
+            "_scaled",
+            {"sums": FLOAT, "scale": FLOAT, "amax": FLOAT, "y": FLOAT},
+            {"bias": None, "BIASED": False, "WIDTH": 64},
+        ),
+    ],
+)
+def test_it_compiles_for_hopper_and_rounds_as_the_definition(monkeypatch, tmp_path, kernel, types, constants):
+    """The interpreter takes what the compiler refuses. Whether the code is right, a GPU has to say."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from qurl_ray.quant import fused
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    source = getattr(fused, kernel)
+    known = types | dict.fromkeys(COUNTS, "i32") | {"step": "fp32"}
+    signature = {name: "constexpr" if name in constants else known[name] for name in source.arg_names}
+    places = {(source.arg_names.index(name),): value for name, value in constants.items()}
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    made = triton.compile(ASTSource(source, signature, constexprs=places), GPUTarget("cuda", 90, 32), options)
+    code = made.asm["ptx"]
+    assert ("div.rn.f32" in code) == (kernel in ("_rows", "_columns", "_blocks"))
+    assert "div.full" not in code
+    assert ("cvt.rn.satfinite.e4m3x2" in code) == (types.get("codes") == E4M3)
+    assert ("fma.rn" in code) == (kernel == "_rows" and constants["INTEGERS"])
+    assert ("max.NaN.f32" in code) == (kernel in ("_rows", "_columns", "_blocks"))
