@@ -161,7 +161,9 @@ def test_two_ranks_agree_with_one_on_what_is_of_the_whole_step(tiny_spec, tmp_pa
     replicated.learn(shares(numbered()))
     for name in ("deepspeed.0", "deepspeed.1", "fsdp.0", "fsdp.1"):
         sharded = torch.load(tmp_path / f"{name}.pt")
-        assert (sharded - flat(replicated)).norm() <= 1e-4 * (flat(replicated) - start).norm()
+        # Sums in another order: 1.5e-4 on a Zen 4, nearly all of it in 20 parameters whose gradients are near zero. One
+        # rank that takes its samples one by one differs by 0.6e-4.
+        assert (sharded - flat(replicated)).norm() <= 3e-4 * (flat(replicated) - start).norm()
     calibrating = calibrated_learner(tiny_spec)
     calibrating.learn(shares(signed()))
     assert bounds == pytest.approx(calibrating._bounds, abs=2e-3)

@@ -350,6 +350,7 @@ def test_rows_that_are_too_short_for_onednn_are_left_to_fbgemm(monkeypatch):
         named_kernel("onednn", FORMATS["int8"], CPU, (64, 16))
 
 
+@settings(deadline=None)
 @given(values=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=300), seed=st.integers(0, 1000))
 def test_int8_rows_are_rounded_as_rows_of_any_format(values, seed):
     x = torch.tensor([values, values[::-1]])
