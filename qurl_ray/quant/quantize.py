@@ -212,7 +212,8 @@ def fused_kernels(device: torch.device, dtype: torch.dtype) -> Any:
     """Return the module quant/fused.py if it makes codes of this type on the device, else None."""
     if device.type != "cuda" or torch.version.hip:
         return None
-    if dtype.is_floating_point and torch.cuda.get_device_capability(device) < (8, 9):  # Triton has no E4M3 there
+    least = (8, 9) if dtype.is_floating_point else (8, 0)  # Triton has no E4M3 before, nor a maximum that keeps nan
+    if torch.cuda.get_device_capability(device) < least:
         return None
     try:
         from qurl_ray.quant import fused
