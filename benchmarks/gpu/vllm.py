@@ -54,7 +54,7 @@ def at_once(bench: Bench, shape: Shape) -> int:
 
 def beside(bench: Bench, shape: Shape, way: str, names: Sequence[str]) -> None:
     """Measure engines of these formats, which start beside each other."""
-    if not names or not bench.left_of_part():
+    if not bench.left_of_part():
         for name in names:
             bench.skip(f"{shape.name}, {way}, {name}", "no time left")
         return
@@ -64,7 +64,9 @@ def beside(bench: Bench, shape: Shape, way: str, names: Sequence[str]) -> None:
         for name, one in zip(names, found, strict=True):
             key = f"{shape.name}, {way}, {name}"
             if figures := bench.attempt(key, one.result):
-                compare(figures, bench.figures["vllm"].get(f"{shape.name}, {way}, none", figures))
+                plain = figures if name == "none" else bench.figures["vllm"].get(f"{shape.name}, {way}, none")
+                if plain:
+                    compare(figures, plain)
                 bench.add(key, figures, summary(figures))
 
 
@@ -93,7 +95,7 @@ def measured(bench: Bench, shape: Shape, way: str, turn: Figures) -> Figures:
                 rounds=scale.rounds,
             )
         finally:
-            started(turn)  # if it could not start, the others do not wait for it
+            report_start(turn)  # if it could not start, the others do not wait for it
 
 
 def compare(figures: Figures, plain: Figures) -> None:
@@ -102,14 +104,15 @@ def compare(figures: Figures, plain: Figures) -> None:
         one["times_as_fast"] = plain["batches"][count]["ms"] / one["ms"]
 
 
-def started(turn: Figures) -> None:
+def report_start(turn: Figures) -> None:
+    """Tell the engines of the same shape that this one does not keep them waiting."""
     Path(turn["folder"], f"{turn['name']}.started").touch()
 
 
 @contextmanager
 def alone(turn: Figures) -> Iterator[None]:
     """Wait until all engines have started and none of the others is measured."""
-    started(turn)
+    report_start(turn)
     folder = Path(turn["folder"])
     while len(list(folder.glob("*.started"))) < turn["engines"]:
         time.sleep(0.1)
