@@ -83,6 +83,10 @@ REWARDS = Table[Entry](
     error=RewardError,
     entries={
         "exact": Entry(reference="qurl_ray.rewards.scorers:exact", help="gives 1 if the answer is the expected text"),
+        "last_number": Entry(
+            reference="qurl_ray.rewards.scorers:last_number",
+            help="gives 1 if the last integer of the answer is the expected one",
+        ),
         "math_verify": Entry(
             reference="qurl_ray.rewards.scorers:math_verify",
             help="gives 1 if the answer equals the expected one as mathematics",

@@ -14,17 +14,18 @@ from benchmarks.gpu.page import page
 from qurl_ray.errors import ConfigError
 
 PARTS = {
+    "runs": 12,
     "kernels": 2,
     "unified": 2,
     "gradients": 2,
     "step": 3,
-    "rollout": 4,
+    "rollout": 2,
     "codes": 2,
-    "vllm": 8,
-    "loads": 6,
-    "sleeps": 5,
-    "sync": 4,
-    "training": 7,
+    "vllm": 7,
+    "loads": 4,
+    "sleeps": 2,
+    "sync": 3,
+    "training": 4,
 }
 """Parts in their order, each with its minutes of 45. What a part leaves is divided among those after it."""
 

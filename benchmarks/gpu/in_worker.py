@@ -24,6 +24,19 @@ class Measuring(WorkerExtension):
             fmt = None if format_name == "none" else get_format(format_name, weight_max_code)
             method.hold(module, [quantize(weight, fmt) if fmt else weight])
 
+    def qurl_profile_start(self) -> None:
+        """Record operations on the GPU from now on."""
+        self._qurl_profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._qurl_profile.start()
+
+    def qurl_profile_stop(self) -> list[tuple[str, float, int]]:
+        """Return name, milliseconds on the GPU and calls of each operation, the longest first."""
+        torch.cuda.synchronize()
+        self._qurl_profile.stop()
+        found = self._qurl_profile.key_averages()
+        own = [(one.key, one.self_device_time_total / 1000, one.count) for one in found if one.self_device_time_total]
+        return sorted(own, key=lambda one: -one[1])
+
     @torch.no_grad()
     def qurl_codes(self, format_name: str, weight_max_code: int, rows: int) -> dict[str, list[int]]:
         """Return the result of codes.differing for each size of a linear."""

@@ -29,7 +29,7 @@ def run(bench: Bench) -> None:
         bench.skip("all of it", reason)
         return
     with policy_folder(bench) as folder:
-        for name in bench.scale.formats[:2]:  # one without codes, and one with
+        for name in bench.scale.formats[:3]:  # one without codes, and two with
             made = settings(bench, name, "colocated" if bench.cuda else "disaggregated")
             if figures := bench.attempt(name, partial(measured, bench, folder, made)):
                 bench.add(name, figures, summary(figures))

@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +26,13 @@ from qurl_ray.planning.shapes import Shape
 from qurl_ray.rollout import vllm_engine
 from qurl_ray.types import Request, SamplingParams
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8, quantized by the compiler": ("fp8", {"compilation_config": {}}),
+    "fp8, with FP8 keys": ("fp8", {"kv_cache_dtype": "fp8"}),
+    "none, with FP8 keys": ("none", {"kv_cache_dtype": "fp8"}),
+}
+"""Options of vLLM that this package does not set, by name: a format, and vLLM's settings."""
+_LONGEST, _NAME = 12, 100  # operations of a step that are listed, and characters of their names
 OTHER_GIB = 6
 """Memory of an engine beside weights and keys: its context, graphs, activations."""
 
@@ -38,7 +45,8 @@ def run(bench: Bench) -> None:
         bench.skip("graphs", "a CPU has no CUDA graphs")
     for shape in bench.scale.shapes[: bench.scale.whole]:
         for way in ("graphs", "eager") if bench.cuda else ("eager",):
-            left = [name for name in bench.scale.formats if not bench.has(f"{shape.name}, {way}, {name}")]
+            names = [*bench.scale.formats, *(VARIANTS if way == "graphs" else ())]
+            left = [name for name in names if not bench.has(f"{shape.name}, {way}, {name}")]
             for at in range(0, len(left), count := at_once(bench, shape)):
                 beside(bench, shape, way, left[at : at + count])
 
@@ -77,7 +85,7 @@ def measured(bench: Bench, shape: Shape, way: str, turn: Figures) -> Figures:
         shape,
         shape.layers,
         engine="vllm",
-        format_name=turn["name"],
+        format_name=VARIANTS.get(turn["name"], (turn["name"], {}))[0],
         graphs=way == "graphs",
         context=scale.prompt + scale.vllm_steps + 1,
         slots=max(scale.vllm_batches),
@@ -127,6 +135,7 @@ def decode(
     """Return milliseconds of a decode step and tokens per second, by batch. Runs in a process of its own."""
     measuring()
     made = Setup(**setup)
+    with_options(VARIANTS.get(turn["name"], ("", {}))[1])
     started = time.perf_counter()
     engine = made.make()
     start_s = time.perf_counter() - started
@@ -139,9 +148,19 @@ def decode(
             differences = [draw(1 + steps) - draw(1) for _ in range(rounds)]
             ms = max(1e-6, 1000 * statistics.median(differences) / steps)
             found[str(count)] = {"ms": ms, "tokens_per_second": 1000 * count / ms}
+            if made.device == "cuda":
+                found[str(count)]["on_the_gpu_ms"] = on_the_gpu(engine, partial(draw, 1 + steps), steps)
     kernels = engine.kernels()
     engine.close()
     return {"start_seconds": start_s, "kernels": kernels, "batches": found}
+
+
+def on_the_gpu(engine: Any, draw: Callable[[], float], steps: int) -> dict[str, float]:
+    """Return the milliseconds of a step on the GPU, of all operations and of the longest ones by name."""
+    ask(engine, "profile_start")
+    draw()
+    each = [(name, ms / steps) for name, ms, _ in ask(engine, "profile_stop")]
+    return {"all": sum(ms for _, ms in each), **{name[:_NAME]: ms for name, ms in each[:_LONGEST]}}
 
 
 def randomize(engine: Any, format_name: str) -> None:
@@ -153,6 +172,16 @@ def randomize(engine: Any, format_name: str) -> None:
 def measuring() -> None:
     """Have vLLM's workers know the methods of benchmarks.gpu.in_worker."""
     vllm_engine.EXTENSION = "benchmarks.gpu.in_worker.Measuring"
+
+
+def with_options(options: dict[str, Any]) -> None:
+    """Have vLLM's engines of this process start with these settings beside their own."""
+    start = vllm_engine.VllmServer
+
+    def started(settings: dict[str, Any], **others: Any) -> Any:
+        return start({**settings, **options}, **others)
+
+    vllm_engine.VllmServer = started  # type: ignore[assignment, misc]
 
 
 def ask(engine: Any, method: str, *arguments: object) -> Any:

@@ -18,6 +18,11 @@ class EvaluationConfig(Section):
     """Mean held-out reward at which the run ends, after the first evaluation during training (see `every`) that reaches
     it; `steps` is then an upper limit. The learning rate falls as if all `steps` were made. null sets no target."""
 
+    full_precision: bool | None = None
+    """Evaluate the full-precision weights before and after training; false draws all evaluations in the format of the
+    rollouts. null is true, except for engines that must restart for another format (engine=vllm with device=cuda),
+    which takes minutes each time: true then costs three more starts."""
+
     @model_validator(mode="after")
     def _a_target_needs_evaluations(self) -> "EvaluationConfig":
         if self.target_reward is not None and not self.every:

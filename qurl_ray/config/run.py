@@ -15,7 +15,7 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.quantization import QuantizationConfig
-from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.config.rollout import FormatName, RolloutConfig
 from qurl_ray.config.section import Section, with_default_types, without_removed
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.config.task import ArithmeticTask, TaskConfig
@@ -170,6 +170,19 @@ class RunConfig(Section):
         rollout, learner = self.rollout, self.learner
         ours_on_cpus = rollout.engine_entry.equal_bits and (rollout.device, learner.device) == ("cpu", "cpu")
         return ours_on_cpus and (rollout.dtype, learner.compute) == ("float32", "float32")
+
+    @property
+    def evaluates_full_precision(self) -> bool:
+        """`evaluation.full_precision`, with null resolved."""
+        asked = self.evaluation.full_precision
+        return not self.rollout.restarts_for_formats if asked is None else asked
+
+    @property
+    def evaluated_format(self) -> FormatName:
+        """Number format of the evaluation `after, quantized`: the export's, for which an engine may have to restart,
+        else the rollouts'; none if both are full precision."""
+        exported, rollouts = self.export.format(self.rollout.quantization), self.rollout.quantization
+        return exported if exported != "none" and self.evaluates_full_precision else rollouts
 
     @property
     def probe_tokens(self) -> int:

@@ -63,10 +63,24 @@ class ArithmeticTask(TaskBase):
     """Smallest operand."""
     max_operand: int = Field(99, ge=1)
     """Largest operand."""
+    terms: int = Field(2, ge=2)
+    """Number of operands of a problem. With more than 2, `operators` are + and -, and a sample of the problems is
+    drawn."""
+    digits: int = Field(1, ge=1)
+    """Least number of digits of each number, filled with zeros on the left: 3 writes 007+045=."""
+    worked: bool = False
+    """Answers have the result of every operator, `1+2+3=` is answered with `3 6`, and the last number counts. For
+    answers of many tokens: the tiny policy is taught them so."""
     held_out_share: float = Field(0.2, gt=0, lt=1)
     """Share of all problems that is held out for evaluation."""
     seed: int = 0
     """Seed that shuffles the problems, and so decides which are held out."""
+
+    @model_validator(mode="after")
+    def _long_problems_are_sums(self) -> "ArithmeticTask":
+        if self.terms > 2 and "*" in self.operators:
+            raise ValueError(f"terms={self.terms} takes the operators + and -, not {self.operators}")
+        return self
 
 
 class ReasoningGymTask(TaskBase):

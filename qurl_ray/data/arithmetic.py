@@ -1,6 +1,9 @@
-"""Sums, differences and products: all possible problems, shuffled, then split in two."""
+"""Sums, differences and products: all possible problems of two operands, or a sample of longer ones, shuffled, then
+split in two."""
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 from typing import overload
 
 import numpy as np
@@ -11,17 +14,17 @@ from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
 _OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-_MOST = 1_000_000  # problems kept; larger sets are sampled uniformly
+_MOST = 1_000_000  # problems of two operands that are kept; larger sets are sampled uniformly
+_MOST_LONG = 50_000  # of more operands
 
 
 class ArithmeticProblems(Sequence[Problem]):
-    """Problems stored as numbers (24 bytes each) and converted to text on access."""
+    """Problems stored as numbers (8 bytes each) and converted to text on access."""
 
-    def __init__(self, rows: np.ndarray, *, operators: str, prefix: str) -> None:
-        """Take `rows`, int64 [problems, 3]: operator index, left operand, right operand."""
-        self._rows = rows
-        self._operators = operators
-        self._prefix = prefix
+    def __init__(self, rows: np.ndarray, task: ArithmeticTask, *, prefix: str) -> None:
+        """Take `rows`, int64 [problems, 2 × terms - 1]: indices of the operators, then the operands."""
+        self._rows, self._prefix = rows, prefix
+        self._operators, self._digits, self._worked = _operators(task.operators), task.digits, task.worked
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -34,13 +37,21 @@ class ArithmeticProblems(Sequence[Problem]):
         if isinstance(index, slice):
             return [self[position] for position in range(len(self))[index]]
         position = range(len(self))[index]
-        operator, left, right = (int(value) for value in self._rows[position])
-        symbol = self._operators[operator]
+        row = self._rows[position].tolist()
+        symbols = [self._operators[which] for which in row[: len(row) // 2]]
+        first, *others = row[len(row) // 2 :]
+        steps = zip(symbols, others, strict=True)
+        results = list(accumulate(steps, lambda value, step: _OPERATORS[step[0]](value, step[1]), initial=first))[1:]
+        parts = [part for pair in zip(symbols, others, strict=True) for part in (pair[0], self._text(pair[1]))]
         return Problem(
             uid=f"{self._prefix}-{position}",
-            prompt=f"{left}{symbol}{right}=",
-            answer=str(_OPERATORS[symbol](left, right)),
+            prompt=f"{self._text(first)}{''.join(parts)}=",
+            answer=self._text(results[-1]),
+            meta={"worked": " ".join(map(self._text, results))} if self._worked else {},
         )
+
+    def _text(self, value: int) -> str:
+        return f"{value:0{self._digits}d}"
 
 
 def arithmetic_split(task: ArithmeticTask) -> Split:
@@ -52,15 +63,17 @@ def arithmetic_split(task: ArithmeticTask) -> Split:
     operators = _operators(task.operators)
     if task.min_operand > task.max_operand:
         raise DataError(f"task.min_operand ({task.min_operand}) exceeds task.max_operand ({task.max_operand})")
-    if task.max_operand >= 2**62:
-        raise DataError(f"task.max_operand is {task.max_operand}; operands must be below 2**62")
-    rows = _draw(len(operators), task.min_operand, task.max_operand, np.random.default_rng(task.seed % 2**64))
+    if task.max_operand >= 2**62 // task.terms:
+        raise DataError(f"task.max_operand is {task.max_operand}; operands must be below 2**62 / task.terms")
+    rng = np.random.default_rng(task.seed % 2**64)
+    draw = _draw if task.terms == 2 else partial(_draw_long, task.terms)
+    rows = draw(len(operators), task.min_operand, task.max_operand, rng)
     if len(rows) < 2:
         raise DataError("the arithmetic task has one problem only, so none can be held out; raise task.max_operand")
     cut = min(max(round(len(rows) * task.held_out_share), 1), len(rows) - 1)
     return Split(
-        train=ArithmeticProblems(rows[cut:], operators=operators, prefix="train"),
-        held_out=ArithmeticProblems(rows[:cut], operators=operators, prefix="held_out"),
+        train=ArithmeticProblems(rows[cut:], task, prefix="train"),
+        held_out=ArithmeticProblems(rows[:cut], task, prefix="held_out"),
     )
 
 
@@ -82,3 +95,10 @@ def _draw(operators: int, low: int, high: int, rng: np.random.Generator) -> np.n
     left, right = (rng.integers(low, high, size=2 * _MOST, endpoint=True) for _ in range(2))
     rows = np.stack([rng.integers(operators, size=2 * _MOST), left, right], axis=1)
     return rng.permutation(np.unique(rows, axis=0))[:_MOST]
+
+
+def _draw_long(terms: int, operators: int, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
+    """Distinct rows of more than two operands, drawn uniformly, int64 [at most _MOST_LONG, 2 × terms - 1]."""
+    which = rng.integers(operators, size=(_MOST_LONG, terms - 1))
+    operands = rng.integers(low, high, size=(_MOST_LONG, terms), endpoint=True)
+    return rng.permutation(np.unique(np.concatenate([which, operands], axis=1), axis=0))

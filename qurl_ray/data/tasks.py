@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from qurl_ray.config.task import TaskConfig
+from qurl_ray.config.task import ArithmeticTask, TaskConfig
 from qurl_ray.tables import TASKS
 from qurl_ray.types import Problem
 
@@ -40,10 +40,11 @@ def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
         DataError: the file, data set, column or parameter does not exist, or there are no problems.
     """
     split = TASKS.load(task.type)(task)
+    worked = isinstance(task, ArithmeticTask) and task.worked
     return Task(
         train=split.train,
         held_out=_first_of_each_set(split.held_out, eval_problems),
-        reward=task.reward or TASKS.entries[task.type].reward,
+        reward=task.reward or ("last_number" if worked else TASKS.entries[task.type].reward),
         notes=split.notes,
     )
 

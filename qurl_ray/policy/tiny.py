@@ -13,6 +13,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ CHARACTERS = "0123456789+-*= "
 CALCULATOR_CHARACTERS = "[]?"
 _RECIPE = 2  # raise when a change below alters the result of a cold start
 _BATCH = 128
-_LR = 1e-3
+_LR, _LR_WIDTH = 1e-3, 256  # the rate falls as policies become wider than this
 _DECAY = 0.95  # decay of the running mean of the weights, per step
 _HELD_OUT = 1000  # problems on which the accuracy is measured
 _GLANCE = 100  # how many of them are measured first; most measurements end there
@@ -84,13 +85,16 @@ def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2Fo
     return with_row_rules(model)
 
 
-def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress: Progress) -> Path:
+def cached_tiny_policy(
+    config: TinyModel, problems: Sequence[Problem], progress: Progress, *, device: str = "cpu"
+) -> Path:
     """Return the folder of the tiny policy for this recipe; build it if it does not exist yet.
 
     Args:
         problems: the task's training problems. A fifth of them, at most 1000, are held out to measure the accuracy of
             the cold start.
         progress: called with (step, accuracy) during the cold start.
+        device: of the cold start: `cpu`, or `cuda`, in bfloat16.
 
     Raises:
         ConfigError: a problem has characters outside `CHARACTERS`, or the accuracy is not reached.
@@ -102,7 +106,7 @@ def cached_tiny_policy(config: TinyModel, problems: Sequence[Problem], progress:
     tokenizer = make_tokenizer(calculator=config.calculator)
     model = make_model(config, tokenizer)
     if config.cold_start:
-        cold_start(model, tokenizer, config, problems, progress)
+        cold_start(model, tokenizer, config, problems, progress, device=device)
     save_policy(model, tokenizer, folder)
     return folder
 
@@ -127,21 +131,27 @@ def cold_start(
     config: TinyModel,
     problems: Sequence[Problem],
     progress: Progress,
+    *,
+    device: str = "cpu",
 ) -> None:
     """Train the model on demonstrations (`demonstration`), in place, until the running mean of its weights reaches
-    `config.cold_start_accuracy`. The model then gets this mean."""
+    `config.cold_start_accuracy`. The model then gets this mean, and is on the CPU."""
     rng = np.random.default_rng(config.seed)
     order = rng.permutation(len(problems))
     held_count = max(1, min(_HELD_OUT, len(problems) // 5))
-    ids_BT, mask_BT = _rows([problems[i] for i in order], tokenizer, calculator=config.calculator)
+    rows = _rows([problems[i] for i in order], tokenizer, calculator=config.calculator)
+    ids_BT, mask_BT = (tensor.to(device) for tensor in rows)
+    model.to(device)
+    rate = _LR * min(1.0, _LR_WIDTH / config.hidden_size)
     learn = np.arange(held_count, len(problems))
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(_DECAY))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     accuracy = 0.0
     for step in range(1, config.cold_start_steps + 1):
-        optimizer.param_groups[0]["lr"] = _LR * min(1.0, step / 50)
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 50)
         batch = rng.choice(learn, size=_BATCH)
-        logprobs = token_logprobs(model, ids_BT[batch], mask_BT[batch], temperature=1.0)
+        with _computing(device):
+            logprobs = token_logprobs(model, ids_BT[batch], mask_BT[batch], temperature=1.0)
         (-logprobs.sum() / mask_BT[batch].sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -149,17 +159,24 @@ def cold_start(
         mean.update_parameters(model)
         if step % _CHECK_EVERY == 0:
             for count in (min(_GLANCE, held_count), held_count):
-                accuracy = forced_accuracy(mean.module, ids_BT[:count], mask_BT[:count])
+                with _computing(device):
+                    accuracy = forced_accuracy(mean.module, ids_BT[:count], mask_BT[:count])
                 if accuracy < config.cold_start_accuracy - _NEAR:
                     break
             progress(step, accuracy)
             if accuracy >= config.cold_start_accuracy:
                 model.load_state_dict(mean.module.state_dict())
+                model.to("cpu")
                 return
     raise ConfigError(
         f"cold start reached accuracy {accuracy:.3f} after {config.cold_start_steps} steps, "
         f"not model.cold_start_accuracy={config.cold_start_accuracy}"
     )
+
+
+def _computing(device: str) -> AbstractContextManager:
+    """Compute in bfloat16 on a GPU, in float32 on a CPU."""
+    return torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
 
 
 @torch.no_grad()
@@ -173,7 +190,7 @@ def forced_accuracy(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, mask_BT: torc
 def demonstration(problem: Problem, *, calculator: bool) -> list[tuple[str, str]]:
     """Return the turns of the cold start for a problem: pairs of what is given, and what the policy is to say."""
     if not calculator or not _shows_call(problem):
-        return [(problem.prompt, problem.answer)]
+        return [(problem.prompt, problem.meta.get("worked", problem.answer))]
     called = problem.prompt.removesuffix("=")
     return [(problem.prompt, f"[{called}]"), (f"{problem.answer}=", problem.answer)]
 
@@ -189,12 +206,14 @@ def _rows(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, calculator: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (ids, mask of what the policy is to say, with <eos> after each turn), both [B, T], padded on the right."""
+    shown = [demonstration(problem, calculator=calculator) for problem in problems]
+    encoded = iter(tokenizer([text for turns in shown for turn in turns for text in turn]).input_ids)  # all at once
     rows = []
-    for problem in problems:
+    for turns in shown:
         row: list[tuple[int, bool]] = []
-        for given, said in demonstration(problem, calculator=calculator):
-            row += [(token, False) for token in tokenizer(given).input_ids]
-            row += [(token, True) for token in [*tokenizer(said).input_ids, tokenizer.eos_token_id]]
+        for _ in turns:
+            row += [(token, False) for token in next(encoded)]
+            row += [(token, True) for token in [*next(encoded), tokenizer.eos_token_id]]
         rows.append(row)
     ids_BT = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
     mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
@@ -211,5 +230,5 @@ def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:
         del settings["calculator"]
     recipe = hashlib.sha256(json.dumps([_RECIPE, CHARACTERS, settings]).encode())
     if config.cold_start:
-        recipe.update("\n".join(p.prompt + p.answer for p in problems).encode())
+        recipe.update("\n".join(p.prompt + p.meta.get("worked", p.answer) for p in problems).encode())
     return recipe.hexdigest()[:16]

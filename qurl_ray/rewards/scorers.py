@@ -1,13 +1,15 @@
 r"""Reward functions of the package: (answer, problem) -> reward.
 
 An answer that was cut off before its end token (problem.meta["truncated"]) gets 0, because the beginning of a wrong
-answer may be the correct answer. A closed \boxed{...} is complete nevertheless, and all functions but `exact` judge it.
+answer may be the correct answer. A closed \boxed{...} is complete nevertheless, and the functions that look for boxes
+judge it.
 
 On hostile answers they may hang or use too much memory (sympy does both); run them in a VerifierProcess.
 """
 
 import functools
 import json
+import re
 from typing import Any
 
 from qurl_ray.rewards.entries import unpack
@@ -17,6 +19,12 @@ from qurl_ray.types import Problem
 def exact(answer: str, problem: Problem) -> float:
     """1 if the whole answer is the expected text, up to surrounding white space; else 0."""
     return float(not problem.meta.get("truncated") and answer.strip() == problem.answer.strip())
+
+
+def last_number(answer: str, problem: Problem) -> float:
+    """1 if the last integer of the answer is the expected one; else 0. Zeros on its left do not count."""
+    found = re.findall(r"-?\d+", answer)
+    return float(not problem.meta.get("truncated") and bool(found) and int(found[-1]) == int(problem.answer))
 
 
 def math_verify(answer: str, problem: Problem) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
@@ -93,7 +94,8 @@ def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float]
     """
     spec, task = checked.spec, checked.task
     if spec is None:
-        source = cached_tiny_policy(cast(TinyModel, config.model), task.train, progress)
+        device = "cuda" if config.learner.device == "cuda" and torch.cuda.is_available() else "cpu"
+        source = cached_tiny_policy(cast(TinyModel, config.model), task.train, progress, device=device)
         spec = PolicySpec(source=str(source), max_length=config.model.max_length)
     keep = config.quantization.kept(checked.model.config.num_hidden_layers)
     return Prepared(task=task, spec=spec, keep=keep, promise=row_promise(config, checked.model))

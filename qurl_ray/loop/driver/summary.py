@@ -23,11 +23,11 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
     `reward_…` is the mean held-out reward, `accuracy_…` the share of held-out problems solved, by a reward above
     0.5. `…_after_quantized` is measured in `quantized_format`: the export's, else the rollouts'; if that is full
     precision, it equals `…_after`. `…_p_value` is the p-value of the paired test between the first and the last
-    full-precision evaluation.
+    evaluation in one format: full precision, or where that is not evaluated (evaluation.full_precision), `…_after` is
+    None and `…_before` is of the rollouts' format.
 
     target_reached_at_step is None where evaluation.target_reward was not reached, or is not set.
     """
-    exported = config.export.format(config.rollout.quantization)
     sums = totals.sums
     train_seconds = sums["time/step"]
     rollout_seconds = sums["time/rollout"]
@@ -46,7 +46,7 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
         "phase_seconds": {phase: sums[f"time/{phase}"] for phase in PHASES},
         "precision_flow": config.precision_flow,
         "quantization": config.rollout.quantization,
-        "quantized_format": exported if exported != "none" else config.rollout.quantization,
+        "quantized_format": config.evaluated_format,
         "correction": config.algorithm.correction.type,
         "uaq_scale": config.quantization.uaq_scale,
         "acr_active_tokens": int(sums["acr_active_tokens"]) if config.algorithm.correction.type == "acr" else 0,
@@ -74,11 +74,12 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 def _held_out(totals: RunTotals, name: str, per_problem: Callable[[dict[str, Any]], list[float]]) -> dict[str, Any]:
     """A figure of the evaluations before and after training, and the p-value of their difference, paired by problem."""
     before, after = totals.evaluations.get("before", {}), totals.evaluations.get("after", {})
-    first, second = per_problem(before), per_problem(after)
+    quantized = totals.evaluations.get("after, quantized", after)
+    first, second = per_problem(before), per_problem(after or quantized)
     return {
         f"{name}_before": before.get(f"eval/{name}"),
         f"{name}_after": after.get(f"eval/{name}"),
-        f"{name}_after_quantized": totals.evaluations.get("after, quantized", after).get(f"eval/{name}"),
+        f"{name}_after_quantized": quantized.get(f"eval/{name}"),
         f"{name}_p_value": paired_p_value(first, second) if first and second else None,
     }
 

@@ -126,9 +126,10 @@ def train_loop(context: dict[str, Any]) -> None:
         barrier()
         loop.send("none" if start.directive.full_precision else rollouts)
     else:
-        loop.send("none")
+        first = "none" if config.evaluates_full_precision else rollouts
+        loop.send(first)
         loop.evaluate("before", 0)
-        if rollouts != "none":
+        if rollouts != first:
             loop.send(rollouts)
     done = saved = resume.step if resume else 0
     for step in range(done + 1, config.steps + 1):
@@ -248,11 +249,12 @@ class RankLoop:
         return self._attend(partial(self._coordinator.evaluate.remote, label, step), f"the evaluation {label!r}")
 
     def last_evaluations(self, done: int) -> None:
-        """Evaluate the quantized policy, if there is one, then the one in full precision. The engines already hold the
-        first if the export's format is the rollouts'."""
-        exported = self._config.export.format(self._config.rollout.quantization)
-        quantized = exported if exported != "none" else self._config.rollout.quantization
-        for format_name, label in ((quantized, "after, quantized"), ("none", "after")):
+        """Evaluate the quantized policy, if there is one, then the one in full precision if that is asked for. The
+        engines already hold the first if the export's format is the rollouts'."""
+        formats = {"after, quantized": self._config.evaluated_format}
+        if self._config.evaluates_full_precision or formats["after, quantized"] == "none":
+            formats["after"] = "none"
+        for label, format_name in formats.items():
             if label == "after" or format_name != "none":
                 if self._sender.sent != format_name:
                     self.send(format_name)
