@@ -68,12 +68,15 @@ def measured(bench: Bench, flow: list[str]) -> Figures:
         place, started = Path(folder, "kit"), time.monotonic()
         settings = ["--config", "quickstart_gpu", *own, "name=kit", f"output_dir={folder}"]
         run_child(bench, ["jobs/qurl_dapo.py", *settings], until=Path(place, "summary.json").exists)
-        took = time.monotonic() - started
-        summary = json.loads(Path(place, "summary.json").read_text())
-        steps = [event["values"] for event in _events(place) if event["kind"] == "step"]
+        return {"whole_seconds": time.monotonic() - started} | figures_of(place)
+
+
+def figures_of(place: Path) -> Figures:
+    """Return the figures of a run's folder."""
+    summary = json.loads(Path(place, "summary.json").read_text())
+    steps = [event["values"] for event in _events(place) if event["kind"] == "step"]
     counted = steps[1:] or steps
     return {
-        "whole_seconds": took,
         "steps": len(steps),
         "accuracy_before": summary["accuracy_before"],
         "accuracy_after": summary["accuracy_after_quantized"],

@@ -76,12 +76,14 @@ def settings(bench: Bench, format_name: str, placement: str) -> list[str]:
         f"rollout.engine={'torch' if lacks('vllm') else 'vllm'}",
         "rollout.device=cuda",
         "rollout.dtype=bfloat16",
-        "rollout.vllm.kv_cache_gb=8",
+        "rollout.vllm.kv_cache_gb=16",
         "learner.device=cuda",
         "learner.compute=bfloat16",
         "learner.packing=true",
         "learner.gradient_checkpointing=true",
         "learner.tokens_per_micro_batch=16384",
+        "learner.offload_while_waiting=false",
+        *(["sync.transport=ipc"] if placement == "colocated" else []),
     ]
 
 

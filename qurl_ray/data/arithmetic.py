@@ -15,7 +15,7 @@ from qurl_ray.types import Problem
 
 _OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 _MOST = 1_000_000  # problems of two operands that are kept; larger sets are sampled uniformly
-_MOST_LONG = 50_000  # of more operands
+_MOST_LONG = 20_000  # of more operands
 
 
 class ArithmeticProblems(Sequence[Problem]):

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -139,20 +140,22 @@ def cold_start(
     rng = np.random.default_rng(config.seed)
     order = rng.permutation(len(problems))
     held_count = max(1, min(_HELD_OUT, len(problems) // 5))
-    rows = _rows([problems[i] for i in order], tokenizer, calculator=config.calculator)
-    ids_BT, mask_BT = (tensor.to(device) for tensor in rows)
+    shown = [demonstration(problems[i], calculator=config.calculator) for i in order]
+    width = max(sum(len(given) + len(said) + 1 for given, said in turns) for turns in shown)  # a token per character
+    rows = partial(_rows, tokenizer=tokenizer, width=width, device=device)
+    ids_BT, mask_BT = rows(shown[:held_count])
+    learn = np.arange(held_count, len(problems))
     model.to(device)
     rate = _LR * min(1.0, _LR_WIDTH / config.hidden_size)
-    learn = np.arange(held_count, len(problems))
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(_DECAY))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     accuracy = 0.0
     for step in range(1, config.cold_start_steps + 1):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 50)
-        batch = rng.choice(learn, size=_BATCH)
+        batch_BT, said_BT = rows([shown[i] for i in rng.choice(learn, size=_BATCH)])
         with _computing(device):
-            logprobs = token_logprobs(model, ids_BT[batch], mask_BT[batch], temperature=1.0)
-        (-logprobs.sum() / mask_BT[batch].sum()).backward()
+            logprobs = token_logprobs(model, batch_BT, said_BT, temperature=1.0)
+        (-logprobs.sum() / said_BT.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -203,24 +206,21 @@ def _shows_call(problem: Problem) -> bool:
 
 
 def _rows(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, calculator: bool
+    shown: Sequence[Sequence[tuple[str, str]]], *, tokenizer: PreTrainedTokenizerFast, width: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, mask of what the policy is to say, with <eos> after each turn), both [B, T], padded on the right."""
-    shown = [demonstration(problem, calculator=calculator) for problem in problems]
-    encoded = iter(tokenizer([text for turns in shown for turn in turns for text in turn]).input_ids)  # all at once
-    rows = []
-    for turns in shown:
-        row: list[tuple[int, bool]] = []
+    """Return (ids, mask of what the policy is to say, with <eos> after each turn) of demonstrations, both [B, width],
+    padded on the right."""
+    ids_BT = np.full((len(shown), width), tokenizer.pad_token_id, dtype=np.int64)
+    mask_BT = np.zeros(ids_BT.shape, dtype=bool)
+    encoded = iter(tokenizer([text for turns in shown for turn in turns for text in turn]).input_ids)
+    for place, turns in enumerate(shown):
+        end = 0
         for _ in turns:
-            row += [(token, False) for token in next(encoded)]
-            row += [(token, True) for token in [*next(encoded), tokenizer.eos_token_id]]
-        rows.append(row)
-    ids_BT = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
-    mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
-    for place, row in enumerate(rows):
-        ids, mask = zip(*row, strict=True)
-        ids_BT[place, : len(row)], mask_BT[place, : len(row)] = torch.tensor(ids), torch.tensor(mask)
-    return ids_BT, mask_BT
+            given, said = next(encoded), [*next(encoded), tokenizer.eos_token_id]
+            start, end = end + len(given), end + len(given) + len(said)
+            ids_BT[place, start - len(given) : end] = given + said
+            mask_BT[place, start:end] = True
+    return torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device)
 
 
 def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:
