@@ -55,6 +55,20 @@ def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text())
 
 
+# --- what has run --------------------------------------------------------------------------------------------------
+
+NO_GPU = re.compile(
+    r"no GPU has run|no (whole )?run was made on a GPU|(not|nothing) (here )?(was )?measured on (a )?GPU", re.I
+)
+
+
+@pytest.mark.parametrize("folder", ["docs", "qurl_ray"])
+def test_no_text_denies_the_runs_on_an_h200(folder):
+    texts = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py") and path.name != "LOG.md"]
+    found = {name_of(path): m[0] for path in texts for m in [NO_GPU.search(" ".join(path.read_text().split()))] if m}
+    assert not found
+
+
 # --- links ---------------------------------------------------------------------------------------------------------
 
 

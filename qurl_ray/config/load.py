@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -19,6 +19,7 @@ from qurl_ray.config.tracking import known_uri
 from qurl_ray.config.yaml_text import read_text, read_yaml, read_yaml_file
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
+from qurl_ray.tables import CORRECTIONS
 
 _INSTEAD = {
     "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
@@ -27,8 +28,11 @@ _INSTEAD = {
         "there is no second pass over the samples of a step: each is used in one update, and "
         "algorithm.updates_per_rollout is the number of these",
     ),
-    "multi_turn": "multi-turn rollouts are not supported: a prompt is answered once",
-    "tools": "tools are not supported: a prompt is answered once",
+    **dict.fromkeys(
+        ("multi_turn", "tools"),
+        "rollouts of several turns and tools are settings of environment: environment.type, environment.params and "
+        "environment.max_turns (docs/agents.md)",
+    ),
     "images": "images are not supported: prompts are text",
     "rounding": "quantization.rounding was removed: weights are always rounded to nearest; leave it out. The other "
     "roundings lost, and are in benchmarks/rounding.py",
@@ -41,19 +45,22 @@ _LONGEST_LINE, _MOST_LINES = 1000, 20
 
 _TYPED = [["model"], ["task"], ["algorithm"], ["algorithm", "correction"]]
 """Sections that have types, by their keys."""
+_RANKS = {"type": 0, "objective": 1}
+"""Settings that decide which others of their section exist, or their defaults: they are set before these."""
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Settings files that come with the package."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path` (defaults if None), apply overrides in order, validate.
+    """Read `path` (defaults if None), apply overrides, validate.
 
     Args:
         path: a YAML file, or the name of one that comes with the package, such as `quickstart`.
+        overrides: `key=value`, in any order; see read_settings.
 
     Raises:
         ConfigError: the file is missing or no mapping, an override is no `key=value`, a key is unknown (the nearest
-            one is named), or a value has the wrong type.
+            one is named), a value has the wrong type, or two overrides contradict each other.
     """
     return validated_run(read_settings(path, overrides), str(path) if path else "settings")
 
@@ -73,25 +80,39 @@ def validated_run(settings: dict[str, Any], source: str) -> RunConfig:
 def read_settings(
     path: Path | str | None, overrides: Sequence[str] = (), model: type[BaseModel] = RunConfig
 ) -> dict[str, Any]:
-    """Read the settings of `path`, if there is one, and apply overrides in order. They are not validated.
+    """Read the settings of `path`, if there is one, and apply overrides. They are not validated.
+
+    The order of overrides has no effect: a section is set before its type, and the type before its other settings. A
+    new type drops the settings that the file gives its section. If a key is given twice, the last value counts.
 
     Args:
         model: what the settings are of. What a setting that is text is overridden with is taken as it is, and all else
             is read as YAML.
 
     Raises:
-        ConfigError: the file is missing or no mapping, or an override is no `key=value`.
+        ConfigError: the file is missing or no mapping, an override is no `key=value`, or two overrides give a section
+            different types.
     """
     settings = _read(path) if path else {}
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        text = f"{key}={MARK}" if equals and names_secret(key) else redacted(override)
-        told = f"override {shortened(text)!r}"
-        if not equals or not key:
-            raise ConfigError(f"{told} is not of the form key=value")
-        keys = key.split(".")
-        _assign(settings, keys, _override_value(value, f"{told}: the value", model, keys))
+    given = [_parsed(override, model) for override in overrides]
+    whole: set[tuple[str, ...]] = set()
+    for keys, value in sorted(given, key=lambda one: (len(one[0]), _RANKS.get(one[0][-1], len(_RANKS)))):
+        _assign(settings, keys, value, whole)
+        whole.add(tuple(keys))
     return settings
+
+
+def _parsed(override: str, model: type[BaseModel]) -> tuple[list[str], Any]:
+    """Return the keys and the value of an override."""
+    key, equals, text = override.partition("=")
+    told = f"override {shortened(f'{key}={MARK}' if equals and names_secret(key) else redacted(override))!r}"
+    if not equals or not key:
+        raise ConfigError(f"{told} is not of the form key=value")
+    keys = key.split(".")
+    value = _override_value(text, f"{told}: the value", model, keys)
+    if keys[0] in DEFAULT_TYPES and len(keys) == 1 and isinstance(value, str):
+        keys = [*keys, "type"]  # algorithm=grpo is short for algorithm.type=grpo
+    return keys, value
 
 
 def _override_value(value: str, told: str, model: type[BaseModel], keys: list[str]) -> Any:
@@ -213,9 +234,12 @@ def _nearest_file(path: Path) -> str:
     return f"; did you mean {here[nearest[0]]}?" if nearest else ""
 
 
-def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
-    if keys[-1] in DEFAULT_TYPES and len(keys) == 1 and isinstance(value, str):
-        keys = [*keys, "type"]  # algorithm=grpo is short for algorithm.type=grpo
+def _assign(settings: dict[str, Any], keys: list[str], value: Any, whole: Container[tuple[str, ...]]) -> None:
+    """Set one value.
+
+    Args:
+        whole: keys of earlier overrides. A section among them, or within one, is not the file's.
+    """
     *sections, last = keys
     for done, section in enumerate(sections):
         if settings.get(section) is None:  # absent, or a heading with nothing below it
@@ -227,13 +251,24 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any) -> None:
             where = ".".join(keys[: done + 1])
             told = f"{where} is a value, not a section: cannot set {'.'.join(keys)}"
             raise ConfigError(shortened(told, _LONGEST_LINE))
-    typed = sections in _TYPED
-    if typed and last == "type" and value != settings.get("type", DEFAULT_TYPES[sections[-1]]):
-        settings.clear()  # another type has other settings: drop those of the old one
-    if typed and last == "objective" and value != settings.get(last, "ppo"):
-        for bound in CLIP_BOUNDS:  # another objective has other bounds
-            settings.pop(bound, None)
+    if sections in _TYPED:
+        of_file = not any(tuple(sections[:end]) in whole for end in range(1, len(keys)))
+        if last == "type":
+            _change_type(settings, sections, value, of_file=of_file)
+        elif last == "objective" and of_file and value != settings.get(last, "ppo"):
+            for bound in CLIP_BOUNDS:  # another objective has other bounds
+                settings.pop(bound, None)
     settings[last] = value
+
+
+def _change_type(settings: dict[str, Any], sections: list[str], value: Any, *, of_file: bool) -> None:
+    """Drop the settings that the file gives a section if its type changes: another type has other settings."""
+    if of_file:
+        if value != settings.get("type", DEFAULT_TYPES[sections[-1]]):
+            settings.clear()
+    elif value != settings.get("type", value):
+        section = ".".join(sections)
+        raise ConfigError(f"overrides give {section} two types, {settings['type']} and {value}: give one")
 
 
 def _as_section(name: str, value: Any) -> Any:
@@ -244,7 +279,7 @@ def _as_section(name: str, value: Any) -> Any:
         return {"type": value}
     if value in PRESETS:
         return PRESETS[value].model_dump()
-    return {"type": "custom", "function": value} if ":" in value else value
+    return {"type": "custom", "function": value} if ":" in value or value in CORRECTIONS.installed() else value
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

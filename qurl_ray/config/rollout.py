@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     vllm: VllmConfig = VllmConfig()
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the engines: `cpu`, or `cuda`, which gives each worker one GPU, or `vllm.tensor_parallel` GPUs with
-    engine=vllm. Not measured on GPUs yet."""
+    engine=vllm. Both engines have run on an H200 (docs/gpu.md)."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` and `float16` (16
     bits), which are for GPUs and vLLM. float16 has more precision and a smaller range."""
@@ -81,10 +81,10 @@ class RolloutConfig(Section):
     cuda_graphs: bool | None = None
     """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. null is true with engine=vllm
     and device=cuda, else false. The torch engine captures them again after each sync, so there it is for long answers;
-    vLLM compiles the model as well, and keeps its graphs. Needs device=cuda; not measured yet."""
+    vLLM compiles the model as well, and keeps its graphs. Needs device=cuda. Both have run on an H200."""
     compile: bool = False
     """Compile norms, rotary embeddings and activations with torch.compile; for use with `cuda_graphs`. Needs
-    engine=torch and device=cuda; not measured yet."""
+    engine=torch and device=cuda. It has run on an H200; its speed was not measured."""
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads of a worker. null divides the cores of the driver's machine by the largest number of
     workers."""

@@ -46,8 +46,8 @@ class ServingConfig(Section):
     """How quantized linears are computed: `auto` uses the device's kernel for the format if there is one, else
     emulation; `emulation` computes the reference in float32."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the engines: `cpu`, or `cuda`, which gives each replica `tensor_parallel` GPUs. Not measured on GPUs
-    yet."""
+    """Device of the engines: `cpu`, or `cuda`, which gives each replica `tensor_parallel` GPUs. Serving was not
+    tried on a GPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` and `float16` (16
     bits), which are for GPUs and for vLLM."""
@@ -155,7 +155,7 @@ def is_loopback(host: str) -> bool:
 
 
 def load_serving(path: Path | None, overrides: Sequence[str] = ()) -> ServingConfig:
-    """Read `path` (defaults if None), apply `key=value` overrides in order, validate.
+    """Read `path` (defaults if None), apply `key=value` overrides, validate.
 
     Raises:
         ConfigError: as load_config.

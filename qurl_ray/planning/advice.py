@@ -1,35 +1,61 @@
 """Conclusions from a plan: a verdict in words, recommended settings, and notes.
 
-Every speedup is followed by its sources (planning.published) and the mark of what was not measured.
+Every speedup is followed by its sources (planning.published, planning.measured) and the mark of what was not measured.
 """
 
+from dataclasses import dataclass
+
 from qurl_ray.planning.machines import EIGHT_BIT
+from qurl_ray.planning.measured import measured_card
 from qurl_ray.planning.memory import Stage
 from qurl_ray.planning.plan import PAYS, Plan, StepEstimate
 
 MARK = "*"
-"""Follows what was not measured with this package."""
-ROLLOUTS, LEARNER, STEP = f"[S]{MARK}", f"[T]{MARK}", f"[S, T]{MARK}"
-"""Sources of the speeds of rollouts, of the learner and of a step."""
+"""Follows what is computed, not timed as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """Sources of a plan's speeds, with the mark: "[S]*" from other software, "[H200]*" from what this card measured."""
+
+    rollouts: str
+    learner: str
+    step: str
+
+
+def marks(plan: Plan) -> Marks:
+    """Return the sources of the speeds of rollouts, of the learner and of a step."""
+    cards = [estimate.engine.card for estimate in plan.best.values() if estimate]
+    rollouts = sorted({card.name.upper() if card else "S" for card in cards})
+    card = measured_card(plan.shape, plan.gpu)
+    learner = card.name.upper() if card else "T"
+    both = sorted({*rollouts, learner})
+    return Marks(rollouts=_mark(rollouts), learner=_mark([learner]), step=_mark(both))
+
+
+def _mark(sources: list[str]) -> str:
+    return f"[{', '.join(sources)}]{MARK}"
 
 
 def verdict(plan: Plan) -> str:
     """Return a text that says whether quantization pays, and why."""
-    base = plan.best["bf16"]
+    base, of = plan.best["bf16"], marks(plan)
     if base is None:
         return f"Quantization pays: in bf16 nothing fits on these GPUs, in {plan.chosen} it does."
     better = max(EIGHT_BIT, key=lambda name: plan.gain(name) or 0)
     took = f"{base.share:.0%} of a step"
     if base.overlapped:
         took = f"{base.rollout:,.0f} s beside the learner's {base.learn:,.0f}"
-    found = f"In bf16's layout rollouts, {took}, become {plan.rollout_gain(better) or 1:.2f}× {ROLLOUTS}"
+    found = f"In bf16's layout rollouts, {took}, become {plan.rollout_gain(better) or 1:.2f}× {of.rollouts}"
     if plan.chosen != "bf16":
         other = plan.best[plan.chosen]
-        learner = f", the learner {base.learn / other.learn:.2f}× {LEARNER}" if plan.work.fp8_learner and other else ""
-        gain = f"{plan.gain(plan.chosen):.2f}× {STEP} with {plan.chosen}"
+        learner = (
+            f", the learner {base.learn / other.learn:.2f}× {of.learner}" if plan.work.fp8_learner and other else ""
+        )
+        gain = f"{plan.gain(plan.chosen):.2f}× {of.step} with {plan.chosen}"
         sync = f", syncs {base.sync:.1f} → {other.sync:.1f} s [C]{MARK}" if other else ""
         return f"Quantization pays: {gain}. {found}{learner}{sync}; {_reason(plan, base, 'weights and products')}."
-    gain = f"{plan.gain(better) or 1:.2f}× {STEP}, less than {PAYS}×"
+    gain = f"{plan.gain(better) or 1:.2f}× {of.step}, less than {PAYS}×"
     return f"Quantization does not pay here: {gain}. {found}; {_reason(plan, base)}."
 
 
@@ -39,7 +65,8 @@ def _reason(plan: Plan, base: StepEstimate, part: str | None = None) -> str:
     part = part or max(parts, key=lambda name: parts[name])
     share = f"{parts[part] / sum(parts.values()):.0%} of a full decode step"
     if part == "keys and values":
-        rest = f"with those in FP8 too rollouts would become {plan.rollout_gain('fp8', 1) or 1:.2f}× {ROLLOUTS}"
+        gain = f"{plan.rollout_gain('fp8', 1) or 1:.2f}× {marks(plan).rollouts}"
+        rest = f"with those in FP8 too rollouts would become {gain}"
         return f"{share} reads keys and values, which stay as they are ({rest})"
     if part == "overhead":
         return f"{share} is launches, sampling and all-reduces, which no format shortens"

@@ -1,7 +1,8 @@
 """Data-sheet figures of GPUs, and the few constants that say which share of them is reached.
 
 Each constant is set once, from one source, or is marked as assumed. All models and GPUs share the constants:
-docs/results.md. No GPU has run this package: S and T (planning.published) are measurements of other software.
+docs/results.md. S and T (planning.published) are measurements of other software; what a GPU measured with this package
+is in planning.measured.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from qurl_ray.planning.machines import CONSTANTS, NETWORK, NODE, Constants, Gpu
+from qurl_ray.planning.measured import measured_card
 from qurl_ray.planning.memory import Stage, state_bytes
 from qurl_ray.planning.roofline import BLOCK_BYTES, EngineRoofline
 from qurl_ray.planning.shapes import Shape
@@ -90,7 +91,7 @@ def learn_s(
     A backward pass costs two forward passes, and one more with checkpointing. A sequence stays on one rank, or is
     shared by some.
     """
-    rate = gpu.flops["bf16"] * c.learner_flops * (c.learner_fp8 if fp8 else 1)
+    rate = _learner_rate(shape, gpu, fp8, c)
     busy = min(ranks, work.sequence_parallel * max(1.0, work.sequences / work.updates))
     forward = work.tokens * pass_flops(shape, work.attended) / (busy * rate)
     longest = work.prompt + work.longest(work.sequences / work.updates)
@@ -104,8 +105,20 @@ def learn_s(
         scoring = 4 * passes * scored if stage in (3, "fsdp") else 0
         line = (gpu.link if ranks <= NODE else NETWORK) * c.link
         sent = work.updates * shape.params * (per_pass * passes + per_update + scoring) / line
-    moments = work.updates * 28 * shape.params / ranks / (gpu.bandwidth * c.bandwidth)  # read 16 bytes, write 12
-    return max(forward * (scored + trained), sent) + moments
+    return max(forward * (scored + trained), sent) + work.updates * _moments_s(shape, gpu, c) / ranks
+
+
+def _moments_s(shape: Shape, gpu: Gpu, c: Constants) -> float:
+    """Seconds to update all parameters on one GPU, which reads 16 bytes of each and writes 12."""
+    return 28 * shape.params / (gpu.bandwidth * c.bandwidth)
+
+
+def _learner_rate(shape: Shape, gpu: Gpu, fp8: bool, c: Constants) -> float:
+    """Flops per second of the learner's passes on one GPU: as planning.measured has it, else a share of the peak."""
+    if card := measured_card(shape, gpu):
+        flops = 3 * card.learn_tokens * pass_flops(shape, card.sample)
+        return flops / (card.learn_s["fp8" if fp8 else "bf16"] - _moments_s(shape, gpu, c))
+    return gpu.flops["bf16"] * c.learner_flops * (c.learner_fp8 if fp8 else 1)
 
 
 def turn_s(engine: EngineRoofline, *, ranks: int, stage: Stage) -> float:

@@ -13,11 +13,15 @@ head. What it takes to quantize activations depends on the engine:
 | torch | 15, in float32 | 20 |
 
 An operation that nothing fuses takes operation_s and the time of its reads and writes.
+
+Where decode steps of the engine were measured (planning.measured), those are taken. The formula adds what longer
+sequences read, divides reads and products among several GPUs, and adds what the host takes without graphs.
 """
 
 from dataclasses import dataclass
 
 from qurl_ray.planning.machines import CONSTANTS, NODE, Constants, Gpu, Precision
+from qurl_ray.planning.measured import Card, measured_card
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import EngineName
 
@@ -45,6 +49,11 @@ class EngineRoofline:
     """True if decode steps are CUDA graphs; with engine vllm, the model is then compiled, too."""
     constants: Constants = CONSTANTS
 
+    @property
+    def card(self) -> Card | None:
+        """Measured figures of this engine on one GPU; None if it was not measured."""
+        return measured_card(self.shape, self.gpu) if self.engine == "vllm" else None
+
     def decode_s(self, batch: float, context: float) -> float:
         """Seconds to draw one token for each of `batch` sequences of `context` tokens."""
         return sum(self.parts(batch, context).values())
@@ -54,13 +63,16 @@ class EngineRoofline:
         c, shape, gpu = self.constants, self.shape, self.gpu
         read = gpu.bandwidth * c.bandwidth
         heads = min(self.tensor_parallel, shape.kv_heads)  # beyond that, key heads are replicated
-        overhead = shape.layers * (c.layer_s + self._quantizing(batch)) + batch * c.sequence_s
         found = {
-            "weights and products": self._product(shape.block_params, BLOCK_BYTES[self.precision], batch, self._flops())
-            + self._product(shape.head_params, 2, batch, gpu.flops["bf16"] * c.flops_16),
+            "weights and products": self._linears(batch) / self.tensor_parallel,
             "keys and values": batch * shape.kv_bytes(context, self.kv_bytes) / read / heads,
-            "overhead": overhead + self._all_reduces(batch),
+            "overhead": self._all_reduces(batch),
         }
+        if card := self.card:  # overhead is what was measured beyond weights, keys and values
+            reads = batch * shape.kv_bytes(card.context) / read
+            found["overhead"] += card.decode_s(self.precision, batch) - self._linears(batch) - reads
+        else:
+            found["overhead"] += shape.layers * (c.layer_s + self._quantizing(batch)) + batch * c.sequence_s
         if not self.graphs:
             found["overhead"] += max(0.0, shape.layers * self.operations * c.launch_s - sum(found.values()))
         return found
@@ -101,9 +113,14 @@ class EngineRoofline:
         is_8bit = self.precision in self.gpu.flops and self.precision != "bf16"
         return self.gpu.peak(self.precision) * (c.flops_8 if is_8bit else c.flops_16)
 
+    def _linears(self, batch: float) -> float:
+        """Seconds to read and multiply all weights on one GPU."""
+        head = self._product(self.shape.head_params, 2, batch, self.gpu.flops["bf16"] * self.constants.flops_16)
+        return self._product(self.shape.block_params, BLOCK_BYTES[self.precision], batch, self._flops()) + head
+
     def _product(self, weights: int, bytes_each: int, batch: float, flops: float) -> float:
         read = weights * bytes_each / (self.gpu.bandwidth * self.constants.bandwidth)
-        return max(read, 2 * weights * batch / flops) / self.tensor_parallel
+        return max(read, 2 * weights * batch / flops)
 
     def _all_reduces(self, batch: float) -> float:
         """Seconds of the all-reduces of a decode step: two per layer, of one hidden state per sequence."""

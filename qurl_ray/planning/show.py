@@ -2,15 +2,16 @@
 
 import json
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from qurl_ray.planning.advice import LEARNER, MARK, ROLLOUTS, STEP, notes, recommended, verdict
+from qurl_ray.planning.advice import MARK, marks, notes, recommended, verdict
 from qurl_ray.planning.configured import Check
 from qurl_ray.planning.machines import PRECISIONS, Precision
+from qurl_ray.planning.measured import Card, measured_card
 from qurl_ray.planning.memory import host_bytes
 from qurl_ray.planning.plan import PAYS, Plan, StepEstimate, memory_of
 from qurl_ray.planning.published import SOURCES, Point, fitted_points, points
@@ -41,7 +42,8 @@ def as_values(plan: Plan) -> dict[str, Any]:
         "amdahl": plan.amdahl,
         "verdict": verdict(plan),
         "notes": notes(plan),
-        "not_measured": LEGEND,
+        "measured": asdict(card) if (card := measured_card(plan.shape, plan.gpu)) else None,
+        "legend": _legend(plan),
     }
 
 
@@ -105,15 +107,18 @@ def show(plan: Plan, console: Console, check: Check | None = None) -> None:
     table.add_column("")
     for name in PRECISIONS:
         table.add_column(name + (" ◀" if name == plan.chosen else ""), justify="right")
+    of = marks(plan)
     for label, text in _ROWS.items():
-        table.add_row(label, *("–" if values is None else text(values) for values in columns.values()))
+        table.add_row(
+            label.format_map(asdict(of)), *("–" if values is None else text(values) for values in columns.values())
+        )
     console.print(table)
     console.print(f"\n{verdict(plan)}", highlight=False)
     if (gain := plan.amdahl) and (base := plan.best["bf16"]):
         best = max(plan.rollout_gain(name) or 1 for name in ("int8", "fp8"))
         console.print(
-            f"By Amdahl: {base.share:.0%} of the step {best:.2f}× {ROLLOUTS} as fast makes the step {gain:.2f}× "
-            f"{STEP}; free rollouts, {1 / (1 - base.share):.2f}× {STEP}.",
+            f"By Amdahl: {base.share:.0%} of the step {best:.2f}× {of.rollouts} as fast makes the step {gain:.2f}× "
+            f"{of.step}; free rollouts, {1 / (1 - base.share):.2f}× {of.step}.",
             highlight=False,
         )
     console.print(f"Recommended: {' '.join(recommended(plan))}", highlight=False)
@@ -121,14 +126,32 @@ def show(plan: Plan, console: Console, check: Check | None = None) -> None:
         console.print(f"Note: {note}.", highlight=False)
     if check:
         console.print(f"The run's own layout {_checked(check, plan)}.", highlight=False)
-    console.print(LEGEND, highlight=False, markup=False)
+    console.print(_legend(plan), highlight=False, markup=False)
 
 
-LEGEND = (
-    f"{MARK} Not measured: no GPU has run this package. [S] and [T] are fitted to measurements of other software, [C] "
-    f"to those of a CPU; without a letter: data sheets, sizes, and what docs/results.md lists as assumed. "
-    f"S: {SOURCES['S']}. T: {SOURCES['T']}."
-)
+def _legend(plan: Plan) -> str:
+    """Return what the marks mean, and what was measured with this model on this GPU."""
+    card = measured_card(plan.shape, plan.gpu)
+    return (
+        f"{MARK} Computed, not timed as a whole. "
+        + (_measured(card) if card else "Nothing was measured with this model on this GPU. ")
+        + "[S] and [T] are fitted to measurements of other software, [C] to those of a CPU; without a letter: data "
+        f"sheets, sizes, and what docs/results.md lists as assumed. S: {SOURCES['S']}. T: {SOURCES['T']}."
+    )
+
+
+def _measured(card: Card) -> str:
+    name = card.name.upper()
+    steps = "; ".join(
+        f"{precision} {', '.join(f'{ms:.2f}' for ms in row)}" for precision, row in card.decode_ms.items()
+    )
+    learns = ", ".join(f"{precision} {seconds:.2f}" for precision, seconds in card.learn_s.items())
+    return (
+        f"[{name}] is computed from what one NVIDIA {name} measured with this package on {card.date} (docs/gpu.md). "
+        f"Measured ms of a decode step of {', '.join(map(str, card.batches))} sequences of {card.context} tokens: "
+        f"{steps}; more and longer sequences, engines of several GPUs and eager ones are extrapolated. Seconds of the "
+        f"learner's step of {card.learn_tokens:,} tokens, extrapolated from 3 layers: {learns} (in blocks). "
+    )
 
 
 def _checked(check: Check, plan: Plan) -> str:
@@ -152,7 +175,7 @@ def _gigabytes(values: dict[str, float]) -> str:
     return " / ".join(f"{size / 1e9:.0f}" for size in values.values())
 
 
-_ROWS = {
+_ROWS = {  # names in braces are those of Marks
     "placement": lambda v: v["placement"],
     "engines": lambda v: f"{v['engines']:,} × {v['tensor_parallel']} GPU",
     "learner": lambda v: f"{v['learner_gpus']:,} GPU, " + ("FSDP2" if v["stage"] == "fsdp" else f"ZeRO {v['stage']}"),
@@ -161,18 +184,18 @@ _ROWS = {
     ),
     "start / learn / sync / rollout" + MARK: lambda v: _gigabytes(v["bytes_per_gpu"]),
     "GB/host" + MARK: lambda v: f"{v['host_bytes'] / 1e9:,.0f}",
-    f"KV slots of an engine {ROLLOUTS}": lambda v: f"{v['kv_slots']:,}",
-    f"tokens/s drawn {ROLLOUTS}": lambda v: f"{v['tokens_per_s']:,.0f}",
-    f"rollouts, s {ROLLOUTS}": lambda v: f"{v['rollout_s']:,.1f} ({v['rollout_share']:.0%})",
-    f"learner, s {LEARNER}": lambda v: f"{v['learn_s']:,.1f}",
+    f"KV slots of an engine [S]{MARK}": lambda v: f"{v['kv_slots']:,}",
+    "tokens/s drawn {rollouts}": lambda v: f"{v['tokens_per_s']:,.0f}",
+    "rollouts, s {rollouts}": lambda v: f"{v['rollout_s']:,.1f} ({v['rollout_share']:.0%})",
+    "learner, s {learner}": lambda v: f"{v['learn_s']:,.1f}",
     f"sync, s: object store [C]{MARK}": lambda v: _seconds(v["sync"], "full"),
     f"  as a delta [C]{MARK}": lambda v: _seconds(v["sync"], "delta"),
     f"  ipc or nccl [C]{MARK}": lambda v: f"{v['sync']['direct']} {_seconds(v['sync'], v['sync']['direct'])}",
     "sync full / delta, GB": lambda v: f"{v['sync']['full_bytes'] / 1e9:.2f} / {v['sync']['delta_bytes'] / 1e9:.2f}",
     f"turns, s{MARK}": lambda v: f"{v['turns_s']:.1f}",
-    f"step, s {STEP}": lambda v: f"{v['step_s']:,.1f}",
-    f"gain of rollouts {ROLLOUTS}": lambda v: _times(v["rollout_gain"]),
-    f"gain of the step {STEP}": lambda v: _times(v["step_gain"]),
+    "step, s {step}": lambda v: f"{v['step_s']:,.1f}",
+    "gain of rollouts {rollouts}": lambda v: _times(v["rollout_gain"]),
+    "gain of the step {step}": lambda v: _times(v["step_gain"]),
 }
 
 

@@ -277,7 +277,7 @@ def varlen_attention(
     Packed bfloat16 and float16 (also from autocast) on a CUDA device use torch's variable-length flash attention, in
     one call. All other inputs use scaled_dot_product_attention, with one call per sequence of a packed row.
 
-    Not batch-invariant: kernels choose how they split their sums. Tested on an H200; its speed was not measured.
+    Not batch-invariant: kernels choose how they split their sums. Tested on an H200.
 
     Args:
         query: [B, heads, T, d].

@@ -50,7 +50,7 @@ class TorchEngine:
         kernel: "auto" uses the device's integer kernel where there is one, "emulation" the float32 reference.
         kv_cache: "full", or "fp8", which holds keys and values as policy.kv rounds them, with scales of the weights
             last loaded.
-        device: device of the whole engine. CUDA was not measured.
+        device: device of the whole engine.
         dtype: type of activations and of unquantized tensors, which must then be sent in no more bits.
         kept_bytes: limit of keys and values of requests that may be continued.
         capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).

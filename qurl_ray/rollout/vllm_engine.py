@@ -6,8 +6,8 @@ in these processes, and reads them back.
 Unlike the torch engine, it is not batch-invariant: vLLM's attention depends on the other requests in the batch.
 Log-probs therefore differ from the learner's in the last bits, and by more where such a bit changes the code of an
 activation. Its random numbers cannot start in the middle of an answer: a continued request draws from the same
-distribution, but it draws other tokens than the uninterrupted request. Nothing here was measured on a GPU. Features for
-GPUs only (sleep mode, tensor parallelism on GPUs) follow vLLM's documentation.
+distribution, but it draws other tokens than the uninterrupted request. Whole runs were made
+on one H200, with sleep mode and CUDA graphs (docs/gpu.md); tensor parallelism was tried on CPUs alone.
 """
 
 import itertools
@@ -354,7 +354,7 @@ class VllmEngine:
     def sleep(self, level: int = 1) -> None:
         """Release the GPU's memory: level 1 moves the weights to the host, 2 drops them and leaves the engine STALE.
 
-        Not measured on a GPU.
+        It has run on an H200.
 
         Raises:
             EngineError: the engine was made without sleep_mode.

@@ -637,12 +637,17 @@ def test_head_sizes_that_no_kernel_takes_are_refused():
     ("override", "sentence"),
     [
         ("learner.lora={rank: 8}", "LoRA is not supported"),
-        ("rollout.multi_turn=true", "multi-turn rollouts are not supported"),
         ("task.images=true", "images are not supported"),
     ],
 )
 def test_what_is_not_supported_says_so_and_not_only_that_the_key_is_unknown(override, sentence):
     with pytest.raises(ConfigError, match=sentence):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize("override", ["rollout.multi_turn=true", "task.tools=[]"])
+def test_several_turns_and_tools_are_found_under_environment(override):
+    with pytest.raises(ConfigError, match=r"settings of environment.*docs/agents\.md"):
         load_config(None, [override])
 
 

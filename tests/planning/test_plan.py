@@ -17,9 +17,10 @@ from qurl_ray.planning.__main__ import app
 from qurl_ray.planning.advice import verdict
 from qurl_ray.planning.configured import check_layout
 from qurl_ray.planning.machines import GPUS, PRECISIONS
+from qurl_ray.planning.phases import learn_s
 from qurl_ray.planning.plan import PAYS, amdahl, make_plan, search
 from qurl_ray.planning.published import fitted_points, points
-from qurl_ray.planning.roofline import widths
+from qurl_ray.planning.roofline import EngineRoofline, widths
 from qurl_ray.planning.shapes import SHAPES, configured_shape
 from qurl_ray.planning.workload import Workload, configured_workload, gpus_of
 
@@ -242,13 +243,72 @@ def test_every_speedup_names_its_source_and_every_figure_of_a_gpu_is_marked(path
             assert re.search(r"\[(S|S, T)\]\*", line), line
         if re.search(r", s\b|tokens/s|KV|start /|object store|ipc", line):
             assert "*" in line, line
-    verdict, legend = " ".join(text.split()).split("* Not measured", 1)
+    verdict, legend = " ".join(text.split()).split("* Computed", 1)
     for speedup in re.finditer(r"\d\.\d+×", verdict):
         after = verdict[speedup.end() :]
         assert re.match(r" \[(S|T|S, T)\]\*", after) or speedup[0] == "1.05×", speedup.group() + after[:20]
-    assert "no GPU has run this package" in legend
+    assert "Nothing was measured with this model on this GPU" in legend
     assert "silybench" in legend
     assert "torchtitan" in legend
+
+
+SPEED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_h200_speed.json").read_text())
+"""What an H200 measured."""
+
+
+@pytest.mark.parametrize(("precision", "measured"), [("bf16", "none"), ("int8", "int8"), ("fp8", "fp8")])
+def test_decode_steps_that_an_h200_measured_are_taken(precision, measured):
+    for model in ("Qwen2.5-7B", "Qwen2.5-Math-7B"):  # of the same shape
+        engine = EngineRoofline(shape=SHAPES[model], gpu=GPUS["h200"], precision=precision)
+        for batch, row in SPEED["vllm"][f"Qwen2.5-7B, graphs, {measured}"]["batches"].items():
+            assert 1e3 * engine.decode_s(int(batch), 512) == pytest.approx(row["ms"], rel=1e-3)
+        between = (1e3 * engine.decode_s(32, 512) + 1e3 * engine.decode_s(128, 512)) / 2
+        assert 1e3 * engine.decode_s(80, 512) == pytest.approx(between)
+        longer = 32 * 1000 * 2 * 28 * 4 * 128 * 2 / (4.8e12 * 0.88)  # keys and values of a thousand tokens more
+        assert engine.decode_s(32, 1512) - engine.decode_s(32, 512) == pytest.approx(longer)
+        steps = [engine.decode_s(batch, 512) for batch in range(1, 600, 7)]
+        assert steps == sorted(steps)
+
+
+def test_the_learners_step_is_what_an_h200_measured():
+    work = Workload(prompts=8, samples=1, prompt=256, response=768, mean=768.0, updates=1, checkpointing=False)
+    found = SPEED["step"]["Qwen2.5-7B, packed"]["extrapolated_seconds"]
+    for fp8, name in ((False, "bfloat16"), (True, "fp8_block")):
+        learned = learn_s(SHAPES["Qwen2.5-7B"], GPUS["h200"], work, ranks=1, stage=0, fp8=fp8)
+        assert learned == pytest.approx(found[name], rel=1e-3)
+
+
+@pytest.mark.parametrize("more", ["", "--eager", "--tensor-parallel 2"])
+def test_a_plan_for_an_h200_names_the_card_that_measured(more):
+    said = verdict_of(f"--model Qwen2.5-7B --gpu h200 --fp8-learner {more}")
+    assert "one NVIDIA H200 measured with this package on 2026-11-27" in said
+    assert "bf16 4.71, 5.08, 7.99, 15.80" in said
+    assert "learner, s [H200]*" in said
+    assert "tokens/s drawn [H200]*" in said
+    options = ["--model", "Qwen2.5-7B", "--gpu", "h200", "--json"]
+    assert json.loads(CliRunner().invoke(app, options).output)["measured"]["decode_ms"]["fp8"][-1] == 13.799
+
+
+@pytest.mark.parametrize(
+    "options", ["--model Qwen2.5-7B --gpu h100", "--model Qwen3-8B --gpu h200", "--model Qwen2.5-14B --gpu h200"]
+)
+def test_no_other_plan_claims_to_be_measured(options):
+    said = verdict_of(options)
+    assert "[H200" not in said
+    assert "Nothing was measured with this model on this GPU" in said
+
+
+def test_the_torch_engine_was_not_measured_at_7b():
+    said = verdict_of("--model Qwen2.5-7B --gpu h200 --engine torch")
+    assert "tokens/s drawn [S]*" in said
+    assert "learner, s [H200]*" in said
+
+
+def test_eager_engines_are_never_faster_on_a_card_that_measured_graphs():
+    graphs, eager = (
+        EngineRoofline(shape=SHAPES["Qwen2.5-7B"], gpu=GPUS["h200"], precision="int8", graphs=g) for g in (True, False)
+    )
+    assert all(eager.decode_s(batch, 600) >= graphs.decode_s(batch, 600) for batch in (1, 40, 300))
 
 
 def test_a_config_gives_its_own_step_and_options_come_on_top():
