@@ -210,10 +210,12 @@ class Algorithm(Section):
     @field_validator("correction", mode="before")
     @classmethod
     def _by_name(cls, correction: Any) -> Any:
-        if not isinstance(correction, str):
+        if not isinstance(correction, str | bool):
             return correction
         if correction in PRESETS:
             return PRESETS[correction]
+        if isinstance(correction, bool):  # YAML makes one of no and off
+            raise ValueError(f"give the name of a correction: {', '.join(PRESETS)}, or package.module:function")
         if ":" in correction or correction in CORRECTIONS.installed():
             return {"type": "custom", "function": correction}
         raise ValueError(f"no correction has this name; there are {', '.join(PRESETS)}, and package.module:function")

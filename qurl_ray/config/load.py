@@ -307,7 +307,19 @@ def given(item: Any) -> str:
     value = item["input"]
     if isinstance(value, dict | BaseModel) or item["loc"][-1:] == ("mlflow_uri",):
         return ""
-    return f" (got {shortened(redacted(repr(value)))})"
+    return f" (got {shortened(redacted(repr(value)))}){_words_of_yaml(item)}"
+
+
+def _words_of_yaml(item: Any) -> str:
+    """Return how YAML comes to true or false, and what to write instead, for a setting that takes text."""
+    value, kind = item["input"], item["type"]
+    if not isinstance(value, bool) or kind not in ("literal_error", "string_type", "path_type", "value_error"):
+        return ""
+    word, other = ("yes", "on") if value else ("no", "off")
+    told = f"; YAML reads {word} as {str(value).lower()}, and {other}"
+    if kind == "literal_error":
+        return f"{told}; write none" if not value and "'none'" in item["ctx"]["expected"] else told
+    return told if kind == "value_error" else f"{told}; write text in quotes"
 
 
 def _fault(item: Any) -> str:

@@ -12,6 +12,7 @@ from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.load import describe
 from qurl_ray.config.names import ELSEWHERE, SAME
+from qurl_ray.config.serving import load_serving
 from qurl_ray.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +150,49 @@ def test_a_wrong_value_names_its_place_and_what_was_given(load, text, where, giv
     message = complaint(load, text)
     assert f"run.yaml: {where}" in message
     assert message.endswith(given)
+
+
+NO, YES = "(got False); YAML reads no as false, and off", "(got True); YAML reads yes as true, and on"
+
+
+@pytest.mark.parametrize("word", ["no", "off", "No", "OFF"])
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("rollout: {{quantization: {}}}", f"'int4' {NO}; write none"),
+        ("tracking: {{console: {}}}", f"'none' {NO}; write none"),
+        ("algorithm: {{correction: {{reject: {}}}}}", f"'k3' {NO}; write none"),
+        ("learner: {{schedule: {}}}", f"'wsd' {NO}"),
+        ("algorithm: {{correction: {}}}", f"or package.module:function {NO}"),
+        ("tracking: {{experiment: {}}}", f"valid string {NO}; write text in quotes"),
+        ("task: {{type: dataset, path: a, answer_column: {}}}", f"valid string {NO}; write text in quotes"),
+        ("quantization: {{keep: [{}]}}", f"valid string {NO}; write text in quotes"),
+    ],
+)
+def test_a_word_that_yaml_reads_as_false_is_explained_where_text_is_wanted(load, text, end, word):
+    assert complaint(load, text.format(word)).endswith(end)
+
+
+@pytest.mark.parametrize("word", ["yes", "on"])
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("name: {}", f"valid string {YES}; write text in quotes"),
+        ("task: {{system_prompt: {}}}", f"valid string {YES}; write text in quotes"),
+        ("rollout: {{quantization: {}}}", f"'int4' {YES}"),
+    ],
+)
+def test_a_word_that_yaml_reads_as_true_is_explained_where_text_is_wanted(load, text, end, word):
+    assert complaint(load, text.format(word)).endswith(end)
+    assert "YAML reads" not in complaint(load, f"rollout: {word}")  # no text is wanted here
+
+
+def test_a_word_that_yaml_reads_as_false_is_explained_in_an_override_and_in_serving():
+    with pytest.raises(ConfigError, match=r"'int4' \(got False\); YAML reads no as false, and off; write none"):
+        load_config(None, ["rollout.quantization=no"])
+    with pytest.raises(ConfigError, match=r"\(got False\); YAML reads no as false, and off; write none"):
+        load_serving(None, ["quantization=off"])
+    assert load_config(None, ["tracking.experiment=no"]).tracking.experiment == "no"  # an override of text is text
 
 
 def test_an_unknown_type_names_those_there_are(load):
