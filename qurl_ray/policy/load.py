@@ -1,7 +1,6 @@
 """Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
 import hashlib
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +20,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.activations import ACT2FN
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
 from qurl_ray.numerics.activations import MODULES
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import NAME
-from qurl_ray.policy.settings import activation_of, fitting, reading, trainable
+from qurl_ray.policy.settings import activation_of, existing_ids, fitting, reading, trainable, turn_end
 from qurl_ray.policy.weights import Stored, check_weights, same_values, stored_tensors
 from qurl_ray.types import PolicySpec
 
@@ -48,14 +47,21 @@ class Outline:
     context: int
     """Largest number of tokens that prompt and answer may have together."""
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer; see `stop_ids`."""
+        return _stop_ids(self.model.config, self.model.generation_config, self.tokenizer)
+
 
 def outline(spec: PolicySpec) -> Outline:
     """Return the policy without its weights, after checking that its files hold them.
 
     Raises:
-        ConfigError: see `check_policy`, `load_tokenizer` and `context_length`.
+        ConfigError: see `check_policy`, `load_tokenizer`, `generation_settings` and `context_length`.
     """
-    return Outline(model=check_policy(spec), tokenizer=load_tokenizer(spec), context=context_length(spec))
+    model, tokenizer = check_policy(spec), load_tokenizer(spec)
+    model.generation_config = generation_settings(spec, tokenizer)
+    return Outline(model=model, tokenizer=tokenizer, context=context_length(spec))
 
 
 def outline_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, spec: PolicySpec) -> Outline:
@@ -117,10 +123,49 @@ def tied_head(model: PreTrainedModel) -> dict[str, str]:
 
 
 def stop_ids(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end an answer: the tokenizer's end token and those of the model's generation settings."""
-    own = _config(spec).eos_token_id
-    listed = own if isinstance(own, list) else [own] if own is not None else []
-    return tuple(sorted({tokenizer.eos_token_id, *listed}))
+    """Return the ids that end an answer, in order: the tokenizer's end token, those that config.json and
+    generation_config.json list, and the token that the chat template writes after a turn.
+
+    Raises:
+        ConfigError: see `generation_settings`.
+    """
+    return _stop_ids(_config(spec), _own_generation_settings(spec), tokenizer)
+
+
+def generation_settings(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Return the policy's settings of generation, with all of `stop_ids` as end tokens: whatever reads them stops where
+    the engines do.
+
+    Raises:
+        ConfigError: generation_config.json is damaged, or names an end token that does not exist.
+    """
+    found, ids = _own_generation_settings(spec), stop_ids(spec, tokenizer)
+    found.eos_token_id = list(ids) if len(ids) > 1 else ids[0]
+    return found
+
+
+def _own_generation_settings(spec: PolicySpec) -> GenerationConfig:
+    """Return the settings of generation_config.json, or those that config.json implies if there is no such file."""
+    config = _config(spec)
+    with reading(spec.source):
+        try:
+            found = GenerationConfig.from_pretrained(spec.source)
+        except OSError:  # also for a file that is no JSON
+            if (Path(spec.source) / GENERATION_CONFIG_NAME).is_file():
+                raise
+            found = GenerationConfig.from_model_config(config)
+    name = f"{spec.source}: eos_token_id of {GENERATION_CONFIG_NAME}"
+    found.eos_token_id = existing_ids(found.eos_token_id, name, config)
+    return found
+
+
+def _stop_ids(
+    config: PreTrainedConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    found = {tokenizer.eos_token_id, turn_end(tokenizer)}
+    for ids in (config.eos_token_id, generation.eos_token_id):
+        found.update(ids if isinstance(ids, list) else [ids])
+    return tuple(sorted(found - {None}))
 
 
 def load_model(spec: PolicySpec) -> PreTrainedModel:
@@ -243,16 +288,15 @@ def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrai
     return _model_of(_config(spec), spec, dtype)
 
 
-def architecture(spec: PolicySpec) -> PreTrainedModel:
+def architecture(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return the policy without weights, on the meta device, with its settings of generation.
 
     Raises:
-        ConfigError: see `empty_model`.
+        ConfigError: see `empty_model` and `generation_settings`.
     """
     with torch.device("meta"):
         model = empty_model(spec)
-    with reading(spec.source), suppress(OSError):  # a policy may have none
-        model.generation_config = GenerationConfig.from_pretrained(spec.source)
+    model.generation_config = generation_settings(spec, tokenizer)
     return model
 
 

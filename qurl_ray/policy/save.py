@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 FILE_BYTES = 2 * 10**9
 """Bytes of tensors from which on another file is begun; the writer holds as many."""
@@ -22,9 +22,9 @@ Take = Callable[[str, torch.Tensor], None]
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write weights (safetensors), settings and tokenizer. The folder is never half written."""
-    with replaced(folder) as aside:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+    with policy_folder(model, tokenizer, folder) as take:
+        for name, parameter in model.named_parameters():
+            take(name, parameter)
 
 
 @contextmanager
@@ -49,8 +49,11 @@ def policy_folder(
         config.architectures, config.dtype = [type(model).__name__], model.dtype
         if quantization:
             config.quantization_config = quantization
-        config.save_pretrained(aside)
-        model.generation_config.save_pretrained(aside)
+        vars(config).pop("transformers_weights", None)  # names of files that are not those written here
+        # Not by save_pretrained: it refuses settings of generation that contradict each other, as many policies have
+        # them ("temperature" without "do_sample"). Training reads none of these, and leaves them as they are.
+        config.to_json_file(aside / CONFIG_NAME)
+        model.generation_config.to_json_file(aside / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         tokenizer.save_pretrained(aside)
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
@@ -20,6 +21,8 @@ _SIZES = (
 )
 _REQUIRED = 5
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ANSWER = "qurl answer 4b1f"
+"""Stand-in for the text of a turn."""
 
 
 def trainable(config: PreTrainedConfig, spec: PolicySpec) -> PreTrainedConfig:
@@ -69,11 +72,37 @@ def _check_sizes(config: PreTrainedConfig, source: str) -> None:
     if activation not in (None, *ACT2FN):
         raise ConfigError(f"{source}: the activation function {activation!r} is not known to transformers")
     for key in _SPECIAL:
-        given = getattr(config, key, None)
-        for token in given if isinstance(given, list) else [given]:
-            # Below 0 is none: some settings on the hub have -1.
-            if token is not None and (not isinstance(token, int) or token >= config.vocab_size):
-                raise ConfigError(f"{source}: {key} is {given!r}, and vocab_size is {config.vocab_size}")
+        if hasattr(config, key):
+            setattr(config, key, existing_ids(getattr(config, key), f"{source}: {key}", config))
+
+
+def existing_ids(given: Any, name: str, config: PreTrainedConfig) -> int | list[int] | None:
+    """Return the id, or the ids, of a setting that names special tokens. Ids below 0 mean that there is none, as the -1
+    of some settings on the hub: an embedding would take it for its last row, which would then never be trained.
+
+    Raises:
+        ConfigError: there is no such id; `name` names the setting in the message.
+    """
+    ids = given if isinstance(given, list) else [given]
+    for token in ids:
+        if token is not None and (type(token) is not int or token >= config.vocab_size):
+            raise ConfigError(f"{name} is {given!r}, and vocab_size is {config.vocab_size}")
+    kept = [token for token in ids if token is not None and token >= 0]
+    return kept if isinstance(given, list) and kept else next(iter(kept), None)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token that the chat template writes after a turn of the assistant, such as <|im_end|>; None if there
+    is no template, or it writes text there that is no token of its own."""
+    turns = [("user", "1"), ("assistant", _ANSWER), ("user", "2")]
+    try:
+        text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in turns], tokenize=False)
+    except Exception:  # there is no template, or it takes no such turns: it is a program, which may raise anything
+        return None
+    _, found, after = text.partition(_ANSWER)
+    added = tokenizer.get_added_vocab()  # no text is encoded here: that starts threads, which stay
+    ends = [token for token in added if found and after.lstrip().startswith(token)]
+    return added[max(ends, key=len)] if ends else None
 
 
 def activation_of(config: PreTrainedConfig) -> str | None:

@@ -4,9 +4,10 @@ import json
 import random
 
 import pytest
+from transformers import LlamaConfig
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.load import context_length, empty_model, load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.load import context_length, empty_model, load_model, load_tokenizer, outline, stop_ids
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import make_tokenizer
 from qurl_ray.types import PolicySpec
@@ -74,6 +75,61 @@ def test_settings_that_describe_no_such_model_are_an_error(folder, changed, mess
 def test_a_missing_kind_of_padding_is_no_error(folder):
     settings(folder, pad_token_id=-1, bos_token_id=None)
     use_all(folder)
+
+
+CHATML = "{% for m in messages %}<im_start>{{ m.role }}\n{{ m.content }}<im_end>\n{% endfor %}"
+ENDS = {
+    "chatml": (CHATML, "<im_end>"),
+    "after a blank, as Llama 2's": (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content + ' <eot>' }}{% endfor %}",
+        "<eot>",
+    ),
+    "only between turns, as GLM's": ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<user>"),
+    "the longest": ("{% for m in messages %}{{ m.content }}<eot>2{% endfor %}", "<eot>2"),
+    "the end token": ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", "<eos>"),
+    "text": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
+    "no word of the assistant": ("{% for m in messages if m.role == 'user' %}{{ m.content }}<eot>{% endfor %}", None),
+    "fails": ("{{ raise_exception('one turn only') }}", None),
+    "none": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_token_that_the_template_writes_after_a_turn_ends_an_answer(tmp_path, name):
+    template, end = ENDS[name]
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<im_start>", "<im_end>", "<eot>2", "<eot>", "<user>", "<assistant>"])
+    tokenizer.chat_template = template
+    LlamaConfig(vocab_size=32, max_position_embeddings=64, eos_token_id=1).save_pretrained(tmp_path)
+    ids = {1} | ({tokenizer.convert_tokens_to_ids(end)} if end else set())
+    assert set(stop_ids(PolicySpec(source=str(tmp_path)), tokenizer)) == ids
+
+
+def test_ends_are_those_of_all_files_together(folder, tokenizer):
+    """Each of config.json, generation_config.json and the tokenizer has one that the others lack, and a -1."""
+    settings(folder, eos_token_id=[3, -1])
+    for listed, ids in (([5, 7, -1], (1, 3, 5, 7)), (9, (1, 3, 9)), (-1, (1, 3)), (None, (1, 3)), ([], (1, 3))):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+        spec = PolicySpec(source=str(folder))
+        assert stop_ids(spec, tokenizer) == ids
+        assert outline(spec).stop_ids == ids
+    (folder / "generation_config.json").unlink()
+    assert stop_ids(PolicySpec(source=str(folder)), tokenizer) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"eos_token_id": [1, 99]}', r"eos_token_id of generation_config.json is \[1, 99\], and vocab_size is 18"),
+        ('{"eos_token_id": "2"}', "eos_token_id of generation_config.json is '2'"),
+        ('{"eos_token_id": true}', "eos_token_id of generation_config.json is True"),
+        ("{", "generation_config.json"),
+    ],
+)
+def test_settings_of_generation_that_name_no_end_are_an_error(folder, text, message):
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        use_all(folder)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe\x00", b"{}", b'"x"', b"[" * 100_000])

@@ -1,4 +1,4 @@
-"""A dry run: the checks of a run that need no weights in memory. It writes nothing and asks no other machine."""
+"""A dry run: the checks of a run that need no weights in memory. It leaves nothing and asks no other machine."""
 
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ from qurl_ray.loop.driver.prepare import (
     check_problems,
     check_prompts,
     check_reward,
+    check_saving,
     find_policy,
     prepare_task,
     row_promise,
@@ -64,7 +65,10 @@ def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
         found.unchecked.append("the model and prompts, as model.path would come from the hub")
         return found
     check_model(config, policy.model)
-    found.checked.append(f"the model ({type(policy.model).__name__})")
+    check_saving(config, policy)
+    found.checked += [f"the model ({type(policy.model).__name__})", "saving of the policy"]
+    ends = ", ".join(f"{policy.tokenizer.decode([token])!r} ({token})" for token in policy.stop_ids)
+    found.checked.append(f"the tokens that end an answer: {ends}")
     if task:
         check_prompts(config, task, policy)
         found.checked.append(f"lengths of prompts and answers in a context of {policy.context} tokens")

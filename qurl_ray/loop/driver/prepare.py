@@ -1,8 +1,11 @@
 """Preparation of a run before anything expensive starts: task, policy, reward, and checks that they fit together."""
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import numpy as np
@@ -22,8 +25,10 @@ from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, Quantizat
 from qurl_ray.extensions import import_reference
 from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.numerics.promise import Promise, promise_for
+from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy
-from qurl_ray.policy.load import Outline, outline
+from qurl_ray.policy.load import Outline, load_tokenizer, outline
+from qurl_ray.policy.save import policy_folder
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import cached_tiny_policy, check_characters, tiny_outline
 from qurl_ray.quant.formats import get_format
@@ -71,6 +76,7 @@ def check_run(config: RunConfig) -> Checked:
     spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
     found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
     check_model(config, found.model)
+    check_saving(config, found)
     with ExitStack() as stack:
         process = None
         if config.environment.type is not None:
@@ -132,11 +138,46 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
     """Return where the policy is. A GGUF file is converted if it was not yet.
 
     Raises:
-        ConfigError: a GGUF file is not there, or is damaged.
+        ConfigError: a folder or GGUF file is not there, or is damaged.
     """
     if isinstance(model, GgufModel):
         return PolicySpec(source=str(cached_gguf_policy(model.path)), max_length=model.max_length)
-    return PolicySpec(source=absolute(model.path), max_length=model.max_length, overrides=model.overrides)
+    source = absolute(model.path)
+    if (place := Path(os.path.expanduser(source))).is_file():
+        raise ConfigError(f"model.path={model.path} is a file: give the folder of the model, or set model.type=gguf")
+    # The hub would call it a malformed id: an id is a name, or owner/name.
+    if not place.is_dir() and (source.startswith((".", "~")) or place.is_absolute() or source.count("/") > 1):
+        raise ConfigError(f"model.path={model.path}: no such folder: {place.absolute()}")
+    return PolicySpec(source=source, max_length=model.max_length, overrides=model.overrides)
+
+
+def check_saving(config: RunConfig, found: Outline) -> None:
+    """Write what a run writes only with a checkpoint or at its end, without weights, and read it back. The folder is
+    removed at once.
+
+    Raises:
+        ConfigError: settings or tokenizer cannot be saved, or not be read again.
+        QuantizationError: the format of `export.quantized` cannot be exported.
+    """
+    kept = config.quantization.kept(found.model.config.num_hidden_layers)
+    exported = config.export.format(config.rollout.quantization)
+    with TemporaryDirectory() as aside:
+        folder = Path(aside, "policy")
+        try:
+            with policy_folder(found.model, found.tokenizer, folder):
+                pass
+            if exported != "none":
+                with quantized_folder(found.model, found.tokenizer, folder, get_format(exported), kept):
+                    pass
+            load_tokenizer(PolicySpec(source=str(folder), quantized=True))
+        except QuantizationError:
+            raise
+        except Exception as error:  # transformers and tokenizers raise many kinds
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"the run could not save its policy: config.json, generation_config.json or the tokenizer of the model "
+                f"cannot be written, or not be read again ({type(error).__name__}: {reason})"
+            ) from error
 
 
 def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:
@@ -174,8 +215,8 @@ def check_environment(config: RunConfig, process: EnvironmentProcess, problem: P
     """
     if isinstance(config.model, TinyModel) and not config.model.calculator:
         raise ConfigError("environment.type: the tiny policy knows the calculator alone, with model.calculator=true")
-    settings, stops = config.environment, (found.tokenizer.eos_token_id,)
-    turns = TurnEncoder(found.tokenizer, config.task, stops)
+    settings = config.environment
+    turns = TurnEncoder(found.tokenizer, config.task, found.stop_ids)
     turns.check(problem, keep_history=settings.rewritten_history != "refuse")
     if process.traits.tools:
         written, read = template_format(found.tokenizer), process.traits.tool_format

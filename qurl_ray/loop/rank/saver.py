@@ -45,8 +45,8 @@ class Saver:
     ) -> None:
         self._config, self._learner, self._coordinator = config, learner, coordinator
         self._run_dir, self._rank = run_dir, rank
-        self._model = architecture(spec)
         self._tokenizer = load_tokenizer(spec)
+        self._model = architecture(spec, self._tokenizer)
 
     def checkpoint(self, step: int, reward: float | None) -> None:
         """Write checkpoints/step-<n>; delete older checkpoints as the settings say."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import CheckpointError, ConfigError, DataError, QuantizationError, QurlError, RewardError
@@ -66,11 +67,39 @@ def test_it_says_what_it_checked_and_writes_nothing(here, given, problems):
         f"the folder {here}/runs/mine (new)",
         problems,
         "the model (Qwen2ForCausalLM)",
+        "saving of the policy",
+        "the tokens that end an answer: '<eos>' (1)",
         "lengths of prompts and answers in a context of 64 tokens",
     ]
     assert found.unchecked == []
     assert "equal bits of engine and learner" in found.promise
     assert yaml.safe_load(found.settings)["output_dir"] == str(here / "runs")
+
+
+def test_it_shows_every_token_that_ends_an_answer(here):
+    (here / "policy" / "generation_config.json").write_text('{"eos_token_id": [1, 5, 7]}')
+    assert (
+        "the tokens that end an answer: '<eos>' (1), '2' (5), '4' (7)"
+        in dry_run(config(*PRETRAINED, *SUMS), fresh=False).checked
+    )
+
+
+def test_what_is_written_only_at_the_end_is_tried(here, monkeypatch):
+    """A tokenizer that cannot be saved, settings that cannot be, and settings that cannot be read again."""
+    given = config(*PRETRAINED, *SUMS)
+    whole = here / "policy" / "tokenizer_config.json"
+    before = whole.read_text()
+    for owner, method in ((PreTrainedTokenizerBase, "save_pretrained"), (PreTrainedConfig, "to_json_file")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, lambda *_, **__: json.dumps(object))
+            for check in (lambda: dry_run(given, fresh=False), lambda: check_run(given)):
+                with pytest.raises(ConfigError, match=r"could not save its policy: .* not JSON serializable"):
+                    check()
+    assert whole.read_text() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerBase, "save_pretrained", lambda *_: None)
+        with pytest.raises(ConfigError, match=r"could not save its policy: .* not be read again"):
+            dry_run(given, fresh=False)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """What a rank saves, and what is left when it cannot."""
 
+import json
+import shutil
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,14 +25,38 @@ from tests.loop.test_checkpoint import hold_open, write
 
 
 @pytest.fixture
-def saver(tiny_spec, tmp_path):
+def policy_with(tiny_spec, tmp_path):
+    """Function that makes a policy with other settings in one of its files, and returns its spec."""
+
+    def make(file, given):
+        folder = tmp_path / "given"
+        shutil.copytree(tiny_spec.source, folder)
+        before = json.loads((folder / file).read_text()) if file == "config.json" else {}
+        (folder / file).write_text(json.dumps(before | given))
+        return PolicySpec(source=str(folder))
+
+    return make
+
+
+@pytest.fixture
+def saver(saver_of, tiny_spec):
+    return saver_of(tiny_spec)
+
+
+@pytest.fixture
+def saver_of(tmp_path):
+    """Function that makes the saver of a policy, which is not trained."""
+    return partial(make_saver, tmp_path)
+
+
+def make_saver(tmp_path, spec):
     config = load_config(None, [f"output_dir={tmp_path}", "export.quantized=none"])
     settings = objective_settings(config)
-    learner = make_learner(load_model(tiny_spec), config.learner, settings, temperature=1.0, total_updates=1)
+    learner = make_learner(load_model(spec), config.learner, settings, temperature=1.0, total_updates=1)
     coordinator = SimpleNamespace(
         state=SimpleNamespace(remote=lambda step: {"step": step}), tell=SimpleNamespace(remote=lambda event: None)
     )
-    return Saver(config, learner, tiny_spec, coordinator, tmp_path, rank=0)
+    return Saver(config, learner, spec, coordinator, tmp_path, rank=0)
 
 
 def files_of(folder):
@@ -48,6 +75,46 @@ def test_the_policy_is_that_of_a_model_that_is_saved_whole(saver, tiny_spec, tmp
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     for (name, written), expected in zip(found.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(written, expected), name
+
+
+@pytest.mark.parametrize(
+    ("file", "given"),
+    [
+        ("generation_config.json", {"temperature": 0.9, "top_p": 0.6}),  # Llama 2, Vicuna
+        ("generation_config.json", {"top_k": 5}),
+        ("generation_config.json", {"pad_token_id": -1, "bos_token_id": 99999}),
+        ("generation_config.json", {"length_penalty": 2.0, "early_stopping": True}),
+        ("generation_config.json", {"use_cache": False, "cache_implementation": "static"}),
+        ("generation_config.json", {"output_attentions": True, "typical_p": 0.5, "min_p": 0.1}),
+        ("generation_config.json", {"a setting that nobody knows": [1, {"a": None}]}),
+        ("config.json", {"pad_token_id": -1}),
+        ("config.json", {"bos_token_id": -1, "eos_token_id": [1, -1]}),
+        ("config.json", {"temperature": 0.5, "num_beams": 4, "max_length": 20}),
+    ],
+)
+def test_settings_that_only_matter_for_generation_never_stop_a_checkpoint(policy_with, saver_of, tmp_path, file, given):
+    spec = policy_with(file, given)
+    saver_of(spec).final()
+    found = load_model(PolicySpec(source=str(tmp_path / "policy")))
+    assert all(map(torch.equal, found.parameters(), load_model(spec).parameters()))
+    kept = json.loads((tmp_path / "policy" / file).read_text())
+    if file == "generation_config.json":  # as it was
+        assert given.items() <= kept.items()
+    else:
+        assert kept["pad_token_id"] != -1
+        assert kept["bos_token_id"] != -1
+
+
+def test_no_row_of_the_embedding_is_padding_if_the_settings_name_none(policy_with):
+    """torch takes -1 for the last row, which then gets no gradient."""
+    model = load_model(policy_with("config.json", {"pad_token_id": -1}))
+    assert model.get_input_embeddings().padding_idx is None
+
+
+def test_a_saved_policy_lists_every_token_that_ends_an_answer(policy_with, saver_of, tmp_path):
+    """So that whatever generates with it stops where the run's engines did."""
+    saver_of(policy_with("generation_config.json", {"eos_token_id": [5, 7]})).final()
+    assert json.loads((tmp_path / "policy" / "generation_config.json").read_text())["eos_token_id"] == [1, 5, 7]
 
 
 class Gathered:
