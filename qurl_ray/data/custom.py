@@ -6,13 +6,20 @@ from typing import Any
 
 from qurl_ray.config.shown import shown
 from qurl_ray.config.task import CustomTask
-from qurl_ray.data.messages import is_conversation, read_messages, text_of
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError, QurlError
 from qurl_ray.tables import PROBLEMS
+from qurl_ray.tools.messages import (
+    check_text,
+    conversation_in,
+    is_conversation,
+    read_messages,
+    read_variables,
+    text_of,
+)
 from qurl_ray.types import Problem
 
-_KEYS = ("prompt", "answer", "meta", "uid")
+_KEYS = ("prompt", "answer", "meta", "uid", "tools", "chat_template_kwargs")
 
 
 def custom_split(task: CustomTask) -> Split:
@@ -60,12 +67,15 @@ def _problems(made: Any, prefix: str) -> list[Problem]:
 def _problem(item: Any, uid: str) -> Problem:
     if isinstance(item, Problem):
         asked = item.messages or item.prompt
-        item = {"prompt": asked, "answer": item.answer, "meta": item.meta, "uid": item.uid or uid}
+        fields = {"prompt": asked, "answer": item.answer, "meta": item.meta, "uid": item.uid or uid}
+        item = fields | {"chat_template_kwargs": item.chat_template_args}
     if not isinstance(item, Mapping):
         raise DataError(f"problem {uid} is {type(item).__name__}, expected a Problem or a mapping with a prompt")
     if unknown := [key for key in item if key not in _KEYS]:
         raise DataError(f"problem {uid} has the key {unknown[0]!r}; known are {', '.join(_KEYS)}: put others into meta")
     prompt, answer, meta = item.get("prompt"), item.get("answer"), item.get("meta") or {}
+    if isinstance(prompt, str) and conversation_in(prompt, f"problem {uid}"):
+        raise DataError(f"the prompt of problem {uid} is JSON text of messages: give the list itself")
     messages = read_messages(prompt, f"problem {uid}") if is_conversation(prompt) else None
     prompt = text_of(messages) if messages else prompt
     if not isinstance(prompt, str) or not prompt.strip():
@@ -73,4 +83,13 @@ def _problem(item: Any, uid: str) -> Problem:
     if not isinstance(meta, Mapping):
         raise DataError(f"the meta of problem {uid} is {type(meta).__name__}, expected a mapping")
     answer = "" if answer is None else str(answer)  # None where the reward knows right answers when it sees them
-    return Problem(uid=str(item.get("uid", uid)), prompt=prompt, answer=answer, meta=dict(meta), messages=messages)
+    made = Problem(
+        uid=str(item.get("uid", uid)),
+        prompt=prompt,
+        answer=answer,
+        meta=dict(meta),
+        messages=messages,
+        chat_template_args=read_variables(item, f"problem {uid}"),
+    )
+    check_text([made.prompt, made.answer, made.meta, made.messages, made.chat_template_args], f"problem {uid}")
+    return made

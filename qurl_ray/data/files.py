@@ -3,6 +3,8 @@
 import difflib
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import date, datetime, time
@@ -11,15 +13,21 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from qurl_ray.config.paths import is_path
 from qurl_ray.config.shown import shortened
 from qurl_ray.config.task import ANSWER_COLUMNS, PROMPT_COLUMNS, DatasetTask
-from qurl_ray.data.messages import is_conversation, read_messages, text_of
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError
 from qurl_ray.tables import REWARDS, TASKS
+from qurl_ray.tools.messages import check_text, conversation_in, is_conversation, read_messages, read_variables, text_of
 from qurl_ray.types import Problem
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_SEEN = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of what a policy that reads text cannot be given."""
+_PLACE = re.compile("<(image|video|audio)>")
+_UNUSED = (*_SEEN, "system", "system_prompt", "context", "documents", "instruction", "input")
+"""Columns that are parts of prompts elsewhere, and are not shown to the policy here."""
 _RESERVED = "truncated"
 """Key of Problem.meta by which rewards learn that an answer was cut off."""
 
@@ -76,7 +84,8 @@ def _problems(
     prompt, answer, notes = _columns(first, columns, source, needs_answer=needs_answer)
     found: list[Problem] = []
     dropped: set[str] = set()
-    count = 0
+    unused: set[str] = set()
+    count = as_text = 0
     for row in chain([first], rows):
         count += 1
         try:
@@ -85,10 +94,16 @@ def _problems(
             _no_column(str(error.args[0]), row)
         if problem:
             found.append(problem)
+            unused |= {name for name in _UNUSED if row.fields.get(name) and name not in (prompt, answer)}
+            as_text += problem.messages is not None and isinstance(_value(row.fields, prompt), str)
     if not found:
         raise DataError(f"{source}: each of the {count} rows has an empty prompt or answer")
     if skipped := count - len(found):
         notes.append(f"{source}: {skipped} of {count} rows skipped, prompt or answer empty")
+    if as_text:
+        notes.append(f"{source}: {as_text} prompts are JSON text of messages, and are read as messages")
+    if unused:
+        notes.append(f"{source}: columns that the policy does not see: {', '.join(sorted(unused))}")
     if dropped:
         names = ", ".join(sorted(dropped))
         notes.append(f"{source}: columns that rewards do not get, as they hold no plain values: {names}")
@@ -104,8 +119,11 @@ def _problem(
         KeyError: the row has not the column that the error names.
     """
     asked, expected = _value(row.fields, prompt), None if answer is None else _value(row.fields, answer)
+    asked = (isinstance(asked, str) and conversation_in(asked, row.where)) or asked
     messages = read_messages(asked, row.where) if is_conversation(asked) else None
     text = text_of(messages) if messages else _text(asked, row, prompt)
+    if (place := _PLACE.search(text)) and (shown := [name for name in _SEEN if row.fields.get(name)]):
+        raise DataError(f"{row.where}: {place[0]} stands for what is in {shown[0]!r}, and the policy reads text alone")
     if isinstance(expected, list | dict) and not needs_answer:
         expected = json.dumps(plain_value(expected), ensure_ascii=False)
     answer_text = _text(expected, row, answer or "")
@@ -121,7 +139,9 @@ def _problem(
             meta[key] = plain_value(field)
         except TypeError:
             dropped.add(key)
-    return Problem(uid=uid, prompt=text, answer=answer_text, meta=meta, messages=messages)
+    others = {key: field for key, field in row.fields.items() if key not in (prompt, answer)}
+    variables = read_variables(others, row.where)
+    return Problem(uid=uid, prompt=text, answer=answer_text, meta=meta, messages=messages, chat_template_args=variables)
 
 
 def _text(value: Any, row: _Row, column: str) -> str:
@@ -224,12 +244,12 @@ def _has(fields: Mapping[str, Any], column: str) -> bool:
 
 
 def _read(task: DatasetTask, source: str, split: str) -> Iterator[_Row]:
-    return _read_file(Path(source).expanduser()) if _is_file(source) else _read_hub(source, task.name, split)
+    return _read_file(Path(os.path.expanduser(source))) if _is_file(source) else _read_hub(source, task.name, split)
 
 
 def _is_file(source: str) -> bool:
-    path = Path(source).expanduser()
-    return path.is_file() or path.suffix in _SUFFIXES
+    path = Path(os.path.expanduser(source))
+    return path.is_file() or path.suffix in _SUFFIXES or (is_path(source) and not path.is_dir())
 
 
 def _read_file(path: Path) -> Iterator[_Row]:
@@ -252,16 +272,17 @@ def _read_jsonl(path: Path) -> Iterator[_Row]:
             text = line.removeprefix("\ufeff").strip()  # a byte order mark, also of a file that was appended
             if text:
                 where = f"{path}, line {number}"
-                yield _row(_parsed(text, where), where)
+                yield _row(_parsed(text, where), where, escapes="\\u" in text)
 
 
 def _read_json(path: Path) -> Iterator[_Row]:
     with path.open(encoding="utf-8-sig") as file:
-        found = _parsed(file.read(), str(path))
+        text = file.read()
+    found = _parsed(text, str(path))
     if not isinstance(found, list):
         raise DataError(f"{path}: expected an array of objects, got {type(found).__name__}; lines of JSON are .jsonl")
     for number, item in enumerate(found, start=1):
-        yield _row(item, f"{path}, row {number}")
+        yield _row(item, f"{path}, row {number}", escapes="\\u" in text)
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -271,9 +292,12 @@ def _parsed(text: str, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {error}") from error
 
 
-def _row(found: Any, where: str) -> _Row:
+def _row(found: Any, where: str, *, escapes: bool) -> _Row:
+    """Return a row of JSON. With `escapes`, one of them may be half of a surrogate pair."""
     if not isinstance(found, dict):
         raise DataError(f"{where}: expected an object, got {type(found).__name__}")
+    if escapes:
+        check_text(found, where)
     return _Row(where, found)
 
 

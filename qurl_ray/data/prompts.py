@@ -1,7 +1,10 @@
 """Prompts as tokens."""
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -11,82 +14,148 @@ from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
 _MOST_CHECKED = 20_000
+_VARIABLES = {"tools", "documents"}
+"""Parameters of apply_chat_template that are variables of the template; all others say how it is rendered."""
 
 
 def encode_prompt(problem: Problem, tokenizer: Any, task: TaskConfig) -> np.ndarray:
     r"""Token ids of a prompt, int32 [length].
 
     Messages, and with `task.chat` text as one user message, go through the tokenizer's chat template and are followed
-    by the start of the assistant's turn; if the last message is the assistant's, the answer continues it. Other text,
-    and all text if the tokenizer has no chat template, gets `task.template`: only {prompt} is replaced in it, and other
-    braces, as in \boxed{}, are kept.
+    by the start of the assistant's turn; if the last message is the assistant's, the answer continues it. Other text
+    gets `task.template`: only {prompt} is replaced in it, and other braces, as in \boxed{}, are kept.
 
     Raises:
-        DataError: messages without a chat template, a template that fails, or a prompt without tokens.
+        DataError: a chat template is missing or fails, or the prompt has no tokens.
     """
-    if is_chat(problem, tokenizer, task):
-        ids = _chat_ids(problem, tokenizer, task)
+    if is_chat(problem, task):
+        ids = _problem_ids(problem, tokenizer, task)
     else:
-        ids = tokenizer(task.template.replace("{prompt}", problem.prompt))["input_ids"]
+        ids = text_ids(task.template.replace("{prompt}", problem.prompt), tokenizer)
     if len(ids) == 0:
         raise DataError(f"the prompt of {problem.uid} has no tokens: {problem.prompt[:80]!r}")
     return np.asarray(ids, dtype=np.int32)
 
 
-def is_chat(problem: Problem, tokenizer: Any, task: TaskConfig) -> bool:
+def is_chat(problem: Problem, task: TaskConfig) -> bool:
     """True if a prompt goes through the tokenizer's chat template."""
-    return problem.messages is not None or (task.chat and tokenizer.chat_template is not None)
+    return problem.messages is not None or task.chat
 
 
-def check_chat(task: TaskConfig, tokenizer: Any, problem: Problem) -> None:
-    """Check that settings of the chat template have an effect on prompts such as this one.
+def text_ids(text: str, tokenizer: Any) -> list[int]:
+    """Return the token ids of a text, with one beginning token if the tokenizer writes it and the text has it, too."""
+    return one_beginning(tokenizer(text)["input_ids"], tokenizer)
+
+
+def chat_ids(messages: Sequence[dict[str, Any]], tokenizer: Any, variables: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of a conversation, as `conversation` has it, up to where an answer begins.
+
+    Args:
+        variables: of the chat template, by name.
 
     Raises:
-        DataError: the prompt goes through no chat template, or the template has no such variable.
+        Exception: the template is a program, which may raise anything.
+    """
+    unfinished = is_unfinished(messages)
+    ids = tokenizer.apply_chat_template(
+        list(messages),
+        add_generation_prompt=not unfinished,
+        continue_final_message=unfinished,
+        return_dict=False,
+        **variables,
+    )
+    return one_beginning(ids, tokenizer)
+
+
+def conversation(messages: Sequence[dict[str, Any]], tokenizer: Any, system_prompt: str | None) -> list[dict[str, Any]]:
+    """Return messages with the system prompt, unless they begin with one of their own; without an empty message of the
+    assistant at the end, which is where the answer goes; and without beginning tokens that the template writes."""
+    found = list(messages)
+    if system_prompt is not None and found[0]["role"] != "system":
+        found.insert(0, {"role": "system", "content": system_prompt})
+    last = found[-1]
+    if last["role"] == "assistant" and not last["content"] and not last.get("tool_calls") and len(found) > 1:
+        found.pop()
+    if "bos_token" in str(tokenizer.chat_template) and (begin := tokenizer.bos_token):
+        found = [message | {"content": message["content"].removeprefix(begin)} for message in found]
+    return found
+
+
+def is_unfinished(messages: Sequence[dict[str, Any]]) -> bool:
+    """True if the last message is the beginning of an answer, which the policy continues."""
+    return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
+def one_beginning(ids: list[int], tokenizer: Any) -> list[int]:
+    """Return token ids without all but one of the beginning tokens that they start with."""
+    begin = tokenizer.bos_token_id
+    more = len(list(takewhile(lambda token: token == begin, ids))) - 1
+    return ids[max(more, 0) :]
+
+
+def chat_messages(problem: Problem, tokenizer: Any, task: TaskConfig) -> list[dict[str, Any]]:
+    """Return the conversation that a prompt is."""
+    messages = problem.messages or [{"role": "user", "content": problem.prompt}]
+    return conversation(messages, tokenizer, task.system_prompt)
+
+
+def chat_variables(problem: Problem, task: TaskConfig) -> dict[str, Any]:
+    """Return the variables of the chat template: the problem's own come before those of the task."""
+    return task.chat_template_args | problem.chat_template_args
+
+
+def _problem_ids(problem: Problem, tokenizer: Any, task: TaskConfig) -> list[int]:
+    if tokenizer.chat_template is None:
+        what = "a list of messages" if problem.messages else "to be a chat, by task.chat=true"
+        raise DataError(f"{problem.uid} is {what}, and the tokenizer has no chat template: give it as text")
+    try:
+        return chat_ids(chat_messages(problem, tokenizer, task), tokenizer, chat_variables(problem, task))
+    except Exception as error:  # the template is a program, which may raise anything
+        message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
+        raise DataError(message) from error
+
+
+def check_chat(task: TaskConfig, tokenizer: Any, problems: Sequence[Problem]) -> None:
+    """Check that settings of the chat template, and variables that problems bring, have an effect on their prompts.
+
+    Raises:
+        DataError: prompts go through no chat template, or the template has no such variable.
     """
     given = ["task.system_prompt"] if task.system_prompt is not None else []
     if task.chat_template_args:
         given.append(f"task.chat_template_args ({', '.join(task.chat_template_args)})")
-    if not given:
-        return
-    if tokenizer.chat_template is None:
-        raise DataError(f"{' and '.join(given)}: the tokenizer has no chat template")
-    if problem.messages is None and not task.chat:
+    if given and not is_chat(problems[0], task):
         raise DataError(
             f"{' and '.join(given)}: prompts that are text go through the chat template with task.chat=true"
         )
-    for name in task.chat_template_args:
-        if name not in str(tokenizer.chat_template):  # Jinja ignores variables that a template does not use
+    if (given or task.chat) and tokenizer.chat_template is None:
+        raise DataError(f"{' and '.join(given or ['task.chat=true'])}: the tokenizer has no chat template")
+    check_variables(task.chat_template_args, tokenizer, "task.chat_template_args")
+    for problem in problems:
+        names = problem.chat_template_args
+        where = f"{problem.uid} brings variables of the chat template, from tools or chat_template_kwargs"
+        if names and not is_chat(problem, task):
+            raise DataError(f"{where} ({', '.join(names)}): text goes through the template with task.chat=true")
+        if "tools" in names and "tools" in task.chat_template_args:
+            raise DataError(f"{where}: its tools would hide those of the environment, or of task.chat_template_args")
+        check_variables(names, tokenizer, where)
+
+
+def check_variables(names: Iterable[str], tokenizer: Any, where: str) -> None:
+    """Check that the chat template uses variables. Jinja ignores those that it does not use.
+
+    Raises:
+        DataError: it does not, or a name is a parameter of the function that renders it.
+    """
+    rendering = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - _VARIABLES
+    for name in names:
+        if name in rendering:
+            raise DataError(f"{where}: {name!r} is no variable of a chat template")
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             hint = (
                 ": the prompt has to describe them, with environment.params.described=false" if name == "tools" else ""
             )
-            raise DataError(f"task.chat_template_args: the tokenizer's chat template has no variable {name!r}{hint}")
-
-
-def chat_messages(problem: Problem, task: TaskConfig) -> list[dict[str, Any]]:
-    """Return the conversation that a prompt is, with the system message that `task` adds."""
-    messages = problem.messages or [{"role": "user", "content": problem.prompt}]
-    if task.system_prompt is not None and messages[0]["role"] != "system":
-        return [{"role": "system", "content": task.system_prompt}, *messages]
-    return messages
-
-
-def _chat_ids(problem: Problem, tokenizer: Any, task: TaskConfig) -> list[int]:
-    if tokenizer.chat_template is None:
-        raise DataError(f"{problem.uid} is a list of messages, and the tokenizer has no chat template: give it as text")
-    messages = chat_messages(problem, task)
-    goes_on = messages[-1]["role"] == "assistant"
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            return_dict=False,
-            **task.chat_template_args,
-        )
-    except Exception as error:  # the template is a program, which may raise anything
-        message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
-        raise DataError(message) from error
+            raise DataError(f"{where}: the tokenizer's chat template has no variable {name!r}{hint}")
 
 
 def check_lengths(

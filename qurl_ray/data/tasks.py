@@ -27,7 +27,7 @@ class Task:
         """Return a digest of all problems, with their answers and meta, in their order: 32 hexadecimal digits."""
         digest = hashlib.blake2b(f"{len(self.train)} {len(self.held_out)}\n".encode(), digest_size=16)
         for problem in chain(self.train, self.held_out):
-            further = [part for part in (problem.meta, problem.messages) if part]
+            further = [part for part in (problem.meta, problem.messages, problem.chat_template_args) if part]
             parts = [problem.uid, problem.prompt, problem.answer, *further]
             digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from qurl_ray.config.task import TaskConfig
-from qurl_ray.data.prompts import chat_messages, encode_prompt, is_chat
+from qurl_ray.data.prompts import (
+    chat_messages,
+    chat_variables,
+    encode_prompt,
+    is_chat,
+    is_unfinished,
+    one_beginning,
+)
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
@@ -64,11 +71,11 @@ class TurnEncoder:
         Raises:
             DataError: the template fails, or does not take the messages as they are.
         """
-        if not is_chat(problem, self._tokenizer, self._task):
+        if not is_chat(problem, self._task):
             ids = encode_prompt(problem, self._tokenizer, self._task)
             return np.concatenate([ids, np.array(self._text_ids(_texts(said)), dtype=np.int32)])
-        messages = [*chat_messages(problem, self._task), *_stood_in(said)]
-        return self._encoded(_filled(self._render(messages, begin=True), said))
+        messages = [*self._messages(problem), *_stood_in(said)]
+        return self._encoded(_filled(self._render(problem, messages, begin=True), said))
 
     def after(self, problem: Problem, drawn: np.ndarray, said: Sequence[dict[str, Any]]) -> np.ndarray:
         """Return the tokens that follow a turn, up to the start of the next one, int32.
@@ -81,7 +88,7 @@ class TurnEncoder:
             DataError: the template fails, or does not take the messages as they are.
         """
         ended = len(drawn) > 0 and int(drawn[-1]) in self._stop_ids
-        if not is_chat(problem, self._tokenizer, self._task):
+        if not is_chat(problem, self._task):
             end = [] if ended else [self._tokenizer.eos_token_id]
             return np.array(end + self._text_ids(_texts(said)), dtype=np.int32)
         text = self._after_turn(problem, said)
@@ -99,14 +106,14 @@ class TurnEncoder:
         Raises:
             DataError: the template fails.
         """
-        if not is_chat(problem, self._tokenizer, self._task):
+        if not is_chat(problem, self._task):
             return None
-        messages = tuple(chat_messages(problem, self._task))
+        messages = tuple(self._messages(problem))
         spelled = (frozenset[str](),) * len(messages)  # as encode_prompt has it
-        if not said and messages[-1]["role"] == "assistant":
-            row, begun = self._render(messages, unfinished=True), messages[-1]["content"]
+        if not said and is_unfinished(messages):
+            row, begun = self._render(problem, messages, unfinished=True), messages[-1]["content"]
             return History(messages=messages[:-1], spelled=spelled[:-1], row=row, begun=begun)
-        return self._told(History(messages=messages, spelled=spelled, row=""), said)
+        return self._told(problem, History(messages=messages, spelled=spelled, row=""), said)
 
     def follow(
         self, problem: Problem, history: History, drawn: np.ndarray, text: str, said: Sequence[dict[str, Any]]
@@ -129,10 +136,10 @@ class TurnEncoder:
         kept = drawn[:-1] if len(drawn) and int(drawn[-1]) in self._stop_ids else drawn
         spelled = frozenset(s for s, i in self._special.items() if text.count(s) != (kept == i).sum())
         before = History(messages=(*history.messages, turn), spelled=(*history.spelled, spelled), row="")
-        whole = self._told(before, said)
+        whole = self._told(problem, before, said)
         told = "".join(text for text, _ in _filled(self._after_turn(problem, said), said))
         goes_on = whole.row == history.row + text + told
-        return whole, None if goes_on else self._prompt(whole)
+        return whole, None if goes_on else self._prompt(problem, whole)
 
     def check(self, problem: Problem, *, keep_history: bool) -> None:
         """Check that turns can follow each other.
@@ -143,13 +150,14 @@ class TurnEncoder:
         Raises:
             DataError: the template fails, or rewrites earlier turns.
         """
-        if not is_chat(problem, self._tokenizer, self._task):
+        if not is_chat(problem, self._task):
             return
         said = [{"role": "user", "content": "and"}]
         self._after_turn(problem, said)
         turn = {"role": "assistant", "content": _THOUGHT + _TURN}
-        messages = chat_messages(problem, self._task)
-        before, after = self._render([*messages, turn]), self._render([*messages, turn, *said], begin=True)
+        messages = self._messages(problem)
+        before = self._render(problem, [*messages, turn])
+        after = self._render(problem, [*messages, turn, *said], begin=True)
         if not keep_history and not after.startswith(before[: before.index(_TURN)]):
             raise DataError(
                 "the tokenizer's chat template rewrites earlier turns, for example removes their thoughts, so that a "
@@ -159,22 +167,23 @@ class TurnEncoder:
 
     def _after_turn(self, problem: Problem, said: Sequence[dict[str, Any]]) -> str:
         """Return what the template writes after the policy's text, with stand-ins for what is said."""
-        key = json.dumps([{k: v for k, v in m.items() if k != "content"} for m in said], default=str)
+        without = [{k: v for k, v in m.items() if k != "content"} for m in said]
+        key = json.dumps([problem.chat_template_args, without], default=str)
         if key not in self._rendered:
             turn = {"role": "assistant", "content": _TURN}
-            text = self._render([*chat_messages(problem, self._task), turn, *_stood_in(said)], begin=True)
+            text = self._render(problem, [*self._messages(problem), turn, *_stood_in(said)], begin=True)
             if _TURN not in text:
                 raise DataError("the tokenizer's chat template does not take the text of a turn as it is")
             self._rendered[key] = text.partition(_TURN)[2]
         return self._rendered[key]
 
-    def _told(self, history: History, said: Sequence[dict[str, Any]]) -> History:
+    def _told(self, problem: Problem, history: History, said: Sequence[dict[str, Any]]) -> History:
         """Return the history with what was said; its row is what the template makes of all messages."""
         messages = (*history.messages, *said)
         spelled = (*history.spelled, *[frozenset(self._special)] * len(said))
-        return History(messages=messages, spelled=spelled, row=self._render(messages, begin=True))
+        return History(messages=messages, spelled=spelled, row=self._render(problem, messages, begin=True))
 
-    def _prompt(self, history: History) -> np.ndarray:
+    def _prompt(self, problem: Problem, history: History) -> np.ndarray:
         """Return the tokens of a conversation as the template writes it, up to the start of the next turn."""
         hidden: list[str] = []
         stand_in = _HIDDEN
@@ -189,7 +198,7 @@ class TurnEncoder:
             message | {"content": re.sub(_any_of(spelled), hide, message["content"])} if spelled else message
             for message, spelled in zip(history.messages, history.spelled, strict=True)
         ]
-        parts = re.split(rf"{stand_in} (\d+)\.", self._render(messages, begin=True))
+        parts = re.split(rf"{stand_in} (\d+)\.", self._render(problem, messages, begin=True))
         return self._encoded((hidden[int(part)], True) if n % 2 else (part, False) for n, part in enumerate(parts))
 
     def _encoded(self, parts: Iterable[tuple[str, bool]]) -> np.ndarray:
@@ -200,9 +209,14 @@ class TurnEncoder:
                 ids += self._text_ids(part)
             else:
                 ids += self._tokenizer(part, add_special_tokens=False)["input_ids"]
-        return np.array(ids, dtype=np.int32)
+        return np.array(one_beginning(ids, self._tokenizer), dtype=np.int32)
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, begin: bool = False, unfinished: bool = False) -> str:
+    def _messages(self, problem: Problem) -> list[dict[str, Any]]:
+        return chat_messages(problem, self._tokenizer, self._task)
+
+    def _render(
+        self, problem: Problem, messages: Sequence[dict[str, Any]], *, begin: bool = False, unfinished: bool = False
+    ) -> str:
         """Return what the template makes of messages.
 
         Args:
@@ -215,7 +229,7 @@ class TurnEncoder:
                 add_generation_prompt=begin,
                 continue_final_message=unfinished,
                 tokenize=False,
-                **self._task.chat_template_args,
+                **chat_variables(problem, self._task),
             )
         except Exception as error:  # the template is a program, which may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)

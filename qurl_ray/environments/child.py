@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits, traits_of
-from qurl_ray.errors import EnvironmentFailed
+from qurl_ray.errors import DataError, EnvironmentFailed
 from qurl_ray.rewards.judge import LARGEST, message_of, printable
 from qurl_ray.tables import ENVIRONMENTS
+from qurl_ray.tools.messages import check_text, read_message
 from qurl_ray.types import Problem
 
 
@@ -86,7 +87,7 @@ class _Served:
                     return "ok", _sendable(_plain(self._finished(self._there[trajectory].step(payload))))
             self._close(trajectory)
             return "ok", None
-        except _InvalidError as error:
+        except (_InvalidError, DataError) as error:
             kind, detail = "invalid", str(error)
         except (Exception, SystemExit) as error:  # user code: any failure is a reply
             kind, detail = "error", f"{type(error).__name__}: {message_of(error)}"
@@ -106,13 +107,7 @@ class _Served:
 def _messages(found: Any) -> list[EnvironmentMessage]:
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise _InvalidError(f"it returned {type(found).__name__} for messages, expected a list")
-    for message in found:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _InvalidError(f"a message is {type(message).__name__}, expected a mapping with role and content")
-        if not isinstance(message.get("content"), str):
-            got = type(message.get("content")).__name__
-            raise _InvalidError(f"the content of a {message['role']} message is {got}, expected text")
-    return list(found)
+    return [read_message(message, f"message {number}", "messages") for number, message in enumerate(found, start=1)]
 
 
 def _plain(step: Any) -> dict[str, Any]:
@@ -131,9 +126,10 @@ def _plain(step: Any) -> dict[str, Any]:
 def _sendable(result: Any) -> Any:
     """Return the result, if it is plain JSON, and its text can be encoded."""
     try:
-        json.dumps(result, allow_nan=False, ensure_ascii=False).encode()
+        json.dumps(result, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise _InvalidError(f"it is no plain JSON: {error}") from None
+    check_text(result, "its result")
     return result
 
 

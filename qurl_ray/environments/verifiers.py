@@ -26,6 +26,7 @@ from verifiers.v1.utils.loaders import env_config_type, load_environment, load_t
 
 from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import EnvironmentFailed
+from qurl_ray.tools.messages import read_message
 from qurl_ray.types import Problem
 
 __all__ = ["Chat", "Verifiers", "tasks"]
@@ -229,13 +230,9 @@ def _plain(message: dict[str, Any]) -> EnvironmentMessage:
     """Return a message with text as its content.
 
     Raises:
-        EnvironmentFailed: it has a picture, or a call of a tool.
+        DataError, EnvironmentFailed: it has a picture, or a call of a tool.
     """
-    content = message.get("content")
-    if isinstance(content, list):
-        if other := [part for part in content if part.get("type") != "text"]:
-            raise EnvironmentFailed(
-                f"a message of the environment has {other[0].get('type')}, and the policy reads text"
-            )
-        content = "".join(part["text"] for part in content)
-    return {"role": message["role"], "content": content or ""}
+    read = read_message(message | {"content": message.get("content") or ""}, "a message", "the environment")
+    if "tool_calls" in read:
+        raise EnvironmentFailed("a message of the environment has calls of tools, which the policy does not get")
+    return {"role": read["role"], "content": read["content"]}

@@ -187,7 +187,7 @@ class _Child(SandboxedProcess):
 
 def _plain(problem: Problem) -> dict[str, Any]:
     """Return the same as dataclasses.asdict, in a tenth of the time."""
-    names = ("uid", "prompt", "answer", "meta", "messages", "held_out_set")
+    names = ("uid", "prompt", "answer", "meta", "messages", "chat_template_args", "held_out_set")
     return {name: getattr(problem, name) for name in names}
 
 

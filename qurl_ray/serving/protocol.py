@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from qurl_ray.config.shown import shortened
+from qurl_ray.errors import DataError
+from qurl_ray.tools.messages import read_message
 
 _GREEDY = 1e-4  # lower temperatures count as 0: division of logits by them would overflow
 
@@ -153,21 +155,8 @@ class Message(_Model):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """Return the message in the form that chat templates expect: arguments of calls are objects there."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls:
-            plain["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
-                }
-                for call in self.tool_calls
-            ]
-        if self.role == "tool":
-            plain |= {key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None}
-        return plain
+        """Return the message in the form that chat templates expect."""
+        return read_message(self.model_dump(exclude={"refusal", "annotations"}), "the message", "the request")
 
 
 class _Function(_Model):
@@ -270,7 +259,10 @@ class ChatRequest(_Request):
         return [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
 
     def prompts(self) -> list[list[dict[str, Any]]]:
-        return [[message.plain() for message in self.messages]]
+        try:
+            return [[message.plain() for message in self.messages]]
+        except DataError as error:  # what the form of a request allows, and is no conversation
+            raise ApiError(400, str(error), param="messages") from None
 
 
 class CompletionRequest(_Request):

@@ -54,10 +54,10 @@ def test_chat_opens_the_assistants_turn_and_ignores_the_template(tokenizer):
     assert (ids.dtype, text(ids)) == (np.int32, "<user>1+2=<ai>")
 
 
-@pytest.mark.parametrize(("chat", "chat_template"), [(True, None), (False, CHAT)])
-def test_the_template_serves_where_chat_is_off_or_the_tokenizer_has_none(tokenizer, chat, chat_template):
+@pytest.mark.parametrize("chat_template", [None, CHAT])
+def test_the_template_serves_where_chat_is_off(tokenizer, chat_template):
     tokenizer.chat_template = chat_template
-    assert text(encode_prompt(problem("1+2="), tokenizer, task(template="Q:{prompt}", chat=chat))) == "Q:1+2="
+    assert text(encode_prompt(problem("1+2="), tokenizer, task(template="Q:{prompt}", chat=False))) == "Q:1+2="
 
 
 def talk(*messages, uid="train-0"):
@@ -90,7 +90,7 @@ def test_variables_reach_the_chat_template(tokenizer):
     tokenizer.chat_template = CHAT + "{% if think %}Q{% endif %}"
     asked = task(chat=True, chat_template_args={"think": True})
     assert text(encode_prompt(problem("1"), tokenizer, asked)).endswith("<ai>Q")
-    check_chat(asked, tokenizer, problem("1"))
+    check_chat(asked, tokenizer, [problem("1")])
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,14 @@ def test_variables_reach_the_chat_template(tokenizer):
         ({"chat_template_args": {"think": True}}, CHAT, "with task.chat=true"),
         ({"system_prompt": "x"}, CHAT, "with task.chat=true"),
         ({"system_prompt": "x", "chat": True}, None, "the tokenizer has no chat template"),
+        ({"chat": True}, None, "task.chat=true: the tokenizer has no chat template"),
+        ({"chat": True, "chat_template_args": {"tokenize": False}}, CHAT, "'tokenize' is no variable"),
     ],
 )
 def test_chat_settings_without_effect_are_an_error(tokenizer, fields, template, message):
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=message):
-        check_chat(task(**fields), tokenizer, problem("1"))
+        check_chat(task(**fields), tokenizer, [problem("1")])
 
 
 def test_messages_without_a_chat_template_are_an_error(tokenizer):

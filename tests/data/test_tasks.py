@@ -417,7 +417,10 @@ def test_columns_reach_the_reward_as_json_or_are_named(tmp_path):
     path = write(tmp_path / "data.parquet", [row | odd for row in rows(4)])
     task = load_task(DatasetTask(path=path), eval_problems=1)
     assert task.train[0].meta == {"answer": "1", "level": 1, "when": "2026-01-02", "price": "1.50"}
-    assert task.notes == (f"{path}: columns that rewards do not get, as they hold no plain values: image, truncated",)
+    assert task.notes == (
+        f"{path}: columns that the policy does not see: image",
+        f"{path}: columns that rewards do not get, as they hold no plain values: image, truncated",
+    )
     json.dumps(task.train[0].meta)
 
 
@@ -426,7 +429,7 @@ def test_columns_reach_the_reward_as_json_or_are_named(tmp_path):
     [
         ([{"role": "user"}], "line 1: message 1 has no content"),
         ([{"content": "x"}], "message 1 has no role"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "a list of parts; prompts are text here"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 1 has a part of type 'image'; a prompt is text, and nothing else, here"),
         ([{"role": "user", "content": " "}], "the conversation is empty"),
         ([{"role": "user", "content": "x"}, "y"], "message 2 is str"),
     ],

@@ -89,10 +89,10 @@ def test_each_trajectory_has_an_environment_of_its_own(name):
         ("nothing", "invalid", "returned NoneType, expected a Step"),
         ("nan", "invalid", "the reward is nan"),
         ("text", "invalid", "returned str for messages"),
-        ("number", "invalid", "the content of a user message is int, expected text"),
+        ("number", "invalid", "the content of message 1 is int, expected text"),
         ("role", "invalid", "expected a mapping with role and content"),
         ("info", "invalid", "no plain JSON"),
-        ("surrogate", "invalid", "no plain JSON"),
+        ("surrogate", "invalid", "is half of a surrogate pair"),
         ("list", "invalid", "info is list"),
     ],
 )

@@ -196,8 +196,8 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
         if config.task.template != "{prompt}":
             raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
         check_characters(task.train)
-    check_chat(config.task, found.tokenizer, task.train[0])
     for problems in (task.train, task.held_out):
+        check_chat(config.task, found.tokenizer, problems)
         check_lengths(
             problems,
             lambda problem: encode_prompt(problem, found.tokenizer, config.task),
