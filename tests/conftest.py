@@ -15,6 +15,7 @@ from qurl_ray.numerics.promise import promise_of  # isort: skip  before torch, s
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from qurl_ray.config.model import TinyModel
 from qurl_ray.policy.load import load_model, load_tokenizer
@@ -22,6 +23,10 @@ from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.types import PolicySpec, Problem, Request, SamplingParams
+
+# On a busy machine an example may take any time.
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 
 SUMS = [
     Problem(uid=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(0, 100, 3) for b in range(0, 100, 7)

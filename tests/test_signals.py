@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 
 import pytest
@@ -109,7 +108,7 @@ with stops.caught():
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as ray.init does
             if not os.fork():
                 os._exit(0)
-            time.sleep(10)
+            time.sleep(600)
     except KeyboardInterrupt:
         print(stops.signals)
 """
@@ -117,10 +116,8 @@ with stops.caught():
 
 def test_a_request_while_ray_starts_a_process_is_not_lost():
     """Python drops what a handler raises in a hook of a fork."""
-    started = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == (f"{[signal.SIGTERM]}\n", "")
-    assert time.monotonic() - started < 8
 
 
 def test_a_request_whose_exception_was_dropped_counts_at_the_end_of_rays_start():

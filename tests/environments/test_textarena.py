@@ -236,13 +236,11 @@ def test_the_task_leaves_the_global_generator_as_it_was():
     ],
 )  # fmt: skip
 def test_a_game_that_cannot_be_played_is_an_error_with_its_reason(game, params, message, plain):
-    began = time.monotonic()
     failed = plain.reset("a", problem(game, 1, **params))
     assert isinstance(failed, CallFailed)
     assert failed.kind == "error"
     assert message in failed.detail
     assert len(failed.detail) < 300
-    assert time.monotonic() - began < 10
 
 
 def test_no_game_is_named(arena):

@@ -23,13 +23,13 @@ def _exact(answer, problem):
 
 def hangs(answer, problem):
     if answer == "hang":
-        time.sleep(60)
+        time.sleep(600)
     return _exact(answer, problem)
 
 
 def hangs_in_a_thread(answer, problem):
     if answer == "hang":
-        thread = threading.Thread(target=time.sleep, args=(60,))
+        thread = threading.Thread(target=time.sleep, args=(600,))
         thread.start()
         thread.join()
     return _exact(answer, problem)
@@ -45,7 +45,7 @@ def ignores_signals(answer, problem):
     if answer == "hang":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
-        time.sleep(60)
+        time.sleep(600)
     return _exact(answer, problem)
 
 
@@ -53,16 +53,16 @@ def forks_and_dies(answer, problem):
     """The fork keeps every open file of the dead process, the socket to the parent among them."""
     if answer == "fork":
         if os.fork() == 0:
-            time.sleep(60)
+            time.sleep(600)
         os._exit(3)
     return _exact(answer, problem)
 
 
 def forks_and_hangs(answer, problem):
     if answer == "fork":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         os.fork()
-        time.sleep(60)
+        time.sleep(600)
     return _exact(answer, problem)
 
 
@@ -75,7 +75,7 @@ def _daemon():
             os.closerange(0, 256)
             for number in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            time.sleep(60)
+            time.sleep(600)
         os._exit(0)
     os.wait()
 
@@ -84,7 +84,7 @@ def leaves_a_daemon(answer, problem):
     if answer in ("return", "hang", "die"):
         _daemon()
     if answer == "hang":
-        time.sleep(60)
+        time.sleep(600)
     if answer == "die":
         os._exit(3)
     return _exact(answer, problem)
@@ -95,7 +95,7 @@ def leaves_many_processes(answer, problem):
         for _ in range(40):
             if os.fork() == 0:
                 os.setsid()
-                time.sleep(60)
+                time.sleep(600)
                 os._exit(0)
         time.sleep(1)
     return _exact(answer, problem)
@@ -121,7 +121,7 @@ def exits(answer, problem):
         raise KeyboardInterrupt
     if answer == "kill parent":
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
     if answer == "kill group":
         os.killpg(0, signal.SIGKILL)
     return _exact(answer, problem)
@@ -159,9 +159,9 @@ def eats_memory(answer, problem):
         for _ in range(4):
             if os.fork() == 0:
                 held = b"x" * (200 * 2**20)
-                time.sleep(60)
+                time.sleep(600)
                 os._exit(len(held))
-        time.sleep(60)
+        time.sleep(600)
     if answer == "share":  # four processes, one copy
         held = b"x" * (200 * 2**20)
         children = [os.fork() for _ in range(3)]
@@ -180,7 +180,7 @@ def fills_the_disk(answer, problem):
     if answer == "many files":
         for number in range(20):
             (folder / f"{number}").write_bytes(b"x" * (20 * 2**20))
-        time.sleep(60)
+        time.sleep(600)
     return _exact(answer, problem)
 
 
@@ -229,7 +229,7 @@ def _ancestor(generations):
 def kills_its_caller(answer, problem):
     if answer == "kill caller":
         os.kill(_ancestor(3), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(600)
     time.sleep(0.005)
     return _exact(answer, problem)
 
@@ -237,11 +237,11 @@ def kills_its_caller(answer, problem):
 def hurts_its_keepers(answer, problem):
     """Such as "9 1": SIGKILL to the keeper, after it has started a process in its own session and one that left it."""
     if " " in answer:
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         _daemon()
         number, generations = map(int, answer.split())
         os.kill(_ancestor(generations), number)
-        time.sleep(60)
+        time.sleep(600)
     return _exact(answer, problem)
 
 
@@ -267,7 +267,7 @@ def fills_files_in_memory(answer, problem):
             file.flush()
             _KEPT.append(file)
     if answer != "2":
-        time.sleep(60)
+        time.sleep(600)
     return _exact(answer, problem)
 
 
@@ -305,7 +305,7 @@ def leaves_threads(answer, problem):
         threading.Timer(0.3, _spin).start()
     if answer == "asleep":
         for _ in range(70):
-            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     if answer == "pool":
         _POOL.submit(sum, range(1000)).result()
     if answer == "exit 98":

@@ -11,9 +11,11 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from qurl_ray.errors import RewardError
+from qurl_ray.rewards import process
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.sandbox import process as sandbox
 from qurl_ray.types import Problem
@@ -96,11 +98,9 @@ KEEPER = "import qurl_ray.sandbox.keeper as keeper;"
     ],
 )
 def test_a_bad_answer_costs_itself_and_its_neighbours_are_judged(function, answer, status, detail):
-    started = time.monotonic()
-    verdicts = judge(function, ["2", answer, "2", "3"])
+    verdicts = judge(function, ["2", answer, "2", "3"])  # the hangs are longer than this test may take
     assert statuses(verdicts) == [GOOD, (0.0, status), GOOD, WRONG]
     assert detail in verdicts[1].detail
-    assert time.monotonic() - started < 40  # the hangs are of 60 s; a start may take seconds on a busy machine
 
 
 def test_printing_neither_blocks_nor_forges_a_verdict_nor_shows(capfd):
@@ -139,12 +139,10 @@ def test_more_processes_than_any_reward_needs_are_killed(monkeypatch):
 def test_a_hurt_keeper_costs_its_answer_and_leaves_no_process(hurt, generations, mark):
     with VerifierProcess("bad_rewards:hurts_its_keepers", 3.0) as verifier:
         verifier.check()
-        started = time.monotonic()
         verdicts = verifier.judging([(f"{hurt:d} {generations}", PROBLEM)])
         status = "timeout" if (hurt, generations) == (signal.SIGSTOP, 2) else "error"
         assert statuses(verdicts) == [(0.0, status)]
-        assert time.monotonic() - started < 4.5
-        assert wait_for(lambda: not alive(mark), seconds=2), "orphans"
+        assert wait_for(lambda: not alive(mark)), "orphans"
         assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
 
 
@@ -225,19 +223,19 @@ def test_a_process_whose_threads_run_on_or_are_many_is_replaced(answer, threads,
     """At the next answer or, where threads wait or the machine is busy, about a second later."""
     for _ in range(2):
         first = judged_by(threads, answer)
-        assert wait_for(lambda: judged_by(threads, "2") != first, seconds=5)  # noqa: B023
+        assert wait_for(lambda: judged_by(threads, "2") != first)  # noqa: B023
     assert [record.message for record in caplog.records if "leaves threads" in record.message] == [
         "reward 'bad_rewards:leaves_threads' leaves threads that run on, or many; "
         "its process is replaced after such answers"
     ]
 
 
-def test_answers_are_as_fast_as_before_after_one_that_left_busy_threads(threads):
+def test_answers_after_one_that_left_busy_threads_are_judged_by_one_process_without(threads):
     first = judged_by(threads, "busy")
-    wait_for(lambda: judged_by(threads, "2") != first, seconds=2)
-    started = time.monotonic()
-    threads.judge_many([("2", PROBLEM)] * 100)
-    assert time.monotonic() - started < 1.0  # about 0.2 s; 3 s beside four busy threads
+    assert wait_for(lambda: judged_by(threads, "2") != first)
+    (second,) = {verdict.reward for verdict in threads.judge_many([("2", PROBLEM)] * 100)}
+    assert second != first
+    assert psutil.Process(int(second)).num_threads() == 1
 
 
 def test_an_idle_pool_of_threads_keeps_its_process(threads, caplog):
@@ -287,13 +285,18 @@ def test_no_answers_need_no_process():
         assert verifier.judge_many([]) == []
 
 
-def test_a_warm_process_is_fast():
-    """Loose, for busy machines: 512 take about 30 ms."""
+def test_a_warm_process_is_sent_many_answers_at_a_time(monkeypatch):
+    """512 take about 30 ms. Nobody waits for a process between two answers."""
+    asked, ask = [], process._Child.ask
+    monkeypatch.setattr(
+        process._Child, "ask", lambda child, window, *args: asked.append(len(window)) or ask(child, window, *args)
+    )
     with VerifierProcess("exact", 5.0) as verifier:
         verifier.check()
-        started = time.perf_counter()
         verifier.judge_many([("2", PROBLEM)] * 512)
-    assert time.perf_counter() - started < 1.0
+    assert sum(asked) == 512
+    assert asked[0] == 1
+    assert len(asked) < 512 / 2
 
 
 def test_the_process_loads_neither_torch_nor_ray():

@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 
 import pytest
 
@@ -44,19 +43,15 @@ def test_a_job_that_does_not_answer_is_not_waited_for_for_ever():
 
 
 def test_who_connects_and_says_nothing_is_in_nobodys_way(monkeypatch):
-    monkeypatch.setattr(control, "_READ_S", 3.0)
+    monkeypatch.setattr(control, "_READ_S", 600.0)  # whoever waits for it exceeds the limit of this test
     with socket.socket(socket.AF_UNIX) as idle, listening(1234, swap):
         idle.connect(str(control._path(1234)))
-        began = time.monotonic()
-        assert ask_to_swap(1234, "better", timeout_s=5) == "now better"
-        assert time.monotonic() - began < 2
-        idle.settimeout(5)
+        assert ask_to_swap(1234, "better", timeout_s=100) == "now better"
+    monkeypatch.setattr(control, "_READ_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as idle, listening(1234, swap):
+        idle.connect(str(control._path(1234)))
+        idle.settimeout(100)
         assert idle.recv(1) == b"", "it is kept open"
-    with socket.socket(socket.AF_UNIX) as idle:
-        with listening(1234, swap):
-            idle.connect(str(control._path(1234)))
-            began = time.monotonic()
-        assert time.monotonic() - began < 2, "the end waits for it"
 
 
 @pytest.mark.parametrize("sent", [b"\n", b"[]\n", b"{}\n", b"\xff\n", b"1" * 100_000])

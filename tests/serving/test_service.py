@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 
 import httpx
@@ -18,7 +17,7 @@ from starlette.requests import Request
 import qurl_ray.serving.service as service_module
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.errors import EngineError, QurlError
-from qurl_ray.serving.http import HURRIED_S, MOST_BODIES, digest, http_app, read_body
+from qurl_ray.serving.http import MOST_BODIES, digest, http_app, read_body
 from qurl_ray.serving.meters import Meters, merged
 from qurl_ray.serving.policies import Pinned, pin
 from qurl_ray.serving.protocol import ApiError
@@ -136,13 +135,10 @@ def test_bodies_that_do_not_come_make_room_for_those_that_do(runs):
             yield b"{"
             await never.wait()
 
-        async with service_of(runs) as service, client_of(service) as client:
+        async with service_of(runs, body_timeout_s=600) as service, client_of(service) as client:
             post = partial(client.post, "/v1/chat/completions", headers=JSON)
             late = [asyncio.ensure_future(post(content=slow())) for _ in range(MOST_BODIES + 3)]
-            began = time.monotonic()
-            await asyncio.wait(late, timeout=5, return_when=asyncio.FIRST_COMPLETED)
-            assert time.monotonic() - began < HURRIED_S + 1 < service.config.body_timeout_s
-            await asyncio.sleep(0.1)
+            await asyncio.wait(late[:3], timeout=200)  # they have HURRIED_S
             assert [one.done() for one in late] == [True] * 3 + [False] * MOST_BODIES
             assert [one.result().status_code for one in late[:3]] == [408] * 3
             assert (await post(json=ASKED)).status_code == 200
@@ -296,6 +292,13 @@ def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error(run
     assert "[DONE]" not in events
 
 
+async def unhealthy(service) -> None:
+    """Return never, or raise what makes the service unhealthy."""
+    while True:
+        service.check_health()
+        await asyncio.sleep(0.05)
+
+
 def hanging(stream, monkeypatch) -> threading.Event:
     """Make an engine hang in its next step, until the event is set."""
     step, wakes = stream._engine.step, threading.Event()
@@ -308,9 +311,8 @@ def test_an_engine_that_is_silent_makes_the_replica_unhealthy(runs, monkeypatch)
         async with service_of(runs, silent_s=0.2) as service, client_of(service) as client:
             wakes = hanging(service.current.front.stream, monkeypatch)
             asked = asyncio.ensure_future(client.post("/v1/chat/completions", json=ASKED))
-            await asyncio.sleep(0.5)
             with pytest.raises(EngineError, match="has sent no token"):
-                service.check_health()
+                await unhealthy(service)
             wakes.set()
             assert (await asked).status_code == 200
             service.check_health()

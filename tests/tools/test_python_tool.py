@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-import time
 
 import pytest
 
@@ -41,9 +40,7 @@ def test_errors_and_exit_codes_are_told(python):
 
 
 def test_a_program_that_hangs_is_stopped():
-    began = time.monotonic()
     assert Python(timeout_s=0.5)("print('here', flush=True)\nwhile True: pass") == "here\n(stopped after 0.5 s)"
-    assert time.monotonic() - began < 5
 
 
 def test_output_is_cut(python):

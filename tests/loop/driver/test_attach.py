@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -92,10 +91,8 @@ def test_what_listens_and_is_no_ray_is_an_error_that_names_the_address(monkeypat
     address = scheme + stranger(answer)
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr(cluster_module, "_ANSWER_S", 1.0)
-    began = time.monotonic()
     with pytest.raises(ConfigError, match=rf"what listens at RAY_ADDRESS={address} is no Ray cluster.* within 1 s"):
         attach()
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.ray

