@@ -77,6 +77,8 @@ class VllmServer:
         config = AsyncEngineArgs(**settings).create_engine_config(UsageContext.LLM_CLASS)
         if self.device.type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _kv_bytes(config)
+        kind = "HoldingAsyncScheduler" if config.scheduler_config.async_scheduling else "HoldingScheduler"
+        config.scheduler_config.scheduler_cls = f"qurl_ray.rollout.vllm_scheduler.{kind}"
         self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         await self._llm.collective_rpc("qurl_follow", args=(os.getpid(),))
 

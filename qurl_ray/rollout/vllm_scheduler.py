@@ -1,0 +1,79 @@
+"""vLLM's schedulers, which tell of the tokens of many steps at once.
+
+After each step, vLLM's core sends every request's token and log-prob to the process that asked, which decodes them one
+by one: some 30 µs a token in that process alone, more than the step itself with hundreds of sequences. Whoever waits
+for whole answers has no use for that. So their tokens are held for a while, and sent together.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import LogprobsLists
+
+HELD_S = 0.1
+"""Longest time that a token is held, in seconds. A request that is aborted loses the tokens that are held then."""
+
+
+class _Holding:
+    """Holds outputs of requests that are answered as a whole (RequestOutputKind.FINAL_ONLY)."""
+
+    requests: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._sent_at = 0.0
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        told = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        now = time.monotonic()
+        if send := now - self._sent_at >= HELD_S:
+            self._sent_at = now
+        for client in told.values():
+            client.outputs = [whole for one in client.outputs if (whole := self._add(one, send))]
+        return told
+
+    def _add(self, output: EngineCoreOutput, send: bool) -> EngineCoreOutput | None:
+        """Return what is to be sent for a request now; None if its output is held."""
+        request = self.requests.get(output.request_id)  # None once it has ended
+        params = request.sampling_params if request else None
+        waits = params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
+        if waits and not send and output.finish_reason is None:
+            self._held.setdefault(output.request_id, []).append(output)
+            return None
+        return joined([*self._held.pop(output.request_id, ()), output])
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        for request in ended:
+            self._held.pop(request.request_id, None)
+        return ended
+
+
+def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """Return the outputs of one request, in their order, as one: the tokens of all, the first's account of the prompt,
+    and the last's end."""
+    first, last = outputs[0], outputs[-1]
+    if first is last:
+        return last
+    last.new_token_ids = [token for one in outputs for token in one.new_token_ids]
+    last.prefill_stats = first.prefill_stats
+    lists = [one.new_logprobs for one in outputs if one.new_logprobs is not None]
+    if lists:
+        ids, logprobs, ranks, _ = zip(*lists, strict=True)
+        last.new_logprobs = LogprobsLists(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks))
+    return last
+
+
+class HoldingScheduler(_Holding, Scheduler):
+    """vLLM's scheduler."""
+
+
+class HoldingAsyncScheduler(_Holding, AsyncScheduler):
+    """vLLM's scheduler that prepares a step while the one before runs."""
