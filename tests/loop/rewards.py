@@ -31,3 +31,10 @@ def hangs(answer, problem):
 def ones(answer, problem):
     """Something that a policy with random weights learns in a few steps, and in parts."""
     return answer.count("1") / 6
+
+
+def large_batch(log_rho_BT, mask_BT):
+    """No reward: weights of a correction that fails on every batch but that of the check before the start."""
+    if len(mask_BT) > 2:
+        raise ZeroDivisionError("on purpose")
+    return mask_BT.float()

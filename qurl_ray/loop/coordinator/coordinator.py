@@ -75,6 +75,8 @@ class Coordinator:
         self._session: Session | None = None
         self._max_codes: dict[str, int] = {}
         self._failure: QurlError | None = None
+        self._crashes: set[tuple[int, int, str]] = set()
+        """Rank, step and cause of the errors that are not ours."""
         self._stop = asyncio.Event()
         """Set if no further step is to start."""
         self._ranks_at: tuple[GpuAssignment, ...] | None = None
@@ -228,6 +230,21 @@ class Coordinator:
     async def fail(self, error: QurlError) -> None:
         """Record a rank's error that no restart can fix. The first one is kept."""
         self._failure = self._failure or error
+
+    async def crashed(self, rank: int, cause: str, told: str) -> QurlError | None:
+        """Announce a rank's error that is not ours. Return what ends the run if the rank had it before, in the same
+        step.
+
+        Args:
+            cause: kind and place of the error: equal for equal errors.
+            told: the error for the user.
+        """
+        step = self._session.asked if self._session else 0
+        self._events.tell("warning", f"rank {rank} of the learner failed in step {step}: {told}")
+        if (rank, step, cause) in self._crashes:
+            return QurlError(f"rank {rank} of the learner failed twice in the same way, in step {step}: {told}")
+        self._crashes.add((rank, step, cause))
+        return None
 
     # --- driver -------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Session:
         self._stale = _StaleEngines(fleet)
         self._steps: dict[int, _Step] = {}
         self._evaluations: dict[tuple[str, int], asyncio.Task[float]] = {}
-        self._begun = self._asked = done
+        self._begun = self.asked = done
         """Two step numbers: the last whose collection was started, and the last whose shares a rank has requested."""
         self._last: int | None = None
         """Last step of the run, once an end was requested; None before."""
@@ -133,8 +133,8 @@ class Session:
         Args:
             sent: number of WeightsWanted answers that this rank has got.
         """
-        if step > self._asked:
-            self._asked = step
+        if step > self.asked:
+            self.asked = step
             if (self._stop.is_set() or self._totals.reached_at is not None) and self._last is None:
                 self._last = step - 1
                 for later in range(step, self._begun + 1):

@@ -8,10 +8,11 @@ def train_entry(context: dict[str, Any]) -> None:
     """Run one learner rank; see loop.rank.train.
 
     Our own errors (QurlError) are reported to the coordinator and end the run, because a restart would not fix them.
-    All others, and the coordinator's death, are left to Ray Train, which restarts the ranks.
+    So does any other error that comes a second time in the same place and step. All others, and the coordinator's
+    death, are left to Ray Train, which restarts the ranks.
     """
     from qurl_ray.errors import CoordinatorDied, QurlError
-    from qurl_ray.loop.rank.train import fail, train_loop
+    from qurl_ray.loop.rank.train import fail, repeated, train_loop
 
     try:
         train_loop(context)
@@ -19,3 +20,7 @@ def train_entry(context: dict[str, Any]) -> None:
         raise
     except QurlError as error:
         fail(context, error)
+    except Exception as error:
+        if (again := repeated(context, error)) is None:
+            raise
+        fail(context, again)

@@ -11,6 +11,7 @@ restarts all of them, and they resume from the latest checkpoint.
 import os
 import socket
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +23,9 @@ import ray.train
 import torch
 from ray import ObjectRef
 from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
 from torch import distributed
+from torch.distributed import DistError
 
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.config import RunConfig
@@ -180,6 +183,27 @@ def fail(context: dict[str, Any], error: QurlError) -> None:
     wait(_coordinator(context).fail.remote(error), _FAIL_S, "the coordinator to take an error")
     if ray.train.get_context().get_world_size() > 1:
         raise error  # or the other ranks would wait for this one
+
+
+def repeated(context: dict[str, Any], error: Exception) -> QurlError | None:
+    """Report an error that is not ours to the coordinator. Return what ends the run if this rank had the same error, in
+    the same step, before it was restarted; else None."""
+    if _of_another_process(error):
+        return None
+    path = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    file, line = path[-1]
+    told = f"{type(error).__name__}: {error} ({file}, line {line})"
+    call = _coordinator(context).crashed.remote(
+        ray.train.get_context().get_world_rank(), repr((type(error), path)), told
+    )
+    return wait(call, _FAIL_S, "the coordinator to take an error")
+
+
+def _of_another_process(error: Exception) -> bool:
+    """Return True if an error says that another process ended, or does not answer: the next time it may."""
+    if isinstance(error, RayError):
+        return not isinstance(error, RayTaskError)
+    return isinstance(error, DistError) or "gloo" in str(error)  # whose errors are plain RuntimeErrors
 
 
 def _coordinator(context: dict[str, Any]) -> ActorHandle:
