@@ -12,7 +12,7 @@ with their length, not quadratically.
 `VARLEN`, varlen_attention: torch's fused kernels, for training on a GPU. Not batch-invariant.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
 from inspect import signature
@@ -38,6 +38,8 @@ _FEWER_KEY_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signa
 """torch 2.11 lacks this argument: it takes fewer key heads as they are."""
 KEY_MULTIPLE = 16
 KEY_CHUNK = 128
+_IDLE = {"is_causal", "output_attentions", "position_ids", "use_cache"}
+"""Options that models pass on to their attention, and that change nothing in one that is causal by positions."""
 QUERY_CHUNK = 256  # queries whose scores exist at a time
 
 
@@ -97,7 +99,7 @@ def invariant_attention(
     dropout: float = 0.0,
     packing: Packing | None = None,
     sharing: Sharing | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Return softmax(scaling · query · keyᵀ, over keys j ≤ position) · value.
 
@@ -114,9 +116,9 @@ def invariant_attention(
         [B, T, heads, d], and no attention weights.
 
     Raises:
-        ValueError: a mask or dropout was given.
+        ValueError: a mask, dropout, or an option that is not known was given.
     """
-    _refuse(attention_mask, dropout)
+    _refuse(attention_mask, dropout, others)
     key, value = _as_stored(module, key, value)
     attend = partial(_one_sequence, scaling=scaling, sliding_window=sliding_window)
     if sharing is not None:
@@ -270,7 +272,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     packing: Packing | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute invariant_attention, up to rounding, by fused kernels, for whole sequences (S = T, positions 0, 1, …).
 
@@ -288,9 +290,10 @@ def varlen_attention(
         [B, T, heads, d], and no attention weights.
 
     Raises:
-        ValueError: a mask or dropout was given, there are keys of a cache, or a sequence exceeds the sliding window.
+        ValueError: a mask, dropout or an option that is not known was given, there are keys of a cache, or a sequence
+            exceeds the sliding window.
     """
-    _refuse(attention_mask, dropout)
+    _refuse(attention_mask, dropout, others)
     key, value = _as_stored(module, key, value)
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"{VARLEN} takes whole sequences, got {query.shape[2]} queries and {key.shape[2]} keys")
@@ -326,9 +329,16 @@ def _as_stored(module: nn.Module | None, key: torch.Tensor, value: torch.Tensor)
     return as_stored(key, value) if as_stored else (key, value)
 
 
-def _refuse(attention_mask: torch.Tensor | None, dropout: float) -> None:
+def unknown_options(options: Mapping[str, object]) -> list[str]:
+    """Return the names of options that a model gives its attention, and that would be left out here: sinks, caps, …"""
+    return [name for name, given in options.items() if given is not None and name not in _IDLE]
+
+
+def _refuse(attention_mask: torch.Tensor | None, dropout: float, others: Mapping[str, object]) -> None:
     if attention_mask is not None or dropout:
         raise ValueError("the shared attention is causal by position_ids: no mask, no dropout")
+    if unknown := unknown_options(others):
+        raise ValueError(f"the shared attention has no option {', '.join(unknown)}")
 
 
 AttentionInterface.register(NAME, invariant_attention)

@@ -27,6 +27,7 @@ from qurl_ray.extensions import did_you_mean
 from qurl_ray.numerics.activations import MODULES
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.layers import check_layers
 from qurl_ray.policy.settings import activation_of, existing_ids, fitting, reading, trainable, turn_end
 from qurl_ray.policy.weights import Stored, check_weights, same_values, stored_tensors
 from qurl_ray.types import PolicySpec
@@ -72,6 +73,7 @@ def outline_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, spe
     """
     with torch.device("meta"):
         model = _model_of(trainable(config, spec), spec)
+    check_layers(model, spec.source)
     return Outline(model=model, tokenizer=fitting(tokenizer, config, spec.source), context=_context_of(config, spec))
 
 
@@ -268,6 +270,7 @@ def check_policy(spec: PolicySpec) -> PreTrainedModel:
             )
         with torch.device("meta"):
             model = empty_model(spec)
+        check_layers(model, spec.source)
         check_weights(folder, model, stored)
         for tied, own in tied_head(model).items():
             if {tied, own} <= stored.keys() and not same_values(stored, tied, own):

@@ -12,8 +12,8 @@ from qurl_ray.errors import ConfigError, QurlError
 from qurl_ray.types import PolicySpec
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Operations that a model applies to logits after its head: here, log-probs are computed from the head's output.
-_BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Options by which a model changes logits after its head: here, log-probs are computed from the head's output."""
 # Sizes of an architecture. transformers has other names for some of them, and a model may lack the last three.
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
@@ -45,7 +45,7 @@ def trainable(config: PreTrainedConfig, spec: PolicySpec) -> PreTrainedConfig:
         raise ConfigError(f"{spec.source}: attn_logit_softcapping is not supported by the shared attention")
     if "longrope" in str(getattr(config, "rope_parameters", None)):
         raise ConfigError(f"{spec.source}: longrope is not supported: its angles depend on the longest of a batch")
-    for option in _BEHIND_HEAD:
+    for option in BEHIND_HEAD:
         if getattr(config, option, None) not in (None, 1):
             raise ConfigError(f"{spec.source}: {option}={getattr(config, option)} is not supported: it changes logits")
     for option, value in config.to_dict().items():

@@ -208,7 +208,7 @@ class TorchEngine:
                 self._cache = make(
                     layers=config.num_hidden_layers,
                     slots=slots,
-                    kv_heads=config.num_key_value_heads,
+                    kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
                     head_dim=head_dim(config),
                     length=length,
                     dtype=self._model.dtype,

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.load import load_model, outline
@@ -122,12 +122,13 @@ def test_what_transformers_loads_whole_is_no_error(tmp_path, what):
 
 
 def test_buffers_that_transformers_ignores_may_be_of_any_type(tmp_path):
-    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout"), 0.0)
-    config = GPT2Config(vocab_size=18, n_embd=64, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1)
-    config.update(none)
+    config = GPTNeoXConfig(
+        vocab_size=18, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=96, eos_token_id=1
+    )
+    config.update({"bos_token_id": 1, "classifier_dropout": 0.0})
     folder = save(tmp_path / "model", config=config)
-    change(folder, lambda t: t | {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool)})
-    assert load_model(PolicySpec(source=str(folder))).config.n_layer == 1
+    change(folder, lambda t: t | {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool)})
+    assert load_model(PolicySpec(source=str(folder))).config.num_hidden_layers == 1
 
 
 def test_shards_are_read_as_one_and_a_missing_one_is_named(tmp_path):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
-from qurl_ray.config.paths import absolute
+from qurl_ray.config.paths import absolute, is_path
 from qurl_ray.config.task import TaskConfig
-from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
+from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt, prompt_notes
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.declared import with_tools
@@ -27,6 +27,7 @@ from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy
+from qurl_ray.policy.layers import window_of
 from qurl_ray.policy.load import Outline, load_tokenizer, outline
 from qurl_ray.policy.save import policy_folder
 from qurl_ray.policy.settings import head_dim
@@ -83,7 +84,7 @@ def check_run(config: RunConfig) -> Checked:
             process = stack.enter_context(EnvironmentProcess.of(config.environment))
             process.check()
             config = with_tools(config, process.traits)
-        check_prompts(config, task, found)
+        task = replace(task, notes=(*task.notes, *check_prompts(config, task, found)))
         if process:
             check_environment(config, process, task.train[0], found)
     return Checked(config=config, task=task, spec=spec, model=found.model)
@@ -143,10 +144,10 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
     if isinstance(model, GgufModel):
         return PolicySpec(source=str(cached_gguf_policy(model.path)), max_length=model.max_length)
     source = absolute(model.path)
-    if (place := Path(os.path.expanduser(source))).is_file():
+    place = Path(os.path.expanduser(source))
+    if place.is_file():
         raise ConfigError(f"model.path={model.path} is a file: give the folder of the model, or set model.type=gguf")
-    # The hub would call it a malformed id: an id is a name, or owner/name.
-    if not place.is_dir() and (source.startswith((".", "~")) or place.is_absolute() or source.count("/") > 1):
+    if is_path(source) and not place.is_dir():
         raise ConfigError(f"model.path={model.path}: no such folder: {place.absolute()}")
     return PolicySpec(source=source, max_length=model.max_length, overrides=model.overrides)
 
@@ -186,8 +187,9 @@ def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:
     return promise_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
 
 
-def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
-    """Check that the policy reads the prompts, and that they and their answers fit into its context.
+def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:
+    """Check that the policy reads the prompts, and that they and their answers fit into its context. Return sentences
+    on prompts that may not be what they are meant to be.
 
     Raises:
         ConfigError, DataError: the message names the template, or a prompt.
@@ -196,7 +198,8 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
         if config.task.template != "{prompt}":
             raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
         check_characters(task.train)
-    for problems in (task.train, task.held_out):
+    notes = []
+    for problems in map(list, (task.train, task.held_out)):  # each is made once
         check_chat(config.task, found.tokenizer, problems)
         check_lengths(
             problems,
@@ -204,6 +207,8 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> None:
             max_new_tokens=config.rollout.max_new_tokens,
             context=found.context,
         )
+        notes += prompt_notes(problems, found.tokenizer, config.task)
+    return notes
 
 
 def check_environment(config: RunConfig, process: EnvironmentProcess, problem: Problem, found: Outline) -> None:
@@ -286,6 +291,12 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         raise ConfigError(
             f"learner.sequence_parallel={each} ranks cannot share the {heads} heads of the model: choose at "
             f"most {heads}"
+        )
+    window, longest = window_of(model.config), config.model.max_length or model.config.max_position_embeddings
+    if window and config.learner.device == "cuda" and longest > window:
+        raise ConfigError(
+            f"the learner's attention on a GPU has no sliding window, and the model has one of {window} tokens: set "
+            f"model.max_length={window}, or use another model"
         )
     quantized: list[str] = []
     if config.rollout.quantization != "none":
