@@ -44,6 +44,10 @@ class TaskBase(Section):
     """System message before a prompt that goes through the chat template, unless its messages begin with one."""
     chat_template_args: dict[str, Any] = {}
     """Variables of the chat template, by name, such as `{enable_thinking: false}` for Qwen3."""
+    reasoning: bool | None = None
+    """Whether an answer has to end its reasoning with `</think>`. The package's rewards give an answer that has not
+    done so 0; its boxes do not count. null: it has to if the prompt ends with `<think>`, as some chat templates write
+    it, or if the answer itself has a `<think>`. true: every answer has to. false: none has to."""
 
     @field_validator("template")
     @classmethod

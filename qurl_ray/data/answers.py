@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from qurl_ray.config.task import TaskConfig
+from qurl_ray.data.prompts import encode_prompt
+from qurl_ray.rewards.final import REASONING_BEGINS, REASONING_REQUIRED
 from qurl_ray.types import Completion, Problem
+
+_TAIL = 32  # tokens at the end of a prompt that may begin the reasoning
 
 
 def answer_text(token_ids: np.ndarray, tokenizer: Any, stop_ids: Sequence[int]) -> tuple[str, bool]:
@@ -21,11 +26,30 @@ def answer_text(token_ids: np.ndarray, tokenizer: Any, stop_ids: Sequence[int]) 
 
 
 def items_to_judge(
-    completions: Iterable[Completion], problems: Iterable[Problem], tokenizer: Any, stop_ids: Sequence[int]
+    completions: Iterable[Completion],
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    task: TaskConfig,
 ) -> list[tuple[str, Problem]]:
-    """Return (answer, problem) per completion. If the answer has no end token, problem.meta["truncated"] is True."""
+    """Return (answer, problem) per completion.
+
+    If the answer has no end token, problem.meta["truncated"] is True. If the settings or the prompts say whether
+    answers have to end a reasoning, problem.meta has it, too (rewards.final).
+    """
+    required = _reasoning_required(problems[0], tokenizer, task) if problems else None
+    known = {} if required is None else {REASONING_REQUIRED: required}
     items = []
     for completion, problem in zip(completions, problems, strict=True):
         text, truncated = answer_text(completion.token_ids, tokenizer, stop_ids)
-        items.append((text, replace(problem, meta=problem.meta | {"truncated": True}) if truncated else problem))
+        added = known | ({"truncated": True} if truncated else {})
+        items.append((text, replace(problem, meta=problem.meta | added) if added else problem))
     return items
+
+
+def _reasoning_required(problem: Problem, tokenizer: Any, task: TaskConfig) -> bool | None:
+    """Return `task.reasoning`; if it is null, True if the prompt begins the reasoning, else None."""
+    if task.reasoning is not None:
+        return task.reasoning
+    tail = tokenizer.decode(encode_prompt(problem, tokenizer, task)[-_TAIL:].tolist(), skip_special_tokens=False)
+    return True if tail.rstrip().endswith(REASONING_BEGINS) else None

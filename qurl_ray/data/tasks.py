@@ -2,13 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
+from qurl_ray.config.shown import shortened
 from qurl_ray.config.task import ArithmeticTask, TaskConfig
+from qurl_ray.rewards.scorers import compared_as_text
 from qurl_ray.tables import TASKS
 from qurl_ray.types import Problem
+
+_MOST_CHECKED = 20_000  # expected answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +45,26 @@ def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
     """
     split = TASKS.load(task.type)(task)
     worked = isinstance(task, ArithmeticTask) and task.worked
+    reward = task.reward or ("last_number" if worked else TASKS.entries[task.type].reward)
+    odd = _compared_as_text(chain(split.held_out, split.train)) if reward == "math_verify" else []
     return Task(
         train=split.train,
         held_out=_first_of_each_set(split.held_out, eval_problems),
-        reward=task.reward or ("last_number" if worked else TASKS.entries[task.type].reward),
-        notes=split.notes,
+        reward=reward,
+        notes=(*split.notes, *odd),
     )
+
+
+def _compared_as_text(problems: Iterable[Problem]) -> list[str]:
+    """Return a sentence on expected answers that math_verify cannot compare as mathematics, if there are any."""
+    odd = [problem for problem in islice(problems, _MOST_CHECKED) if compared_as_text(problem.answer)]
+    if not odd:
+        return []
+    return [
+        f"math_verify accepts only the same text for {len(odd)} expected answers, such as "
+        f"{shortened(odd[0].answer, 60)!r} of {odd[0].uid}: they look like numbers that it reads as symbols, or would "
+        "take long to compare"
+    ]
 
 
 def _first_of_each_set(problems: Sequence[Problem], most: int) -> Sequence[Problem]:

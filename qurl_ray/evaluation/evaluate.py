@@ -129,7 +129,8 @@ def evaluate(
                     verdicts = turns.judged(requests[part], owners[part], verifier)
                 else:
                     completions = engine.generate(requests[part], version=1)
-                    verdicts = verifier.judge_many(items_to_judge(completions, owners[part], tokenizer, stops))
+                    items = items_to_judge(completions, owners[part], tokenizer, stops, config.task)
+                    verdicts = verifier.judge_many(items)
                 rewards += [verdict.reward for verdict in verdicts]
                 failed += sum(verdict.status != "ok" for verdict in verdicts)
                 done += len(verdicts)

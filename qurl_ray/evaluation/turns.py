@@ -39,7 +39,7 @@ class TurnsHere:
     ) -> list[Verdict]:
         """Play a trajectory for each request, and return its verdict: the environment's, or the reward function's."""
         played = asyncio.run(self._play(requests, problems))
-        items = items_to_judge(*unjudged(played, problems), self._tokenizer, self._stop_ids)
+        items = items_to_judge(*unjudged(played, problems), self._tokenizer, self._stop_ids, self._config.task)
         return verdicts_of(played, verifier.judge_many(items))
 
     async def _play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qurl_ray.config.task import ArithmeticTask
 from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.types import Completion, Problem
 
@@ -50,7 +51,40 @@ def test_a_reward_function_is_told_of_an_answer_without_its_end(tokenizer):
     completions = [
         Completion(uid="", token_ids=tokens, logprobs=-tokens, versions=tokens, finish="stop") for tokens in drawn
     ]
-    whole, cut = items_to_judge(completions, [problem] * 2, tokenizer, (EOS,))
+    whole, cut = items_to_judge(completions, [problem] * 2, tokenizer, (EOS,), ArithmeticTask())
     assert whole == ("13", problem)
     assert cut == ("13", Problem(uid="train-0", prompt="6+7=", answer="13", meta={"entry": 1, "truncated": True}))
     assert problem.meta == {"entry": 1}  # samples of one prompt share it
+
+
+def judged_meta(tokenizer, task):
+    completion = Completion(uid="", token_ids=ids(4, EOS), logprobs=ids(0, 0), versions=ids(0, 0), finish="stop")
+    problem = Problem(uid="train-0", prompt="6+7", answer="13")
+    ((_, judged),) = items_to_judge([completion], [problem], tokenizer, (EOS,), task)
+    return judged.meta
+
+
+class Spelled:
+    """A tokenizer with a token for each character."""
+
+    chat_template = bos_token_id = None
+
+    def __call__(self, text):
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, token_ids, skip_special_tokens):
+        return "".join(map(chr, token_ids))
+
+
+@pytest.mark.parametrize(
+    ("template", "reasoning", "meta"),
+    [
+        ("{prompt}<think>\n", None, {"reasoning_required": True}),
+        ("{prompt}<think>\n", False, {"reasoning_required": False}),
+        ("{prompt}<think>\n\n</think>\n\n", None, {}),
+        ("Use <think>. {prompt}", None, {}),
+        ("{prompt}", True, {"reasoning_required": True}),
+    ],
+)
+def test_a_reward_function_is_told_whether_the_answer_has_to_end_a_reasoning(template, reasoning, meta):
+    assert judged_meta(Spelled(), ArithmeticTask(template=template, reasoning=reasoning)) == meta

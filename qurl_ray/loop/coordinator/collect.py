@@ -292,7 +292,7 @@ class Collector:
         return [self._text[token] for token in ids]
 
     async def _judge(self, completions: Sequence[Completion], problems: Sequence[Problem]) -> list[Verdict]:
-        items = items_to_judge(completions, problems, self._tokenizer, self._stop_ids)
+        items = items_to_judge(completions, problems, self._tokenizer, self._stop_ids, self._config.task)
         return await self._verifiers.judge(items, judging_deadline(self._config, len(items)))
 
     def _watch(self, problems: list[Problem], answered: _Answered, collected: Collected) -> set[int]:
