@@ -20,6 +20,12 @@ def absolute(path: str) -> str:
         return path
 
 
+def is_path(text: str) -> bool:
+    """Return True if the text is a path and cannot be an id on the Hugging Face hub, which is `name` or `owner/name`:
+    of a missing folder, the hub would say that its id is malformed."""
+    return text.startswith(("/", ".", "~")) or text.count("/") > 1
+
+
 def absolute_address(uri: str) -> str:
     """Return the address of a local database or folder with an absolute path; other addresses are unchanged.
 

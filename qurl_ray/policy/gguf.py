@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 from pathlib import Path
 
 import torch
@@ -77,7 +78,7 @@ def find_gguf(path: str) -> Path:
     Raises:
         ConfigError: the file is in neither place.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_file():
         return file
     package, _, inside = path.partition("/")
