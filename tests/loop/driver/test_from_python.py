@@ -113,7 +113,9 @@ LAYOUTS = {
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if "TRL" in name else ()) for name in LAYOUTS]
+)
 def test_layouts_of_verl_and_trl_train_a_step_as_they_are(talking, tmp_path, cluster, layout):
     path = tmp_path / "train.parquet"
     datasets.Dataset.from_list(LAYOUTS[layout]).to_parquet(path)

@@ -71,10 +71,16 @@ def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_p
     "settings",
     [
         ["algorithm.turn_credit=turn", "algorithm.overlong_buffer=4"],
-        ["algorithm.type=grpo", "algorithm.turn_credit=turn", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
-        ["algorithm.turn_credit=spread", "algorithm.objective=gspo", "algorithm.correction=flashrl"],
+        pytest.param(
+            ["algorithm.type=grpo", "algorithm.turn_credit=turn", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["algorithm.turn_credit=spread", "algorithm.objective=gspo", "algorithm.correction=flashrl"],
+            marks=pytest.mark.slow,
+        ),
         ["algorithm.type=ppo", "algorithm.turn_credit=turn"],
-        ["algorithm.type=ppo"],
+        pytest.param(["algorithm.type=ppo"], marks=pytest.mark.slow),
     ],
     ids=["turn", "turn and KL", "spread", "PPO, turn", "PPO, token"],
 )
@@ -187,7 +193,7 @@ def test_a_run_with_new_rows_has_the_learners_logprobs_and_resumes_to_the_bit(ti
 @pytest.mark.parametrize(
     "more",
     [
-        ["algorithm.type=ppo"],
+        pytest.param(["algorithm.type=ppo"], marks=pytest.mark.slow),
         ["algorithm.type=grpo", "algorithm.turn_credit=turn", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
     ],
     ids=["PPO", "turn and KL"],
