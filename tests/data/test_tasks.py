@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import replace
 
 import pyarrow
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qurl_ray.config.task import ArithmeticTask, DatasetTask, ReasoningGymTask
+from qurl_ray.config.task import ArithmeticTask, CustomTask, DatasetTask, ReasoningGymTask
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.errors import DataError
 from qurl_ray.tables import REWARDS
 from qurl_ray.types import Problem
+
+QUICKSTART = "95c2d0d82b27dc4972c6a1bef9ea6632a4b43923b7799505bd8e145b3a5aa8ae"
+"""Digest of prompts and answers of the default settings, from a version that had problems of two operands alone."""
 
 
 def prompts(problems):
@@ -49,6 +53,72 @@ def test_arithmetic_splits_all_problems_into_two_parts_that_never_meet(operators
     assert not prompts(task.train) & prompts(task.held_out)
     assert len(set(uids(task))) == len(uids(task)) == len(set(operators)) * len(operands) ** 2
     assert all(eval(p.prompt[:-1]) == int(p.answer) for p in (*task.train, *task.held_out))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    operators=st.sampled_from(["+", "-", "+-"]),
+    terms=st.integers(2, 6),
+    digits=st.integers(1, 4),
+    worked=st.booleans(),
+    largest=st.integers(3, 2000),
+    seed=st.integers(0, 99),
+)
+def test_long_and_worked_problems_are_what_python_says(operators, terms, digits, worked, largest, seed):
+    """Python evaluates each beginning of the sum; `format` pads to the digits, after a minus sign, too."""
+    section = ArithmeticTask(
+        operators=operators, terms=terms, digits=digits, worked=worked, max_operand=largest, seed=seed
+    )
+    task = load_task(section, eval_problems=200)
+    assert not prompts(task.train) & prompts(task.held_out)
+    for problem in [*task.held_out, *task.train[:200]]:
+        assert problem.prompt[-1] == "="
+        operands, signs = re.findall(r"\d+", problem.prompt), re.findall(r"[-+]", problem.prompt)
+        assert len(operands) == terms
+        assert set(signs) <= set(operators)
+        assert all(operand == str(int(operand)).zfill(digits) for operand in operands)
+        values = [int(operand) for operand in operands]
+        running = [
+            sum(value if sign == "+" else -value for sign, value in zip(["+", *signs[:n]], values, strict=False))
+            for n in range(1, terms)
+        ]
+        written = [("-" if value < 0 else "") + str(abs(value)).rjust(digits - (value < 0), "0") for value in running]
+        assert problem.answer == written[-1]
+        assert problem.meta == ({"worked": " ".join(written)} if worked else {})
+        said = problem.meta.get("worked", problem.answer)
+        assert REWARDS.load(task.reward)(said, problem) == 1.0
+    assert task.reward == ("last_number" if worked else "exact")
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 30), st.sampled_from(["+", "*-"]), st.integers(2, 5))
+def test_zeros_and_work_change_only_the_text_of_problems_of_two_operands(seed, operators, digits):
+    shape = {"operators": operators, "max_operand": 9, "seed": seed}
+    plain = load_task(ArithmeticTask(**shape), eval_problems=500)
+    padded = load_task(ArithmeticTask(**shape, digits=digits, worked=True), eval_problems=500)
+    for before, after in zip([*plain.train, *plain.held_out], [*padded.train, *padded.held_out], strict=True):
+        assert re.sub(r"0*(\d)", r"\1", after.prompt) == re.sub(r"0*(\d)", r"\1", before.prompt)
+        assert (int(after.answer), after.uid) == (int(before.answer), before.uid)
+        assert before.meta == {}
+
+
+def test_the_quickstarts_problems_are_those_of_before_there_were_longer_ones():
+    task = load_task(ArithmeticTask(), eval_problems=500)
+    digest = hashlib.sha256("".join(p.prompt + p.answer for p in (*task.train, *task.held_out)).encode()).hexdigest()
+    assert digest == QUICKSTART
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"terms": 3, "operators": "+*"}, r"terms=3 takes the operators \+ and -, not \+\*"),
+        ({"terms": 1}, "greater than or equal to 2"),
+        ({"digits": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_impossible_long_problems_are_refused_as_settings(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ArithmeticTask(**fields)
 
 
 def test_arithmetic_prompts_and_answers_look_like_this():
@@ -102,6 +172,7 @@ def test_arithmetic_too_large_to_list_is_sampled(largest):
         ({"min_operand": 9, "max_operand": 3}, r"min_operand \(9\) exceeds task.max_operand \(3\)"),
         ({"min_operand": 3, "max_operand": 3}, "one problem only"),
         ({"max_operand": 2**62}, "must be below"),
+        ({"max_operand": 2**61, "terms": 4}, r"must be below 2\*\*62 / task.terms"),
     ],
 )
 def test_impossible_arithmetic_is_an_error(fields, message):
@@ -331,6 +402,15 @@ def test_a_hub_that_does_not_answer_is_a_clear_error(monkeypatch):
         load_task(DatasetTask(path="openai/gsm8k"), eval_problems=5)
 
 
+def test_expected_answers_that_math_verify_cannot_compare_are_announced_once(tmp_path):
+    records = rows(6) + [{"prompt": f"{n}?", "answer": answer} for n, answer in enumerate(["1e3", "0x10", "9" * 600])]
+    path = write(tmp_path / "d.jsonl", records)
+    (note,) = load_task(DatasetTask(path=path), eval_problems=5).notes
+    assert "accepts only the same text for 2 expected answers, such as" in note
+    assert load_task(DatasetTask(path=path, reward="exact"), eval_problems=5).notes == ()
+    assert load_task(DatasetTask(path=write(tmp_path / "e.jsonl", records[:7])), eval_problems=5).notes == ()
+
+
 # --- layouts of others -----------------------------------------------------------------------------
 
 ROLE = {"role": "user"}
@@ -429,7 +509,10 @@ def test_columns_reach_the_reward_as_json_or_are_named(tmp_path):
     [
         ([{"role": "user"}], "line 1: message 1 has no content"),
         ([{"content": "x"}], "message 1 has no role"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "message 1 has a part of type 'image'; a prompt is text, and nothing else, here"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "message 1 has a part of type 'image'; a prompt is text, and nothing else, here",
+        ),
         ([{"role": "user", "content": " "}], "the conversation is empty"),
         ([{"role": "user", "content": "x"}, "y"], "message 2 is str"),
     ],
@@ -437,6 +520,66 @@ def test_columns_reach_the_reward_as_json_or_are_named(tmp_path):
 def test_messages_that_are_none_are_an_error(tmp_path, messages, message):
     with pytest.raises(DataError, match=message):
         load_task(DatasetTask(path=write(tmp_path / "d.jsonl", [{"prompt": messages, "answer": "1"}])), eval_problems=1)
+
+
+HALF = r"\\ud83d is half of a surrogate pair"
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer", "level", "messages", "key"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_half_of_a_surrogate_pair_is_an_error_that_names_the_line(tmp_path, suffix, column):
+    records = rows(4)
+    broken = {"prompt": "a\ud83d", "answer": "\ud83d", "level": ["\ud83d"], "messages": [{"role": "\ud83d"}]}
+    records[2] |= {"\ud83d": 1} if column == "key" else {column: broken[column]}
+    path = tmp_path / f"data{suffix}"
+    path.write_text(json.dumps(records)) if suffix == ".json" else write(path, records)
+    with pytest.raises(DataError, match=f"{'row' if suffix == '.json' else 'line'} 3: {HALF}"):
+        load_task(DatasetTask(path=str(path)), eval_problems=1)
+    records[2] = rows(1)[0] | {"prompt": "\U0001f600"}  # written as a pair of escapes
+    path.write_text(json.dumps(records)) if suffix == ".json" else write(path, records)
+    assert load_task(DatasetTask(path=str(path)), eval_problems=1).train[2].prompt == "\U0001f600"
+
+
+def broken(**fields):
+    """A function of a user's own that makes problems."""
+    return [{"prompt": "1+1=", "answer": "2"} | fields, {"prompt": "2+2=", "answer": "4"}]
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "\ud83d"}, {"answer": "\ud83d"}, {"meta": {"a": ["\ud83d"]}}])
+def test_half_of_a_surrogate_pair_in_a_users_problem_is_an_error(fields):
+    with pytest.raises(DataError, match=f"problem train-0: {HALF}"):
+        load_task(CustomTask(problems=f"{__name__}:broken", params=fields, reward="exact"), eval_problems=1)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_prompt_that_is_json_text_of_messages_is_read_and_said(tmp_path, suffix):
+    talks = [[{"role": "user", "content": f"{n}+1="}] for n in range(4)]
+    path = write(tmp_path / f"d{suffix}", [{"prompt": json.dumps(talk), "answer": "1"} for talk in talks])
+    task = load_task(DatasetTask(path=path), eval_problems=1)
+    assert [problem.messages for problem in task.train] == talks[:3]
+    assert task.notes == (f"{path}: 4 prompts are JSON text of messages, and are read as messages",)
+
+
+@pytest.mark.parametrize("prompt", ["[1, 2]", '[{"a": 1}]', "[{", '[{"role": "user"}, 2]', "[]"])
+def test_other_json_is_a_prompt_like_any_text(tmp_path, prompt):
+    records = [{"prompt": prompt, "answer": "1"}, {"prompt": "x", "answer": "1"}]
+    (problem,) = load_task(DatasetTask(path=write(tmp_path / "d.jsonl", records)), eval_problems=1).train
+    assert (problem.prompt, problem.messages) == (prompt, None)
+
+
+@pytest.mark.parametrize("talk", [False, True])
+@pytest.mark.parametrize(("place", "column"), [("<image>", "images"), ("<video>", "video"), ("<audio>", "audios")])
+def test_a_prompt_about_an_image_is_refused(tmp_path, place, column, talk):
+    asked = f"{place}What is this?"
+    record = {"prompt": [ROLE | {"content": asked}] if talk else asked, "answer": "1", column: ["x.png"]}
+    with pytest.raises(DataError, match=f"line 1: {place} stands for what is in '{column}'"):
+        load_task(DatasetTask(path=write(tmp_path / "d.jsonl", [record] * 3)), eval_problems=1)
+
+
+def test_columns_that_the_policy_does_not_see_are_named(tmp_path):
+    more = {"images": ["x.png"], "system": "Be brief.", "context": "", "videos": []}
+    task = load_task(DatasetTask(path=write(tmp_path / "d.jsonl", [row | more for row in rows(4)])), eval_problems=1)
+    assert task.notes == (f"{tmp_path / 'd.jsonl'}: columns that the policy does not see: images, system",)
 
 
 def test_several_sets_of_held_out_problems_each_keep_their_limit_and_name(tmp_path):
