@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 
 PART = ".part"
 """End of the names of files that are not complete yet."""
@@ -25,3 +26,17 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def why_unwritable(folder: Path) -> str:
+    """Return why nothing can be written in a folder, or in the one in which it would be made; "" if it can. A file
+    without a name is tried: permissions say nothing of /proc or of a file system that is full or mounted read-only."""
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            return f"{there} is no folder to write in"
+        with TemporaryFile(dir=there) as file:
+            file.write(b"0")
+    except OSError as error:
+        return f"{error.strerror} in {there}"
+    return ""

@@ -20,6 +20,7 @@ from qurl_ray.config.load import runs_folder
 from qurl_ray.config.shown import shown_address
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import QurlError
+from qurl_ray.files import why_unwritable
 
 _LEAST_SHM, _LEAST_DISK = 2 << 30, 5 << 30
 """Bytes: Ray's object store lies in /dev/shm; a run of a 135M policy keeps two checkpoints of 1.6 GB."""
@@ -151,9 +152,9 @@ def places() -> Iterator[Finding]:
 
 
 def _folder(what: str, folder: Path) -> Finding:
+    if error := why_unwritable(folder):
+        return Finding(what, str(folder), f"it cannot be written: {error}; set $QURL_{what.upper()}", fatal=True)
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(there, os.W_OK):
-        return Finding(what, str(folder), f"{there} cannot be written: set $QURL_{what.upper()}", fatal=True)
     free = shutil.disk_usage(there).free
     problem = "little room for checkpoints" if free < _LEAST_DISK else ""
     return Finding(what, f"{folder}, {_gb(free)} free", problem)

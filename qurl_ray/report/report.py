@@ -1,6 +1,7 @@
 """report.html: report of a run on one page, which needs no network, no script and no server."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -299,7 +300,7 @@ def _places(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[_Place]:
             yield _Place(label=label, text=name, href=name)
     if settings.get("tracking.mlflow") is True:
         uri = settings.get("tracking.mlflow_uri") or f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
-        yield _Place(label="MLflow", text=f"mlflow ui --backend-store-uri {uri}")
+        yield _Place(label="MLflow", text=f"mlflow ui --backend-store-uri {shlex.quote(str(uri))}")
 
 
 def _utc(at: float | None) -> str:

@@ -1,5 +1,6 @@
 """Summary at the end of a run: results, speed, and the locations of its files."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +94,11 @@ def commands(values: Mapping[str, Any]) -> list[str]:
     if values.get("interrupted"):
         found.append("the run has not made all its steps: the same command resumes it")
     if (uri := values.get("mlflow_uri")) and not uri.startswith("http"):
-        found.append(f"mlflow ui --backend-store-uri {one_line(uri)}")
+        found.append(f"mlflow ui --backend-store-uri {shlex.quote(one_line(uri))}")
     if page := values.get("mlflow_page"):
         found.append(one_line(page))
     if run_dir := values.get("run_dir"):
-        found.append(f"qurl evaluate {one_line(run_dir)} --samples 8")
+        found.append(f"qurl evaluate {shlex.quote(one_line(run_dir))} --samples 8")
     return found
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from qurl_ray.cache import cache_root
 from qurl_ray.config import load_config, resolve
-from qurl_ray.config.paths import absolute, absolute_address
+from qurl_ray.config.paths import absolute, absolute_address, is_path
 from qurl_ray.config.serving import load_serving, resolve_serving
 
 
@@ -28,6 +28,13 @@ def test_paths_that_exist_become_absolute_and_names_stay(here):
     assert absolute("~/x.jsonl") == str(here / "home" / "x.jsonl")
     for name in ("org/name", "no.jsonl", "~nosuchuser/x", "x" * 5000, "models:/pol/1"):
         assert absolute(name) == name
+
+
+def test_ids_of_the_hub_are_no_paths():
+    for text in ("/nope", "./nope", "../nope", "~", "~/nope", "~user/nope", "a/b/c", "runs/quickstart/policy"):
+        assert is_path(text)
+    for text in ("gpt2", "Qwen/Qwen3-0.6B", "openai/gsm8k"):
+        assert not is_path(text)
 
 
 @pytest.mark.parametrize(

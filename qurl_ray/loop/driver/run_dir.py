@@ -16,7 +16,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.load import read_settings, validated_run, with_absolute_paths
 from qurl_ray.config.shown import shown, write_settings
 from qurl_ray.errors import ConfigError
-from qurl_ray.files import PART
+from qurl_ray.files import PART, why_unwritable
 from qurl_ray.loop.checkpoint import LOOP, Checkpoint, discard, latest, step_folders
 from qurl_ray.report.run_files import finite, has_finished, lines, read_summary
 
@@ -91,9 +91,9 @@ def look_at_run_dir(config: RunConfig, *, fresh: bool = False, extend: bool = Fa
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
     with _explained(run_dir):
-        there = next(folder for folder in (config.output_dir, *config.output_dir.parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"cannot write to {config.output_dir}: {there} is no folder to write in; set output_dir")
+        for folder in (config.output_dir, run_dir):
+            if error := why_unwritable(folder):
+                raise ConfigError(f"cannot write to {folder}: {error}; set output_dir")
         if (lock := config.output_dir / f".{config.name}.lock").is_file():
             with lock.open() as held:
                 _take(held, fcntl.LOCK_SH, run_dir)

@@ -13,6 +13,7 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import CheckpointError, ConfigError, DataError, QuantizationError, QurlError, RewardError
 from qurl_ray.loop.driver import dry_run as module
 from qurl_ray.loop.driver.dry_run import dry_run
+from qurl_ray.loop.driver.job import run_job
 from qurl_ray.loop.driver.prepare import check_run
 from qurl_ray.loop.driver.run_dir import open_run_dir
 from qurl_ray.policy import gguf
@@ -119,11 +120,23 @@ def test_what_is_written_only_at_the_end_is_tried(here, monkeypatch):
         (["task.template=Q {prompt}"], ConfigError, "task.template is for pretrained models"),
         ([*PRETRAINED, *SUMS, "rollout.max_new_tokens=62"], DataError, "exceeds the context 64"),
         ([*PRETRAINED, "model.max_length=65"], ConfigError, "max_length=65 exceeds"),
-        (["model.type=pretrained", "model.path=/no/such"], ConfigError, "model '/no/such' cannot be loaded"),
+        (["model.type=pretrained", "model.path=/no/such"], ConfigError, "no such folder: /no/such"),
+        (["model.type=pretrained", "model.path=./no"], ConfigError, r"model.path=./no: no such folder: .*/no"),
+        (["model.type=pretrained", "model.path=~/no"], ConfigError, "no such folder: /.*/no"),
+        (["model.type=pretrained", "model.path=~nosuchuser/no"], ConfigError, "no such folder: .*~nosuchuser/no"),
+        (["model.type=pretrained", "model.path=runs/old/policy"], ConfigError, "no such folder: .*/runs/old/policy"),
+        (["model.type=pretrained", "model.path=sums.jsonl"], ConfigError, "is a file: give the folder of the model"),
+        (["model.type=gguf", "model.path=~nosuchuser/no.gguf"], ConfigError, "no such file"),
+        (["task.type=dataset", "task.path=/no/such"], DataError, "no such file: /no/such"),
+        (["task.type=dataset", "task.path=./no"], DataError, "no such file: .*/no"),
+        (["task.type=dataset", "task.path=~nosuchuser/no"], DataError, "no such file: .*/~nosuchuser/no"),
+        ([*SUMS, "task.held_out_path=data/sums/no"], DataError, "no such file: .*/data/sums/no"),
+        (["output_dir=/proc/x"], ConfigError, "cannot write to /proc/x: .* in /proc; set output_dir"),
+        (["output_dir=/sys/x/y"], ConfigError, "cannot write to /sys/x/y: .* in /sys; set output_dir"),
         (["model.type=gguf", "model.path=no.gguf"], ConfigError, "no such file"),
         (["rollout.quantization=int4", "model.intermediate_size=200"], QuantizationError, "width 200"),
         (["output_dir=sums.jsonl"], ConfigError, "sums.jsonl is no folder to write in; set output_dir"),
-        (["output_dir=sums.jsonl/below"], ConfigError, "cannot write to .*/sums.jsonl/below: .*; set output_dir"),
+        (["output_dir=sums.jsonl/below"], ConfigError, "sums.jsonl is no folder to write in; set output_dir"),
         (["output_dir=.", "name=policy"], ConfigError, "policy is there and is no run"),
         (["tracking.sinks=[tests.loop.rewards:none]"], QurlError, "none"),
     ],
@@ -231,3 +244,20 @@ def test_a_policy_in_the_cache_of_the_hub_is_checked(here, monkeypatch):
         dry_run(given, fresh=False)
     with pytest.raises(ConfigError, match=r"0123/model\.safetensors is damaged"):
         check_run(given)
+
+
+def test_it_says_what_a_run_would_announce_about_problems_and_model(here, capsys):
+    """30 of 40 rows cannot be used, and there is a column that the policy does not see."""
+    rows = [{"prompt": f"{n}+1=" if n < 10 else " ", "answer": str(n + 1), "system": "Be brief."} for n in range(40)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = config(*PRETRAINED, "task.type=dataset", "task.path=rows.jsonl")
+    assert run_job(given, dry=True, fresh=False) == 0
+    said = capsys.readouterr().err
+    assert f"note: {here / 'rows.jsonl'}: 30 of 40 rows skipped, prompt or answer empty" in said
+    assert f"note: {here / 'rows.jsonl'}: columns that the policy does not see: system" in said
+    assert dry_run(given, fresh=False).notes == list(check_run(given).task.notes)
+
+
+def test_a_chat_without_a_chat_template_is_refused(here):
+    with pytest.raises(DataError, match=r"task\.chat=true: the tokenizer has no chat template"):
+        dry_run(config(*PRETRAINED, *SUMS, "task.chat=true"), fresh=False)
