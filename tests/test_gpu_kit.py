@@ -20,6 +20,7 @@ from benchmarks.gpu.child import call
 from benchmarks.gpu.codes import LIMIT, differing, eye
 from benchmarks.gpu.loads import compared
 from benchmarks.gpu.page import page
+from benchmarks.gpu.runs import FLOWS
 from benchmarks.gpu.sleeps import LIMIT_MIB, grown
 from benchmarks.gpu.unified import linears
 from qurl_ray.errors import ConfigError
@@ -52,9 +53,9 @@ def test_every_part_is_measured_or_says_what_it_lacks(figures):
     assert "no figures of a GPU" in figures["machine"]["device"]
     assert figures["skipped"] == {
         **dict.fromkeys(("codes: vllm, int8", "vllm: all of it", "loads: vllm", "sleeps: vllm"), LACKS.format("vllm")),
-        **dict.fromkeys(("sync: all of it", "training: all of it"), LACKS.format("ray")),
+        **dict.fromkeys(("runs: all of it", "sync: all of it", "training: all of it"), LACKS.format("ray")),
     }
-    assert {name for name in PARTS if not figures[name]} == {"vllm", "sync", "training"}
+    assert {name for name in PARTS if not figures[name]} == {"runs", "vllm", "sync", "training"}
 
 
 def test_kernels_are_right_for_all_formats_and_for_ragged_shapes(figures):
@@ -351,7 +352,8 @@ def test_whole_it_runs_on_a_cpu_with_vllm_and_ray(tmp_path):
     assert found["vllm"].keys() == {"tiny, eager, none", "tiny, eager, int8"}
     assert found["loads"].keys() == {f"{engine}, {name}" for engine in ("vllm", "torch") for name in TINY.formats}
     assert all(one["gap_of_another_version"] > 10 * one["gap_mean"] for one in found["loads"].values())
+    assert found["runs"].keys() == FLOWS.keys()
     assert found["sync"].keys() == {"object_store, disaggregated"}
     assert found["training"].keys() == set(TINY.formats)
-    assert (tmp_path / "gpu.html").read_text().count("<svg") == 9 + len(found["gradients"])
+    assert (tmp_path / "gpu.html").read_text().count("<svg") == 11 + len(found["gradients"])
     assert not any(resumable for resumable in ("kernels", "training") if not resumed(out).complete(resumable))

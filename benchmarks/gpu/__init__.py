@@ -1,10 +1,12 @@
 """Benchmarks of this package on a GPU, in 45 minutes: `python -m benchmarks.gpu`, in the repository's root.
 
-The first five parts need torch, transformers and the packages that qurl_ray's layers 0 to 3 import (docs/design.md): no
-Ray, no vLLM, no downloads, no installation of this package. Weights are random and made on the machine.
+The parts from `kernels` to `rollout` need torch, transformers and the packages that qurl_ray's layers 0 to 3 import
+(docs/design.md): no Ray, no vLLM, no downloads, no installation of this package. Weights are random and made on the
+machine.
 
 | part | what it measures | needs |
 |---|---|---|
+| runs | whole runs that learn, by format: held-out answers, seconds by phase, syncs, probes | Ray |
 | kernels | the error of each kernel, and of the three products of the unified linear, against float64 | |
 | unified | forward and backward of a layer's linears in FP8 blocks and in INT8, against bfloat16 | |
 | gradients | the three products of a linear in bfloat16 and in FP8 blocks | |

@@ -62,6 +62,12 @@ def _listed(title: str, lines: Sequence[str], drawings: str = "") -> str:
 # --- what is drawn of each part --------------------------------------------------------------------------------------
 
 
+def _runs(found: Figures) -> Iterator[str]:
+    shares = {f"{name}, {when}": one[f"accuracy_{when}"] for name, one in found.items() for when in ("before", "after")}
+    yield bars("Share of held-out problems solved", shares)
+    yield bars("Seconds of a step and of its phases", _phases(found))
+
+
 def _unified(found: Figures) -> Iterator[str]:
     for shape, one in found.items():
         yield bars(
@@ -145,11 +151,15 @@ def _sync(found: Figures) -> Iterator[str]:
 
 
 def _training(found: Figures) -> Iterator[str]:
-    phases = {f"{name}, {phase}": s for name, one in found.items() for phase, s in one["seconds"].items()}
-    yield bars("Seconds of a step and of its phases", phases)
+    yield bars("Seconds of a step and of its phases", _phases(found))
+
+
+def _phases(found: Figures) -> Mapping[str, float]:
+    return {f"{name}, {phase}": s for name, one in found.items() for phase, s in one["seconds"].items()}
 
 
 PICTURES: dict[str, Callable[[Figures], Iterator[str]]] = {
+    "runs": _runs,
     "unified": _unified,
     "gradients": _gradients,
     "step": _step,

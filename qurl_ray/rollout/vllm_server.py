@@ -6,6 +6,7 @@ environment of the process belongs to vLLM.
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -280,6 +281,8 @@ def _set_environment(threads: int | None, ranks: int, *, eager: bool) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")  # scales stay the learner's, not powers of two
+    if importlib.util.find_spec("flashinfer") is None:  # on Hopper, vLLM would import it for its sampler and fail
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would copy locks of the caller's threads
     if not torch.cuda.is_available():
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other processes run on the same cores

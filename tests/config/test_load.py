@@ -921,3 +921,29 @@ def test_every_objective_takes_credit_of_turns(load, objective):
     text = f"algorithm: {{correction: flashrl, objective: {objective}, turn_credit: turn}}"
     config = load(text + "\nenvironment: {type: calculator}\nmodel: {calculator: true}")
     assert (config.algorithm.objective, config.algorithm.turn_credit) == (objective, "turn")
+
+
+@pytest.mark.parametrize(
+    ("settings", "full", "evaluated"),
+    [
+        ((), True, "int8"),
+        (("rollout.quantization=fp8_block",), True, "fp8_block"),
+        (("rollout.quantization=fp8_block", "export.quantized=int8"), True, "int8"),
+        (("rollout.quantization=none",), True, "none"),
+        (("rollout.engine=vllm", "rollout.dtype=bfloat16", "rollout.device=cuda"), False, "int8"),
+        (
+            ("rollout.engine=vllm", "rollout.dtype=bfloat16", "rollout.device=cuda", "export.quantized=fp8"),
+            False,
+            "int8",
+        ),
+        (
+            ("rollout.engine=vllm", "rollout.dtype=bfloat16", "rollout.device=cuda", "evaluation.full_precision=true"),
+            True,
+            "int8",
+        ),
+        (("evaluation.full_precision=false", "export.quantized=fp8"), False, "int8"),
+    ],
+)
+def test_evaluations_never_restart_an_engine_unless_that_is_asked_for(settings, full, evaluated):
+    config = load_config(None, settings)
+    assert (config.evaluates_full_precision, config.evaluated_format) == (full, evaluated)

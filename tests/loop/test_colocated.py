@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.gpu.runs import ON_A_CPU
 from qurl_ray.config import load_config
 from qurl_ray.loop.driver.run import run
 from tests.loop.runs import SMALL, events, parameters, prompts, start_job, strike, wait_for_steps
@@ -13,6 +14,18 @@ pytestmark = pytest.mark.ray
 def small_run(folder, *overrides):
     settings = [*SMALL, "steps=2", "evaluation.problems=8", "checkpoint.every=1", f"output_dir={folder}"]
     return run(load_config(None, [*settings, *overrides])).run_dir
+
+
+def test_the_quickstart_of_gpus_makes_its_steps_on_a_cpu_with_evaluations_in_one_format(tmp_path, cluster):
+    own = ["steps=2", "tracking.mlflow=false", "tracking.console=none", "task.reward=tests.loop.rewards:length"]
+    own += ["rollout.quantization=int8", "evaluation.full_precision=false", "evaluation.every=0"]
+    config = load_config("quickstart_gpu", [*ON_A_CPU, *own, "evaluation.target_reward=null", f"output_dir={tmp_path}"])
+    done = run(config)
+    assert [line["message"] for line in events(done.run_dir, "evaluation")] == ["before", "after, quantized"]
+    assert done.summary["steps"] == 2
+    assert done.summary["reward_after"] is None
+    assert done.summary["reward_p_value"] is not None
+    assert done.summary["reward_after_quantized"] is not None
 
 
 @pytest.mark.slow
