@@ -1,6 +1,7 @@
 """Load a policy from a folder or the hub, with the attention that engine and learner share."""
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,7 +182,7 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             spec.source, config=_config(spec), dtype=torch.float32, attn_implementation=NAME
         )
-    return with_row_rules(model).eval()
+    return _knowing_its_text(with_row_rules(model), spec).eval()
 
 
 def unloaded_model(spec: PolicySpec) -> PreTrainedModel:
@@ -288,7 +289,7 @@ def empty_model(spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrai
         ConfigError: the policy cannot be found, is of a kind that cannot be trained here, or its settings describe no
             model that can be made.
     """
-    return _model_of(_config(spec), spec, dtype)
+    return _knowing_its_text(_model_of(_config(spec), spec, dtype), spec)
 
 
 def architecture(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -307,6 +308,17 @@ def _model_of(config: PreTrainedConfig, spec: PolicySpec, dtype: torch.dtype = t
     with reading(spec.source):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False)
     return with_row_rules(model).eval()
+
+
+def _knowing_its_text(model: PreTrainedModel, spec: PolicySpec) -> PreTrainedModel:
+    """Set the ids of the model's embedding for which the tokenizer has no text, which are never drawn: an embedding may
+    have more rows than the tokenizer has ids (Qwen2.5's is padded to a round number). Without a tokenizer there are
+    none."""
+    with suppress(ConfigError):
+        known = set(load_tokenizer(spec).get_vocab().values())
+        ids = [token for token in range(model.config.vocab_size) if token not in known]
+        model.textless = torch.tensor(ids, device="cpu") if ids else None
+    return model
 
 
 def with_row_rules(model: PreTrainedModel) -> PreTrainedModel:

@@ -23,8 +23,20 @@ HEAD_BYTES = 128 * 2**20  # bytes of float32 logits that exist at a time
 KEPT_BYTES = 2**30
 """Bytes of float32 log-probs that are kept for the backward pass on a CPU; more of them are computed again."""
 
+_NEVER = -1e30  # a probability of 0, and finite: an entropy has 0 · log 0
+
 Entropy = Literal["none", "value", "gradient"]
 """Mode of the entropy: not computed, computed without a gradient, or computed with a gradient."""
+
+
+def without_text(logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the logits, changed in place so that ids without text are never drawn: those of `textless`."""
+    return logits if ids is None else logits.index_fill_(-1, ids.to(logits.device), _NEVER)
+
+
+def textless(model: torch.nn.Module) -> torch.Tensor | None:
+    """Return the ids for which the policy's tokenizer has no text, as policy.load has set them; None without any."""
+    return getattr(model, "textless", None)
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -202,12 +214,12 @@ def score_states(
     """
     row_bytes = 4 * model.config.vocab_size
     rows = max(1, HEAD_BYTES // row_bytes)
-    head = model.get_output_embeddings()
+    head, hidden = model.get_output_embeddings(), textless(model)
     if len(ids_N) <= rows:
-        return _score(head, temperature, entropy, states_Nd, ids_N)
+        return _score(head, hidden, temperature, entropy, states_Nd, ids_N)
     fits = states_Nd.device.type == "cpu" and len(ids_N) * row_bytes <= KEPT_BYTES
     keep = fits and not model.is_gradient_checkpointing
-    return _in_one_call(head, partial(_score_pieces, rows, keep, temperature, entropy), states_Nd, ids_N)
+    return _in_one_call(head, partial(_score_pieces, rows, keep, hidden, temperature, entropy), states_Nd, ids_N)
 
 
 def _in_one_call(module: torch.nn.Module, work: Callable[..., Any], *inputs: torch.Tensor) -> Any:
@@ -227,13 +239,14 @@ def _in_one_call(module: torch.nn.Module, work: Callable[..., Any], *inputs: tor
 def _score_pieces(
     rows: int,
     keep: bool,
+    hidden: torch.Tensor | None,
     temperature: float,
     entropy: str,
     head: Callable[[torch.Tensor], torch.Tensor],
     states_Nd: torch.Tensor,
     ids_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    score = partial(_score, head, temperature, entropy)
+    score = partial(_score, head, hidden, temperature, entropy)
     if torch.is_grad_enabled() and not keep:
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
     pieces = zip(states_Nd.split(rows), ids_N.split(rows), strict=True)
@@ -243,12 +256,13 @@ def _score_pieces(
 
 def _score(
     head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor | None,
     temperature: float,
     entropy: str,
     states_Nd: torch.Tensor,
     ids_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logits_NV = head(states_Nd)
+    logits_NV = without_text(head(states_Nd), hidden)
     if entropy == "gradient":
         logprobs_NV = log_softmax(logits_NV, temperature)
         return logprobs_NV.gather(1, ids_N[:, None])[:, 0], -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)

@@ -18,6 +18,7 @@ from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.policy.attention import QUERY_CHUNK
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
+from qurl_ray.policy.logprobs import textless, without_text
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
@@ -111,7 +112,8 @@ class TorchEngine:
         self._weights.load(manifest, buckets)
         self._steps_of_few = 0
         self._decoder = Decoder(self._model, self._elementwise) if knows(self._model) else None
-        self._head = as_function(self._model.get_output_embeddings())
+        head, hidden = as_function(self._model.get_output_embeddings()), textless(self._model)
+        self._head = lambda states: without_text(head(states), hidden)
         if self._rounds_cache:
             self._cache, self._kv_scales = None, self._measure_cache()
         self.version = manifest.version

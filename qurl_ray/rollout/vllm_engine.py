@@ -19,6 +19,7 @@ import torch
 
 from qurl_ray.errors import EngineError, QuantizationError, SyncError
 from qurl_ray.policy.load import context_length, empty_model
+from qurl_ray.policy.logprobs import textless
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import weight_max_code
@@ -89,7 +90,9 @@ class VllmEngine:
         self._dtype, self._ranks, self._emulate = _DTYPES[dtype], tensor_parallel, kernel == "emulation"
         self._context = context_length(spec)
         with torch.device("meta"):
-            self._shapes = {name: tuple(p.shape) for name, p in empty_model(spec).named_parameters()}  # tied ones once
+            model = empty_model(spec)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
+        self._textless = textless(model)
         self._records: dict[str, TensorRecord] = {}
         self._shared = SharedBuffer(), SharedBuffer()
         self._keeps_base = False
@@ -139,6 +142,8 @@ class VllmEngine:
         overrides = {"hf_overrides": {"quantization_config": plugin}}
         self._server = VllmServer(self._settings | overrides, threads=self._threads, timeout_s=self._timeout_s)
         self._format = format_name
+        if self._textless is not None:
+            self._server.workers("never_draw", self._textless.tolist())
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from qurl_ray.errors import QurlError, SyncError
+from qurl_ray.policy.logprobs import without_text
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
@@ -98,6 +99,15 @@ class ResidentPolicy:
     _placed: dict[str, int] = field(default_factory=dict)
     _group: tuple[Meeting | None, Any] = (None, None)
     """Group that was joined last."""
+
+    def never_draw(self, ids: Sequence[int]) -> None:
+        """Have no request draw these ids. Log-probs are then those of the learner, which leaves them out, too."""
+        hidden = torch.tensor(ids, device=next(self.model.parameters()).device)
+
+        def hide(_: nn.Module, __: object, logits: torch.Tensor | None) -> torch.Tensor | None:
+            return None if logits is None else without_text(logits, hidden)
+
+        cast(Any, self.model).logits_processor.register_forward_hook(hide)
 
     def begin(self) -> None:
         """Forget what was placed before."""

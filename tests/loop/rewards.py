@@ -33,8 +33,6 @@ def ones(answer, problem):
     return answer.count("1") / 6
 
 
-def large_batch(log_rho_BT, mask_BT):
-    """No reward: weights of a correction that fails on every batch but that of the check before the start."""
-    if len(mask_BT) > 2:
-        raise ZeroDivisionError("on purpose")
-    return mask_BT.float()
+def no_transport(*_, **__):
+    """No reward: a transport that no rank can make."""
+    raise ZeroDivisionError("on purpose")

@@ -30,6 +30,8 @@ from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.sync.floor import ProbeFloor
 from qurl_ray.types import Completion, Event, StagedBucket, row_uid
 
+_FIRST_STEPS = 3
+_NO_ENDS = 0.95  # share of truncated answers in one of the first steps that is announced
 _LOOK_S = 0.25  # between two looks at the engines, while ranks wait
 
 _Shares = list[list[MiniBatch]]
@@ -103,6 +105,8 @@ class Session:
         """Number of steps that each weight version has learned from, by version."""
         self._dropping = False
         """True if the correction dropped most tokens of the step before."""
+        self._endless = False
+        """True if it was announced that hardly any answer ends."""
         self._kernels: list[str] = []
 
     @property
@@ -270,6 +274,7 @@ class Session:
         }
         values |= {f"time/{name}": value for name, value in seconds.items()}
         self._warn_of_dropped_tokens(number, values)
+        self._warn_of_no_ends(number, values)
         if results[0].skipped_updates:
             message = f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite"
             self._events.warn(number, message)
@@ -288,6 +293,19 @@ class Session:
         """Add a step or an evaluation to the totals and to the events."""
         self._totals.add(event)
         self._events.add(event)
+
+    def _warn_of_no_ends(self, number: int, values: dict[str, Any]) -> None:
+        """Announce once that hardly any answer of the first steps ends by itself."""
+        share, most = values["rollout/truncated_share"], self._config.rollout.max_new_tokens
+        if number > _FIRST_STEPS or self._endless or self._config.rollout.ignore_eos or share < _NO_ENDS:
+            return
+        self._endless = True
+        message = (
+            f"{share:.0%} of the answers do not end within rollout.max_new_tokens={most}: the policy may end them with "
+            "a token that does not count as an end (--dry-run shows those that do; list it as eos_token_id in "
+            "generation_config.json), or it needs more tokens"
+        )
+        self._events.warn(number, message)
 
     def _warn_of_dropped_tokens(self, number: int, values: dict[str, Any]) -> None:
         before, self._dropping = self._dropping, values.get("mismatch/dropped", 0.0) > 0.5

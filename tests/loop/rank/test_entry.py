@@ -112,10 +112,15 @@ def test_our_own_errors_end_the_run_at_once(rank):
 @pytest.mark.ray
 def test_a_run_whose_rank_fails_in_the_same_way_again_ends_with_the_reason(tmp_path, cluster):
     """After one restart, and not after learner.max_failures=3 of them."""
-    correction = ["algorithm.correction.type=custom", "algorithm.correction.function=tests.loop.rewards:large_batch"]
-    given = [*SMALL, "steps=2", f"output_dir={tmp_path}", "name=again", *correction]
-    with pytest.raises(QurlError, match=r"in step 1: ZeroDivisionError: on purpose"):
+    given = [
+        *SMALL,
+        "steps=2",
+        f"output_dir={tmp_path}",
+        "name=again",
+        "sync.transport=tests.loop.rewards:no_transport",
+    ]
+    with pytest.raises(QurlError, match=r"in step 0: ZeroDivisionError: on purpose"):
         run(load_config(None, given))
     messages = [line["message"] for line in events(tmp_path / "again", "warning")]
     assert sum("the learner restarted" in message for message in messages) == 1
-    assert sum("failed in step 1: ZeroDivisionError: on purpose" in message for message in messages) == 2
+    assert sum("failed in step 0: ZeroDivisionError: on purpose" in message for message in messages) == 2
