@@ -35,15 +35,17 @@ class TaskBase(Section):
     verifiers: int = Field(1, ge=1)
     """Number of verifiers, which judge answers at the same time."""
     template: str = "{prompt}"
-    """Text around a problem's prompt, which replaces {prompt} in it. It is used if the tokenizer has no chat template
-    or `chat` is off; the tiny policy takes only the default."""
+    """Text around a problem's prompt, which replaces {prompt} in it. It is used if `chat` is off; the tiny policy takes
+    only the default."""
     chat: bool = False
-    """Wrap the prompt with the tokenizer's chat template, as one user message. Prompts that are lists of messages are
-    wrapped anyway."""
+    """Wrap the prompt with the tokenizer's chat template, which must be there, as one user message. Prompts that are
+    lists of messages are wrapped anyway."""
     system_prompt: str | None = None
-    """System message before a prompt that goes through the chat template, unless its messages begin with one."""
+    """System message before a prompt that goes through the chat template, unless its messages begin with one. It is
+    saved with the policy, and so are `chat_template_args`: `qurl serve` uses them as well."""
     chat_template_args: dict[str, Any] = {}
-    """Variables of the chat template, by name, such as `{enable_thinking: false}` for Qwen3."""
+    """Variables of the chat template, by name, such as `{enable_thinking: false}` for Qwen3. The column
+    `chat_template_kwargs` of a row comes before them."""
     reasoning: bool | None = None
     """Whether an answer has to end its reasoning with `</think>`. The package's rewards give an answer that has not
     done so 0; its boxes do not count. null: it has to if the prompt ends with `<think>`, as some chat templates write

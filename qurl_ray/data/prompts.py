@@ -141,6 +141,30 @@ def check_chat(task: TaskConfig, tokenizer: Any, problems: Sequence[Problem]) ->
         check_variables(names, tokenizer, where)
 
 
+def prompt_notes(problems: Sequence[Problem], tokenizer: Any, task: TaskConfig) -> list[str]:
+    """Return sentences on prompts that hold what the tokenizer or its chat template writes, too."""
+    begin, specials = tokenizer.bos_token, set(filter(None, tokenizer.all_special_tokens))
+    begins = begin is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    begun, marked, marks = 0, 0, set()
+    for problem in problems:
+        if is_chat(problem, task):
+            said = "\n".join(message["content"] for message in problem.messages or [{"content": problem.prompt}])
+            there = {special for special in specials if special in said}
+            marked, marks = marked + bool(there), marks | there
+        else:
+            begun += begins and task.template.replace("{prompt}", problem.prompt).startswith(begin)
+    notes = []
+    if begun:
+        notes.append(f"{begun} prompts begin with {begin!r}, which the tokenizer writes, too: it is there once")
+    if marked:
+        names = ", ".join(map(repr, sorted(marks)))
+        notes.append(
+            f"{marked} prompts hold special tokens, {names}, and go through the chat template as well: if it "
+            "made them already, give the messages themselves, or the text with task.chat=false"
+        )
+    return notes
+
+
 def check_variables(names: Iterable[str], tokenizer: Any, where: str) -> None:
     """Check that the chat template uses variables. Jinja ignores those that it does not use.
 

@@ -4,6 +4,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.environments.process import EnvironmentProcess
 from qurl_ray.environments.protocol import Traits
+from qurl_ray.tools.messages import read_tools
 
 
 def declared_traits(settings: EnvironmentConfig) -> Traits:
@@ -25,5 +26,6 @@ def with_tools(config: RunConfig, traits: Traits) -> RunConfig:
     `task.chat_template_args` has are kept instead."""
     if not traits.tools:
         return config
-    arguments = {"tools": list(traits.tools)} | config.task.chat_template_args
+    tools = read_tools(traits.tools, "the environment")
+    arguments = {"tools": tools} | config.task.chat_template_args
     return config.model_copy(update={"task": config.task.model_copy(update={"chat_template_args": arguments})})

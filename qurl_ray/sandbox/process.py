@@ -88,7 +88,7 @@ class SandboxedProcess:
             case {"ready": True}:
                 return reply
             case {"error": str(message)}:
-                raise error(message)
+                raise error(message.encode(errors="backslashreplace").decode())  # half of a surrogate pair is no text
         raise error(f"{what}: the process that imports it {_BROKE_PROTOCOL}")
 
     def alive(self) -> bool:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from qurl_ray.config.shown import shortened
 from qurl_ray.errors import DataError
-from qurl_ray.tools.messages import read_message
+from qurl_ray.tools.messages import read_message, read_tools
 
 _GREEDY = 1e-4  # lower temperatures count as 0: division of logits by them would overflow
 
@@ -215,6 +215,11 @@ class _Request(_Model):
         return []
 
     @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {}
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -232,6 +237,8 @@ class ChatRequest(_Request):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: list[_Tool] = Field([], max_length=128)
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template; they replace those of the run. Not one of OpenAI's parameters."""
     tool_choice: Literal["auto", "none"] = "auto"
     """With `none`, the answer's text is not read for calls. The policy cannot be forced to call."""
 
@@ -252,11 +259,15 @@ class ChatRequest(_Request):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def variables(self) -> dict[str, Any]:
+        return self.chat_template_kwargs
+
+    @property
     def calls(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
     def described(self) -> list[dict[str, Any]]:
-        return [tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        return read_tools([tool.model_dump(exclude_unset=True) for tool in self.tools], "the request")
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         try:

@@ -121,7 +121,13 @@ class Served:
 
         def all_encoded() -> list[np.ndarray]:
             return [
-                tokenize_prompt(prompt, self._loaded.tokenizer, template=self._config.template, tools=tools)
+                tokenize_prompt(
+                    prompt,
+                    self._loaded.tokenizer,
+                    template=self._config.template,
+                    tools=tools,
+                    variables=request.variables,
+                )
                 for prompt in prompts
             ]
 

@@ -57,7 +57,7 @@ def read_message(message: Any, name: str, where: str) -> dict[str, Any]:
 
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return descriptions of tools in OpenAI's format, without null fields.
+    """Return descriptions of tools in OpenAI's format, in one order, without null fields and "strict": false.
 
     Args:
         value: a list of descriptions, or its JSON text; without {"type": "function", "function": …} around each, that
@@ -75,7 +75,10 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]]:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{where}: tool {number} is no description with a name")
-        found.append(tool if "function" in tool else {"type": "function", "function": function})
+        first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+        others = {key: field for key, field in function.items() if not (key == "strict" and field is False)}
+        found.append({"type": "function", "function": first | others})
+    check_text(found, where)
     return found
 
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from qurl_ray.config.task import ArithmeticTask
 from qurl_ray.data import prompts
-from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
+from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt, prompt_notes
+from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
 
@@ -108,6 +109,70 @@ def test_chat_settings_without_effect_are_an_error(tokenizer, fields, template, 
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=message):
         check_chat(task(**fields), tokenizer, [problem("1")])
+
+
+# --- one beginning token -------------------------------------------------------------------------------------------
+
+BEGINS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def beginning():
+    """A tokenizer of characters that writes <s> first, as Llama's does."""
+    letters = sorted(set(LETTERS + "[]rolespt ?"))
+    vocab = {letter: index for index, letter in enumerate([*letters, "<s>", "</s>"])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", vocab["<s>"])])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        ("1+2=", {}),
+        ("<s>1+2=", {}),
+        ("<s><s>1+2=", {}),
+        ("1+2=", {"template": "<s>{prompt}"}),
+        ("<s>1+2=", {"template": "<s>{prompt}"}),
+    ],
+)
+def test_a_text_has_one_beginning_token_and_the_run_says_so(beginning, prompt, fields):
+    asked = task(**fields)
+    ids = encode_prompt(problem(prompt), beginning, asked).tolist()
+    assert ids == beginning("1+2=")["input_ids"]
+    assert ids.count(beginning.bos_token_id) == 1
+    twice = fields or prompt.startswith("<s>")
+    said = ["1 prompts begin with '<s>', which the tokenizer writes, too: it is there once"]
+    assert prompt_notes([problem(prompt)], beginning, asked) == (said if twice else [])
+
+
+def test_a_chat_has_one_beginning_token_and_the_run_says_so(beginning):
+    beginning.chat_template = BEGINS
+    for template in (BEGINS, BEGINS.replace("[{{ m.role }}]", ""), "<s>{{ messages[0].content }}"):
+        beginning.chat_template = template
+        expected = beginning.apply_chat_template([{"role": "user", "content": "1+2="}], return_dict=False)
+        ids = encode_prompt(problem("<s>1+2="), beginning, task(chat=True)).tolist()
+        assert ids == expected
+        assert ids.count(beginning.bos_token_id) == 1
+        (said,) = prompt_notes([problem("<s>1+2="), problem("1+2=")], beginning, task(chat=True))
+        assert "1 prompts hold special tokens, '<s>', and go through the chat template as well" in said
+
+
+def test_a_beginning_token_that_a_template_writes_for_each_turn_stays(beginning):
+    """As SmolLM2's, whose beginning token opens every turn."""
+    beginning.chat_template = (
+        "{% for m in messages %}<s>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    )
+    ids = encode_prompt(talk(("user", "1"), ("ai", "2")), beginning, task()).tolist()
+    assert ids == beginning("1<s>2<s>")["input_ids"]
+
+
+def test_turns_begin_once(beginning):
+    beginning.chat_template = BEGINS
+    made = TurnEncoder(beginning, task(chat=True), (beginning.eos_token_id,))
+    ids = made.opening(problem("<s>1+2="), [{"role": "user", "content": "1"}])
+    assert ids.tolist().count(beginning.bos_token_id) == 1
 
 
 def test_messages_without_a_chat_template_are_an_error(tokenizer):

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from qurl_ray.config import load_config
+from qurl_ray.environments.declared import with_tools
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
-from qurl_ray.environments.protocol import Step
-from qurl_ray.errors import EnvironmentFailed, QurlError
+from qurl_ray.environments.protocol import Step, Traits
+from qurl_ray.errors import DataError, EnvironmentFailed, QurlError, RewardError
+from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.tables import ENVIRONMENTS, PROBLEMS
 from qurl_ray.types import Problem
 
@@ -106,6 +109,24 @@ def test_what_goes_wrong_is_told_and_the_next_trajectory_finds_a_sound_process(a
         assert "a" not in found.there
         found.reset("b", PROBLEM)
         assert found.step("b", "x").messages == [{"role": "user", "content": "1: x"}]
+
+
+def test_half_of_a_surrogate_pair_in_an_error_can_be_printed(tmp_path, monkeypatch):
+    name = f"broken_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text("raise ValueError('no \\ud83d here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with process(f"{name}:Guess") as found, pytest.raises(EnvironmentFailed) as caught:
+        found.check()
+    assert str(caught.value).encode().endswith(rb"no \ud83d here")
+    with VerifierProcess(f"{name}:score", timeout_s=5) as verifier, pytest.raises(RewardError) as caught:
+        verifier.check()
+    assert str(caught.value).encode().endswith(rb"no \ud83d here")
+
+
+@pytest.mark.parametrize("tools", [[{"name": "\ud83d"}], [{"name": "f", "description": "\ud83d"}]])
+def test_half_of_a_surrogate_pair_in_a_tool_is_an_error(tools):
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        with_tools(load_config(None, []), Traits(tools=tools))
 
 
 @pytest.mark.parametrize("answer", ["fork", "twice"])

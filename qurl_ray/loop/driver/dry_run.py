@@ -21,6 +21,7 @@ from qurl_ray.loop.driver.prepare import (
 )
 from qurl_ray.loop.driver.run_dir import look_at_run_dir, settings_text, submitted
 from qurl_ray.policy.gguf import converted, gguf_outline
+    unequalized,
 from qurl_ray.policy.load import Outline, local_copy, outline
 from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.tables import TASKS
@@ -39,6 +40,8 @@ class DryRun:
     promise: str | None = None
     """Sentence on equal bits; None if engine and learner do not share one forward pass, or the model is not here."""
 
+    notes: list[str] = field(default_factory=list)
+    """Sentences that the run would announce on its problems and its model."""
 
 def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
     """Make the checks of a run, and return what they were.
@@ -66,12 +69,14 @@ def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
         return found
     check_model(config, policy.model)
     check_saving(config, policy)
+        found.notes += task.notes
     found.checked += [f"the model ({type(policy.model).__name__})", "saving of the policy"]
     ends = ", ".join(f"{policy.tokenizer.decode([token])!r} ({token})" for token in policy.stop_ids)
     found.checked.append(f"the tokens that end an answer: {ends}")
     if task:
-        check_prompts(config, task, policy)
+        found.notes += check_prompts(config, task, policy)
         found.checked.append(f"lengths of prompts and answers in a context of {policy.context} tokens")
+    found.notes += unequalized(config, policy.model)
     with read_only():
         promise = row_promise(config, policy.model)
     found.promise = promise.sentence() if promise else None

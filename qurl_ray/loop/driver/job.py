@@ -37,7 +37,7 @@ def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
     typer.echo(f"# placement: {demand(config)}")
     if found.promise:
         typer.echo(f"# {found.promise}")
-    for sentence in idle_settings(config):
+    for sentence in [*idle_settings(config), *found.notes]:
         typer.echo(f"note: {sentence}", err=True)
     typer.echo(f"# checked: {'; '.join(found.checked)}")
     if found.unchecked:

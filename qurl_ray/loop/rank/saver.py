@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import distributed
 
 from qurl_ray.config import RunConfig
+from qurl_ray.data.trained import keep_settings
 from qurl_ray.errors import CheckpointError, ConfigError, QurlError
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.checkpoint import LOOP, complete, partial_folder, prune
@@ -46,6 +47,7 @@ class Saver:
         self._config, self._learner, self._coordinator = config, learner, coordinator
         self._run_dir, self._rank = run_dir, rank
         self._tokenizer = load_tokenizer(spec)
+        keep_settings(self._tokenizer, config.task)
         self._model = architecture(spec, self._tokenizer)
 
     def checkpoint(self, step: int, reward: float | None) -> None:

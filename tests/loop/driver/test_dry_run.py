@@ -15,6 +15,7 @@ from qurl_ray.loop.driver import dry_run as module
 from qurl_ray.loop.driver.dry_run import dry_run
 from qurl_ray.loop.driver.job import run_job
 from qurl_ray.loop.driver.prepare import check_run
+from qurl_ray.loop.driver.run import run
 from qurl_ray.loop.driver.run_dir import open_run_dir
 from qurl_ray.policy import gguf
 from qurl_ray.policy.load import load_model, load_tokenizer, outline
@@ -146,6 +147,30 @@ def test_it_ends_in_the_error_of_the_run(here, given, kind, message):
     with pytest.raises(kind, match=message):
         dry_run(config(*given), fresh=False)
     assert tree(here) == before
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("TMPDIR", "/tmp/" + 110 * "x", "bytes longer than the system takes; set .RAY_TMPDIR or .TMPDIR"),
+        ("RAY_TMPDIR", "/tmp/" + 50 * "x", "bytes longer than the system takes"),
+        ("RAY_TMPDIR", "/proc/x", "Ray cannot be started here: .* in /proc"),
+        ("QURL_CACHE", "/proc/x", "cannot write to the cache folder /proc/x: .*; set .QURL_CACHE or .HOME"),
+        ("HOME", "/proc/x", "cannot write to the cache folder /proc/x/.cache/qurl-ray: .*"),
+    ],
+)
+def test_folders_outside_the_run_are_checked_by_the_dry_run_and_by_the_run(here, monkeypatch, variable, value, message):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    if variable == "HOME":
+        monkeypatch.delenv("QURL_CACHE")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setenv(variable, value)
+    for start in (dry_run, run):
+        with pytest.raises(ConfigError, match=message) as caught:
+            start(config(), fresh=False)
+        assert "\n" not in str(caught.value)
+    assert not (here / "runs").exists()
 
 
 def test_a_policy_without_all_its_weights_is_found(here, monkeypatch):

@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qurl_ray.config import load_config
+from qurl_ray.data.trained import ChatSettings, kept_settings
 from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.loop.checkpoint import latest, partial_folder
+from qurl_ray.loop.rank import saver as module
 from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.loop.rank.saver import Saver
 from qurl_ray.policy import save
@@ -49,8 +51,8 @@ def saver_of(tmp_path):
     return partial(make_saver, tmp_path)
 
 
-def make_saver(tmp_path, spec):
-    config = load_config(None, [f"output_dir={tmp_path}", "export.quantized=none"])
+def make_saver(tmp_path, spec, *given):
+    config = load_config(None, [f"output_dir={tmp_path}", "export.quantized=none", *given])
     settings = objective_settings(config)
     learner = make_learner(load_model(spec), config.learner, settings, temperature=1.0, total_updates=1)
     coordinator = SimpleNamespace(
@@ -115,6 +117,19 @@ def test_a_saved_policy_lists_every_token_that_ends_an_answer(policy_with, saver
     """So that whatever generates with it stops where the run's engines did."""
     saver_of(policy_with("generation_config.json", {"eos_token_id": [5, 7]})).final()
     assert json.loads((tmp_path / "policy" / "generation_config.json").read_text())["eos_token_id"] == [1, 5, 7]
+
+
+def test_settings_of_the_chat_template_travel_with_every_form_of_a_policy(saver_of, tiny_spec, tmp_path, monkeypatch):
+    """But tools, which are a request's own."""
+    monkeypatch.setattr(module, "fleet_weight_max_code", lambda *_: 127)
+    args = "task.chat_template_args={enable_thinking: false, tools: [{name: f}]}"
+    saver_of(tiny_spec, "task.system_prompt=Be brief.", args, "export.quantized=int8").final()
+    expected = ChatSettings(system_prompt="Be brief.", variables={"enable_thinking": False})
+    for folder in ("policy", "policy-int8"):
+        spec = PolicySpec(source=str(tmp_path / folder), quantized=folder != "policy")
+        assert kept_settings(load_tokenizer(spec)) == expected
+    saver_of(PolicySpec(source=str(tmp_path / "policy"))).final()  # a run that has none
+    assert kept_settings(load_tokenizer(PolicySpec(source=str(tmp_path / "policy")))) == ChatSettings()
 
 
 class Gathered:
