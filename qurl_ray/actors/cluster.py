@@ -7,10 +7,13 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import grpc
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services
 from ray._private.gcs_utils import create_gcs_channel
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
@@ -20,9 +23,15 @@ from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import placement_group_table
 
 from qurl_ray.actors.placement import Demand, GpuAssignment, counts, what_is_missing
-from qurl_ray.errors import ConfigError, PlacementError
+from qurl_ray.config.shown import reason
+from qurl_ray.errors import ConfigError, PlacementError, QurlError
+from qurl_ray.files import why_unwritable
 
 _CONNECT_S, _ANSWER_S = 10.0, 30.0
+_SESSION = "%Y-%m-%d_%H-%M-%S_%f"
+"""Time in the name of the folder of a Ray."""
+_LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
+"""Largest number of bytes in the path of a socket."""
 _ASK = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 """Call that every head node answers. Ray's client server, at ray://, answers that it has no such call."""
 
@@ -60,6 +69,36 @@ def check_address() -> None:
                 ) from None
 
 
+def check_ray() -> None:
+    """Check that a Ray cluster answers at $RAY_ADDRESS, or, if it is not set, that Ray can be started here.
+
+    Raises:
+        ConfigError: see check_address and check_folder.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        check_address()
+    else:
+        check_folder()
+
+
+def check_folder() -> None:
+    """Check that a Ray that is started here can write its files, and that the paths of its sockets are short enough.
+
+    Raises:
+        ConfigError: it cannot, or they are not.
+    """
+    folder = Path(get_default_ray_temp_dir()).absolute()
+    session = f"session_{datetime.now():{_SESSION}}_{os.getpid()}"
+    excess = len(os.fsencode(folder / session / "sockets" / "plasma_store")) - _LONGEST_SOCKET
+    if excess > 0:
+        raise ConfigError(
+            f"Ray cannot be started here: the paths of its sockets below {folder} would be {excess} bytes longer than "
+            "the system takes; set $RAY_TMPDIR or $TMPDIR to a shorter path, such as /tmp"
+        )
+    if error := why_unwritable(folder):
+        raise ConfigError(f"Ray cannot be started here: {error}; set $RAY_TMPDIR or $TMPDIR to a folder to write in")
+
+
 def attach(**settings: Any) -> None:
     """Call `ray.init` with these settings, on the cluster of $RAY_ADDRESS.
 
@@ -71,13 +110,13 @@ def attach(**settings: Any) -> None:
     try:
         ray.init(address, **settings)
     except (ConnectionError, ValueError, AuthenticationError) as error:
-        reason = str(error)
+        told = str(error)
         if isinstance(error, AuthenticationError) or "AuthenticationError" in str(error.__cause__):
-            reason = (
+            told = (
                 "it asks for a token, and this process has none or another one: set RAY_AUTH_MODE=token, and see "
                 "docs/clusters.md for where the token comes from"
             )
-        raise ConfigError(f"cannot attach to the Ray cluster at RAY_ADDRESS={address}: {reason}") from None
+        raise ConfigError(f"cannot attach to the Ray cluster at RAY_ADDRESS={address}: {told}") from None
 
 
 def start(**settings: Any) -> str:
@@ -89,7 +128,11 @@ def start(**settings: Any) -> str:
     kernel kills them if this process is killed; elsewhere a process of Ray's does so, by their group.
 
     If the start fails or is interrupted, all of them are killed here: their agents would go on for up to a minute.
+
+    Raises:
+        ConfigError: Ray does not start; the message has Ray's reason.
     """
+    check_folder()
     popen, started = services.ConsolePopen, []
 
     def start_one(*arguments: Any, **options: Any) -> Any:
@@ -101,10 +144,12 @@ def start(**settings: Any) -> str:
     try:
         # "local": do not use another Ray that was left running on this machine
         return ray.init("local", **settings).dashboard_url or ""
-    except BaseException:
+    except BaseException as error:
         for process in started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(error, Exception) and not isinstance(error, QurlError):
+            raise ConfigError(f"Ray cannot be started here: {reason(error)}") from error
         raise
     finally:
         services.ConsolePopen = popen

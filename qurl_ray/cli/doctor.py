@@ -143,12 +143,25 @@ def places() -> Iterator[Finding]:
         yield Finding("MLflow", shown_address(mlflow_address(None, runs)))
     except QurlError as error:
         yield Finding("settings", "of the environment", str(error), fatal=True)
-    address = os.environ.get("RAY_ADDRESS")
-    yield Finding("Ray", f"RAY_ADDRESS={address}" if address else "is started here for each run (RAY_ADDRESS is unset)")
+    if address := os.environ.get("RAY_ADDRESS"):
+        yield Finding("Ray", f"RAY_ADDRESS={address}")
+    else:
+        yield _local_ray()
     for port, user in _PORTS.items():
         with socket.socket() as probe:
             free = probe.connect_ex(("127.0.0.1", port)) != 0
         yield Finding(f"port {port}", f"{'free' if free else 'in use'} ({user})")
+
+
+def _local_ray() -> Finding:
+    from qurl_ray.actors.cluster import check_folder  # which imports Ray
+
+    found = "is started here for each run (RAY_ADDRESS is unset)"
+    try:
+        check_folder()
+    except QurlError as error:
+        return Finding("Ray", found, str(error), fatal=True)
+    return Finding("Ray", found)
 
 
 def _folder(what: str, folder: Path) -> Finding:

@@ -101,15 +101,21 @@ def cached_tiny_policy(
         ConfigError: a problem has characters outside `CHARACTERS`, or the accuracy is not reached.
     """
     check_characters(problems)
-    folder = cache_root() / f"tiny-{_recipe_hash(config, problems)}"
-    if (folder / "config.json").is_file():
-        return folder
+    if made := cached_tiny(config, problems):
+        return made
+    folder = _folder(config, problems)
     tokenizer = make_tokenizer(calculator=config.calculator)
     model = make_model(config, tokenizer)
     if config.cold_start:
         cold_start(model, tokenizer, config, problems, progress, device=device)
     save_policy(model, tokenizer, folder)
     return folder
+
+
+def cached_tiny(config: TinyModel, problems: Sequence[Problem]) -> Path | None:
+    """Return the folder of the tiny policy; None if it does not exist yet. See `cached_tiny_policy`."""
+    folder = _folder(config, problems)
+    return folder if (folder / "config.json").is_file() else None
 
 
 def tiny_outline(config: TinyModel) -> Outline:
@@ -221,6 +227,10 @@ def _rows(
             ids_BT[place, start - len(given) : end] = given + said
             mask_BT[place, start:end] = True
     return torch.from_numpy(ids_BT).to(device), torch.from_numpy(mask_BT).to(device)
+
+
+def _folder(config: TinyModel, problems: Sequence[Problem]) -> Path:
+    return cache_root() / f"tiny-{_recipe_hash(config, problems)}"
 
 
 def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:

@@ -189,7 +189,7 @@ class MlflowSink:
         self._ended: float | None = None
         self._known: set[tuple[str, int]] | None = None
         self._notices: deque[str] = deque()
-        recourse = f"{run_dir} has all of them: qurl track {run_dir} sends them"
+        recourse = f"{run_dir} has all of them: qurl track {shlex.quote(str(run_dir))} sends them"
         self._background = Background(self.name, first=self._open, is_transient=is_transient, recourse=recourse)
         self._background.submit(self._log_plan)
         self._background.submit(self._settle_view)

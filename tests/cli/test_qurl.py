@@ -135,12 +135,26 @@ def test_a_version_that_does_not_fit_stops_all_runs(monkeypatch):
     assert (finding.found, finding.fatal) == ("missing", True)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
-    monkeypatch.setenv("QURL_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr("os.access", lambda path, mode: not str(path).startswith(str(tmp_path)))
-    (finding,) = (finding for finding in doctor.places() if finding.what == "runs")
+@pytest.mark.parametrize(
+    ("variables", "what", "problem"),
+    [
+        ({"QURL_RUNS": "/proc/runs"}, "runs", "in /proc; set $QURL_RUNS"),
+        ({"QURL_CACHE": "/proc/cache"}, "cache", "in /proc; set $QURL_CACHE"),
+        ({"HOME": "/proc/home", "QURL_CACHE": ""}, "cache", "in /proc; set $QURL_CACHE"),
+        ({"TMPDIR": "/tmp/" + 110 * "x"}, "Ray", "bytes longer than the system takes; set $RAY_TMPDIR or $TMPDIR"),
+        ({"TMPDIR": "/proc/x"}, "Ray", "in /proc; set $RAY_TMPDIR or $TMPDIR"),
+        ({"RAY_TMPDIR": "/proc/x"}, "Ray", "in /proc; set $RAY_TMPDIR or $TMPDIR"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_told(variables, what, problem, monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (finding,) = (finding for finding in doctor.places() if finding.what == what)
     assert finding.fatal
-    assert "set $QURL_RUNS" in finding.problem
+    assert problem in finding.problem
+    assert "\n" not in finding.problem
 
 
 def test_an_address_of_mlflow_that_is_none_is_told(monkeypatch):

@@ -1,7 +1,9 @@
 """A dry run: the checks of a run that need no weights in memory. It leaves nothing and asks no other machine."""
 
+import os
 from dataclasses import dataclass, field, replace
 
+from qurl_ray.actors.cluster import check_folder
 from qurl_ray.cache import read_only
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
@@ -10,6 +12,7 @@ from qurl_ray.config.task import DatasetTask
 from qurl_ray.data.files import hub_sources
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import (
+    check_cache,
     check_model,
     check_problems,
     check_prompts,
@@ -18,10 +21,10 @@ from qurl_ray.loop.driver.prepare import (
     find_policy,
     prepare_task,
     row_promise,
+    unequalized,
 )
 from qurl_ray.loop.driver.run_dir import look_at_run_dir, settings_text, submitted
 from qurl_ray.policy.gguf import converted, gguf_outline
-    unequalized,
 from qurl_ray.policy.load import Outline, local_copy, outline
 from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.tables import TASKS
@@ -37,11 +40,11 @@ class DryRun:
     """Parts of the run that were checked, in words."""
     unchecked: list[str] = field(default_factory=list)
     """Parts that were not checked, each with the reason."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences that the run would announce on its problems and its model."""
     promise: str | None = None
     """Sentence on equal bits; None if engine and learner do not share one forward pass, or the model is not here."""
 
-    notes: list[str] = field(default_factory=list)
-    """Sentences that the run would announce on its problems and its model."""
 
 def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
     """Make the checks of a run, and return what they were.
@@ -51,6 +54,8 @@ def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
     """
     config = resolve(config, submitted=submitted())
     found = DryRun(settings=settings_text(shown(config.model_dump(mode="json"))))
+    if not os.environ.get("RAY_ADDRESS"):
+        check_folder()
     try_functions(config)
     folder, resume = look_at_run_dir(config, fresh=fresh, extend=extend)
     found.checked += ["settings", "functions", folder]
@@ -61,22 +66,23 @@ def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
     else:
         task = prepare_task(config)
         check_problems(task, resume)
+        check_cache(config, task)
         counts = f"{len(task.train)} training and {len(task.held_out)} held-out problems"
         found.checked.append(f"{counts} with reward {task.reward}")
+        found.notes += task.notes
     policy = _outline(config.model, found)
     if policy is None:
         found.unchecked.append("the model and prompts, as model.path would come from the hub")
         return found
     check_model(config, policy.model)
     check_saving(config, policy)
-        found.notes += task.notes
+    found.notes += unequalized(config, policy.model)
     found.checked += [f"the model ({type(policy.model).__name__})", "saving of the policy"]
     ends = ", ".join(f"{policy.tokenizer.decode([token])!r} ({token})" for token in policy.stop_ids)
     found.checked.append(f"the tokens that end an answer: {ends}")
     if task:
         found.notes += check_prompts(config, task, policy)
         found.checked.append(f"lengths of prompts and answers in a context of {policy.context} tokens")
-    found.notes += unequalized(config, policy.model)
     with read_only():
         promise = row_promise(config, policy.model)
     found.promise = promise.sentence() if promise else None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from qurl_ray.cache import cache_root
 from qurl_ray.config import RunConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
 from qurl_ray.config.paths import absolute, is_path
@@ -23,15 +24,16 @@ from qurl_ray.environments.declared import with_tools
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
+from qurl_ray.files import why_unwritable
 from qurl_ray.loop.checkpoint import Checkpoint
 from qurl_ray.numerics.promise import Promise, promise_for
 from qurl_ray.policy.export import quantized_folder
-from qurl_ray.policy.gguf import cached_gguf_policy
+from qurl_ray.policy.gguf import cached_gguf_policy, converted
 from qurl_ray.policy.layers import window_of
 from qurl_ray.policy.load import Outline, load_tokenizer, outline
 from qurl_ray.policy.save import policy_folder
 from qurl_ray.policy.settings import head_dim
-from qurl_ray.policy.tiny import cached_tiny_policy, check_characters, tiny_outline
+from qurl_ray.policy.tiny import cached_tiny, cached_tiny_policy, check_characters, tiny_outline
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.structure import norm_fed
@@ -74,6 +76,7 @@ def check_run(config: RunConfig) -> Checked:
         QurlError: something would have failed later; the error names it.
     """
     task = prepare_task(config)
+    check_cache(config, task)
     spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
     found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
     check_model(config, found.model)
@@ -133,6 +136,20 @@ def check_problems(task: Task, resume: Checkpoint | None) -> None:
             f"the task's problems, held-out ones included, or their order differ from those of {resume.folder}: give "
             "the task that the run began with, or start again with --fresh"
         )
+
+
+def check_cache(config: RunConfig, task: Task) -> None:
+    """Check that the cache folder can be written if the policy is to be made there.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    model = config.model
+    if isinstance(model, PretrainedModel):
+        return
+    made = cached_tiny(model, task.train) if isinstance(model, TinyModel) else converted(model.path)
+    if not made and (error := why_unwritable(cache_root())):
+        raise ConfigError(f"cannot write to the cache folder {cache_root()}: {error}; set $QURL_CACHE or $HOME")
 
 
 def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:

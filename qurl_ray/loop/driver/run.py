@@ -19,7 +19,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from qurl_ray.actors.cluster import attach, check_address, check_room, start
+from qurl_ray.actors.cluster import attach, check_ray, check_room, start
 from qurl_ray.actors.environments import end_environments, start_environments
 from qurl_ray.actors.placement import demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
@@ -97,7 +97,7 @@ def run_until(
     config = resolve(config, submitted=submitted())
     with stops.caught():
         if not ray.is_initialized():
-            check_address()  # now, and not only after a cold start
+            check_ray()  # now, and not only after a cold start
         try_functions(config)
         checked = check_run(config)
         config = checked.config

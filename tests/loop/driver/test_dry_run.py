@@ -275,7 +275,7 @@ def test_it_says_what_a_run_would_announce_about_problems_and_model(here, capsys
     """30 of 40 rows cannot be used, and there is a column that the policy does not see."""
     rows = [{"prompt": f"{n}+1=" if n < 10 else " ", "answer": str(n + 1), "system": "Be brief."} for n in range(40)]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = config(*PRETRAINED, "task.type=dataset", "task.path=rows.jsonl")
+    given = config(*PRETRAINED, "task.type=dataset", f"task.path={here / 'rows.jsonl'}")
     assert run_job(given, dry=True, fresh=False) == 0
     said = capsys.readouterr().err
     assert f"note: {here / 'rows.jsonl'}: 30 of 40 rows skipped, prompt or answer empty" in said
