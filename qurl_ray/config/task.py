@@ -47,9 +47,9 @@ class TaskBase(Section):
     """Variables of the chat template, by name, such as `{enable_thinking: false}` for Qwen3. The column
     `chat_template_kwargs` of a row comes before them."""
     reasoning: bool | None = None
-    """Whether an answer has to end its reasoning with `</think>`. The package's rewards give an answer that has not
-    done so 0; its boxes do not count. null: it has to if the prompt ends with `<think>`, as some chat templates write
-    it, or if the answer itself has a `<think>`. true: every answer has to. false: none has to."""
+    """Require that an answer ends its reasoning with `</think>`: without it, the package's rewards give 0, as boxes in
+    an unfinished reasoning do not count. null requires it if the prompt ends with `<think>`, as some chat templates
+    write it, or if the answer itself has a `<think>`; true always, false never."""
 
     @field_validator("template")
     @classmethod

@@ -1,4 +1,4 @@
-r"""What math-verify can compare: numbers in a form that it reads as numbers, and expressions that it compares quickly.
+r"""Texts that math-verify can compare: numbers in a form that it reads as numbers, and quickly compared expressions.
 
 math-verify reads the number 1e3 as the product 1·e·3. Its time grows exponentially with the depth of nested
 parentheses, and its time-outs cannot interrupt the computation of one large integer. So texts are checked before.

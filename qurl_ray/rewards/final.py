@@ -18,7 +18,7 @@ _BRACES = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # `\\.` ski
 
 
 class FinalAnswer(NamedTuple):
-    """What a scorer judges."""
+    """Final answer that a scorer judges."""
 
     text: str
     """The content of the box, or the text after the reasoning, without white space around it."""

@@ -6,8 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config.model import TinyModel
+from qurl_ray.config.task import ArithmeticTask
+from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.tiny import CHARACTERS, cached_tiny_policy, make_tokenizer
+from qurl_ray.policy.tiny import CHARACTERS, cached_tiny_policy, demonstration, make_tokenizer
+from qurl_ray.tables import REWARDS
 from qurl_ray.types import Problem
 from tests.conftest import SUMS
 
@@ -70,3 +73,34 @@ def test_an_accuracy_that_is_not_reached_is_an_error():
 def test_unknown_characters_are_an_error_that_names_them():
     with pytest.raises(ConfigError, match="the task also has 'xy'"):
         cached_tiny_policy(TinyModel(), [Problem(uid="0", prompt="x+y=", answer="1")], lambda *_: None)
+
+
+def worked(count=80):
+    """Problems such as 12+34+5=, with answers such as 46 51."""
+    task = load_task(ArithmeticTask(terms=3, digits=2, worked=True), eval_problems=1)
+    return task, list(task.train[:count])
+
+
+def test_a_worked_problem_is_demonstrated_with_the_result_of_each_operator():
+    task, problems = worked()
+    for problem in problems:
+        first, second, third = map(int, problem.prompt[:-1].split("+"))
+        ((given, said),) = demonstration(problem, calculator=False)
+        assert (given, said) == (problem.prompt, f"{first + second:02d} {first + second + third:02d}")
+        assert REWARDS.load(task.reward)(said, problem) == 1.0
+
+
+def test_a_cold_start_on_worked_problems_learns_to_write_the_results_between():
+    """Copies, written twice: what the policy then says has two numbers, and not the answer alone."""
+    twice = [
+        Problem(uid=p.uid, prompt=p.prompt, answer=p.answer, meta={"worked": f"{p.answer} {p.answer}"}) for p in EASY
+    ]
+    folder = cached_tiny_policy(TinyModel(**SMALL, cold_start_accuracy=0.3), twice, lambda *_: None)
+    assert folder != cached_tiny_policy(TinyModel(**SMALL, cold_start_accuracy=0.3), EASY, lambda *_: None)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    said = []
+    for problem in twice[:20]:
+        ids = tokenizer(problem.prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        said.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).split())
+    assert sum(len(numbers) == 2 for numbers in said) > len(said) / 2
