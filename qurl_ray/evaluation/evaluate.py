@@ -14,7 +14,7 @@ import numpy as np
 
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
-from qurl_ray.data.prompts import check_lengths, encode_prompt
+from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
 from qurl_ray.data.tasks import load_task
 from qurl_ray.environments.declared import declared_traits, with_tools
 from qurl_ray.errors import ConfigError
@@ -100,6 +100,7 @@ def evaluate(
     tokenizer = load_tokenizer(spec)
     config = with_tools(config, declared_traits(config.environment))
     task = load_task(config.task, eval_problems=config.evaluation.problems)
+    check_chat(config.task, tokenizer, task.held_out)
     encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
