@@ -79,7 +79,8 @@ def _settings(algorithm: str | None, config: Path | None, given: list[str]) -> R
     settings = load_config(config, given if config else [*defaults, *given])
     other = settings.algorithm.type
     if algorithm not in (None, other):
-        raise ConfigError(f"{config or 'an override'} sets algorithm.type={other}; run it with `qurl train`, or jobs/qurl_{other}.py")
+        place = config or "an override"
+        raise ConfigError(f"{place} sets algorithm.type={other}; run it with `qurl train`, or jobs/qurl_{other}.py")
     if algorithm is None and settings.precision_flow == "rollout_only":
         raise ConfigError(
             f"precision_flow is rollout_only; run it with `qurl train`, or jobs/qurl_{other}.py, or set unified"

@@ -1,6 +1,7 @@
 """Resolve the setting `policy` to a policy that stays the same, and that policy to a folder on this machine."""
 
 import hashlib
+import shlex
 import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -90,7 +91,7 @@ def check_files(pinned: Pinned, folder: Path) -> None:
     if _sha256(folder) != pinned.sha256:
         raise ConfigError(
             f"the files in {folder} have changed since {pinned.source} was chosen: swap to the policy that is meant "
-            f"(--swap policy={pinned.source} takes it as it is now)"
+            f"(--swap {shlex.quote(f'policy={pinned.source}')} takes it as it is now)"
         )
 
 

@@ -1,6 +1,7 @@
 """OpenAI's requests, with validation, and OpenAI's errors. Independent of HTTP and of engines."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -112,6 +113,14 @@ class _StreamOptions(_Model):
 class _TextPart(_Model):
     type: Literal["text"]
     text: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_text(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "text":
+            what = "images" if "image" in kind else f"parts of type {shortened(kind, 40)!r}"
+            raise ValueError(f"{what} are not supported: send text")
+        return kind
 
 
 class _CalledFunction(_Model):
@@ -343,7 +352,11 @@ def parse(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    item = error.errors(include_url=False, include_input=False)[0]
+    items = error.errors(include_url=False)
+    item = items[0]
+    last = item["loc"][-1] if item["loc"] else 0
+    if isinstance(last, str) and last not in _NAMES and item["type"] != "extra_forbidden":
+        item = _of_union(items)
     # pydantic puts the types of a union into the path: messages, 0, content, list[_TextPart], 0, type
     path = [part for part in item["loc"] if isinstance(part, int) or part in _NAMES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or None
@@ -351,9 +364,35 @@ def _invalid(error: ValidationError) -> ApiError:
         unknown = shortened(str(item["loc"][-1]))
         return ApiError(400, f"unknown parameter: {unknown}", param=unknown, code="unknown_parameter")
     message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "model_type":  # its message has the name of a class
+        message = "Input should be an object"
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_CODES.get(item["type"]))
 
 
+def _of_union(items: Sequence[Any]) -> Any:
+    """Return the error of the type that a value comes closest to, which is not the first of the union: the one that
+    was read furthest. If there are several, the error names what came, and all that could have."""
+    union = items[0]["loc"][:-1]
+    items = [item for item in items if item["loc"][: len(union)] == union]
+    deepest = max(items, key=lambda item: len(item["loc"]))
+    last = deepest["loc"][len(union) + 1 :]
+    alike = [item for item in items if item["loc"][len(union) + 1 :] == last]
+    if len(alike) == 1:
+        return deepest
+    wanted = " or ".join(dict.fromkeys(item["msg"].removeprefix("Input should be ") for item in alike))
+    return deepest | {"msg": f"Input should be {wanted}, not {_KINDS[type(deepest['input'])]}"}
+
+
+_KINDS = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+"""JSON's names of values."""
 _MODELS = (
     ChatRequest,
     CompletionRequest,

@@ -86,6 +86,41 @@ def test_prompts_are_texts_or_tokens_one_or_several(prompt, prompts):
     assert completion(prompt=prompt).prompts() == prompts
 
 
+@pytest.mark.parametrize(
+    ("content", "param", "message"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "[0].type", "images are not supported: send text"),
+        (
+            [{"type": "text", "text": "a"}, {"type": "input_image", "image_url": "x"}],
+            "[1].type",
+            "images are not supported: send text",
+        ),
+        ([{"type": "input_audio"}], "[0].type", "parts of type 'input_audio' are not supported: send text"),
+        ([{"type": "text", "text": 3}], "[0].text", "Input should be a valid string"),
+        ([5], "[0]", "Input should be an object"),
+        (5, "", "Input should be a valid string or a valid list, not a number"),
+        ({"a": 1}, "", "Input should be a valid string or a valid list, not an object"),
+    ],
+)
+def test_a_content_of_another_kind_is_refused_for_what_it_is(content, param, message):
+    found = refusal(chat, messages=[{"role": "user", "content": content}])
+    assert found.param == f"messages[0].content{param}"
+    assert found.message == f"{found.param}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (5, "prompt: Input should be a valid string or a valid list, not a number"),
+        (["a", 1], "prompt[1]: Input should be a valid string or a valid list, not a number"),
+        ([[1], [2, "a"]], "prompt[1][1]: Input should be a valid integer"),
+        ([None], "prompt[0]: Input should be a valid string or a valid integer or a valid list, not null"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused_for_what_it_is(prompt, message):
+    assert refusal(completion, prompt=prompt).message == message
+
+
 def test_parts_of_a_message_are_joined_and_developers_are_the_system():
     content = [{"type": "text", "text": "12"}, {"type": "text", "text": "+34="}]
     assert chat(messages=[{"role": "developer", "content": content}]).prompts() == [

@@ -1,11 +1,13 @@
 import io
 import math
+import shlex
 
 import pytest
 from rich.console import Console
 
 from qurl_ray.report.text import duration, one_line
 from qurl_ray.tracking.console import COLUMNS, Pace, open_console, step_table
+from qurl_ray.tracking.summary import commands
 from qurl_ray.types import Event
 
 VALUES = {
@@ -255,3 +257,12 @@ def test_a_run_with_a_target_has_at_most_so_much_time_left_and_a_full_bar_when_i
 def test_durations_and_single_lines():
     assert [duration(s) for s in (0.2, 59.6, 3600, 7325.4)] == ["0:00", "1:00", "1:00:00", "2:02:05"]
     assert one_line("a\tb\r\nc", limit=4) == "a·b…"
+
+
+def test_commands_of_the_summary_paste_though_a_folder_has_a_blank():
+    folder = "/my runs/it's $HOME/a;b"
+    lines = commands({"run_dir": folder, "mlflow_uri": f"sqlite:///{folder}/mlflow.db"})
+    assert [shlex.split(line) for line in lines] == [
+        ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"],
+        ["qurl", "evaluate", folder, "--samples", "8"],
+    ]
