@@ -670,3 +670,26 @@ def test_other_architectures_find_their_places(tokenizer, tmp_path, kind):
             tensors = [replace(r, format="int8") if r is head else r for r in codes.tensors]
             with pytest.raises(SyncError, match=r"lm_head\.weight came as int8 codes.*quantization\.keep"):
                 engine.call("load", replace(codes, tensors=tuple(tensors)), [buckets[0] | {head.name: q.to_numpy()}])
+
+
+def test_ids_without_text_are_never_drawn_and_log_probs_are_the_learners(spec, tokenizer, tmp_path):
+    """Though the embedding has rows for them, which the head likes best."""
+    model = policy(spec)
+    model.resize_token_embeddings(len(tokenizer) + 46, mean_resizing=False)
+    with torch.no_grad():
+        rows = model.get_output_embeddings().weight
+        rows[len(tokenizer) :] = 3 * rows[: len(tokenizer)].repeat(3, 1)[:46]
+    save_policy(model, tokenizer, tmp_path / "policy")
+    padded = PolicySpec(source=str(tmp_path / "policy"), max_length=spec.max_length)
+    model = load_model(padded)
+    requests = requests_for(tokenizer, 4, 2, max_new_tokens=12, ignore_eos=True)
+    with EngineProcess(padded, slots=8, threads=1, timeout_s=240) as engine:
+        engine.call("load", *weights_of(model, "none"))
+        completions = engine.call("generate", requests, version=1)
+    assert all((completion.token_ids < len(tokenizer)).all() for completion in completions)
+    for request, completion in zip(requests, completions, strict=True):
+        ids = torch.tensor(np.concatenate([request.prompt_ids, completion.token_ids]))[None].long()
+        mask = torch.arange(ids.shape[1])[None] >= len(request.prompt_ids)
+        with torch.no_grad():
+            found = token_logprobs(model, ids, mask, 1.0)[mask].numpy()
+        np.testing.assert_allclose(completion.logprobs, found, atol=FULL[0])
