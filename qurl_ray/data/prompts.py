@@ -145,7 +145,8 @@ def prompt_notes(problems: Sequence[Problem], tokenizer: Any, task: TaskConfig) 
     """Return sentences on prompts that hold what the tokenizer or its chat template writes, too."""
     begin, specials = tokenizer.bos_token, set(filter(None, tokenizer.all_special_tokens))
     begins = begin is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    begun, marked, marks = 0, 0, set()
+    begun = marked = 0
+    marks: set[str] = set()
     for problem in problems:
         if is_chat(problem, task):
             said = "\n".join(message["content"] for message in problem.messages or [{"content": problem.prompt}])
