@@ -47,7 +47,7 @@ class _Holding:
         if waits and not send and output.finish_reason is None:
             self._held.setdefault(output.request_id, []).append(output)
             return None
-        return joined([*self._held.pop(output.request_id, ()), output])
+        return as_one_output([*self._held.pop(output.request_id, ()), output])
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
@@ -56,7 +56,7 @@ class _Holding:
         return ended
 
 
-def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
+def as_one_output(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     """Return the outputs of one request, in their order, as one: the tokens of all, the first's account of the prompt,
     and the last's end."""
     first, last = outputs[0], outputs[-1]
