@@ -33,6 +33,12 @@ def ones(answer, problem):
     return answer.count("1") / 6
 
 
-def no_transport(*_, **__):
+class NoTransport:
     """No reward: a transport that no rank can make."""
-    raise ZeroDivisionError("on purpose")
+
+    sends_changes = False
+
+    def __init__(self, link):
+        raise ZeroDivisionError("on purpose")
+
+    announce = send = verify = abort = receive = staticmethod(lambda *_: None)

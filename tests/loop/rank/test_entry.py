@@ -117,7 +117,7 @@ def test_a_run_whose_rank_fails_in_the_same_way_again_ends_with_the_reason(tmp_p
         "steps=2",
         f"output_dir={tmp_path}",
         "name=again",
-        "sync.transport=tests.loop.rewards:no_transport",
+        "sync.transport=tests.loop.rewards:NoTransport",
     ]
     with pytest.raises(QurlError, match=r"in step 0: ZeroDivisionError: on purpose"):
         run(load_config(None, given))
