@@ -144,7 +144,7 @@ def test_layouts_of_verl_and_trl_train_a_step_as_they_are(talking, tmp_path, clu
         (
             {"model": "/no/such", "data": [{"prompt": str(n), "answer": "1"} for n in range(3)]},
             ConfigError,
-            "'/no/such' cannot be loaded",
+            "no such folder: /no/such",
         ),
     ],
 )
