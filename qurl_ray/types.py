@@ -68,10 +68,10 @@ class Problem:
     messages: list[dict] | None = None
     """The conversation that the prompt is, for the tokenizer's chat template, each message with role and content;
     `prompt` is then its text. None for a prompt that is text."""
-    chat_template_args: dict = field(default_factory=dict)
-    """Variables of the chat template for this prompt, such as {"tools": [...]}; they come before the task's own."""
     held_out_set: str = ""
     """Name of the set of held-out problems that it belongs to, if there are several."""
+    chat_template_args: dict = field(default_factory=dict)
+    """Variables of the chat template for this prompt, such as {"tools": [...]}; they come before the task's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

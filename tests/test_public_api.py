@@ -22,7 +22,7 @@ SIGNATURES = {
     "Callback": "()",
     "Problem": (
         "(*, uid: str, prompt: str, answer: str, meta: dict = <factory>, messages: list[dict] | None = None, "
-        "held_out_set: str = '') -> None"
+        "held_out_set: str = '', chat_template_args: dict = <factory>) -> None"
     ),
     "Report": (
         "(*, policy: str, quantization: str, kernels: list[str], reward: Estimate, accuracy: Estimate, samples: int, "
