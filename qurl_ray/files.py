@@ -31,6 +31,7 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
 def why_unwritable(folder: Path) -> str:
     """Return why nothing can be written in a folder, or in the one in which it would be made; "" if it can. A file
     without a name is tried: permissions say nothing of /proc or of a file system that is full or mounted read-only."""
+    there = folder
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
