@@ -5,19 +5,19 @@ those of the run in full precision.
 """
 
 import json
-import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.gpu.bench import Bench, Figures, lacks
 from benchmarks.gpu.child import run as run_child
+from benchmarks.gpu.training import middle, recorded
 
 PHASES = ("step", "rollout", "reward", "logprob", "update", "sync", "turns")
 FLOWS = {
-    "none": (),
+    "none": ("rollout.quantization=none",),
     "fp8": ("rollout.quantization=fp8",),
     "int8": ("rollout.quantization=int8",),
     "fp8_block, unified": (
@@ -52,18 +52,18 @@ def run(bench: Bench) -> None:
         bench.skip("all of it", reason)
         return
     for name, flow in FLOWS.items():
-        if figures := bench.attempt(name, partial(measured, bench, list(flow or ("rollout.quantization=none",)))):
+        if figures := bench.attempt(name, partial(measured, bench, flow)):
             plain = bench.figures["runs"].get("none", figures)
             for key in ("rollout", "step"):
                 figures[f"{key}_times_as_fast"] = plain["seconds"][key] / figures["seconds"][key]
             bench.add(name, figures, summary(figures))
 
 
-def measured(bench: Bench, flow: list[str]) -> Figures:
+def measured(bench: Bench, flow: Sequence[str]) -> Figures:
     """Return what a run reports: its summary, medians of its steps but the first, syncs and probes."""
     own = [*flow, "tracking.mlflow=false", "tracking.console=plain", "checkpoint.every=0"]
     own += [*ON_A_CPU, f"steps={bench.scale.run_steps}"] if not bench.cuda else []
-    own += ["rollout.engine=torch"] if bench.cuda and lacks("vllm") else []
+    own += ["rollout.engine=torch", "sync.transport=object_store"] if bench.cuda and lacks("vllm") else []
     with tempfile.TemporaryDirectory(prefix="qurl-kit-") as folder:
         place, started = Path(folder, "kit"), time.monotonic()
         settings = ["--config", "quickstart_gpu", *own, "name=kit", f"output_dir={folder}"]
@@ -74,26 +74,18 @@ def measured(bench: Bench, flow: list[str]) -> Figures:
 def figures_of(place: Path) -> Figures:
     """Return the figures of a run's folder."""
     summary = json.loads(Path(place, "summary.json").read_text())
-    steps = [event["values"] for event in _events(place) if event["kind"] == "step"]
+    steps = recorded(Path(place, "metrics.jsonl"))
     counted = steps[1:] or steps
     return {
         "steps": len(steps),
         "accuracy_before": summary["accuracy_before"],
         "accuracy_after": summary["accuracy_after_quantized"],
         "target_reached_at_step": summary["target_reached_at_step"],
-        "seconds": {name: _middle(counted, f"time/{name}") for name in PHASES if f"time/{name}" in counted[0]},
-        "tokens_per_second": _middle(counted, "rollout/tokens_per_second"),
+        "seconds": {name: middle(counted, f"time/{name}") for name in PHASES if f"time/{name}" in counted[0]},
+        "tokens_per_second": middle(counted, "rollout/tokens_per_second"),
         "kl": [step.get("mismatch/kl") for step in steps],
         "probe_gaps": [step["sync/probe_gap"] for step in steps if "sync/probe_gap" in step],
     }
-
-
-def _events(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(place, "metrics.jsonl").read_text().splitlines()]
-
-
-def _middle(steps: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(step[key] for step in steps)
 
 
 def summary(figures: Figures) -> str:
