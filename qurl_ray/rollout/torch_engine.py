@@ -113,6 +113,7 @@ class TorchEngine:
         self._steps_of_few = 0
         self._decoder = Decoder(self._model, self._elementwise) if knows(self._model) else None
         head, hidden = as_function(self._model.get_output_embeddings()), textless(self._model)
+        hidden = None if hidden is None else hidden.to(self._device)  # once: a captured step may copy nothing
         self._head = lambda states: without_text(head(states), hidden)
         if self._rounds_cache:
             self._cache, self._kv_scales = None, self._measure_cache()
