@@ -77,7 +77,7 @@ def test_dry_run_prints_the_resolved_settings_and_what_it_checked_and_leaves_no_
         (["--config", "qurl_ray/configs/quikstart.yaml"], "did you mean qurl_ray/configs/quickstart.yaml?"),
         (["--config", "quickstart_grpo"], "run it with `qurl train`, or jobs/qurl_grpo.py"),
         (["rollout.samples_per_prompt=1"], "a group of one has no advantage"),
-        (["model.type=pretrained", "model.path=/no/such/folder"], "model '/no/such/folder' cannot be loaded"),
+        (["model.type=pretrained", "model.path=/no/such/folder"], "no such folder: /no/such/folder"),
         (["rollout.max_new_tokens=80"], "exceeds the context 64"),
         (["task.type=dataset", "task.path=/no/such.jsonl"], "/no/such.jsonl"),
         (["task.reward=math:no_such"], "no_such"),

@@ -27,7 +27,8 @@ def policy(tiny_spec, tmp_path):
 
 
 def of(policy, *settings):
-    common = [setting for setting in SMALL if not setting.startswith("model.")]
+    left_out = ("model.", "task.max_operand=") if "task.type=dataset" in settings else ("model.",)
+    common = [setting for setting in SMALL if not setting.startswith(left_out)]
     return load_config(
         None,
         ["model.type=pretrained", f"model.path={policy}", *common, f"output_dir={policy.parent / 'runs'}", *settings],
