@@ -106,7 +106,16 @@ class ReasoningGymTask(TaskBase):
     those of training problems."""
 
 
-class DatasetTask(TaskBase):
+class RowsTask(TaskBase):
+    """Settings of tasks whose prompts may be conversations."""
+
+    last_turn: Literal["refuse", "continue", "answer"] = "refuse"
+    """Meaning of messages that end with a turn of the assistant, as those of data sets for supervised training do.
+    `answer` leaves this turn out of the prompt, and takes it as the expected answer if there is no other; `continue`
+    lets the policy continue it; `refuse` ends the run before it starts."""
+
+
+class DatasetTask(RowsTask):
     """Prompts and answers from a local file or a Hugging Face data set, judged by math-verify."""
 
     type: Literal["dataset"] = "dataset"
@@ -150,7 +159,8 @@ class DatasetTask(TaskBase):
 
     @model_validator(mode="after")
     def _answers_are_there(self) -> "DatasetTask":
-        if self.answer_column is None and (self.reward or "math_verify") in REWARDS.entries:
+        compares = (self.reward or "math_verify") in REWARDS.entries
+        if self.answer_column is None and compares and self.last_turn != "answer":
             raise ValueError(
                 f"answer_column=null leaves nothing that reward {self.reward or 'math_verify'} could compare with: "
                 "set reward to a function of yours"
@@ -164,7 +174,7 @@ class DatasetTask(TaskBase):
         return self.held_out_path if isinstance(self.held_out_path, dict) else {"": self.held_out_path}
 
 
-class CustomTask(TaskBase):
+class CustomTask(RowsTask):
     """Problems that a function of your own makes or reads; docs/extending.md has an example."""
 
     type: Literal["custom"] = "custom"

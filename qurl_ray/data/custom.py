@@ -15,6 +15,7 @@ from qurl_ray.tools.messages import (
     is_conversation,
     read_messages,
     read_variables,
+    split_last_turn,
     text_of,
 )
 from qurl_ray.types import Problem
@@ -40,10 +41,13 @@ def custom_split(task: CustomTask) -> Split:
                 raise DataError(
                     f"it returned a mapping with the keys {sorted(map(str, made))}, expected train, held_out"
                 )
-            train, held_out = _problems(made["train"], "train"), _problems(made["held_out"], "held_out")
+            train, held_out = (_problems(made[part], part, task.last_turn) for part in ("train", "held_out"))
         else:
             train, held_out = held_out_from(
-                _problems(made, "train"), task.held_out_share, source=task.problems, remedy="return train and held_out"
+                _problems(made, "train", task.last_turn),
+                task.held_out_share,
+                source=task.problems,
+                remedy="return train and held_out",
             )
     except QurlError as error:
         raise DataError(f"task.problems={task.problems}: {error}") from error
@@ -58,13 +62,13 @@ def custom_split(task: CustomTask) -> Split:
     return disjoint(train, held_out, source=task.problems)
 
 
-def _problems(made: Any, prefix: str) -> list[Problem]:
+def _problems(made: Any, prefix: str, last_turn: str) -> list[Problem]:
     if not isinstance(made, Iterable) or isinstance(made, str | bytes):
         raise DataError(f"it returned {type(made).__name__}, expected problems")
-    return [_problem(item, f"{prefix}-{index}") for index, item in enumerate(made)]
+    return [_problem(item, f"{prefix}-{index}", last_turn) for index, item in enumerate(made)]
 
 
-def _problem(item: Any, uid: str) -> Problem:
+def _problem(item: Any, uid: str, last_turn: str) -> Problem:
     if isinstance(item, Problem):
         asked = item.messages or item.prompt
         fields = {"prompt": asked, "answer": item.answer, "meta": item.meta, "uid": item.uid or uid}
@@ -77,7 +81,10 @@ def _problem(item: Any, uid: str) -> Problem:
     if isinstance(prompt, str) and conversation_in(prompt, f"problem {uid}"):
         raise DataError(f"the prompt of problem {uid} is JSON text of messages: give the list itself")
     messages = read_messages(prompt, f"problem {uid}") if is_conversation(prompt) else None
-    prompt = text_of(messages) if messages else prompt
+    if messages:
+        messages, said = split_last_turn(messages, last_turn, f"problem {uid}")
+        answer = said if answer is None else answer
+        prompt = text_of(messages)
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"problem {uid} has no prompt")
     if not isinstance(meta, Mapping):

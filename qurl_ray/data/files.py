@@ -19,7 +19,15 @@ from qurl_ray.config.task import ANSWER_COLUMNS, PROMPT_COLUMNS, DatasetTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError
 from qurl_ray.tables import REWARDS, TASKS
-from qurl_ray.tools.messages import check_text, conversation_in, is_conversation, read_messages, read_variables, text_of
+from qurl_ray.tools.messages import (
+    check_text,
+    conversation_in,
+    is_conversation,
+    read_messages,
+    read_variables,
+    split_last_turn,
+    text_of,
+)
 from qurl_ray.types import Problem
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -81,7 +89,11 @@ def _problems(
     if first is None:
         raise DataError(f"{source} is empty")
     needs_answer = _needs_answer(task)
-    prompt, answer, notes = _columns(first, columns, source, needs_answer=needs_answer)
+    optional = not needs_answer or task.last_turn == "answer"
+    prompt, answer, notes = _columns(first, columns, source, optional=optional)
+    if answer is None and columns[1] is not None:
+        instead = "they are the last turns" if task.last_turn == "answer" else "the reward gets none"
+        notes.append(f"{source}: there is no column of answers; {instead}")
     found: list[Problem] = []
     dropped: set[str] = set()
     unused: set[str] = set()
@@ -89,7 +101,7 @@ def _problems(
     for row in chain([first], rows):
         count += 1
         try:
-            problem = _problem(row, prompt, answer, f"{prefix}-{len(found)}", dropped, needs_answer=needs_answer)
+            problem = _problem(row, prompt, answer, f"{prefix}-{len(found)}", dropped, task, needs_answer=needs_answer)
         except KeyError as error:
             _no_column(str(error.args[0]), row)
         if problem:
@@ -111,7 +123,7 @@ def _problems(
 
 
 def _problem(
-    row: _Row, prompt: str, answer: str | None, uid: str, dropped: set[str], *, needs_answer: bool
+    row: _Row, prompt: str, answer: str | None, uid: str, dropped: set[str], task: DatasetTask, *, needs_answer: bool
 ) -> Problem | None:
     """Return the problem of a row, with its other columns as meta; None if its prompt or answer is empty.
 
@@ -121,6 +133,9 @@ def _problem(
     asked, expected = _value(row.fields, prompt), None if answer is None else _value(row.fields, answer)
     asked = (isinstance(asked, str) and conversation_in(asked, row.where)) or asked
     messages = read_messages(asked, row.where) if is_conversation(asked) else None
+    if messages:
+        messages, said = split_last_turn(messages, task.last_turn, row.where)
+        expected = said if said is not None and answer is None else expected
     text = text_of(messages) if messages else _text(asked, row, prompt)
     if (place := _PLACE.search(text)) and (shown := [name for name in _SEEN if row.fields.get(name)]):
         raise DataError(f"{row.where}: {place[0]} stands for what is in {shown[0]!r}, and the policy reads text alone")
@@ -179,17 +194,21 @@ def _needs_answer(task: DatasetTask) -> bool:
 
 
 def _columns(
-    row: _Row, columns: tuple[str, str | None], source: str, *, needs_answer: bool
+    row: _Row, columns: tuple[str, str | None], source: str, *, optional: bool
 ) -> tuple[str, str | None, list[str]]:
-    """Return the columns of prompts and of answers, and a sentence on each that was not the one asked for."""
+    """Return the columns of prompts and of answers, and a sentence on each that was not the one asked for.
+
+    Args:
+        optional: a column of answers may be missing.
+    """
     prompt, answer = columns
     notes = []
     if not _has(row.fields, prompt):
         prompt = _other(row, prompt, PROMPT_COLUMNS)
         notes.append(f"{source}: prompts are in the column {prompt!r}")
     if answer is not None and not _has(row.fields, answer):
-        if answer == ANSWER_COLUMNS[0] and not needs_answer and not any(_has(row.fields, c) for c in ANSWER_COLUMNS):
-            return prompt, None, [*notes, f"{source}: there is no column of answers; the reward gets none"]
+        if answer == ANSWER_COLUMNS[0] and optional and not any(_has(row.fields, c) for c in ANSWER_COLUMNS):
+            return prompt, None, notes
         answer = _other(row, answer, ANSWER_COLUMNS)
         notes.append(f"{source}: answers are in the column {answer!r}")
     return prompt, answer, notes

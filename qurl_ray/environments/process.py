@@ -34,7 +34,7 @@ class EnvironmentProcess:
     """
 
     def __init__(self, name: str, params: dict[str, Any], *, timeout_s: float, memory_gb: float) -> None:
-        self._name, self._spec = name, json.dumps({"type": name, "params": params})
+        self.name, self._spec = name, json.dumps({"type": name, "params": params})
         self._timeout_s, self._memory_gb = timeout_s, memory_gb
         self._child: SandboxedProcess | None = None
         self.there: set[str] = set()
@@ -59,7 +59,7 @@ class EnvironmentProcess:
         self.close()
         self._child = SandboxedProcess("qurl_ray.environments.child:run_environments", self._spec, self._memory_gb)
         try:
-            ready = self._child.wait_until_ready(f"environment {self._name!r}", EnvironmentFailed)
+            ready = self._child.wait_until_ready(f"environment {self.name!r}", EnvironmentFailed)
         except BaseException:
             self.close()
             raise

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qurl_ray.config.shown import shortened
 from qurl_ray.errors import DataError
 
 
@@ -123,6 +124,31 @@ def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(
         " ".join([f"{message['role']}: {message['content']}", *map(_told, message.get("tool_calls", ()))])
         for message in messages
+    )
+
+
+def split_last_turn(
+    messages: list[dict[str, Any]], meaning: str, where: str
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return a conversation without a turn of the assistant at its end, and this turn, if it is the expected answer.
+
+    An empty turn, and one of calls, is no answer: the conversation stays as it is.
+
+    Args:
+        meaning: see config.task.RowsTask.last_turn.
+        where: place of the conversation, for errors.
+
+    Raises:
+        DataError: there is such a turn, and its meaning is to be refused.
+    """
+    last = messages[-1]
+    if last["role"] != "assistant" or not last["content"].strip() or last.get("tool_calls") or meaning == "continue":
+        return messages, None
+    if meaning == "answer" and len(messages) > 1:
+        return messages[:-1], last["content"]
+    raise DataError(
+        f"{where}: the messages end with a turn of the assistant, {shortened(last['content'], 60)!r}, and the policy "
+        "would continue it: set task.last_turn=answer if it is the expected answer, or task.last_turn=continue"
     )
 
 

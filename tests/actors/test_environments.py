@@ -1,12 +1,14 @@
 """The pool of environments: one state for each trajectory; what hangs, dies or floods costs its own trajectory."""
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from qurl_ray.actors.environments import (
     EnvironmentHost,
@@ -178,6 +180,14 @@ def test_one_in_five_misbehaves_and_all_others_end_well(cluster, count, monkeypa
     assert not alive(mark)
 
 
+async def process_of(actor) -> int | None:
+    """Process id of an actor, or None while it restarts."""
+    try:
+        return await actor.__ray_call__.remote(lambda _: os.getpid())
+    except RayActorError:
+        return None
+
+
 @pytest.mark.ray
 def test_a_host_that_dies_costs_nothing_if_its_environments_are_deterministic(cluster):
     settings = config("Counts")
@@ -189,8 +199,10 @@ def test_a_host_that_dies_costs_nothing_if_its_environments_are_deterministic(cl
             async with pool.seat("t") as seat:
                 await seat.give(PROBLEM)
                 before = (await seat.give("a")).outcome
+                died = await process_of(actors[0])
                 ray.kill(actors[0], no_restart=False)
-                await asyncio.sleep(2)  # it has restarted, and knows nothing of the trajectory
+                while await process_of(actors[0]) in (died, None):
+                    await asyncio.sleep(0.05)
                 after = (await seat.give("b")).outcome
                 return before, after, seat.replays
         finally:

@@ -522,6 +522,42 @@ def test_messages_that_are_none_are_an_error(tmp_path, messages, message):
         load_task(DatasetTask(path=write(tmp_path / "d.jsonl", [{"prompt": messages, "answer": "1"}])), eval_problems=1)
 
 
+def talk_of(n, last):
+    return {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": last}]}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_answer_at_the_end_of_a_conversation_is_the_expected_one_or_refused(tmp_path, suffix):
+    """The layout of data sets for supervised training: the policy would continue after the answer."""
+    path = write(tmp_path / f"talks{suffix}", [talk_of(n, str(n + 1)) for n in range(4)])
+    place = "line 1" if suffix == ".jsonl" else "row 1"
+    with pytest.raises(DataError, match=rf"{place}: .* turn of the assistant, '1', .*set task.last_turn=answer"):
+        load_task(DatasetTask(path=path, answer_column=None, reward="mine:score"), eval_problems=9)
+    task = load_task(DatasetTask(path=path, last_turn="answer"), eval_problems=9)
+    assert [(p.prompt, p.answer, len(p.messages)) for p in task.train] == [(f"{n}+1=", str(n + 1), 1) for n in range(3)]
+    assert f"{path}: there is no column of answers; they are the last turns" in task.notes
+    kept = load_task(DatasetTask(path=path, last_turn="continue", reward="mine:score"), eval_problems=9)
+    assert kept.train[0].messages == talk_of(0, "1")["messages"]
+    both = write(tmp_path / f"both{suffix}", [talk_of(n, "Let me see.") | {"answer": f"{n}"} for n in range(4)])
+    found = load_task(DatasetTask(path=both, prompt_column="messages", last_turn="answer"), eval_problems=9)
+    assert [(p.answer, len(p.messages)) for p in found.train] == [(f"{n}", 1) for n in range(3)]
+    empty = write(tmp_path / f"empty{suffix}", [talk_of(n, "") | {"answer": f"{n}"} for n in range(4)])
+    assert load_task(DatasetTask(path=empty), eval_problems=9).train[0].answer == "0"  # it is where the answer goes
+
+
+def conversations():
+    return [{"prompt": talk_of(n, str(n + 1))["messages"]} for n in range(4)]
+
+
+def test_the_same_of_problems_that_a_function_makes():
+    settings = {"problems": "tests.data.test_tasks:conversations", "reward": "exact"}
+    with pytest.raises(DataError, match=r"problem train-0: the messages end with a turn of the assistant"):
+        load_task(CustomTask(**settings), eval_problems=9)
+    task = load_task(CustomTask(**settings, last_turn="answer"), eval_problems=9)
+    assert [(p.prompt, p.answer) for p in task.train] == [(f"{n}+1=", str(n + 1)) for n in range(3)]
+    assert len(load_task(CustomTask(**settings, last_turn="continue"), eval_problems=9).train[0].messages) == 2
+
+
 HALF = r"\\ud83d is half of a surrogate pair"
 
 

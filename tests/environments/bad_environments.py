@@ -34,6 +34,20 @@ class Counts:
         return Step(messages=said, info={"calls": 1, "failed_calls": 0})
 
 
+class FailsToReset(Counts):
+    """Knows no problem."""
+
+    def reset(self, problem):
+        raise LookupError("no such problem")
+
+
+class ReturnsDict(Counts):
+    """Its turns are mappings instead of steps."""
+
+    def step(self, answer):
+        return {"reward": 1.0, "done": True}
+
+
 class Pays(Counts):
     """Half a point for each turn."""
 

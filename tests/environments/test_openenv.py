@@ -77,9 +77,9 @@ def test_sessions_end_with_their_trajectories():
 
 def test_a_session_outlives_the_pause_of_a_long_turn():
     """The server pings, and ends sessions that do not answer in time."""
-    with openenv_server(ping_s=0.2) as (url, server), process(url, text="prompt") as found:
+    with openenv_server(ping_s=1.5) as (url, server), process(url, text="prompt") as found:
         found.reset("a", PROBLEM)
-        time.sleep(2.0)
+        time.sleep(4.0)
         assert found.step("a", "x").messages == said("8: x")
         assert not server.closed
 
@@ -183,12 +183,16 @@ def test_a_server_that_ends_in_the_middle_is_an_error_of_its_trajectories():
         assert f"{url} closed the session" in failed.detail
 
 
-def test_the_last_words_of_a_server_are_heard(session):
+def test_the_last_words_of_a_server_are_heard():
     """It ends the session while the policy draws."""
-    session.reset("a", PROBLEM)
-    session.step("a", "idle")
-    time.sleep(0.5)
-    assert "answered SESSION_ERROR: idle for too long" in session.step("a", "x").detail
+    with openenv_server() as (url, server), process(url) as session:
+        session.reset("a", PROBLEM)
+        session.step("a", "idle")
+        deadline = time.monotonic() + 60
+        while not server.closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.closed == ["idle"]
+        assert "answered SESSION_ERROR: idle for too long" in session.step("a", "x").detail
 
 
 def test_a_full_server_says_so():

@@ -1,6 +1,7 @@
 """TextArena's own games behind the adapter: a seed and moves make a game, whatever else its process plays."""
 
 import random
+import subprocess
 import sys
 import time
 
@@ -269,14 +270,11 @@ def test_word_games_are_played_with_the_words_that_are_there(tmp_path, monkeypat
 
 
 def test_the_import_is_not_part_of_a_call_and_the_settings_may_name_the_game():
-    """The package takes longer to import than the deadline of this call."""
+    """The package takes twice as long to import as this call may take."""
     began = time.monotonic()
-    with process(timeout_s=1.0, game="GuessTheNumber-v0", max_number=30) as own:
-        own.check()
-        imported_s = time.monotonic() - began
-        began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import textarena"], check=True)
+    with process(timeout_s=(time.monotonic() - began) / 2, game="GuessTheNumber-v0", max_number=30) as own:
         (rules,) = own.reset("a", Problem(uid="0", prompt=PROMPT, answer=""))
-        assert time.monotonic() - began < min(1.0, imported_s)
         assert "between 1 and 30" in rules["content"]
 
 

@@ -61,12 +61,13 @@ def test_dry_run_prints_the_resolved_settings_and_what_it_checked_and_leaves_no_
     settings = yaml.safe_load(done.stdout)
     assert settings["seed"] == 7
     assert settings["algorithm"]["clip_high"] == 0.28  # a default, not in the file
-    placement, promise, checked = done.stdout.splitlines()[-3:]
+    said = done.stdout.splitlines()
+    placement, promise, *example = said[said.index("# checked:") - 5 : said.index("# checked:")]
     assert placement.startswith("# placement: 1 learner rank")
     assert promise.startswith("# equal bits of engine and learner")
-    assert checked.startswith(
-        f"# checked: settings; functions; the folder {tmp_path}/runs/quickstart (new); 6480 training"
-    )
+    assert example[0].startswith("# the prompt of train-0 as the policy reads it")
+    assert f"#   the folder {tmp_path}/runs/quickstart (new)" in said
+    assert said[-2] == "# not checked:"
     assert not any(tmp_path.iterdir())
 
 

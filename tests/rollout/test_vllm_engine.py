@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -413,7 +412,10 @@ def assert_cut_short(completions, finish: str):
 def test_what_is_not_done_at_the_deadline_comes_back_as_far_as_it_got(engine, spec, tokenizer):
     engine.call("load", *weights_of(policy(spec), "none"))
     requests = long_work(tokenizer)
-    completions = engine.call("generate", requests, version=1, deadline_s=1.0)
+    for deadline_s in (0.5, 1, 2, 4, 8, 16):  # the first in which this machine draws something
+        completions = engine.call("generate", requests, version=1, deadline_s=deadline_s)
+        if any(len(c.token_ids) for c in completions):
+            break
     assert [c.uid for c in completions] == [r.uid for r in requests]
     assert_cut_short(completions, "deadline")
     assert {c.finish for c in completions} <= {"deadline", "length"}
@@ -426,7 +428,7 @@ def test_cancelled_requests_come_back_and_others_go_on(engine, spec, tokenizer):
     requests = long_work(tokenizer)
     kept = {requests[0].uid, requests[250].uid, requests[-1].uid}
     ticket = engine.start("generate", requests, version=1)
-    time.sleep(0.7)
+    engine.call("drawing")
     engine.call("cancel", [request.uid for request in requests if request.uid not in kept] + ["unknown"])
     completions = engine.result(ticket)
     assert_cut_short(completions, "cancelled")
@@ -436,7 +438,7 @@ def test_cancelled_requests_come_back_and_others_go_on(engine, spec, tokenizer):
 def test_a_load_ends_what_is_running(engine, spec, tokenizer):
     engine.call("load", *weights_of(policy(spec), "none"))
     ticket = engine.start("generate", long_work(tokenizer), version=1)
-    time.sleep(0.7)
+    engine.call("drawing")
     engine.call("load", *weights_of(policy(spec), "int8", 2))
     completions = engine.result(ticket)
     assert_cut_short(completions, "cancelled")
@@ -451,7 +453,7 @@ def test_what_was_cut_short_goes_on_under_other_weights(engine, spec, tokenizer)
     engine.call("load", *weights_of(one, "none", 1))
     requests = long_work(tokenizer, 10)  # some run, others wait
     ticket = engine.start("generate", requests, version=1)
-    time.sleep(0.4)
+    engine.call("drawing")
     engine.call("load", *weights_of(other, "none", 2))
     parts = engine.result(ticket)
     assert_cut_short(parts, "cancelled")
@@ -564,7 +566,7 @@ def test_close_leaves_no_process_and_nobody_waiting(engine, spec, tokenizer):
     processes = engine.processes()
     assert len(processes) >= 2
     ticket = engine.start("generate", long_work(tokenizer), version=1)
-    time.sleep(0.7)
+    engine.call("drawing")
     engine.call("close")
     engine.call("close")
     with contextlib.suppress(EngineError):  # where vLLM did not hand back what it aborted

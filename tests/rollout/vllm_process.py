@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection
@@ -156,6 +157,13 @@ def cached_tokens(engine: Any, prompt: list[int]) -> int:
     return server._call(ask(), "vLLM's prefix cache", 30)
 
 
+def drawing(engine: Any) -> None:
+    """Return once tokens of an answer have come that is not done."""
+    states = engine._server._llm.output_processor.request_states
+    while not any(state.detokenizer.num_output_tokens() for state in list(states.values())):
+        time.sleep(0.01)
+
+
 def format_of(_: Any, settings: dict, module: str) -> str | None:
     """What the plugin makes of a linear, from its settings."""
     from qurl_ray.rollout.vllm_plugin import QurlConfig
@@ -178,6 +186,7 @@ def asked(engine: Any, name: str) -> Any:
 
 _INSIDE = {
     "cached_tokens": cached_tokens,
+    "drawing": drawing,
     "format_of": format_of,
     "die": die,
     **{name: partial(asked, name=name) for name in ("record", "replayed", "addresses", "compilations")},

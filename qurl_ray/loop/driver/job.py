@@ -5,6 +5,7 @@ import typer
 from qurl_ray.actors.placement import demand
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
+from qurl_ray.errors import ConfigError
 from qurl_ray.signals import StopRequests
 
 # What needs torch or Ray is imported where it is used: that takes seconds, and --help does without it.
@@ -30,6 +31,11 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
 
 
 def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
+    """Print what was found.
+
+    Raises:
+        ConfigError: the run would be refused on this machine.
+    """
     from qurl_ray.loop.driver.dry_run import dry_run
 
     found = dry_run(config, fresh=fresh, extend=extend)
@@ -37,9 +43,12 @@ def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
     typer.echo(f"# placement: {demand(config)}")
     if found.promise:
         typer.echo(f"# {found.promise}")
+    for line in found.example:
+        typer.echo(f"# {line}")
     for sentence in [*idle_settings(config), *found.notes]:
         typer.echo(f"note: {sentence}", err=True)
-    typer.echo(f"# checked: {'; '.join(found.checked)}")
-    if found.unchecked:
-        typer.echo(f"# not checked: {'; '.join(found.unchecked)}")
+    for heading, parts in (("checked", found.checked), ("not checked", found.unchecked)):
+        typer.echo("\n#   ".join([f"# {heading}:", *parts]))
+    if found.missing:
+        raise ConfigError(found.missing)
     return 0

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.declared import with_tools
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
+from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
 from qurl_ray.files import why_unwritable
@@ -39,6 +39,7 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.structure import norm_fed
 from qurl_ray.quant.uaq import norm_fed_linears
 from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.tables import TASKS
 from qurl_ray.tools.template import template_format
 from qurl_ray.types import PolicySpec, Problem
 
@@ -75,22 +76,49 @@ def check_run(config: RunConfig) -> Checked:
     Raises:
         QurlError: something would have failed later; the error names it.
     """
-    task = prepare_task(config)
+    task, _ = prepare_task(config)
     check_cache(config, task)
     spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
     found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
     check_model(config, found.model)
     check_saving(config, found)
-    with ExitStack() as stack:
-        process = None
-        if config.environment.type is not None:
-            process = stack.enter_context(EnvironmentProcess.of(config.environment))
-            process.check()
-            config = with_tools(config, process.traits)
-        task = replace(task, notes=(*task.notes, *check_prompts(config, task, found)))
-        if process:
-            check_environment(config, process, task.train[0], found)
-    return Checked(config=config, task=task, spec=spec, model=found.model)
+    trial = try_prompts(config, task, found)
+    task = replace(task, notes=(*task.notes, *trial.notes))
+    return Checked(config=trial.config, task=task, spec=spec, model=found.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Result of a trial of the first training problem."""
+
+    config: RunConfig
+    """Settings with the tools that the environment declares."""
+    notes: list[str]
+    """Sentences on prompts that may not be what they are meant to be."""
+    prompt: np.ndarray
+    """Tokens before the first turn, int32 [length]."""
+    reply: Step | None
+    """Reply of the environment to the expected answer as the first turn; None without an environment."""
+
+
+def try_prompts(config: RunConfig, task: Task, found: Outline) -> Trial:
+    """Check that the policy reads the prompts, and play one turn of the environment, if there is one.
+
+    Raises:
+        ConfigError, DataError, EnvironmentFailed: see check_prompts and check_environment.
+    """
+    problem = task.train[0]
+    if config.environment.type is None:
+        notes = check_prompts(config, task, found)
+        return Trial(
+            config=config, notes=notes, prompt=encode_prompt(problem, found.tokenizer, config.task), reply=None
+        )
+    with EnvironmentProcess.of(config.environment) as process:
+        process.check()
+        config = with_tools(config, process.traits)
+        notes = check_prompts(config, task, found)
+        prompt, reply = check_environment(config, process, problem, found)
+    return Trial(config=config, notes=notes, prompt=prompt, reply=reply)
 
 
 def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float], None]) -> Prepared:
@@ -111,15 +139,15 @@ def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float]
     return Prepared(task=task, spec=spec, keep=keep, promise=row_promise(config, checked.model))
 
 
-def prepare_task(config: RunConfig) -> Task:
-    """Load the task and try its reward.
+def prepare_task(config: RunConfig) -> tuple[Task, float]:
+    """Load the task and try its reward. Return both: the reward is that of the first training problem's expected
+    answer.
 
     Raises:
         DataError, RewardError: one of them cannot be used.
     """
     task = load_task(config.task, eval_problems=config.evaluation.problems)
-    check_reward(config.task, task.reward, task.held_out[0])
-    return task
+    return task, check_reward(config.task, task.reward, task.train[0])
 
 
 def check_problems(task: Task, resume: Checkpoint | None) -> None:
@@ -228,9 +256,12 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:
     return notes
 
 
-def check_environment(config: RunConfig, process: EnvironmentProcess, problem: Problem, found: Outline) -> None:
+def check_environment(
+    config: RunConfig, process: EnvironmentProcess, problem: Problem, found: Outline
+) -> tuple[np.ndarray, Step]:
     """Play one turn: an environment that cannot be made, fails or hangs fails here, and so does a chat template that
-    cannot take its messages, or writes calls of its tools in another format.
+    cannot take its messages, or writes calls of its tools in another format. Return the tokens before the turn, and the
+    reply.
 
     Raises:
         ConfigError, DataError, EnvironmentFailed: one of these.
@@ -248,39 +279,58 @@ def check_environment(config: RunConfig, process: EnvironmentProcess, problem: P
                 f"the tokenizer's chat template writes calls of tools in the format {written}, and the environment "
                 f"reads {read}: {way}"
             )
-    opening = process.reset("trial", problem)
-    reply = process.step("trial", problem.answer) if isinstance(opening, list) else opening
-    if isinstance(reply, CallFailed):
-        raise EnvironmentFailed(
-            f"environment {settings.type} ended in {reply.kind} when it was tried on {problem.uid}: {reply.detail}"
-        )
-    said, drawn = opening if isinstance(opening, list) else [], np.zeros(0, dtype=np.int32)
-    if said:
-        turns.opening(problem, said)
+    said, reply = play_turn(process, problem)
+    prompt = turns.opening(problem, said) if said else encode_prompt(problem, found.tokenizer, config.task)
+    drawn = np.zeros(0, dtype=np.int32)
     if reply.messages:
         turns.after(problem, drawn, reply.messages)
         if settings.rewritten_history == "new_row" and (history := turns.history(problem, said)):
             turns.follow(problem, history, drawn, problem.answer, reply.messages)
+    return prompt, reply
 
 
-def check_reward(config: TaskConfig, reward: str, problem: Problem | None) -> None:
-    """Judge one correct answer: a reward that cannot be found, raises, hangs or returns no number fails here.
+def play_turn(process: EnvironmentProcess, problem: Problem) -> tuple[list[EnvironmentMessage], Step]:
+    """Make the environment of a problem, and answer its first turn with the expected answer. Return what it says before
+    the turn, and its reply.
 
-    Args:
-        problem: None only looks for the reward.
+    Raises:
+        EnvironmentFailed: it cannot be made, fails, or hangs.
+    """
+    opening = process.reset("trial", problem)
+    reply = process.step("trial", problem.answer) if isinstance(opening, list) else opening
+    if isinstance(reply, CallFailed):
+        raise EnvironmentFailed(
+            f"environment {process.name} ended in {reply.kind} when it was tried on {problem.uid}: {reply.detail}"
+        )
+    assert isinstance(opening, list)
+    return opening, reply
+
+
+def find_reward(config: TaskConfig) -> None:
+    """Look for the reward, without a problem that it could judge.
+
+    Raises:
+        RewardError: it is not there, or cannot be imported.
+    """
+    reward = config.reward or TASKS.entries[config.type].reward
+    with VerifierProcess(reward, config.reward_timeout_s, memory_gb=config.reward_memory_gb) as process:
+        process.check()
+
+
+def check_reward(config: TaskConfig, reward: str, problem: Problem) -> float:
+    """Return the reward of one correct answer: one that cannot be found, raises, hangs or returns no number fails here.
 
     Raises:
         RewardError: the reward fails in one of these ways.
     """
     with VerifierProcess(reward, config.reward_timeout_s, memory_gb=config.reward_memory_gb) as process:
         process.check()
-        if problem is None:
-            return
         (verdict,) = process.judge_many([(problem.answer, problem)])
     if verdict.status != "ok":
         raise RewardError(
             f"reward {reward} ended in {verdict.status} on the expected answer of {problem.uid}: {verdict.detail}"
         )
+    return verdict.reward
 
 
 def unequalized(config: RunConfig, model: PreTrainedModel) -> list[str]:

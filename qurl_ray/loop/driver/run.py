@@ -29,10 +29,12 @@ from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.data.tasks import Task
 from qurl_ray.environment import MEMORY
+from qurl_ray.errors import ConfigError
 from qurl_ray.loop.coordinator.coordinator import Coordinator, packed_handles
 from qurl_ray.loop.deadlines import collection_deadline
 from qurl_ray.loop.driver.functions import try_functions
 from qurl_ray.loop.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
+from qurl_ray.loop.driver.room import check_disk, missing_gpus
 from qurl_ray.loop.driver.run_dir import RunDir, forget_summary, open_run_dir, submitted
 from qurl_ray.loop.driver.summary import summarize, write_summary
 from qurl_ray.loop.driver.upload import Storage, Uploader
@@ -98,9 +100,12 @@ def run_until(
     with stops.caught():
         if not ray.is_initialized():
             check_ray()  # now, and not only after a cold start
+            if missing := missing_gpus(config):
+                raise ConfigError(missing)
         try_functions(config)
         checked = check_run(config)
         config = checked.config
+        check_disk(config, checked.model)
         storage = Storage(config) if config.checkpoint.upload else None
         assert config.output_dir, "resolve() comes first"
         restored = storage.restore(config.output_dir / config.name) if storage and not fresh else []

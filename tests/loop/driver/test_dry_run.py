@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,7 @@ def tree(folder: Path) -> dict[str, tuple]:
     return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
 
 
+RUNS_ONLY = "memory, placement, and what answers of the policy do to the reward: the run shows these"
 PRETRAINED = ["model.type=pretrained", "model.path=policy"]
 SUMS = ["task.type=dataset", "task.path=sums.jsonl"]
 GYM = ["task.type=reasoning_gym", "task.dataset=chain_sum", "task.train_size=20", "task.held_out_size=5"]
@@ -70,10 +73,14 @@ def test_it_says_what_it_checked_and_writes_nothing(here, given, problems):
         problems,
         "the model (Qwen2ForCausalLM)",
         "saving of the policy",
+        found.checked[6],
         "the tokens that end an answer: '<eos>' (1)",
         "lengths of prompts and answers in a context of 64 tokens",
     ]
-    assert found.unchecked == []
+    assert re.fullmatch(
+        r"checkpoints of \d+ MB, 3 at a time, and the policy: \d+ MB of [\d.]+ GB free", found.checked[6]
+    )
+    assert found.unchecked == [RUNS_ONLY]
     assert "equal bits of engine and learner" in found.promise
     assert yaml.safe_load(found.settings)["output_dir"] == str(here / "runs")
 
@@ -209,12 +216,12 @@ def test_the_hub_is_left_to_the_run(here):
     """But a reward is looked for, and the rest is checked."""
     hub = ["task.type=dataset", "task.path=openai/gsm8k", "task.held_out_path=sums.jsonl"]
     found = dry_run(config(*hub, *PRETRAINED), fresh=False)
-    assert found.unchecked == ["problems and prompts, as openai/gsm8k would come from the hub"]
+    assert found.unchecked == ["problems and prompts, as openai/gsm8k would come from the hub", RUNS_ONLY]
     assert "the model (Qwen2ForCausalLM)" in found.checked
     with pytest.raises(RewardError, match="no_such"):
         dry_run(config(*hub, "task.reward=tests.loop.rewards:no_such"), fresh=False)
     found = dry_run(config("model.type=pretrained", "model.path=org/name"), fresh=False)
-    assert found.unchecked == ["the model and prompts, as model.path would come from the hub"]
+    assert found.unchecked == ["the model and prompts, as model.path would come from the hub", RUNS_ONLY]
     assert "500 held-out problems" in found.checked[3]
 
 
@@ -242,15 +249,84 @@ def problems(fail=False, **params):
     return [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
 
 
+def test_it_shows_one_problem_as_policy_and_reward_get_it(here):
+    assert dry_run(config(*PRETRAINED, *SUMS, "task.template=<eos>{prompt}7"), fresh=False).example == [
+        "the prompt of train-0 as the policy reads it, 6 tokens:",
+        "  <eos>0+1=7",
+        "expected answer: '1'; reward math_verify gives it 1",
+    ]
+
+
+BAD = "tests.environments.bad_environments"
+
+
+@pytest.mark.parametrize("check", [lambda given: dry_run(given, fresh=False), check_run])
+@pytest.mark.parametrize(
+    ("given", "answer", "message"),
+    [
+        ([f"environment.type={BAD}:Nowhere"], "1", "has no Nowhere"),
+        ([f"environment.type={BAD}:NOT_AN_ENVIRONMENT"], "1", "NOT_AN_ENVIRONMENT"),
+        (
+            [f"environment.type={BAD}:FailsToReset"],
+            "1",
+            "ended in error when it was tried on train-0: .*no such problem",
+        ),
+        ([f"environment.type={BAD}:Misbehaves"], "raise", "ended in error when it was tried on train-0"),
+        ([f"environment.type={BAD}:Misbehaves"], "exit", "ended in died when it was tried on train-0"),
+        ([f"environment.type={BAD}:Misbehaves", "environment.timeout_s=2"], "hang", "ended in timeout"),
+        ([f"environment.type={BAD}:ReturnsDict"], "1", "ended in invalid .*: step returned dict, expected a Step"),
+        (["environment.type=tools", "environment.params={functions: [tests.loop.rewards:none]}"], "1", "none"),
+    ],
+)
+def test_an_environment_plays_one_turn(here, check, given, answer, message):
+    rows = [{"prompt": f"{n}+1=", "answer": answer} for n in range(4)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(QurlError, match=message):
+        check(config(*PRETRAINED, "task.type=dataset", "task.path=rows.jsonl", "task.reward=exact", *given))
+
+
+def test_the_reply_of_an_environment_is_shown(here):
+    found = dry_run(config(*PRETRAINED, *SUMS, f"environment.type={BAD}:Counts"), fresh=False)
+    assert found.example[-1] == "the environment's reply to this answer as a first turn: user: 1: 1"
+    assert f"one turn of environment {BAD}:Counts" in found.checked
+
+
+def test_a_run_that_fills_the_disk_is_refused(here, monkeypatch):
+    usage = shutil.disk_usage(here)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=int(1.2e7)))
+    given = [*PRETRAINED, *SUMS, "checkpoint.every=1"]
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
+    for start in (dry_run, run):
+        with pytest.raises(ConfigError, match=r"too small: checkpoints of 5 MB, 3 at a time.*: 16 MB of 12 MB free"):
+            start(config(*given), fresh=False)
+    assert not (here / "runs").exists()
+    dry_run(config(*given, "steps=1"), fresh=False)
+
+
+def test_a_run_for_gpus_is_refused_where_there_are_none(here, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    given = config(*PRETRAINED, *SUMS, "learner.device=cuda")
+    for start in (lambda: run_job(given, dry=True, fresh=False), lambda: run(given)):
+        with pytest.raises(ConfigError, match=r"this machine cannot hold the run: 1 GPU .* set \$RAY_ADDRESS"):
+            start()
+    assert "saving of the policy" in capsys.readouterr().out, "the dry run has not said the rest"
+    assert not (here / "runs").exists()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert dry_run(given, fresh=False).missing is None
+
+
 def test_a_gguf_file_that_was_not_converted_has_unchecked_tensors(here, monkeypatch):
     (here / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(module, "gguf_outline", lambda *_: outline(PolicySpec(source=str(here / "policy"))))
     given = config("model.type=gguf", "model.path=model.gguf", *SUMS)
     found = dry_run(given, fresh=False)
-    assert found.unchecked == ["the tensors of the GGUF file, as the run would convert it"]
+    assert found.unchecked == ["the tensors of the GGUF file, as the run would convert it", RUNS_ONLY]
     assert "the model (Qwen2ForCausalLM)" in found.checked
     (here / "policy").rename(gguf._folder(here / "model.gguf"))
-    assert dry_run(given, fresh=False).unchecked == []
+    assert dry_run(given, fresh=False).unchecked == [RUNS_ONLY]
 
 
 def test_a_policy_in_the_cache_of_the_hub_is_checked(here, monkeypatch):

@@ -1,0 +1,62 @@
+"""What a run needs of this machine, checked before anything starts: room on the disk, and GPUs."""
+
+import os
+import shutil
+
+import ray
+import torch
+from transformers import PreTrainedModel
+
+from qurl_ray.actors.placement import demand, what_is_missing
+from qurl_ray.config import RunConfig
+from qurl_ray.errors import ConfigError
+
+_POLICY = 4
+"""Bytes of a saved policy per parameter: FP32."""
+_STATE = {"adamw": 12, "adamw_8bit": 6, "muon": 8}
+"""Bytes of the learner's state per parameter, by optimizer: the parameter in FP32 and its moments. Muon's embeddings
+have twice the moments."""
+
+
+def check_disk(config: RunConfig, model: PreTrainedModel) -> str:
+    """Check that the disk holds the checkpoints that are there at a time, and the final policy. Return their size in
+    words.
+
+    Args:
+        model: policy without weights.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    assert config.output_dir is not None, "resolve() comes first"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    learners = 1 + (getattr(config.algorithm, "critic", None) == "separate")  # which is as large as the policy
+    each = parameters * (_POLICY + learners * _STATE[config.learner.optimizer])
+    every = config.checkpoint.every
+    kept = config.checkpoint.keep + bool(config.evaluation.every)  # the best one, too
+    count = min(kept + 1, config.steps // every) if every else 0  # the next one is written beside those kept
+    needed = count * each + parameters * _POLICY
+    folder = config.output_dir / config.name
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    free += sum(file.stat().st_size for file in folder.glob("checkpoints/**/*") if file.is_file())  # replaced by others
+    told = f"checkpoints of {_size(each)}, {count} at a time, and the policy: {_size(needed)} of {_size(free)} free"
+    if needed > free:
+        raise ConfigError(
+            f"the disk of {config.output_dir} is too small: {told}; set output_dir to another disk, or "
+            "checkpoint.keep and checkpoint.every"
+        )
+    return told
+
+
+def missing_gpus(config: RunConfig) -> str | None:
+    """Return why this machine cannot hold the run; None if it can, or if the run attaches to a cluster."""
+    if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return None
+    asked = demand(config)
+    missing = what_is_missing(asked, [asked.total | {"GPU": float(torch.cuda.device_count())}])
+    way = "set $RAY_ADDRESS to a cluster, or learner.device=cpu and rollout.device=cpu"
+    return f"this machine cannot hold the run: {missing}; {way}" if missing else None
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
