@@ -2,6 +2,7 @@
 
 QurlError
 ├── ConfigError          a setting is missing, unknown or contradicts another   (never retried)
+│   └── ExtensionError   a function that a setting names failed
 ├── PlacementError       the cluster can never hold what a run asks of it       (never retried)
 ├── DataError            a task, data set or prompt cannot be used              (never retried)
 ├── RewardError          a reward function cannot be used                       (never retried)
@@ -22,6 +23,10 @@ class QurlError(Exception):
 
 class ConfigError(QurlError, ValueError):
     """A setting is missing, unknown or contradicts another."""
+
+
+class ExtensionError(ConfigError):
+    """A function of the user's that a setting names raised, or returned what it may not."""
 
 
 class PlacementError(QurlError, RuntimeError):

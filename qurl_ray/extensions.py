@@ -17,13 +17,26 @@ import difflib
 import importlib
 import inspect
 import os
+import stat
 import sys
+import sysconfig
+import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.errors import ConfigError, ExtensionError, QurlError
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+TRACEBACKS = "QURL_TRACEBACKS"
+"""Environment variable with the folder for tracebacks of processes that print to no file."""
+_MESSAGE_CHARS = 300
+_TRACEBACKS_BYTES = 16 << 20  # limit of a file of tracebacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +142,7 @@ class Table(Generic[E]):
             return importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may raise anything when it is imported
             remedy = f"; install it: {install}" if install and isinstance(error, ModuleNotFoundError) else ""
-            message = f"{self.kind} {name!r}: cannot import {module}: {type(error).__name__}: {error}{remedy}"
+            message = f"{self.kind} {name!r}: cannot import {module}: {described(error)}{remedy}"
             raise self.error(message) from error
 
     def _attribute(self, module: Any, attribute: str, name: str) -> Callable[..., Any]:
@@ -173,7 +186,7 @@ def call_extension(kind: str, function: Callable[..., Any], *arguments: Any) -> 
     run: a restart would not mend it.
 
     Raises:
-        ConfigError: the function raised; the message names it.
+        ExtensionError: the function raised; the message names it.
     """
     if function.__module__.startswith("qurl_ray."):
         return function(*arguments)
@@ -182,8 +195,74 @@ def call_extension(kind: str, function: Callable[..., Any], *arguments: Any) -> 
     except QurlError:
         raise
     except Exception as error:  # a user's function may raise anything
-        message = f"{kind} {reference_of(function)} failed: {type(error).__name__}: {error}"
-        raise ConfigError(message) from error
+        raise ExtensionError(f"{kind} {reference_of(function)} failed: {described(error)}") from error
+
+
+def described(error: BaseException) -> str:
+    """Return what a user's code raised, for a message: type and text of the error, the place in that code, and the file
+    that has the traceback, which is written here.
+
+    Example:
+        "KeyError: 'x' (/home/me/rewards.py, line 12, in score; traceback in /home/me/runs/a/logs/reward-81-0.log)"
+    """
+    text = f"{type(error).__name__}: {message_of(error)}".encode(errors="backslashreplace").decode()
+    text = printable(text, _MESSAGE_CHARS)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_PACKAGE, "<frozen"))]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    if not theirs and (isinstance(error, QurlError) or not frames):  # our own message says enough
+        return text
+    last = (theirs or frames)[-1]
+    kept = _keep_traceback(error)
+    return f"{text} ({last.filename}, line {last.lineno}, in {last.name}{f'; traceback in {kept}' if kept else ''})"
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error that user code raised."""
+    try:
+        return str(error)
+    except Exception as broken:  # a user's exception class may fail to print itself
+        return f"(no message: {type(broken).__name__})"
+
+
+def printable(text: str, limit: int) -> str:
+    """Return the first characters of a text, safe to print."""
+    return "".join(char if char.isprintable() else "·" for char in text[:limit])
+
+
+def printed_to() -> str | None:
+    """Return the file to which this process prints errors, such as a log of Ray; None if it is a terminal or a pipe."""
+    try:
+        if stat.S_ISREG(os.fstat(2).st_mode) and os.path.isfile(path := os.path.realpath("/proc/self/fd/2")):
+            return path
+    except OSError:  # it is closed
+        pass
+    return None
+
+
+def _keep_traceback(error: BaseException) -> str | None:
+    """Append a traceback to the file to which errors are printed, or else to a temporary one. Return its path; None if
+    it cannot be written, or is large."""
+    path = printed_to() or _tracebacks()
+    try:
+        if path is None or os.path.getsize(path) > _TRACEBACKS_BYTES:
+            return None
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            traceback.print_exception(error, file=file)
+    except Exception:  # a full disk; or an exception class that fails to print itself
+        return None
+    return path
+
+
+@cache
+def _tracebacks() -> str | None:
+    """Make this process's own file of tracebacks."""
+    try:
+        # A sandboxed process has a folder of its own for temporary files, which ends with it.
+        handle, path = tempfile.mkstemp(prefix="qurl-ray-traceback-", suffix=".txt", dir=os.environ.get(TRACEBACKS))
+    except OSError:
+        return None
+    os.close(handle)
+    return path
 
 
 def reference_of(function: Callable[..., Any]) -> str:

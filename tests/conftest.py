@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup: jobs that tests start would ignore it, too
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -46,8 +47,17 @@ def pytest_report_header() -> str:
     return f"{promise_of(LINEARS, head_dim=64).sentence()}; tests run with 2 threads"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out the slow ones
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that several processes end at about the same time."""
+    """Make cases of sampled tests slow. Begin with the files that take longest, so that several processes end at about
+    the same time."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if share := item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % share.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # stable
 
 
@@ -68,7 +78,7 @@ def _quiet_machine(tmp_path_factory):
 def one_thread():
     """Products of a few rows are slower on two threads, and far slower on a busy machine."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     yield
     torch.set_num_threads(threads)
 

@@ -46,6 +46,7 @@ def figures(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_or_says_what_it_lacks(figures):
     assert figures["errors"] == {}
     assert figures.keys() == SECTIONS | PARTS.keys()

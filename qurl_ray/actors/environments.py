@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -61,10 +62,14 @@ class EnvironmentReply:
 
 
 class EnvironmentHost:
-    """Holder of environments. A process serves one call at a time, in a thread of its own here."""
+    """Holder of environments. A process serves one call at a time, in a thread of its own here.
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._config = config
+    Args:
+        logs: beginning of the paths of the processes' logs.
+    """
+
+    def __init__(self, config: EnvironmentConfig, logs: Path | None = None) -> None:
+        self._config, self._logs = config, logs
         self._replies: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()
         self._lanes: list[_Lane] = []
         self._lane_of: dict[str, _Lane] = {}
@@ -111,21 +116,26 @@ class EnvironmentHost:
 
     def _free_lane(self) -> "_Lane":
         if not self._lanes:
-            self._lanes.append(_Lane(self._config, self._replies))
-            self._lanes[0].process.check()
+            self._new_lane().process.check()
         most = _SHARED if self._lanes[0].process.traits.deterministic else 1
         lane = min(self._lanes, key=lambda one: one.trajectories)
         if lane.trajectories >= most:
-            lane = _Lane(self._config, self._replies)
-            self._lanes.append(lane)
+            lane = self._new_lane()
         return lane
+
+    def _new_lane(self) -> "_Lane":
+        log = self._logs and self._logs.with_name(f"{self._logs.name}-{len(self._lanes)}.log")
+        self._lanes.append(_Lane(self._config, self._replies, log))
+        return self._lanes[-1]
 
 
 class _Lane:
     """A process, and the thread that makes its calls."""
 
-    def __init__(self, config: EnvironmentConfig, replies: "queue.SimpleQueue[EnvironmentReply]") -> None:
-        self.process = EnvironmentProcess.of(config)
+    def __init__(
+        self, config: EnvironmentConfig, replies: "queue.SimpleQueue[EnvironmentReply]", log: Path | None
+    ) -> None:
+        self.process = EnvironmentProcess.of(config, log)
         self._replies = replies
         self.inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self.trajectories = 0
@@ -298,15 +308,19 @@ class Seat:
             self._pool.send(host, Call(number=-1, trajectory=self._trajectory, given=None))
 
 
-def start_environments(config: EnvironmentConfig) -> "tuple[ActorHandle, ...]":
-    """Start the actors of an EnvironmentPool; none without an environment."""
+def start_environments(config: EnvironmentConfig, folder: Path | None = None) -> "tuple[ActorHandle, ...]":
+    """Start the actors of an EnvironmentPool; none without an environment.
+
+    Args:
+        folder: for logs of what environments print.
+    """
     import ray
 
     if config.type is None:
         return ()
     # A thread each for `submit`, `collect` and `close`.
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=3)(EnvironmentHost)
-    return tuple(actor.remote(config) for _ in range(config.hosts))
+    return tuple(actor.remote(config, folder and folder / f"environment-{number}") for number in range(config.hosts))
 
 
 def end_environments(actors: "Sequence[ActorHandle]") -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -34,9 +35,16 @@ class Verifier:
     a hang costs only that quarter. A killed process restarts in the background: a crash costs only its answer.
     """
 
-    def __init__(self, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB) -> None:
-        """Create the processes, idle at first. Both bounds apply to each of them; see VerifierProcess."""
-        self._processes = [VerifierProcess(spec, timeout_s, memory_gb=memory_gb) for _ in range(_PROCESSES)]
+    def __init__(self, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB, logs: Path | None = None) -> None:
+        """Create the processes, idle at first. Both bounds apply to each of them; see VerifierProcess.
+
+        Args:
+            logs: beginning of the paths of their logs.
+        """
+        self._processes = [
+            VerifierProcess(spec, timeout_s, memory_gb=memory_gb, log=logs and logs.with_name(f"{logs.name}-{n}.log"))
+            for n in range(_PROCESSES)
+        ]
         self._free: queue.LifoQueue[VerifierProcess] = queue.LifoQueue()  # warm processes come before new ones
         for process in self._processes:
             self._free.put(process)
@@ -171,13 +179,20 @@ class VerifierPool:
             ray.kill(verifier)
 
 
-def start_verifiers(count: int, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB) -> VerifierPool:
-    """Start a pool of `count` verifiers; see Verifier. Ray does not retry calls: the pool handles failures itself."""
+def start_verifiers(
+    count: int, spec: str, timeout_s: float, memory_gb: float = MEMORY_GB, folder: Path | None = None
+) -> VerifierPool:
+    """Start a pool of `count` verifiers; see Verifier. Ray does not retry calls: the pool handles failures itself.
+
+    Args:
+        folder: for logs of what rewards print.
+    """
     import ray
 
     # One thread for each chunk that the pool sends at once, and one for `close`.
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_PROCESSES + 1)(Verifier)
-    return VerifierPool(verifiers=tuple(actor.remote(carried(spec), timeout_s, memory_gb) for _ in range(count)))
+    logs = [folder and folder / f"reward-{number}" for number in range(count)]
+    return VerifierPool(verifiers=tuple(actor.remote(carried(spec), timeout_s, memory_gb, one) for one in logs))
 
 
 async def _ask(verifier: "ActorHandle", items: Sequence[tuple[str, Problem]]) -> list[Verdict]:

@@ -8,6 +8,7 @@ from qurl_ray.config.shown import shown
 from qurl_ray.config.task import CustomTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError, QurlError
+from qurl_ray.extensions import described
 from qurl_ray.tables import PROBLEMS
 from qurl_ray.tools.messages import (
     check_text,
@@ -53,13 +54,13 @@ def custom_split(task: CustomTask) -> Split:
         raise DataError(f"task.problems={task.problems}: {error}") from error
     except Exception as error:  # a user's function may raise anything
         made_with = f"task.problems={task.problems} failed with task.params {shown(task.params)}"
-        raise DataError(f"{made_with}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{made_with}: {described(error)}") from error
     uids = Counter(problem.uid for problem in (*train, *held_out))
     if repeated := [uid for uid, count in uids.items() if count > 1]:
         raise DataError(f"task.problems={task.problems} gave several problems with the uid {repeated[0]!r}")
     if not held_out:
         raise DataError(f"task.problems={task.problems} gave no held-out problems")
-    return disjoint(train, held_out, source=task.problems)
+    return disjoint(train, held_out, source=task.problems, meta=True)
 
 
 def _problems(made: Any, prefix: str, last_turn: str) -> list[Problem]:

@@ -68,7 +68,8 @@ def dataset_split(task: DatasetTask) -> Split:
             more, said = _problems(task, source, task.held_out_split, columns, name or "held_out")
             held_out += [replace(problem, held_out_set=name) for problem in more]
             notes += said
-    split = disjoint(train, held_out, source=task.path)
+    answers = any(problem.answer for problem in (*train, *held_out))
+    split = disjoint(train, held_out, source=task.path, meta=not answers)
     return split._replace(notes=tuple(notes) + split.notes)
 
 

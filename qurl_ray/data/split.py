@@ -1,5 +1,6 @@
 """Split into training and held-out problems without a common prompt."""
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -18,18 +19,25 @@ class Split(NamedTuple):
     """Notes on skipped or removed problems, one sentence each."""
 
 
-def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, source: str) -> Split:
+def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, source: str, meta: bool = False) -> Split:
     """Remove training problems whose prompt is also held out, and count them in a note.
 
     Problems are removed from the training side, because it is larger, and accuracy needs a fixed number of held-out
     problems.
 
+    Args:
+        meta: problems with the same prompt and other meta are different ones, as games with other seeds are.
+
     Raises:
         DataError: no training problem is left.
     """
     everything = list(candidates)
-    prompts = {problem.prompt for problem in held_out}
-    train = [problem for problem in everything if problem.prompt not in prompts]
+
+    def key(problem: Problem) -> str:
+        return json.dumps([problem.prompt, problem.meta if meta else None], sort_keys=True)
+
+    known = set(map(key, held_out))
+    train = [problem for problem in everything if key(problem) not in known]
     if not train:
         raise DataError(f"{source}: every training prompt is held out as well, so none is left to train on")
     left_out = len(everything) - len(train)

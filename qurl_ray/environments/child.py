@@ -23,10 +23,13 @@ import numpy as np
 
 from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits, traits_of
 from qurl_ray.errors import DataError, EnvironmentFailed
-from qurl_ray.rewards.judge import LARGEST, message_of, printable
+from qurl_ray.extensions import described, printable
+from qurl_ray.rewards.judge import LARGEST
 from qurl_ray.tables import ENVIRONMENTS
 from qurl_ray.tools.messages import check_text, read_message
 from qurl_ray.types import Problem
+
+_DETAIL_CHARS = 1000
 
 
 class _InvalidError(Exception):
@@ -64,8 +67,8 @@ def _traits(make: Any, settings: dict[str, Any]) -> Traits:
     except EnvironmentFailed:
         raise
     except Exception as error:  # such as a parameter that the environment does not have
-        detail = printable(f"{type(error).__name__}: {message_of(error)}")
-        raise EnvironmentFailed(f"environment {settings['type']!r}: environment.params: {detail}") from error
+        message = f"environment {settings['type']!r}: environment.params: {described(error)}"
+        raise EnvironmentFailed(message) from error
 
 
 class _Served:
@@ -90,10 +93,10 @@ class _Served:
         except (_InvalidError, DataError) as error:
             kind, detail = "invalid", str(error)
         except (Exception, SystemExit) as error:  # user code: any failure is a reply
-            kind, detail = "error", f"{type(error).__name__}: {message_of(error)}"
+            kind, detail = "error", described(error)
         with suppress(Exception):
             self._close(trajectory)
-        return kind, printable(detail)
+        return kind, printable(detail, _DETAIL_CHARS)
 
     def _close(self, trajectory: str) -> None:
         close = getattr(self._there.pop(trajectory, None), "close", None)

@@ -3,6 +3,7 @@
 import json
 import secrets
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from qurl_ray.config.environment import EnvironmentConfig
@@ -30,12 +31,14 @@ class EnvironmentProcess:
 
     Args:
         timeout_s: deadline of one call.
-        memory_gb: see sandbox.process.
+        memory_gb, log: see sandbox.process.
     """
 
-    def __init__(self, name: str, params: dict[str, Any], *, timeout_s: float, memory_gb: float) -> None:
+    def __init__(
+        self, name: str, params: dict[str, Any], *, timeout_s: float, memory_gb: float, log: Path | None = None
+    ) -> None:
         self.name, self._spec = name, json.dumps({"type": name, "params": params})
-        self._timeout_s, self._memory_gb = timeout_s, memory_gb
+        self._timeout_s, self._memory_gb, self._log = timeout_s, memory_gb, log
         self._child: SandboxedProcess | None = None
         self.there: set[str] = set()
         """Trajectories that have an environment in the process."""
@@ -43,10 +46,10 @@ class EnvironmentProcess:
         """Known after `check`."""
 
     @classmethod
-    def of(cls, settings: EnvironmentConfig) -> "EnvironmentProcess":
+    def of(cls, settings: EnvironmentConfig, log: Path | None = None) -> "EnvironmentProcess":
         """Return the process of the environment that the settings name; there must be one."""
         assert settings.type
-        return cls(settings.type, settings.params, timeout_s=settings.timeout_s, memory_gb=settings.memory_gb)
+        return cls(settings.type, settings.params, timeout_s=settings.timeout_s, memory_gb=settings.memory_gb, log=log)
 
     def check(self) -> None:
         """Start the process if none runs.
@@ -57,7 +60,8 @@ class EnvironmentProcess:
         if self._child and self._child.alive():
             return
         self.close()
-        self._child = SandboxedProcess("qurl_ray.environments.child:run_environments", self._spec, self._memory_gb)
+        server = "qurl_ray.environments.child:run_environments"
+        self._child = SandboxedProcess(server, self._spec, self._memory_gb, self._log)
         try:
             ready = self._child.wait_until_ready(f"environment {self.name!r}", EnvironmentFailed)
         except BaseException:

@@ -44,7 +44,8 @@ class Tools:
         """Return what the parameters say of all environments."""
         return cls(**params)._traits
 
-    def reset(self, problem: Problem) -> list[EnvironmentMessage]:
+    async def reset(self, problem: Problem) -> list[EnvironmentMessage]:
+        await self._registry.reset(problem)
         return []
 
     async def step(self, answer: str) -> Step:

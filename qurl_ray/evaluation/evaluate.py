@@ -111,8 +111,8 @@ def evaluate(
         rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
     total = len(task.held_out) * sum(count for _, count in rounds)
     found, failed, done = [], 0, 0
-    bounds = {"timeout_s": config.task.reward_timeout_s, "memory_gb": config.task.reward_memory_gb}
-    with VerifierProcess(task.reward, **bounds) as verifier, ExitStack() as stack:
+    timeout_s, memory_gb = config.task.reward_timeout_s, config.task.reward_memory_gb
+    with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as verifier, ExitStack() as stack:
         verifier.check()
         turns = None
         if config.environment.type is not None:

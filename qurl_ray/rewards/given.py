@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 
 from qurl_ray.errors import RewardError
+from qurl_ray.extensions import described
 from qurl_ray.tables import REWARDS
 
 _PREFIX = "given:"
@@ -79,7 +80,7 @@ def load(reference: str) -> Callable[..., Any]:
     try:
         return cloudpickle.loads(zlib.decompress(base64.b85decode(pickled)))
     except Exception as error:  # what the function refers to may be missing here
-        raise RewardError(f"reward {name} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise RewardError(f"reward {name} cannot be loaded: {described(error)}") from error
 
 
 def _digest(function: Callable[..., Any]) -> str:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast, get_args
 
 from qurl_ray.errors import RewardError
@@ -39,18 +40,18 @@ class VerifierProcess:
             verdicts = verifier.judge_many([(answer, problem), ...])
     """
 
-    def __init__(self, spec: str, timeout_s: float, *, memory_gb: float = MEMORY_GB) -> None:
+    def __init__(self, spec: str, timeout_s: float, *, memory_gb: float = MEMORY_GB, log: Path | None = None) -> None:
         """Store the settings; no process is started yet.
 
         Args:
             spec: a reward, by name (qurl_ray.tables) or as `given` carries it; it is imported in the child, never in
                 this process.
             timeout_s: seconds for one answer, counted from the previous verdict.
-            memory_gb: see sandbox.process.
+            memory_gb, log: see sandbox.process.
         """
         self._spec = carried(spec)
         self._timeout_s = timeout_s
-        self._memory_gb = memory_gb
+        self._memory_gb, self._log = memory_gb, log
         self._child: _Child | None = None
         self._warned = False
         self._window = 1
@@ -132,7 +133,7 @@ class VerifierProcess:
         if not self.running:
             self.close()
         if self._child is None:
-            self._child = _Child(self._spec, self._memory_gb)
+            self._child = _Child(self._spec, self._memory_gb, self._log)
             try:
                 self._child.wait_until_ready(f"reward {told(self._spec)!r}", RewardError)
             except BaseException:
@@ -144,8 +145,8 @@ class VerifierProcess:
 class _Child(SandboxedProcess):
     """The judge's process, with the verdicts that it owes."""
 
-    def __init__(self, spec: str, memory_gb: float) -> None:
-        super().__init__("qurl_ray.rewards.child:run_judge", spec, memory_gb)
+    def __init__(self, spec: str, memory_gb: float, log: Path | None) -> None:
+        super().__init__("qurl_ray.rewards.child:run_judge", spec, memory_gb, log)
         self._owed: deque[str] = deque()
         self._has_judged = False
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from qurl_ray.errors import ConfigError
+from qurl_ray.errors import ExtensionError
 from qurl_ray.extensions import call_extension, reference_of
 
 EPS = 1e-6
@@ -59,19 +59,32 @@ def advantages(rewards_PG: np.ndarray, compare: AdvantageEstimator, lengths_PG: 
         lengths_PG: tokens of each answer; if absent, all answers count as equally long.
 
     Raises:
-        ConfigError: `compare` raised, or returned another shape, or a value that is not finite.
+        ExtensionError: `compare` raised, or returned another shape, or a value that is not finite.
     """
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
     missing_PG = np.isnan(rewards_PG)
     lengths_PG = np.where(missing_PG, 0, 1 if lengths_PG is None else lengths_PG)
-    found_PG = np.asarray(call_extension("advantage", compare, rewards_PG, lengths_PG), dtype=np.float64)
-    if found_PG.shape != rewards_PG.shape:
-        expected = f"expected {list(rewards_PG.shape)}, as the rewards"
-        raise ConfigError(f"advantage {reference_of(compare)} returned the shape {list(found_PG.shape)}, {expected}")
-    found_PG = np.where(missing_PG, 0.0, found_PG)
+    found_PG = call_extension("advantage", compare, rewards_PG, lengths_PG)
+    if not isinstance(found_PG, np.ndarray) or found_PG.shape != rewards_PG.shape:
+        shape = f"an array {list(found_PG.shape)}" if isinstance(found_PG, np.ndarray) else type(found_PG).__name__
+        expected = f"expected a numpy array {list(rewards_PG.shape)}, as the rewards: one row for each prompt"
+        raise ExtensionError(f"advantage {reference_of(compare)} returned {shape}, {expected}")
+    found_PG = np.where(missing_PG, 0.0, found_PG.astype(np.float64))
     if not np.isfinite(found_PG).all():
-        raise ConfigError(f"advantage {reference_of(compare)} returned values that are not finite")
+        raise ExtensionError(_not_finite(reference_of(compare), found_PG, missing_PG))
     return found_PG
+
+
+def _not_finite(name: str, found_PG: np.ndarray, missing_PG: np.ndarray) -> str:
+    prompt, sample = np.argwhere(~np.isfinite(found_PG))[0]
+    place = f"advantage {name} is not finite: {found_PG[prompt, sample]} for sample {sample} of prompt {prompt}"
+    if not missing_PG[prompt].any():
+        return f"{place}, none of whose samples is missing"
+    gone = ", ".join(map(str, np.flatnonzero(missing_PG[prompt])))
+    return (
+        f"{place}, whose sample {gone} is missing: its reward is NaN and its length 0. np.nanmean and np.nanstd with "
+        "axis=1, keepdims=True leave it out"
+    )
 
 
 def all_equal(rewards_PG: np.ndarray) -> np.ndarray:

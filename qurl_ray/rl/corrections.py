@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 
-from qurl_ray.errors import ConfigError
+from qurl_ray.errors import ExtensionError
 from qurl_ray.extensions import call_extension, reference_of
 from qurl_ray.rl.ratios import MAX_LOG_RATIO, Sums, kl_estimate, sequence_mean
 
@@ -76,7 +76,7 @@ def correct(
         strength: λ, the share of the correction that is applied.
 
     Raises:
-        ConfigError: settings.weigh raised, or returned another shape, or weights that are negative or not finite.
+        ExtensionError: settings.weigh raised, or returned another shape, or weights that are negative or not finite.
     """
     raw_BT = _raw_weights(log_rho_BT, mask_BT, settings)
     weight_BT = _weighed(settings.weigh, log_rho_BT, mask_BT) if settings.weigh else _bounded(raw_BT, settings)
@@ -138,10 +138,10 @@ def _weighed(weigh: Weigh, log_rho_BT: torch.Tensor, mask_BT: torch.Tensor) -> t
     if not isinstance(weight_BT, torch.Tensor) or weight_BT.shape != log_rho_BT.shape:
         shape = f"a tensor {list(weight_BT.shape)}" if isinstance(weight_BT, torch.Tensor) else type(weight_BT).__name__
         expected = f"expected a tensor {list(log_rho_BT.shape)}"
-        raise ConfigError(f"correction {reference_of(weigh)} returned {shape}, {expected}")
+        raise ExtensionError(f"correction {reference_of(weigh)} returned {shape}, {expected}")
     weight_BT = torch.where(mask_BT, weight_BT.to(log_rho_BT.dtype), 0.0)
     if not (weight_BT.isfinite() & (weight_BT >= 0)).all():
-        raise ConfigError(f"correction {reference_of(weigh)} returned weights that are negative or not finite")
+        raise ExtensionError(f"correction {reference_of(weigh)} returned weights that are negative or not finite")
     return weight_BT
 
 

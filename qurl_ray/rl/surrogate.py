@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from qurl_ray.errors import ConfigError
+from qurl_ray.errors import ExtensionError
 from qurl_ray.extensions import call_extension, reference_of
 from qurl_ray.rl.ratios import sequence_mean
 
@@ -103,7 +103,7 @@ def surrogate_of(
     computed by autograd, and no token counts as bounded by dual clip.
 
     Raises:
-        ConfigError: a form from outside the package raised, or returned something else.
+        ExtensionError: a form from outside the package raised, or returned something else.
     """
     found = call_extension("objective", form, log_ratio_BT, adv_BT, mask_BT, bounds)
     if isinstance(found, Surrogate):
@@ -111,7 +111,7 @@ def surrogate_of(
     if not isinstance(found, torch.Tensor) or found.shape != log_ratio_BT.shape:
         shape = f"a tensor {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         expected = f"expected a Surrogate or a tensor {list(log_ratio_BT.shape)}"
-        raise ConfigError(f"objective {reference_of(form)} returned {shape}, {expected}")
+        raise ExtensionError(f"objective {reference_of(form)} returned {shape}, {expected}")
     with torch.enable_grad():
         leaf_BT = log_ratio_BT.detach().requires_grad_()
         again = call_extension("objective", form, leaf_BT, adv_BT, mask_BT, bounds)

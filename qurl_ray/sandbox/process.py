@@ -6,11 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from qurl_ray.errors import QurlError
+from qurl_ray.extensions import TRACEBACKS
 from qurl_ray.sandbox.keeper import STOPPED, TOO_MUCH
 
 MEMORY_GB = 4.0
@@ -18,6 +22,7 @@ _START_S = 120.0  # importing a user's module on a busy machine may take a while
 _END_S = 30.0  # time for the kernel to end killed processes
 _WAKE_S = 0.2  # pause between two signals that wake a stopped warden
 _MAX_REPLY_BYTES = 1 << 20
+_MAX_LOG_BYTES = 64 << 20  # beyond it, a log begins again
 
 # -P and an explicit path: the child can import exactly what the parent can import.
 _BOOT = (
@@ -53,23 +58,26 @@ class SandboxedProcess:
         spec: what it serves, passed on as it is.
         memory_gb: limit for the server and all that it starts together, for memory and temporary files, in GiB; see
             docs/failure.md for the systems on which it is enforced.
+        log: file for all that is printed there; None prints it to the stderr of this process.
     """
 
-    def __init__(self, server: str, spec: str, memory_gb: float) -> None:
+    def __init__(self, server: str, spec: str, memory_gb: float, log: Path | None = None) -> None:
         self._memory_gb = memory_gb
+        self.log = log
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
         # The working directory comes last: a user's own module is found, but hides no other module.
         path = [*(entry or os.getcwd() for entry in sys.path), os.getcwd()]
         settings = {"server": server, "spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
-        with theirs:
+        with theirs, _opened(log) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOT],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that Ctrl-C does not reach it
                 stdin=subprocess.PIPE,  # a function may be larger than an argument
-                stdout=subprocess.DEVNULL,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                stdout=output,
+                stderr=output,
+                env={"OMP_NUM_THREADS": "1", TRACEBACKS: tempfile.gettempdir(), **os.environ},
             )
         assert self._process.stdin
         with suppress(BrokenPipeError), self._process.stdin as settings_of:  # the wait for it tells of its death
@@ -107,6 +115,10 @@ class SandboxedProcess:
             DeathError: it has ended.
         """
         self._socket.settimeout(timeout_s)
+        if self.log:
+            with suppress(OSError):
+                if self.log.stat().st_size > _MAX_LOG_BYTES:
+                    os.truncate(self.log, 0)
         try:
             self._socket.sendall(json.dumps(line).encode() + b"\n")
         except TimeoutError:
@@ -161,11 +173,37 @@ class SandboxedProcess:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return DeathError("broke the connection")
+        return DeathError(self._how(code) + (f"; it printed into {self.log}" if self._printed() else ""), code)
+
+    def _printed(self) -> bool:
+        return self.log is not None and self.log.is_file() and self.log.stat().st_size > 0
+
+    def _how(self, code: int) -> str:
         if code == TOO_MUCH:
-            held = f"and what it started held more than {self._memory_gb:g} GiB, or too many processes"
-            return DeathError(held, code)
+            return f"and what it started held more than {self._memory_gb:g} GiB, or too many processes"
         if code == STOPPED:
-            return DeathError("was killed, since the process that keeps it had been stopped by a signal", code)
+            return "was killed, since the process that keeps it had been stopped by a signal"
         if code < 0:
-            return DeathError(f"was killed by signal {-code} ({signal.strsignal(-code)})", code)
-        return DeathError(f"ended with exit code {code}", code)
+            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        return f"ended with exit code {code}"
+
+
+@contextmanager
+def _opened(log: Path | None) -> Iterator[int]:
+    """Yield a file descriptor to print to: of the log, or of stderr if there is none, or it cannot be written."""
+    output = 2
+    try:
+        os.fstat(output)
+    except OSError:  # it is closed
+        output = subprocess.DEVNULL
+    if log is None:
+        yield output
+        return
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        file = log.open("ab")
+    except OSError:
+        yield output
+        return
+    with file:
+        yield file.fileno()

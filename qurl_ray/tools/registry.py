@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from qurl_ray.errors import EnvironmentFailed
-from qurl_ray.extensions import did_you_mean
+from qurl_ray.extensions import described, did_you_mean
 from qurl_ray.tables import TOOLS
 from qurl_ray.tools.calls import ToolCall
+from qurl_ray.types import Problem
 
 FunctionName = str | Mapping[str, Mapping[str, Any]]
 """A name of the table TOOLS, or one name with keyword arguments of a class: {"python": {"timeout_s": 2}}."""
@@ -37,6 +38,7 @@ class Tool:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self._function = name, function
+        self._reset = getattr(function, "reset", None)
         self._arguments, schema = _model_of(name, function)
         for plain in (schema, *schema.get("properties", {}).values()):
             plain.pop("title", None)
@@ -50,6 +52,13 @@ class Tool:
             },
         }
         """Description in OpenAI's format, as chat templates take it."""
+
+    async def reset(self, problem: Problem) -> None:
+        """Tell the problem to a tool that has a method `reset`, such as an object with the solution."""
+        if callable(self._reset):
+            found = self._reset(problem)
+            if inspect.isawaitable(found):
+                await found
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Call the function and return its result as text.
@@ -67,6 +76,7 @@ class Tool:
             found = self._function(**{name: getattr(checked, field) for field, name in _names(self._arguments)})
             found = await found if inspect.isawaitable(found) else found
         except Exception as error:  # a tool may raise anything, and the policy is to hear of it
+            described(error)  # its traceback goes to the log
             raise CallError(f"{type(error).__name__}: {error}") from error
         if isinstance(found, str):
             return found
@@ -101,6 +111,11 @@ class Registry:
         """Return the descriptions of all tools, in their order."""
         return [tool.schema for tool in self._tools.values()]
 
+    async def reset(self, problem: Problem) -> None:
+        """Tell the problem to all tools that want to know it; see Tool.reset."""
+        for tool in self._tools.values():
+            await tool.reset(problem)
+
     async def call(self, call: ToolCall) -> str:
         """Return the result of a call as text.
 
@@ -125,6 +140,11 @@ def _made(given: FunctionName) -> Tool:
             f"tool {name!r} is a function: only classes take keyword arguments, which make an object"
         )
     function: Any = found(**params) if inspect.isclass(found) else found
+    if not callable(function):
+        raise EnvironmentFailed(
+            f"tool {name!r}: the class has no method __call__, which answers a call, such as "
+            "def __call__(self, city: str) -> str"
+        )
     return Tool(name.rpartition(":")[2], function)
 
 

@@ -12,8 +12,10 @@ from rich.console import Console
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.shown import reason, redacted, shown_address
-from qurl_ray.errors import ConfigError
+from qurl_ray.errors import ConfigError, ExtensionError
+from qurl_ray.extensions import described
 from qurl_ray.tables import SINKS
+from qurl_ray.tracking.callback import CallbackSink
 from qurl_ray.tracking.console import open_console
 from qurl_ray.tracking.json_lines import MetricsFile, StepsFile, prompts_file, samples_file, timeline_file
 from qurl_ray.tracking.sink import Sink
@@ -177,7 +179,9 @@ class Tracker:
         except Exception as error:  # whatever a sink raises, training continues
             if sink.name not in self._failed:
                 self._failed.add(sink.name)
-                self._warn(f"{sink.name} failed ({type(error).__name__}: {error}); training goes on", besides=sink.name)
+                ours = type(sink).__module__.startswith("qurl_ray.") and not isinstance(sink, CallbackSink)
+                told = f"{type(error).__name__}: {error}" if ours else described(error)
+                self._warn(f"{sink.name} failed ({told}); training goes on", besides=sink.name)
 
     def _pass_on_notices(self) -> None:
         for sink in self._sinks:
@@ -208,7 +212,7 @@ def _open_sink(name: str, run_dir: Path, settings: dict[str, Any]) -> Sink:
     try:
         sink = make(run_dir, settings)
     except Exception as error:  # a user's class may raise anything
-        raise ConfigError(f"sink {name!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise ExtensionError(f"sink {name!r} cannot be made: {described(error)}") from error
     lacks = [part for part in ("name", "handle", "notices", "close") if not hasattr(sink, part)]
     if lacks:
         raise ConfigError(f"sink {name!r} has no {lacks[0]}: see qurl_ray.tracking.sink.Sink")

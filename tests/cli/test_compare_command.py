@@ -76,6 +76,7 @@ def test_errors_are_one_line(folder, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("config", "settings", "other"),
     [

@@ -241,7 +241,7 @@ def test_a_game_that_cannot_be_played_is_an_error_with_its_reason(game, params, 
     assert isinstance(failed, CallFailed)
     assert failed.kind == "error"
     assert message in failed.detail
-    assert len(failed.detail) < 300
+    assert len(failed.detail) < 800
 
 
 def test_no_game_is_named(arena):

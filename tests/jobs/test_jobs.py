@@ -94,6 +94,7 @@ def test_bad_input_is_one_clear_line_within_seconds(tmp_path, arguments, message
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_jet_rl_takes_any_algorithm_in_a_unified_flow(tmp_path):
     for overrides in ([], ["algorithm.type=grpo"]):
         done = job("jet_rl.py", "--dry-run", f"output_dir={tmp_path}", *overrides)

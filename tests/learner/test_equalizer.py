@@ -214,6 +214,7 @@ def shared(rank: int, ranks: int, spec, out: str, backend: str) -> None:
     torch.save(exponents_of(learner), f"{out}/{ranks}-{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["torch", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fsdp", "deepspeed"))]
 )

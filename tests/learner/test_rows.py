@@ -185,6 +185,7 @@ def row_logprobs(model, prompt: list[int], turns: list[list[int]]) -> list[torch
     return [found[at - 1, ids[at]] for at in drawn]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", ["trajectory", "turn"])
 @pytest.mark.parametrize("loss_mean", ["token", "sequence", "fixed"])
 @pytest.mark.parametrize("form", ["ppo", "gspo"])
@@ -280,6 +281,7 @@ def _rank(rank: int, ranks: int, spec, out: str) -> None:
     torch.save(found, f"{out}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_a_kl_in_the_reward_is_that_of_all_rows_wherever_they_are(tiny_spec, tmp_path):
     run_ranks(2, _rank, tiny_spec, str(tmp_path))
     both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -141,6 +141,7 @@ def learn_all(rank: int, ranks: int, spec, out: str) -> None:
         torch.save(learned(spec, objective, ranks, rank, 2, **config), f"{out}/{number}.{rank}.pt")
 
 
+@pytest.mark.slow
 def test_groups_of_two_ranks_make_the_updates_of_one_rank(tiny_spec, tmp_path):
     """Every objective, with a value model, and a reference where there is one; two groups that have other samples."""
     run_ranks(4, learn_all, tiny_spec, str(tmp_path))

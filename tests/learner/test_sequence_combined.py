@@ -274,6 +274,7 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], 
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.equal_bits
 @pytest.mark.parametrize(
     ("run", "number"),

@@ -157,6 +157,7 @@ def one_update(rank: int, ranks: int, spec, name: str, step: int, before: str, a
     trained.save(Path(after))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", [CHAINS[0], *(pytest.param(chain, marks=pytest.mark.slow) for chain in CHAINS[1:])])
 def test_a_state_is_loaded_by_any_number_of_ranks_of_any_backend(tiny_spec, tmp_path, chain):
     folders = [tmp_path / str(number) for number in range(len(chain) + 1)]
@@ -243,6 +244,7 @@ def count_gathers(rank: int, ranks: int, out: str) -> None:
         torch.save((len(seen), flat(trained)), f"{out}/{backend}.{rank}.pt")
 
 
+@pytest.mark.slow
 def test_a_sharded_head_is_gathered_twice_a_pass_however_many_pieces_its_logits_have(tmp_path, monkeypatch):
     monkeypatch.setattr(logprobs, "HEAD_BYTES", logprobs.HEAD_BYTES)
     run_ranks(2, count_gathers, str(tmp_path))

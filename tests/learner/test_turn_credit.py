@@ -288,6 +288,7 @@ def _rank(rank: int, ranks: int, spec, out: str) -> None:
     torch.save((found, flat(valued), policy), f"{out}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_one(tiny_spec, tmp_path):
     run_ranks(2, _rank, tiny_spec, str(tmp_path))
     (mine, *first), (other, *second) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -16,6 +16,7 @@ def small_run(folder, *overrides):
     return run(load_config(None, [*settings, *overrides])).run_dir
 
 
+@pytest.mark.slow
 def test_the_quickstart_of_gpus_makes_its_steps_on_a_cpu_with_evaluations_in_one_format(tmp_path, cluster):
     own = ["steps=2", "tracking.mlflow=false", "tracking.console=none", "task.reward=tests.loop.rewards:length"]
     own += ["rollout.quantization=int8", "evaluation.full_precision=false", "evaluation.every=0"]

@@ -236,6 +236,7 @@ def assert_logprobs_of(model: PreTrainedModel, requests: list[Request], completi
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_forward_of_a_known_model_is_that_of_transformers_to_the_bit(name, tmp_path, monkeypatch):
     policy = policy_of(*KNOWN[name], tmp_path)
@@ -250,6 +251,7 @@ def test_every_forward_of_a_known_model_is_that_of_transformers_to_the_bit(name,
         assert sum(shape[1] == 1 for shape in shapes) > 12
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [*KNOWN, *OTHERS])
 def test_logprobs_are_those_of_the_model_that_anybody_would_load(name, tmp_path):
     policy = policy_of(*(KNOWN | OTHERS)[name], tmp_path)
@@ -259,6 +261,7 @@ def test_logprobs_are_those_of_the_model_that_anybody_would_load(name, tmp_path)
     assert_logprobs_of(eager(policy), requests, completions)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8_block"])
 @pytest.mark.parametrize("name", [*KNOWN, *OTHERS])

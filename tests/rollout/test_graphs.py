@@ -92,6 +92,7 @@ def requests_of(count: int, seed: int = 0, longest: int = 18) -> list[Request]:
     return [*requests[:2], replace(requests[2], sampling=sampling), *requests[3:]]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize(
     ("name", "format_name"),
@@ -127,6 +128,7 @@ def test_with_rounded_keys_and_other_types(tmp_path, kernel, dtype):
     assert_same(found, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_cache", ["full", "fp8"])
 def test_graphs_are_captured_anew_after_each_load(tmp_path, kv_cache):

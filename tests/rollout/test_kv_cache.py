@@ -136,6 +136,7 @@ def test_other_architectures_round_the_same(other, format_name):
     assert_equal_to_reference(*other, format_name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])
 def test_slots_order_and_company_change_nothing(tiny_spec, tokenizer, model, format_name):

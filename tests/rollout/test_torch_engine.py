@@ -88,6 +88,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kernel", ["auto", "emulation"])
@@ -108,6 +109,7 @@ def test_int8_does_not_sample_from_the_full_precision_distribution(tiny_spec, to
     assert any((c.logprobs != lp).any() for c, lp in zip(quantized, full, strict=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_slots_order_and_company_change_nothing(tiny_spec, tokenizer, model, format_name):

@@ -499,6 +499,7 @@ def test_what_is_kept_is_named_as_in_the_checkpoint_and_fused_layers_are_kept_wh
         engine.call("format_of", int8, qkv.format(1))
 
 
+@pytest.mark.slow
 @pytest.mark.equal_bits
 def test_float_checkpoints_become_the_same_codes_and_survive_vllms_own_reload(engine, spec, tokenizer, tmp_path):
     one, other = policy(spec), policy(spec, seed=1)
@@ -544,6 +545,7 @@ def with_plugin_alone(format_name, folders, shapes, requests, ranks: int = 1):
     return json.loads(line.removeprefix("FOUND "))
 
 
+@pytest.mark.slow
 def test_a_failed_start_says_where_vllm_printed_the_cause(spec, tmp_path):
     code = (
         "from qurl_ray.rollout.vllm_engine import VllmEngine; from qurl_ray.types import PolicySpec\n"
@@ -674,6 +676,7 @@ def test_other_architectures_find_their_places(tokenizer, tmp_path, kind):
                 engine.call("load", replace(codes, tensors=tuple(tensors)), [buckets[0] | {head.name: q.to_numpy()}])
 
 
+@pytest.mark.slow
 def test_ids_without_text_are_never_drawn_and_log_probs_are_the_learners(spec, tokenizer, tmp_path):
     """Though the embedding has rows for them, which the head likes best."""
     model = policy(spec)

@@ -27,6 +27,7 @@ def found(check: str) -> dict:
     return json.loads(line.removeprefix("FOUND "))
 
 
+@pytest.mark.slow
 def test_a_product_takes_two_operations_on_a_gpu():
     assert found("operations") == {
         "int8": {
@@ -55,6 +56,7 @@ def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
     assert seen["fp8_block"]["parameters"]["weight_scale"] == [[2, 1], [1, 1]]
 
 
+@pytest.mark.slow
 def test_codes_of_activations_are_read_from_products_in_every_layout():
     for name, (count, differ, further) in found("codes").items():
         assert count == 2000 * {"int8": 32, "fp8": 24, "fp8_block": 128}[name]

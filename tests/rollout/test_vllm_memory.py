@@ -31,6 +31,7 @@ def fresh(spec, requests):  # noqa: F811
     return found
 
 
+@pytest.mark.slow
 def test_a_step_that_was_recorded_once_follows_every_load(spec, requests, fresh):  # noqa: F811
     with EngineProcess(spec, slots=2, threads=1, kernel="emulation", capture=True) as engine:
         engine.call("load", *weights_of(policy(spec, 0), "int8", 0))
@@ -41,6 +42,7 @@ def test_a_step_that_was_recorded_once_follows_every_load(spec, requests, fresh)
         assert engine.call("replayed") == 4 * 3 * 11 - 1
 
 
+@pytest.mark.slow
 def test_nothing_moves_in_twenty_loads(spec):  # noqa: F811
     with EngineProcess(spec, slots=2, threads=1, kernel="emulation", capture=True) as engine:
         places = {}

@@ -363,6 +363,7 @@ def test_an_old_engine_that_does_not_end_makes_the_replica_unhealthy(runs, monke
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_loading_leaves_no_openmp_threads_that_would_slow_the_engine(runs):
     """Another thread's, that is: see Service._load. In a process of its own, as this one's main thread has some."""
     code = """

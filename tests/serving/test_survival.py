@@ -157,6 +157,7 @@ def test_a_replica_that_is_killed_costs_retries_and_no_request(server):
         assert http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_requests_in_a_killed_replica_are_answered_by_the_next(server):
     async def main():
         async with server.async_client(timeout=120) as client:
@@ -175,6 +176,7 @@ def test_requests_in_a_killed_replica_are_answered_by_the_next(server):
     assert [reply.usage.completion_tokens for reply in asyncio.run(main())] == [LONG["max_tokens"]] * 4
 
 
+@pytest.mark.slow
 def test_a_replica_that_starts_again_has_the_weights_that_were_chosen(server, runs):
     """Also if a new run of the same name has moved them, and put others in their place."""
     save_run(runs, "again", seed=3)
@@ -212,6 +214,7 @@ def ended(server, number: signal.Signals, *, group: bool = False) -> int:
 OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
 def test_what_was_asked_is_answered_before_the_server_ends(runs, number):
     # Long enough for Ray's own handler to cut them off, short enough for a slow machine to end them within `drain_s`.

@@ -129,7 +129,7 @@ def test_a_served_beginning_of_an_answer_goes_on_as_in_training(tokenizer, tmp_p
     """An empty one is where the answer goes."""
     begun = [USER, {"role": "assistant", "content": "It is"}]
     expected = tokenizer.apply_chat_template(begun, continue_final_message=True, return_dict=False)
-    (problem,) = problems(tmp_path / "d.jsonl", [{"prompt": begun}])
+    (problem,) = problems(tmp_path / "d.jsonl", [{"prompt": begun}], last_turn="continue")
     assert encode_prompt(problem, tokenizer, DatasetTask(path="")).tolist() == expected == served(begun, tokenizer)
     begun[1]["content"] = ""
     (problem,) = problems(tmp_path / "e.jsonl", [{"prompt": begun}])

@@ -51,6 +51,9 @@ class Collected:
     uniform_groups: int = 0
     all_groups: int = 0
     failed: dict[str, int] = field(default_factory=dict)
+    """Number of failed rewards, by status."""
+    details: dict[str, str] = field(default_factory=dict)
+    """Detail of the first failed reward of each status."""
     shown: list[dict] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     """Uids of the prompts, in the order in which they were drawn."""
@@ -234,6 +237,7 @@ class Collector:
         for verdict in verdicts:
             if verdict.status != "ok":
                 collected.failed[verdict.status] = collected.failed.get(verdict.status, 0) + 1
+                collected.details.setdefault(verdict.status, verdict.detail)
         collected.samples += len(completions)
         collected.tokens += int(lengths.sum())
         collected.rewards += [v.reward for v in verdicts if v.status == "ok"]

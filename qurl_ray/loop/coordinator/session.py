@@ -8,6 +8,7 @@ it, and all engines load and verify it. Waits for other actors have a deadline.
 """
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Health
 from qurl_ray.config import RunConfig
+from qurl_ray.errors import QurlError
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.coordinator.collect import Collected, Collector
@@ -32,6 +34,7 @@ from qurl_ray.types import Completion, Event, StagedBucket, row_uid
 
 _FIRST_STEPS = 3
 _NO_ENDS = 0.95  # share of truncated answers in one of the first steps that is announced
+_LOST_STEPS = 10  # steps in a row without a finite gradient that end the run
 _LOOK_S = 0.25  # between two looks at the engines, while ranks wait
 
 _Shares = list[list[MiniBatch]]
@@ -107,6 +110,8 @@ class Session:
         """True if the correction dropped most tokens of the step before."""
         self._endless = False
         """True if it was announced that hardly any answer ends."""
+        self._lost_steps = 0
+        """Number of steps up to the last one in which no gradient was finite."""
         self._kernels: list[str] = []
 
     @property
@@ -166,7 +171,7 @@ class Session:
             self._events.warn(number, f"{len(collected.groups)} of {wanted} groups after {collected.rounds} round(s)")
         for status, count in collected.failed.items():
             message = f"{count} of {collected.samples} rewards ended in {status}; these samples are left out"
-            self._events.warn(number, message)
+            self._events.warn(number, f"{message}. The first: {collected.details[status]}")
         if not collected.groups:
             message = "no group is left to learn from (uniform or failed rewards): the step is skipped"
             self._events.warn(number, message)
@@ -243,6 +248,7 @@ class Session:
     async def _judge(self, number: int, results: list[StepResult]) -> Directive:
         self._events.step, step = number, self._steps[number]
         assert step.collected, "its shares were handed out"
+        self._check_gradients(number, results[0])
         values = step_figures(number, step.collected, results, self._drawn_at)
         directive = self._guard.judge(number, values)
         for message in directive.messages:
@@ -251,6 +257,20 @@ class Session:
             self._stop.set()
         step.reported = results, values | directive.metrics
         return directive
+
+    def _check_gradients(self, number: int, result: StepResult) -> None:
+        """Raise QurlError if no step of the last ones, or of a shorter run, had an update with a finite gradient."""
+        if not math.isnan(result.grad_norm):
+            self._lost_steps = 0
+        elif result.skipped_updates:  # else there was nothing to learn from
+            self._lost_steps += 1
+        short = self._config.learner.compute != "float16"  # whose scale of losses has to be found first
+        if self._lost_steps == (min(_LOST_STEPS, self._config.steps) if short else _LOST_STEPS):
+            raise QurlError(
+                f"nothing is learned: the gradient of every update was not finite in {self._lost_steps} steps, up to "
+                f"step {number}. Look for infinite values in algorithm.objective={self._config.algorithm.objective} "
+                "and in the rewards; learner.compute=float32 has the widest range"
+            )
 
     async def close(self, step: int, rank: int, seconds: dict[str, float], spans: list[Event]) -> None:
         """Report a rank's seconds by phase and its spans; the last rank completes the step's event."""

@@ -9,8 +9,8 @@ import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.algorithm import Algorithm, Custom
-from qurl_ray.errors import ConfigError, QurlError
-from qurl_ray.extensions import Table
+from qurl_ray.errors import ConfigError, ExtensionError, QurlError
+from qurl_ray.extensions import Table, described
 from qurl_ray.rl.advantages import advantages
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.surrogate import Bounds, surrogate_of
@@ -41,8 +41,7 @@ def try_functions(config: RunConfig) -> None:
         except QurlError:
             raise
         except Exception as error:  # a user's function may raise anything
-            message = f"{table.kind} {name!r} cannot be used: {type(error).__name__}: {error}"
-            raise ConfigError(message) from error
+            raise ExtensionError(f"{table.kind} {name!r} cannot be used: {described(error)}") from error
 
 
 def _named(config: RunConfig) -> Iterator[tuple[Table, str, Callable[[Any], None]]]:

@@ -225,11 +225,11 @@ def _train(
         colocated=config.placement == "colocated",
     )
     worker_group.start()
-    judging = config.task
+    judging, logs = config.task, place.path / "logs"
     verifiers = start_verifiers(
-        judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb
+        judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb, logs
     )
-    environments = start_environments(config.environment)
+    environments = start_environments(config.environment, logs)
     coordinator: ActorHandle | None = None
     fit: Fit | None = None
     tokenizer = load_tokenizer(prepared.spec)

@@ -16,7 +16,7 @@ from qurl_ray.actors.cluster import kill_actors, there_is, without_room
 from qurl_ray.actors.placement import counts, demand
 from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, QurlError
+from qurl_ray.errors import CoordinatorDied, DeadlineExceeded, ExtensionError, QurlError
 from qurl_ray.loop.messages import Drained
 from qurl_ray.loop.totals import RunTotals
 from qurl_ray.signals import StopRequests
@@ -93,6 +93,8 @@ class Watch:
             if found:
                 self._complete_fleet(found)
             time.sleep(_POLL_S)
+        if found and isinstance(found.failure, ExtensionError):
+            raise ExtensionError(f"{found.failure} (after step {self._totals.steps})")
         if found and found.failure:
             raise found.failure
         if fit.error is not None:

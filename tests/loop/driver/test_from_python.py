@@ -112,6 +112,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow if "TRL" in name else ()) for name in LAYOUTS]

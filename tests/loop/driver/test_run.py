@@ -230,6 +230,7 @@ def looks(run_dir: Path) -> list[dict]:
     return [line for line in events(run_dir, "evaluation") if line["message"] == "during"]
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_its_target_and_is_finished_then(tmp_path, cluster):
     result = small_run(tmp_path, *TARGET)
     *before, last = looks(result.run_dir)
@@ -267,6 +268,7 @@ def test_two_ranks_whose_rollouts_run_ahead_end_at_their_target(tmp_path, cluste
     assert not result.interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.equal_bits
 def test_the_guard_acts_is_heard_and_stops_with_a_checkpoint(tmp_path, cluster):
     trips = ["guard.kl_max=1e-9", "guard.window=1", "guard.patience=1", "guard.precision_steps=2", "guard.trips=1"]

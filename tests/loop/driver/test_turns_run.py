@@ -30,6 +30,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.equal_bits
 def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_path, cluster):
@@ -66,6 +67,7 @@ def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_p
     assert [line["step"] for line in events(result.run_dir, "step")] == [1, 2, 3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "settings",
@@ -153,6 +155,7 @@ def test_a_template_that_rewrites_turns_is_refused_before_the_start(tiny_spec, t
         check_run(load_config(None, [*common, f"environment.rewritten_history={history}"]))
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.equal_bits
 def test_a_run_with_new_rows_has_the_learners_logprobs_and_resumes_to_the_bit(tiny_spec, tokenizer, tmp_path, cluster):
@@ -189,6 +192,7 @@ def test_a_run_with_new_rows_has_the_learners_logprobs_and_resumes_to_the_bit(ti
     assert torch.equal(parameters(again.policy), parameters(result.policy))
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "more",

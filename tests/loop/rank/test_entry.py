@@ -109,6 +109,7 @@ def test_our_own_errors_end_the_run_at_once(rank):
     assert [str(error) for error in rank.ended] == ["wrong"]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_run_whose_rank_fails_in_the_same_way_again_ends_with_the_reason(tmp_path, cluster):
     """After one restart, and not after learner.max_failures=3 of them."""
