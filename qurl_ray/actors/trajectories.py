@@ -63,6 +63,8 @@ class Said:
     reward: float | None
     calls: int
     failed_calls: int
+    state: dict[str, Any] = field(default_factory=dict)
+    """The rest of what the step's info says."""
     asked: float
     """Time of the call, in seconds since the trajectory began."""
     seconds: float
@@ -82,6 +84,8 @@ class Played:
     """Tokens of the last turn."""
     reward: float | None = None
     """Sum of the environment's rewards; None if it gave none."""
+    limit: str = ""
+    """Limit that ended it, as its setting; "" if none did."""
     failure: CallFailed | None = None
     """Failure of the last call of the environment; its reply may also be one that cannot be used."""
     drew: list[Drew] = field(default_factory=list)
@@ -162,6 +166,7 @@ class Course:
         self._parts = [_told(first.uid, np.zeros(0, dtype=np.int32))]
         self._history: History | None = None  # None if nothing is rewritten
         self._new_rows: list[int] = []
+        self._limit_of_turn = ""
         self.played = Played(completion=self._parts[0], prompt_ids=first.prompt_ids, last_turn=self._parts[0].token_ids)
         self.todo: Request | Input | None = problem
         """Turn to be drawn, or what the environment is to be given; None once the trajectory has ended."""
@@ -176,6 +181,7 @@ class Course:
         self._row = continued(self._row, part)
         self._parts.append(part)
         if part.finish == "length" and self._rules.config.cut_turns == "end":
+            self.played.limit = self._limit_of_turn
             self._end()
         else:
             self.todo = text
@@ -209,6 +215,8 @@ class Course:
         if step.reward is not None:
             played.reward = (played.reward or 0.0) + step.reward
         if step.done or not step.messages or played.turns == self._rules.config.max_turns:
+            if not step.done and step.messages:
+                played.limit = f"environment.max_turns={self._rules.config.max_turns}"
             self._end()
             return
         encoder, rewritten = self._rules.encoder, None
@@ -222,6 +230,7 @@ class Course:
             self._row = replace(self._row, prompt_ids=rewritten, elsewhere=self._row.drawn)
         if not self._room():
             self._parts[-1] = replace(last, finish="length")
+            played.limit = self._limit_of_row()
             self._end()
             return
         if rewritten is not None:
@@ -232,6 +241,8 @@ class Course:
     def _draw(self) -> None:
         config, sampling = self._rules.config, self._row.sampling
         most = min(self._room(), config.turn_tokens or sampling.max_new_tokens)
+        by_turn = most == config.turn_tokens
+        self._limit_of_turn = f"environment.turn_tokens={most}" if by_turn else self._limit_of_row()
         last = self.played.turns + 1 == config.max_turns
         self.todo = replace(self._row, sampling=replace(sampling, max_new_tokens=most), continues=not last)
 
@@ -242,6 +253,13 @@ class Course:
     def _length(self) -> int:
         """Number of tokens of the answer so far."""
         return sum(len(part.token_ids) for part in self._parts)
+
+    def _limit_of_row(self) -> str:
+        """Return the setting that bounds what the policy may still draw in the row."""
+        context = self._rules.context
+        if context - len(self._row.prompt_ids) < self._row.sampling.max_new_tokens:
+            return f"context of {context} tokens"
+        return "rollout.max_new_tokens"
 
     def _room(self) -> int:
         """Number of tokens that the policy may still draw."""
@@ -335,6 +353,7 @@ def _said(reply: EnvironmentReply, at: int, asked: float, waited: float) -> Said
         reward=step.reward,
         calls=calls if isinstance(calls, int) else 0,
         failed_calls=failed if isinstance(failed, int) else 0,
+        state={name: value for name, value in step.info.items() if name not in ("calls", "failed_calls")},
         asked=asked,
         seconds=reply.seconds,
         waited=waited,

@@ -10,6 +10,7 @@ from rich.progress import Progress
 
 from qurl_ray.config import load_config
 from qurl_ray.config.cli import errors_told
+from qurl_ray.config.load import run_folder
 from qurl_ray.config.rollout import FormatName
 from qurl_ray.extensions import find_modules_here
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def main(
-    run: Annotated[Path, typer.Argument(help="Run folder: its config.yaml names the task, its policy/ is evaluated.")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run by its folder or name: its config.yaml has the task, its policy/ is evaluated."),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the run's settings.")
     ] = None,
@@ -44,6 +48,7 @@ def main(
 
     find_modules_here()
     with errors_told():
+        run = run_folder(run)
         settings = load_config(config or run / "config.yaml", overrides or [])
         with Progress(console=Console(stderr=True)) as bar:
             task = bar.add_task("answers judged")

@@ -68,9 +68,9 @@ def train_command(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="CONFIG [KEY=VALUE]...",
-            help="A YAML file or a name that `qurl configs` lists, and settings that override it; with --help, names "
-            "of settings.",
+            metavar="[CONFIG] [KEY=VALUE]...",
+            help="A YAML file or a name that `qurl configs` lists, and settings that override it, or the defaults if "
+            "there is none; with --help, names of settings.",
             autocompletion=completed,
         ),
     ] = None,
@@ -87,9 +87,10 @@ def train_command(
             names = [name for name in given if not config_file(Path(name)).is_file()]
             typer.echo(help_page(context, RunConfig, names, _TRAIN))
             return
-        if not given or "=" in given[0]:
-            raise ConfigError("give a settings file first: a YAML file, or a name that `qurl configs` lists")
-        status = run_job(load_config(Path(given[0]), given[1:]), dry=dry_run, fresh=fresh, extend=extend)
+        if not given:
+            raise ConfigError("give a YAML file, a name that `qurl configs` lists, or settings such as model.path=…")
+        file, overrides = (None, given) if "=" in given[0] else (Path(given[0]), given[1:])
+        status = run_job(load_config(file, overrides), dry=dry_run, fresh=fresh, extend=extend)
     raise typer.Exit(status)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from qurl_ray.config.cli import errors_told
+from qurl_ray.config.load import run_folder
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
@@ -13,9 +14,7 @@ from qurl_ray.report.viewer import write_rollouts
 
 
 def main(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run, such as runs/quickstart; it may still go on.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run by its folder or its name; it may still go on.")],
 ) -> None:
     """Write the pages of a run into its folder, and print their paths.
 
@@ -24,6 +23,7 @@ def main(
     The pages need no network and no server; older ones are replaced.
     """
     with errors_told():
+        run = run_folder(run)
         if not (run / "metrics.jsonl").is_file():
             raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run, such as runs/quickstart")
         try:

@@ -35,7 +35,7 @@ def errors_told() -> Iterator[None]:
     try:
         yield
     except QurlError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), err=True)
         raise typer.Exit(2) from None
 
 

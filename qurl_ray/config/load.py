@@ -177,6 +177,13 @@ def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
     return Path(folder).expanduser().resolve()
 
 
+def run_folder(given: str | Path, runs: Path | None = None) -> Path:
+    """Return the folder of a run that is given by its path, or by its name in the folder of runs, `runs_folder(runs)`.
+    Where there is neither, it is the path."""
+    path = Path(given).expanduser()
+    return path if path.is_dir() or not (named := runs_folder(runs) / given).is_dir() else named
+
+
 def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield (dotted key, default, help) of every setting, for --help and the reference in docs/.
 

@@ -64,7 +64,7 @@ def main(
     """Estimate tokens per second, memory, sync and step time in BF16, INT8 and FP8, and the best split of the GPUs, and
     say whether quantization pays. Needs no GPU and no network."""
     console = Console(width=_WIDTH)
-    given = {
+    options = {
         "prompts": prompts,
         "samples": samples,
         "prompt": prompt_length,
@@ -87,14 +87,15 @@ def main(
             show_published(console, as_json=as_json)
             return
         run = load_config(config) if config else None
-        shape, work = _asked(model, run, {k: v for k, v in given.items() if v is not None})
+        given = {name: value for name, value in options.items() if value is not None}
+        shape, work = _asked(model, run, given)
         if measure:
             from qurl_ray.planning.measure import measure as measure_machine  # torch, seconds of imports
 
             show_machine(shape, work, measure_machine(shape, work), console, as_json=as_json)
             return
         kind = find_gpu(gpu)
-        plan = make_plan(shape, kind, _gpus(gpus, run), work, tensor_parallel)
+        plan = make_plan(shape, kind, _gpus(gpus, run), work, tensor_parallel, fixed=given.keys())
         check = check_layout(shape, kind, work, run) if run and run.rollout.device == "cuda" else None
         if as_json:
             typer.echo(json.dumps(as_values(plan) | {"check": asdict(check) if check else None}, indent=2))

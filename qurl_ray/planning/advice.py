@@ -78,7 +78,7 @@ def recommended(plan: Plan) -> list[str]:
     estimate = plan.best[plan.chosen]
     if estimate is None:
         return []
-    layout = estimate.layout
+    layout, work, asked = estimate.layout, estimate.work, plan.work
     precision = ["quantization=none", "uaq_scale=1"] if plan.chosen == "bf16" else [f"quantization={plan.chosen}"]
     colocated = layout.placement == "colocated"
     kv = int(estimate.room / layout.tensor_parallel / 2**30)
@@ -91,8 +91,17 @@ def recommended(plan: Plan) -> list[str]:
         *([f"rollout.vllm.kv_cache_gb={kv}"] if colocated else []),
         f"learner.workers={layout.ranks}",
         *(["learner.backend=fsdp"] if layout.stage == "fsdp" else _zero(layout.stage)),
+        *(f"{setting}={new}" for name, setting in _SEARCHED if (new := getattr(work, name)) != getattr(asked, name)),
         *(["learner.offload_while_waiting=false"] if colocated and layout.stage == 0 else []),
     ]
+
+
+_SEARCHED = (
+    ("transport", "sync.transport"),
+    ("sequence_parallel", "learner.sequence_parallel"),
+    ("micro_tokens", "learner.tokens_per_micro_batch"),
+)
+"""Fields of the workload that the search may change, and their settings."""
 
 
 def _zero(stage: Stage) -> list[str]:

@@ -66,7 +66,7 @@ def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig) -> C
     slots = min(kv_slots(one, work, kv * one.tensor_parallel) for one, kv in zip(engines, rooms, strict=True))
     limit = gpu.memory * engines[0].constants.memory
     problems = [
-        f"{turn} takes {held_ / 1e9:,.0f} GB of a GPU, and {limit / 1e9:,.0f} can be planned with"
+        f"{turn} takes {held_ / 1e9:,.1f} GB of a GPU, and {limit / 1e9:,.1f} can be planned with"
         for turn, held_ in most.items()
         if held_ > limit * (1 + 1e-9)
     ]

@@ -1,16 +1,20 @@
 """Find the fastest layout of a step in each format, and the gain from quantization."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil
-from typing import Literal
+from typing import Literal, get_args
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.planning.machines import EIGHT_BIT, NODE, PRECISIONS, Gpu, Precision
+from qurl_ray.planning.machines import EIGHT_BIT, HOST_MEMORY, NODE, PRECISIONS, Gpu, Precision
 from qurl_ray.planning.memory import (
+    STAGES,
     Stage,
     TurnName,
+    activation_bytes,
+    asleep_bytes,
+    engine_bytes,
     gpu_bytes,
     host_bytes,
     kv_room,
@@ -22,11 +26,12 @@ from qurl_ray.planning.phases import learn_s, rollout_s, turn_s
 from qurl_ray.planning.roofline import EngineRoofline, widths
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.sync import Route, sync_s
-from qurl_ray.planning.workload import Workload
+from qurl_ray.planning.workload import TransportName, Workload
 
 PAYS = 1.05
 """Speedup of a step below which quantization is not worth its mismatch."""
 MOST_GPUS = 10_000
+_LEAST_MICRO_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,8 @@ class StepEstimate:
 
     engine: EngineRoofline
     layout: Layout
+    work: Workload
+    """Workload with the transport, the micro-batch and the ranks that share a sequence of this estimate."""
     room: float
     """Bytes for keys and values in each engine: what is left on GPUs of its own, and on shared ones as much as bf16
     leaves (rollout.vllm.kv_cache_gb)."""
@@ -155,11 +162,15 @@ def amdahl(share: float, speedup: float) -> float:
     return 1 / (1 - share + share / speedup)
 
 
-def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | None = None) -> Plan:
+def make_plan(
+    shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | None = None, *, fixed: Set[str] | None = None
+) -> Plan:
     """Return the best of all layouts for each format.
 
     Args:
         width: GPUs of each engine; all possible widths are tried if absent.
+        fixed: fields of the workload among transport, sequence_parallel and micro_tokens that stay as they are; others
+            are searched over. None searches over none of them.
 
     Raises:
         ConfigError: the number of GPUs or `width` is not possible, or nothing fits in any format.
@@ -172,32 +183,87 @@ def make_plan(shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | No
     if width is not None and width not in possible:
         raise ConfigError(f"an engine of {width} GPUs: {shape.name} on {gpus} of them can have {possible}")
     tried = [width] if width else possible
-    best = {precision: search(shape, gpu, gpus, work, precision, tried) for precision in PRECISIONS}
+    works = [work] if fixed is None else _variants(shape, gpus, work, fixed)
+    transports = (work.transport,) if fixed is None or "transport" in fixed else get_args(TransportName)
+    best: dict[Precision, StepEstimate | None] = {}
+    for precision in PRECISIONS:
+        found = [search(shape, gpu, gpus, one, precision, tried, transports) for one in works]
+        best[precision] = min(filter(None, found), key=lambda estimate: estimate.step, default=None)
     if not any(best.values()):
-        raise ConfigError(_why_nothing_fits(shape, gpu, gpus, work))
+        raise ConfigError(_why_nothing_fits(shape, gpu, gpus, works, tried))
     return Plan(shape=shape, gpu=gpu, gpus=gpus, work=work, best=best)
 
 
-def _why_nothing_fits(shape: Shape, gpu: Gpu, gpus: int, work: Workload) -> str:
-    stages: tuple[Stage, ...] = (0, "fsdp") if gpus > 1 else (0,)
-    held = [learner_bytes(shape, work, ranks=gpus, stage=stage) for stage in stages]
-    learn = min(one["learn"] for one in held) / 1e9
-    host = min(host_bytes(shape, work, ranks=gpus, stage=stage) for stage in stages) / 1e9
+def _variants(shape: Shape, gpus: int, work: Workload, fixed: Set[str]) -> list[Workload]:
+    """Return the workload with other numbers of ranks that share a sequence, and smaller micro-batches, down to the
+    part of the longest sequence that a rank holds anyway."""
+    shared, found = [work.sequence_parallel], []
+    if "sequence_parallel" not in fixed:
+        shared += [n for n in (1, 2, 4, 8) if n <= min(gpus, shape.heads) and n not in shared]
+    for ranks in shared:
+        one = replace(work, sequence_parallel=ranks)
+        found.append(one)
+        least = max(_LEAST_MICRO_TOKENS, ceil((work.prompt + work.response) / ranks))
+        if "micro_tokens" not in fixed and least < work.micro_tokens:
+            found.append(replace(one, micro_tokens=least))
+    return found
+
+
+def _why_nothing_fits(shape: Shape, gpu: Gpu, gpus: int, works: Sequence[Workload], tried: Sequence[int]) -> str:
+    """Return the one limit that is in the way, with its arithmetic: of the learner on all GPUs, or of an engine."""
+    engine = EngineRoofline(
+        shape=shape,
+        gpu=gpu,
+        precision="fp8",
+        tensor_parallel=max(tried),
+        engine=works[0].engine,
+        graphs=works[0].graphs,
+    )
+    c, stages = engine.constants, STAGES if gpus > 1 else STAGES[:1]
+    limit, hosts = gpu.memory * c.memory, HOST_MEMORY * c.memory
+    beside = c.context + asleep_bytes(engine)
+    found = []
+    for work in works:
+        for stage in stages:
+            held = learner_bytes(shape, work, ranks=gpus, stage=stage, offloads=True)
+            found.append((max(held["start"], held["learn"]), host_bytes(shape, work, ranks=gpus, stage=stage), work))
+    learn, host, work = min(found, key=lambda one: max((one[0] + beside) / limit, one[1] / hosts))
+    where = f"{shape.name} does not fit on {gpus} × {gpu.name} in any format"
+    if learn + beside > limit:
+        states, activations = learn - activation_bytes(shape, work), activation_bytes(shape, work)
+        return (
+            f"{where}: the learner on all of them, with {work.sequence_parallel} ranks to a sequence, holds "
+            f"{states / 1e9:,.1f} GB of parameters, gradients, moments and logits and {activations / 1e9:,.1f} GB of "
+            f"activations, beside {beside / 1e9:,.1f} GB of CUDA and a sleeping engine: "
+            f"{(learn + beside) / 1e9:,.1f} of the {limit / 1e9:,.1f} GB that can be planned with. Take more or larger "
+            "GPUs, or shorter answers"
+        )
+    if host > hosts:
+        return (
+            f"{where}: hosts need {host / 1e9:,.0f} GB for the learner's states during rollouts and have "
+            f"{hosts / 1e9:,.0f}; take more nodes"
+        )
     return (
-        f"{shape.name} does not fit on {gpus} × {gpu.name} in any format: with all GPUs for the learner, each would "
-        f"hold at least {learn:,.0f} GB while it learns, of {gpu.memory / 1e9:,.0f}, and hosts {host:,.0f} GB; or an "
-        f"engine of a node has no room for one answer of {work.response:,} tokens; take larger or more GPUs, shorter "
-        "answers or a smaller micro-batch"
+        f"{where}: an engine holds {engine_bytes(engine) / 1e9:,.1f} GB on each of its {engine.tensor_parallel} GPUs, "
+        f"and has no room beside the learner for one answer of {work.response:,} tokens; take more or larger GPUs, or "
+        "shorter answers"
     )
 
 
 def search(
-    shape: Shape, gpu: Gpu, gpus: int, work: Workload, precision: Precision, tried: Sequence[int]
+    shape: Shape,
+    gpu: Gpu,
+    gpus: int,
+    work: Workload,
+    precision: Precision,
+    tried: Sequence[int],
+    transports: Sequence[TransportName],
 ) -> StepEstimate | None:
     """Return the layout with the shortest step on at most `gpus` GPUs, of all splits; None if none fits.
 
     Args:
         tried: engine widths to try, in GPUs.
+        transports: those to try; a layout takes the fastest that its placement allows.
     """
     fp8 = work.fp8_learner and precision == "fp8"
 
@@ -224,15 +290,22 @@ def search(
                 if not together:
                     break  # all further splits have fewer engines
                 continue
+            direct = "ipc" if together else "nccl"
+            possible = [replace(work, transport=one) for one in transports if one in ("object_store", direct)]
+            if not possible:
+                continue
+            syncs = {one.transport: sync_s(shape, gpu, precision, layout.route(one)) for one in possible}
+            transport = min(syncs, key=lambda name: syncs[name])
             estimate = StepEstimate(
                 engine=engine,
                 layout=layout,
+                work=replace(work, transport=transport),
                 room=room,
                 slots=slots,
                 batch=min(ceil(rounds[0] / layout.engines), slots),
                 rollout=seconds,
                 learn=learn,
-                sync=sync_s(shape, gpu, precision, layout.route(work)),
+                sync=syncs[transport],
                 turns=turn_s(engine, ranks=layout.ranks, stage=layout.stage) if together else 0.0,
                 overlapped=work.staleness > 0,
                 answers=work.drawn * work.answer,
@@ -247,14 +320,16 @@ def _layouts(engine: EngineRoofline, gpus: int, work: Workload) -> Iterator[tupl
     stages = cache(lambda ranks, colocated: stages_that_fit(engine, work, ranks=ranks, colocated=colocated))
     width = engine.tensor_parallel
     for placement, engines, ranks in _splits(gpus, width, work):
+        if ranks % work.sequence_parallel:
+            continue
         for stage, beside in stages(ranks, placement == "colocated").items():
             layout = Layout(placement=placement, engines=engines, tensor_parallel=width, ranks=ranks, stage=stage)
             yield layout, beside
 
 
-def memory_of(estimate: StepEstimate, work: Workload) -> dict[TurnName, float]:
+def memory_of(estimate: StepEstimate) -> dict[TurnName, float]:
     """Return the bytes on a GPU in each turn; see memory.gpu_bytes."""
-    layout, engine = estimate.layout, estimate.engine
+    layout, engine, work = estimate.layout, estimate.engine, estimate.work
     colocated = layout.placement == "colocated"
     learner = learner_bytes(engine.shape, work, ranks=layout.ranks, stage=layout.stage, offloads=colocated)
     return gpu_bytes(engine, learner, estimate.room / layout.tensor_parallel, colocated=colocated)

@@ -50,17 +50,20 @@ def as_values(plan: Plan) -> dict[str, Any]:
 def _values(plan: Plan, precision: Precision, estimate: StepEstimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    layout, shape, work = estimate.layout, plan.shape, plan.work
+    layout, shape, work = estimate.layout, plan.shape, estimate.work
     return {
         "placement": layout.placement,
         "engines": layout.engines,
         "tensor_parallel": layout.tensor_parallel,
         "learner_gpus": layout.ranks,
         "stage": layout.stage,
+        "sequence_parallel": work.sequence_parallel,
+        "micro_tokens": work.micro_tokens,
+        "transport": work.transport,
         "kv_slots": estimate.slots,
         "kv_bytes_per_gpu": estimate.room / layout.tensor_parallel,
         "weights_bytes_per_gpu": shape.weight_bytes(BLOCK_BYTES[precision]) / layout.tensor_parallel,
-        "bytes_per_gpu": memory_of(estimate, work),
+        "bytes_per_gpu": memory_of(estimate),
         "host_bytes": host_bytes(shape, work, ranks=layout.ranks, stage=layout.stage),
         "tokens_per_s": estimate.tokens_per_s,
         "rollout_s": estimate.rollout,
@@ -78,7 +81,7 @@ def _values(plan: Plan, precision: Precision, estimate: StepEstimate | None) -> 
 def _syncs(plan: Plan, precision: Precision, estimate: StepEstimate) -> dict[str, Any]:
     """Return bytes of a sync, and the seconds of its parts by each transport that the placement allows."""
     layout, shape, gpu = estimate.layout, plan.shape, plan.gpu
-    route = layout.route(plan.work)
+    route = layout.route(estimate.work)
     direct: TransportName = "ipc" if layout.placement == "colocated" else "nccl"
     routes = {
         "full": replace(route, transport="object_store", delta=False),
@@ -179,6 +182,7 @@ _ROWS = {  # names in braces are those of Marks
     "placement": lambda v: v["placement"],
     "engines": lambda v: f"{v['engines']:,} × {v['tensor_parallel']} GPU",
     "learner": lambda v: f"{v['learner_gpus']:,} GPU, " + ("FSDP2" if v["stage"] == "fsdp" else f"ZeRO {v['stage']}"),
+    "ranks a sequence, tokens a pass": lambda v: f"{v['sequence_parallel']}, {v['micro_tokens']:,}",
     "GB/GPU, weights / KV" + MARK: lambda v: _gigabytes(
         {name: v[f"{name}_bytes_per_gpu"] for name in ("weights", "kv")}
     ),

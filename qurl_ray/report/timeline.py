@@ -21,14 +21,15 @@ from qurl_ray.report.text import one_line
 from qurl_ray.spans import ENVIRONMENTS, EVALUATION, ROLLOUTS, STEPS
 
 PAGE, TRACE = "timeline.html", "timeline.json"
-COLORS = {"rollout": 1, "generate": 1, "reward": 2, "logprob": 3, "update": 4, "sync": 5, "load": 5}
+COLORS = {"rollout": 1, "generate": 12, "reward": 2, "logprob": 3, "update": 4, "sync": 5, "load": 5}
 COLORS |= {"evaluation": 6, "checkpoint": 7, "start": 8, "sleep": 8, "ask": 8, "dead": 9}
-"""Colour classes of the style sheet by span name, as in the report's chart of phases. Other names have class 8."""
+"""Colour classes of the style sheet by span name, as in the report's chart of phases, which has no `generate`. Other
+names have class 8."""
 _PROCESSES = {STEPS: "run", ROLLOUTS: "run", EVALUATION: "run", "rank": "learner"}
 _PROCESSES |= {ENVIRONMENTS: "trajectories", "worker": "rollout workers"}
 """Process of a lane by the lane's first word, in the order of the rows."""
 LEVELS = {
-    "engines": ("at the engines", 1),
+    "engines": ("at the engines", 13),
     "environments": ("in their environment", 10),
     "waiting": ("waiting for their environment", 11),
     "queued": ("waiting for a place", 8),

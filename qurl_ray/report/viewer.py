@@ -4,6 +4,7 @@ A page holds its samples as data and draws only the visible ones, so that it ope
 answers. Its script creates only text nodes from the text of a policy, so that it is never interpreted as markup.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from qurl_ray.report.tokens import (
 )
 
 FOLDER = "rollouts"
+_FOLDED_LIMIT = 20_000  # characters of meta, or of the state of an environment
 _STYLES = ("page.css.j2", "viewer.css.j2")
 _LINKS = {"timeline": "timeline.html", "report": "report.html"}
 
@@ -126,12 +128,16 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
     found = mismatch(engine, learner)
     return {
         "uid": one_line(sample.get("uid", ""), TEXT_LIMIT),
-        "prompt": str(sample.get("prompt", "")),
+        "prompt": str(sample.get("rendered") or sample.get("prompt", "")),
         "answer": None if tokens else str(sample.get("answer", "")),
         "expected": None if sample.get("expected") is None else str(sample["expected"]),
         "reward": finite(sample.get("reward")),
         "status": one_line(sample.get("status", "ok"), TEXT_LIMIT),
         "finish": one_line(sample["finish"], TEXT_LIMIT) if sample.get("finish") else None,
+        "limit": one_line(sample.get("limit", ""), TEXT_LIMIT),
+        "detail": one_line(sample.get("detail", ""), TEXT_LIMIT),
+        "meta": _folded(sample.get("meta")),
+        "states": [_folded(said.get("state")) for said in _records(sample, "said") if isinstance(said, dict)],
         "advantage": finite(sample.get("advantage")),
         "gap": found and _short(found.gap),
         "max_rho": found and _short(found.max_rho),
@@ -182,6 +188,11 @@ def _records(sample: dict[str, Any], key: str) -> list[Any]:
 def _count(said: Any) -> int:
     calls = said.get("calls") if isinstance(said, dict) else None
     return calls if isinstance(calls, int) else 0
+
+
+def _folded(value: Any) -> str:
+    """Return a mapping as JSON to read; "" if there is nothing in it."""
+    return json.dumps(value, indent=1, ensure_ascii=False)[:_FOLDED_LIMIT] if isinstance(value, dict) and value else ""
 
 
 def _short(value: float) -> float:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from qurl_ray.config.load import runs_folder
+from qurl_ray.config.load import run_folder, runs_folder
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError
@@ -58,8 +58,7 @@ def pin(config: ServingConfig, kept: Path | None = None, known: Pinned | None = 
         in_run = (folder.parent / "config.yaml").is_file()
         return _in_folder(folder, folder.parent.name if in_run else folder.name)
     else:
-        folder = Path(asked).expanduser()
-        run = (folder if folder.is_dir() else runs_folder(config.output_dir) / asked).resolve()
+        run = run_folder(asked, config.output_dir).resolve()
     return _in_folder(_of_run(run, config.quantization), run.name)
 
 

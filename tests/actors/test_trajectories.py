@@ -298,7 +298,7 @@ def a_turn(course: Course, text: str, *, ends: bool = True) -> Completion:
     )
 
 
-SAYS = Step(messages=[{"role": "user", "content": "xy"}], reward=0.25)
+SAYS = Step(messages=[{"role": "user", "content": "xy"}], reward=0.25, info={"calls": 1, "board": "x"})
 
 
 def test_reset_turn_and_step_follow_each_other_until_the_last_turn():
@@ -314,6 +314,7 @@ def test_reset_turn_and_step_follow_each_other_until_the_last_turn():
     course.said(told(SAYS), 3.0, 0.75)
     said = course._rules.tokenizer("xy")["input_ids"]
     assert course.todo.prompt_ids.tolist() == prompt + first.token_ids.tolist() + said
+    assert course.played.log()["said"][1]["state"] == {"board": "x"}
     assert (course.todo.drawn, course.todo.continues) == (3, False)
     second = a_turn(course, "c")
     course.drew(second, 3.75, 1.0)
@@ -337,19 +338,22 @@ DIED = CallFailed(kind="died", detail="")
 
 
 @pytest.mark.parametrize(
-    ("settings", "ends", "reply", "failure", "finish"),
+    ("settings", "ends", "reply", "failure", "finish", "limit"),
     [
-        ({}, True, Step(done=True, messages=SAYS.messages), None, "stop"),
-        ({}, True, Step(), None, "stop"),
-        ({}, True, DIED, "died", "stop"),
-        ({}, False, None, None, "length"),  # cut off: the environment is not asked
-        ({"cut_turns": "close"}, False, Step(), None, "length"),
-        ({"max_turns": 1}, True, SAYS, None, "stop"),
-        ({"context": 6}, True, SAYS, None, "length"),  # 1 and 3 tokens, 2 of the environment, and none is left
-        ({"context": 7}, True, SAYS, "goes on", None),
+        ({}, True, Step(done=True, messages=SAYS.messages), None, "stop", ""),
+        ({}, True, Step(), None, "stop", ""),
+        ({}, True, DIED, "died", "stop", ""),
+        ({}, False, None, None, "length", "environment.turn_tokens=5"),  # cut off: the environment is not asked
+        ({"turn_tokens": None}, False, None, None, "length", "rollout.max_new_tokens"),
+        ({"context": 4}, False, None, None, "length", "context of 4 tokens"),
+        ({"cut_turns": "close"}, False, Step(), None, "length", ""),
+        ({"max_turns": 1}, True, SAYS, None, "stop", "environment.max_turns=1"),
+        # 1 and 3 tokens, 2 of the environment, and none is left
+        ({"context": 6}, True, SAYS, None, "length", "context of 6 tokens"),
+        ({"context": 7}, True, SAYS, "goes on", None, ""),
     ],
 )
-def test_a_trajectory_ends_after_a_turn_when_it_should(settings, ends, reply, failure, finish):
+def test_a_trajectory_ends_after_a_turn_when_it_should(settings, ends, reply, failure, finish, limit):
     course = a_course(**settings)
     course.said(told([]), 0.0, 0.0)
     course.drew(a_turn(course, "ab", ends=ends), 0.0, 0.0)
@@ -359,6 +363,7 @@ def test_a_trajectory_ends_after_a_turn_when_it_should(settings, ends, reply, fa
         assert isinstance(course.todo, Request)
         return
     assert course.todo is None
+    assert course.played.limit == limit
     assert (course.played.failure and course.played.failure.kind, course.played.completion.finish) == (failure, finish)
     assert len(course.played.completion.token_ids) == 2 + ends
 

@@ -62,8 +62,9 @@ def test_the_settings_files_of_the_package_are_listed_printed_and_trained_with(t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a settings file first"),
-        (["steps=3"], "give a settings file first"),
+        ([], "give a YAML file, a name that `qurl configs` lists, or settings"),
+        (["stepps=3"], "unknown key 'stepps'; did you mean 'steps'?"),
+        (["model.type=pretrained", "model.path=/nope"], "no such folder: /nope"),
         (["quikstart"], "config file quikstart does not exist; did you mean quickstart?"),
         (["quickstart", "stepps=3"], "unknown key 'stepps'; did you mean 'steps'?"),
         (["quickstart", "--extend", "--dry-run"], "holds no checkpoint from which a run could be extended"),

@@ -309,6 +309,30 @@ def test_a_prompt_that_comes_twice_does_not_leak_from_the_held_out_part(tmp_path
     assert len(task.train) == 8
 
 
+def games(count: int):
+    return [{"prompt": "Guess my number.", "meta": {"secret": n}} for n in range(count)]
+
+
+def test_problems_that_differ_only_in_meta_are_different_problems():
+    """But what is the same in all is left out of training."""
+    task = load_task(CustomTask(problems="tests.data.test_tasks:games", params={"count": 20}), eval_problems=9)
+    assert (len(task.train), len(task.held_out), task.notes) == (18, 2, ())
+    twice = {"problems": "tests.data.test_tasks:games_twice", "reward": "exact"}
+    task = load_task(CustomTask(**twice), eval_problems=9)
+    assert [problem.meta["secret"] for problem in task.train] == [0, 1]
+    assert "1 training prompts left out" in task.notes[0]
+
+
+def games_twice():
+    return {"train": games(3), "held_out": games(4)[2:]}
+
+
+def test_rows_without_answers_differ_by_their_other_columns(tmp_path):
+    rows = [{"prompt": "Guess my number.", "secret": n} for n in range(20)]
+    task = load_task(DatasetTask(path=write(tmp_path / "d.jsonl", rows), reward="mine:score"), eval_problems=9)
+    assert (len(task.train), len(task.held_out)) == (18, 2)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_missing_column_is_named_with_the_nearest_and_all_that_there_are(tmp_path, suffix):
     path = write(tmp_path / f"data{suffix}", [{"prompts": "1+1=", "answer": "2"}])

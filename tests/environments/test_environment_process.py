@@ -1,6 +1,7 @@
 """Environments that hang, crash, flood and fork cost their trajectory, a bounded time, and nothing else."""
 
 import contextlib
+import re
 import sys
 import time
 import uuid
@@ -109,6 +110,17 @@ def test_what_goes_wrong_is_told_and_the_next_trajectory_finds_a_sound_process(a
         assert "a" not in found.there
         found.reset("b", PROBLEM)
         assert found.step("b", "x").messages == [{"role": "user", "content": "1: x"}]
+
+
+def test_what_an_environment_raises_is_in_its_log(tmp_path):
+    log = tmp_path / "logs" / "environment-0-0.log"
+    settings = {"timeout_s": 20.0, "memory_gb": 1.0, "log": log}
+    with EnvironmentProcess("tests.environments.bad_environments:Misbehaves", {}, **settings) as found:
+        found.reset("a", PROBLEM)
+        failed = found.step("a", "raise")
+    place = rf"KeyError: 'no such move' \(.*/bad_environments\.py, line \d+, in step; traceback in {log}\)"
+    assert re.fullmatch(place, failed.detail)
+    assert 'raise KeyError("no such move")' in log.read_text()
 
 
 def test_half_of_a_surrogate_pair_in_an_error_can_be_printed(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The environment of tools, in its process: results, errors for the policy, and errors of the tools."""
 
+from dataclasses import replace
+
 import pytest
 
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
@@ -61,6 +63,23 @@ def test_each_trajectory_has_objects_of_its_own():
         for trajectory in "ab":
             tools.reset(trajectory, PROBLEM)
         assert [told(tools.step(trajectory, one)) for trajectory in "aab"] == [["2"], ["3"], ["2"]]
+
+
+def test_a_tool_that_wants_to_knows_the_problem():
+    with process(f"{HERE}:Solution", "python") as tools:
+        tools.reset("a", replace(PROBLEM, answer="seven"))
+        tools.reset("b", replace(PROBLEM, answer="eight"))
+        one = call('{"name": "Solution", "arguments": {}}')
+        assert [told(tools.step(trajectory, one)) for trajectory in "ab"] == [["seven"], ["eight"]]
+
+
+def test_what_a_tool_raises_is_told_to_the_policy_and_its_traceback_is_in_the_log(tmp_path):
+    log, params = tmp_path / "logs" / "environment-0-0.log", {"functions": [f"{HERE}:raises"]}
+    with EnvironmentProcess("tools", params, timeout_s=20, memory_gb=1, log=log) as tools:
+        tools.reset("a", PROBLEM)
+        one = call('{"name": "raises", "arguments": {"text": "boo"}}')
+        assert told(tools.step("a", one)) == ["error: KeyError: 'boo'"]
+    assert "raise KeyError(text)" in log.read_text()
 
 
 def test_long_results_are_cut():

@@ -14,7 +14,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.load import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.planning.__main__ import app
-from qurl_ray.planning.advice import verdict
+from qurl_ray.planning.advice import recommended, verdict
 from qurl_ray.planning.configured import check_layout
 from qurl_ray.planning.machines import GPUS, PRECISIONS
 from qurl_ray.planning.phases import learn_s
@@ -32,7 +32,7 @@ H100 = GPUS["h100"]
 
 def seconds_of(model, gpus, work):
     """Of the best step in INT8; infinite where nothing fits."""
-    found = search(SHAPES[model], H100, gpus, work, "int8", widths(SHAPES[model], gpus))
+    found = search(SHAPES[model], H100, gpus, work, "int8", widths(SHAPES[model], gpus), ["object_store"])
     return found.step if found else float("inf")
 
 
@@ -140,7 +140,7 @@ def test_where_it_does_not_pay_the_reason_is_named(options, why):
 
 
 def test_a_step_that_syncs_faster_is_a_reason():
-    said = verdict_of("--model Qwen2.5-0.5B --prompts 256 --samples 1 --response-length 512")
+    said = verdict_of("--model Qwen2.5-0.5B --prompts 256 --samples 1 --response-length 512 --transport object_store")
     assert re.search(r"Quantization pays.*syncs \d\.\d → \d\.\d s", said)
 
 
@@ -199,8 +199,39 @@ def test_room_is_left_for_a_restart_in_full_precision():
 def test_32b_on_16_gpus_is_planned_with_ranks_that_read_their_shares():
     plan = make_plan(SHAPES["Qwen2.5-32B"], H100, 16, Workload())
     assert {estimate.layout.stage for estimate in plan.best.values() if estimate} == {"fsdp"}
-    with pytest.raises(ConfigError, match=r"does not fit on 8 × .* at least \d\d\d GB while it learns"):
-        make_plan(SHAPES["Qwen2.5-72B"], H100, 8, Workload())
+
+
+FITS_NOWHERE = (
+    r"does not fit on 8 × h100 in any format: the learner on all of them, with (\d) ranks to a sequence, holds "
+    r"([\d.]+) GB of .* and ([\d.]+) GB of activations, beside ([\d.]+) GB of CUDA .*: ([\d.]+) of the ([\d.]+) GB"
+)
+
+
+def test_where_nothing_fits_the_one_limit_is_named_with_its_arithmetic():
+    with pytest.raises(ConfigError) as caught:
+        make_plan(SHAPES["Qwen2.5-72B"], H100, 8, Workload(), fixed=set())
+    states, activations, beside, total, limit = map(float, re.search(FITS_NOWHERE, str(caught.value)).groups()[1:])
+    assert states + activations + beside == pytest.approx(total, abs=0.2)
+    assert total > limit
+
+
+def test_answers_too_long_for_one_rank_are_shared_by_several():
+    """32B on 16 GPUs with answers of 16K tokens, the layout of the preset dapo_32b."""
+    asked = "--model Qwen2.5-32B --gpus 16 --response-length 16384"
+    with pytest.raises(ConfigError, match=r"with 1 ranks to a sequence"):
+        make_plan(SHAPES["Qwen2.5-32B"], H100, 16, Workload(response=16384))
+    settings = json.loads(CliRunner().invoke(app, [*asked.split(), "--json"]).output)["settings"]
+    assert {"placement=colocated", "learner.backend=fsdp", "learner.sequence_parallel=2"} <= set(settings)
+    config = CONFIGS / "dapo_32b.yaml"
+    assert checked(config, *settings, "rollout.max_new_tokens=16384", "model.max_length=17408").problems == ()
+
+
+@pytest.mark.parametrize(("fixed", "transport"), [(set(), "ipc"), ({"transport"}, "object_store")])
+def test_the_transport_is_chosen_before_it_is_said_whether_quantization_pays(fixed, transport):
+    plan = make_plan(SHAPES["Qwen3-8B"], H100, 8, Workload(response=16384), fixed=fixed)
+    assert {estimate.work.transport for estimate in plan.best.values()} == {transport}
+    assert ("sync.transport=ipc" in recommended(plan)) == (transport == "ipc")
+    assert (plan.best["bf16"].sync < 5) == (transport == "ipc")
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -127,6 +127,10 @@ def test_a_phase_has_the_colour_of_the_reports_chart():
     assert {one.label: one.color for one in series}.items() <= COLORS.items()
 
 
+def test_generate_rollout_and_answers_at_the_engines_have_colours_of_their_own():
+    assert len({COLORS["generate"], COLORS["rollout"], LEVELS["engines"][1]}) == 3
+
+
 # --- numbers of trajectories ------------------------------------------------------------------------------------------
 
 

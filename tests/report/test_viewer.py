@@ -251,6 +251,28 @@ def test_a_sample_and_a_token_say_all_that_is_known(five, tmp_path):
     assert "timeout" in last
 
 
+@needs_chromium
+def test_a_sample_shows_its_rendered_prompt_its_limit_its_failure_and_what_is_folded(tmp_path):
+    told = tokens_of(
+        *[0.1],
+        finish="length",
+        limit="environment.turn_tokens=8",
+        rendered="<|user|>1+1=",
+        expected="2",
+        status="error",
+        detail="KeyError: 'x' (/me/rewards.py, line 3, in score)",
+        meta={"secret": 7},
+        said=[{"calls": 0}, {"calls": 0, "state": {"board": "x"}}],
+    )
+    folder = pages(tmp_path / "run", told, tokens_of(0.1, uid="d", rendered=3, meta="x", said=[3]))
+    first, damaged = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
+    for part in ("truncatedenvironment.turn_tokens=8", "prompt<|user|>1+1=", "expected2", "failureKeyError: 'x' (/me"):
+        assert part in first
+    assert re.search(r'meta\{\s*"secret": 7\s*\}', first)
+    assert re.search(r'state after turn 1\{\s*"board": "x"\s*\}', first)
+    assert "meta" not in damaged
+
+
 TURNS = tokens_of(
     *[0.1, 0.2, None, 0.1],
     uid="t",

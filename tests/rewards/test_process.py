@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -398,3 +399,35 @@ def test_whoever_wants_no_more_verdicts_leaves_a_process_that_goes_on():
             verdicts.close()
             assert verifier._child is child
         assert [v.reward for v in verifier.judge_many([("2", problem), ("3", problem)])] == [1, 0]
+
+
+def test_what_a_reward_prints_and_its_tracebacks_are_in_its_log(tmp_path):
+    log = tmp_path / "run" / "logs" / "reward-0-0.log"
+    problem = Problem(uid="a", prompt="", answer="2")
+    with VerifierProcess("tests.rewards.bad_rewards:speaks", timeout_s=20, log=log) as verifier:
+        good, failed, died = verifier.judge_many([("2", problem), ("raise", problem), ("exit", problem)])
+        assert good.reward == 1
+        place = rf"LookupError: no such answer \(.*/bad_rewards\.py, line \d+, in speaks; traceback in {log}\)"
+        assert re.fullmatch(place, failed.detail)
+        assert died.detail == f"the process that judged the answer ended with exit code 3; it printed into {log}"
+        printed = log.read_text()
+        assert [line for line in printed.splitlines() if line.startswith("judging")] == [
+            f"judging {answer}" for answer in ("2", "raise", "exit")
+        ]
+        assert "Traceback (most recent call last):" in printed
+        assert 'raise LookupError("no such answer")' in printed
+        log.write_bytes(b"x" * (64 << 20) + b"x")
+        assert verifier.judge_many([("3", problem)])[0].reward == 0
+        assert log.read_text() == "judging 3\n", "a log that has become too large begins again"
+
+
+def test_a_log_that_cannot_be_written_stops_no_reward(tmp_path):
+    (tmp_path / "logs").write_text("no folder")
+    with VerifierProcess("exact", timeout_s=20, log=tmp_path / "logs" / "reward-0-0.log") as verifier:
+        assert verifier.judge_many([("2", Problem(uid="a", prompt="", answer="2"))])[0].reward == 1
+
+
+def test_without_a_log_what_a_reward_prints_is_seen(capfd):
+    with VerifierProcess("tests.rewards.bad_rewards:speaks", timeout_s=20) as verifier:
+        verifier.judge_many([("2", Problem(uid="a", prompt="", answer="2"))])
+    assert "judging 2" in capfd.readouterr().err

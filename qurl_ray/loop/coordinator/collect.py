@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -323,15 +324,33 @@ class Collector:
                     "reward": verdicts[i].reward,
                     "status": verdicts[i].status,
                     "finish": completions[i].finish,
+                    "limit": self._limit(completions[i], answered.played[i] if answered.played else None),
                     "versions": _runs(completions[i].versions.tolist()),
                     "tokens": self._texts(ids.tolist()),
                     "logprobs": drawn_only(completions[i].logprobs, mask),
                 }
+                | self._told_of(problems[i // G], answered.prompts[i], verdicts[i])
                 | ({"rows": list(completions[i].rows)} if completions[i].rows else {})
                 | (answered.played[i].log() if answered.played else {})
                 | ({"credit": _credit_log(turns)} if (turns := answered.turns[i]) else {})
             )
         return set(chosen)
+
+    def _limit(self, completion: Completion, played: Played | None) -> str:
+        """Return the limit that ended an answer; "" if none did."""
+        if played:
+            return played.limit
+        return f"rollout.max_new_tokens={self._config.rollout.max_new_tokens}" if completion.finish == "length" else ""
+
+    def _told_of(self, problem: Problem, prompt_ids: np.ndarray, verdict: Verdict) -> dict[str, Any]:
+        """Return what there is to see of a problem, besides prompt and expected answer, for samples.jsonl."""
+        rendered = self._tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
+        found = {
+            "rendered": rendered if rendered != problem.prompt else "",
+            "meta": problem.meta,
+            "detail": verdict.detail,
+        }
+        return {name: value for name, value in found.items() if value}
 
 
 def _credit_log(turns: TurnCredit) -> list[dict[str, float | None]]:

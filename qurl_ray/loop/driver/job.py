@@ -22,8 +22,8 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
             from qurl_ray.loop.driver.run import run_until
 
             result = run_until(stops, config, fresh=fresh, extend=extend)
-    except KeyboardInterrupt:
-        typer.echo("aborted", err=True)
+    except KeyboardInterrupt as aborted:
+        typer.echo("\n".join(["aborted", *getattr(aborted, "__notes__", ())]), err=True)
         return stops.exit_status
     if result.summary["stopped_by_guard"]:
         return 3

@@ -1,4 +1,4 @@
-"""What a run needs of this machine, checked before anything starts: room on the disk, and GPUs."""
+"""Checks of this machine before anything starts: room on the disk, and GPUs."""
 
 import os
 import shutil

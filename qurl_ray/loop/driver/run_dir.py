@@ -17,7 +17,7 @@ from qurl_ray.config.load import read_settings, validated_run, with_absolute_pat
 from qurl_ray.config.shown import shown, write_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.files import PART, why_unwritable
-from qurl_ray.loop.checkpoint import LOOP, Checkpoint, discard, latest, step_folders
+from qurl_ray.loop.checkpoint import LOOP, Checkpoint, latest, step_folders
 from qurl_ray.report.run_files import finite, has_finished, lines, read_summary
 
 _MARKER = "config.yaml"
@@ -161,7 +161,22 @@ def _goes_on(config: RunConfig, run_dir: Path, old: dict[str, Any], *, fresh: bo
     finished = _finished(run_dir, old)
     if extend and finished and config.steps <= old["steps"]:
         raise ConfigError(f"{run_dir} holds a finished run of {old['steps']} steps: --extend needs more steps")
+    if finished and not (fresh or extend) and config.steps > old["steps"] and _only_longer(config, old):
+        raise ConfigError(
+            f"{run_dir} holds a finished run of {old['steps']} steps with these settings: --extend goes on to "
+            f"{config.steps}, --fresh starts again (the old run is kept)"
+        )
     return not fresh and (extend or not finished)
+
+
+def _only_longer(config: RunConfig, old: dict[str, Any]) -> bool:
+    """True if the settings of a run differ from those of an older one only in the number of steps."""
+    try:
+        known = validated_run(old, _MARKER)
+    except ConfigError:
+        return False
+    before, now = (with_absolute_paths(settings).model_dump(mode="json") for settings in (known, config))
+    return not differences(before, now, ["steps", "evaluation.target_reward"])
 
 
 def _resume_or_create(config: RunConfig, run_dir: Path, *, fresh: bool, extend: bool) -> RunDir:
@@ -198,15 +213,17 @@ def _check_nothing_asked(run_dir: Path, extend: bool) -> None:
 
 @contextmanager
 def _put_back_on_failure(run_dir: Path, older: Path | None) -> Iterator[None]:
-    """Move an older run back to its folder if the block fails and the new run has made no step."""
+    """Move an older run back to its folder if the block fails and the new run has made no step. The error says where
+    both are."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # the block's error is the one to report
             if older and not _has_steps(run_dir):
-                if run_dir.exists():
-                    discard(run_dir)
+                failed = _move_aside(run_dir) if run_dir.exists() else None
                 older.rename(run_dir)
+                left = f"; what this one left is in {failed}" if failed else ""
+                error.add_note(f"the run that was in {run_dir} is there again{left}")
         raise
 
 
@@ -234,6 +251,7 @@ def _write_settings(config: RunConfig, run_dir: Path) -> None:
             part.unlink()
         settings = config.model_dump(mode="json")
         write_settings(run_dir / _MARKER, settings_text(settings), private=shown(settings) != settings)
+        (run_dir / ".gitignore").write_text("*\n")  # git, and `ray job submit --working-dir`, leave the folder out
     except OSError:
         with suppress(OSError):
             run_dir.rmdir()  # fails if it holds something

@@ -319,13 +319,32 @@ def tree(folder):
 def test_a_start_that_fails_puts_the_older_run_back(tmp_path):
     finished(tmp_path)
     before = tree(tmp_path)
-    with suppress(KeyboardInterrupt), open_run_dir(config(tmp_path, "steps=7")) as place:
-        assert place.older == tmp_path / "mine.1"
-        write_lines(place.path, "metrics", kind="info", step=0)
-        (place.path / "report.html").write_text("failed")
-        raise KeyboardInterrupt
-    assert tree(tmp_path) == before
+
+    def fail():
+        with open_run_dir(config(tmp_path, "steps=7"), fresh=True) as place:
+            assert place.older == tmp_path / "mine.1"
+            write_lines(place.path, "metrics", kind="info", step=0)
+            (place.path / "report.html").write_text("failed")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail()
+    run_dir, left = tmp_path / "mine", tmp_path / "mine.2"
+    assert caught.value.__notes__ == [f"the run that was in {run_dir} is there again; what this one left is in {left}"]
+    assert (left / "report.html").read_text() == "failed"
+    assert {path: text for path, text in tree(tmp_path).items() if left not in path.parents} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.lock", "mine", "mine.2"]
+
+
+def test_a_finished_run_with_more_steps_is_extended_or_begun_again_as_is_said(tmp_path):
+    finished(tmp_path)
+    more = config(tmp_path, "steps=250")
+    for begin in (look_at_run_dir, lambda config: open_run_dir(config).__enter__()):
+        with pytest.raises(ConfigError, match=r"finished run of \d+ steps .*: --extend goes on to 250, --fresh starts"):
+            begin(more)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.lock", "mine"]
+    with open_run_dir(config(tmp_path, "steps=250", "seed=5")) as place:  # another run of that name
+        assert place.older == tmp_path / "mine.1"
 
 
 def test_a_run_that_fails_after_a_step_stays(tmp_path):
