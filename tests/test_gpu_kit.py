@@ -59,6 +59,7 @@ def test_every_part_is_measured_or_says_what_it_lacks(figures):
     assert {name for name in PARTS if not figures[name]} == {"runs", "vllm", "sync", "training"}
 
 
+@pytest.mark.slow
 def test_kernels_are_right_for_all_formats_and_for_ragged_shapes(figures):
     found = figures["kernels"]
     assert {key.partition(",")[0] for key in found} == {*FORMATS, "unified fp8_block"}

@@ -69,6 +69,7 @@ ERRORS = {
     "DeadlineExceeded": "QurlError",
     "EngineError": "QurlError",
     "EnvironmentFailed": "QurlError",
+    "ExtensionError": "ConfigError",
     "PlacementError": "QurlError",
     "QuantizationError": "QurlError",
     "RewardError": "QurlError",

@@ -51,7 +51,7 @@ def main(*, fd: int, server: str, spec: str, memory_gb: float) -> NoReturn:
     all that is left."""
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
-    _discard_output()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Files that are not removed would fill the disk in a long run, or the memory if /tmp is in memory.
     sandbox = _Sandbox(int(memory_gb * 2**30))
@@ -191,12 +191,6 @@ def _end_with(code: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _discard_output() -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -24,7 +24,8 @@ _WAKE_S = 0.2  # pause between two signals that wake a stopped warden
 _MAX_REPLY_BYTES = 1 << 20
 _MAX_LOG_BYTES = 64 << 20  # beyond it, a log begins again
 
-# -P and an explicit path: the child can import exactly what the parent can import.
+# -u: the log has what was printed before the process is killed. -P and an explicit path: the child can import exactly
+# what the parent can import.
 _BOOT = (
     "import json, sys; settings = json.load(sys.stdin); sys.path[:] = settings.pop('path');"
     "from qurl_ray.sandbox.keeper import main; main(**settings)"
@@ -58,7 +59,7 @@ class SandboxedProcess:
         spec: what it serves, passed on as it is.
         memory_gb: limit for the server and all that it starts together, for memory and temporary files, in GiB; see
             docs/failure.md for the systems on which it is enforced.
-        log: file for all that is printed there; None prints it to the stderr of this process.
+        log: file for all that is printed there; None drops it.
     """
 
     def __init__(self, server: str, spec: str, memory_gb: float, log: Path | None = None) -> None:
@@ -71,7 +72,7 @@ class SandboxedProcess:
         settings = {"server": server, "spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
         with theirs, _opened(log) as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT],
+                [sys.executable, "-u", "-P", "-c", _BOOT],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that Ctrl-C does not reach it
                 stdin=subprocess.PIPE,  # a function may be larger than an argument
@@ -190,20 +191,13 @@ class SandboxedProcess:
 
 @contextmanager
 def _opened(log: Path | None) -> Iterator[int]:
-    """Yield a file descriptor to print to: of the log, or of stderr if there is none, or it cannot be written."""
-    output = 2
+    """Yield a file descriptor to print to: of the log, or of nothing if there is none, or it cannot be written."""
     try:
-        os.fstat(output)
-    except OSError:  # it is closed
-        output = subprocess.DEVNULL
-    if log is None:
-        yield output
-        return
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        file = log.open("ab")
+        if log:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        file = open(log or os.devnull, "ab")
     except OSError:
-        yield output
+        yield subprocess.DEVNULL
         return
     with file:
         yield file.fileno()

@@ -102,6 +102,7 @@ def reports(actors) -> list:
     return ray.get([actor.report.remote() for actor in actors], timeout=120)
 
 
+@pytest.mark.slow
 def test_apart_every_gpu_of_two_boxes_is_given_once(sixteen, crew_of, ranks_of):
     config = preset(JET, "placement=disaggregated", "rollout.workers=4", "rollout.vllm.tensor_parallel=2")
     check_room(demand(config))

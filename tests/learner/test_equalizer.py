@@ -69,6 +69,7 @@ def scale_channels(model) -> None:
                 norm.weight[::17] *= 30
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("unquantized", ["float32", "bfloat16"])
 @pytest.mark.parametrize("format_name", BACKWARDS)

@@ -371,6 +371,7 @@ def save_maxima(rank: int, ranks: int, spec, out: str) -> None:
             torch.save(found, f"{out}/{layout}.{name}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("run", ["2", pytest.param("4", marks=SLOWLY)])
 def test_ranges_are_those_of_all_tokens_that_predict_one_and_of_no_padding(tiny_spec, folder_of, run):

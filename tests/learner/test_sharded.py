@@ -135,6 +135,7 @@ def interrupt(rank: int, ranks: int, spec, out: str) -> None:
         assert not torch.equal(flat(resumed), before)
 
 
+@pytest.mark.slow
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(tiny_spec, tmp_path):
     run_ranks(2, interrupt, tiny_spec, str(tmp_path))
 

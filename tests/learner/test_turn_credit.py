@@ -88,6 +88,7 @@ def objective_by_hand(form: str, logprob, ratio: float, advantage: float):
     return torch.zeros(()) * logprob if cut else value * advantage
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("loss_mean", ["token", "sequence"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_batch_with_advantages_of_turns_has_the_gradient_of_the_loss_by_hand(tiny_spec, form, loss_mean):

@@ -100,6 +100,7 @@ def products(x, weight, bias, dy, name: str, backward: str) -> dict[str, np.ndar
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fmt", HERE, ids=lambda fmt: fmt.name)
 @settings(max_examples=100, deadline=None)
 @given(

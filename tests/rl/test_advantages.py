@@ -4,6 +4,7 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,13 @@ def test_every_advantage_that_settings_name_is_tested_here():
 
 
 @pytest.mark.parametrize(
-    ("made", "message"), [(np.zeros((1, 3)), "the shape \\[1, 3\\]"), (np.full((1, 2), np.inf), "not finite")]
+    ("made", "message"),
+    [
+        (np.zeros((1, 3)), r"returned an array \[1, 3\], expected a numpy array \[1, 2\]"),
+        (torch.zeros(1, 2), r"returned Tensor, expected a numpy array \[1, 2\]"),
+        ([[0.0, 1.0]], r"returned list, expected a numpy array \[1, 2\]"),
+        (np.full((1, 2), np.inf), "not finite: inf for sample 0 of prompt 0, none of whose samples is missing"),
+    ],
 )
 def test_what_a_function_from_outside_returns_is_checked(made, message):
     with pytest.raises(ValueError, match=message):

@@ -285,6 +285,7 @@ def test_a_model_with_another_forward_is_left_to_transformers(name, tmp_path):
     assert not any(isinstance(module, RowsOf) for module in engine._model.modules())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("name", ["llama, odd widths", "qwen2", "qwen3 with wide heads, tied", "mistral with a window"])
 def test_slots_change_no_bit_of_any_architecture(name, tmp_path):

@@ -93,6 +93,7 @@ def versions(client) -> list[str]:
     return [model.id for model in client.models.list()]
 
 
+@pytest.mark.slow
 def test_a_swap_under_load_loses_no_request_and_mixes_no_answer(server):
     with server.client() as client:
         before = versions(client)[1]

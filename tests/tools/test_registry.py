@@ -90,7 +90,7 @@ def test_a_result_that_is_no_text_is_an_error_of_the_tool():
         (["weather", "weather"], "two tools have the name 'weather'"),
         (["wether"], "did you mean 'weather'"),
         ([{f"{HERE}:weather": {"unit": "F"}}], "only classes take keyword arguments"),
-        ([f"{HERE}:Silent"], r"no method __call__, .* such as def __call__\(self, city: str\) -> str"),
+        (["Silent"], r"no method __call__, .* such as def __call__\(self, city: str\) -> str"),
         ([], "names no tool"),
     ],
 )

@@ -333,7 +333,7 @@ def test_a_sample_has_what_the_viewer_shows(collect, tokenizer):
         count = len(sample["tokens"])
         assert sample["tokens"] == [tokenizer.decode([3 + t]) for t in range(count)]
         assert sample["finish"] == ("length" if count == 4 else "stop")
-        assert sample["limit"] == ("rollout.max_new_tokens=4" if count == 4 else "")
+        assert sample["limit"] == ("rollout.max_new_tokens=8" if count == 4 else "")
         assert sample["versions"] == ([[4, 1], [5, count - 1]] if count > 1 else [[4, 1]])
         found = learned.get(sample["uid"])
         assert sample["advantage"] == (found and round(found.advantage, 4))

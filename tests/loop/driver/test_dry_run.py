@@ -260,6 +260,7 @@ def test_it_shows_one_problem_as_policy_and_reward_get_it(here):
 BAD = "tests.environments.bad_environments"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("check", [lambda given: dry_run(given, fresh=False), check_run])
 @pytest.mark.parametrize(
     ("given", "answer", "message"),

@@ -388,7 +388,7 @@ def test_settings_that_a_killed_start_wrote_in_part_do_not_matter(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / ".config.yaml.123.part").write_text("name: mi")
     with open_run_dir(config(tmp_path)) as place:
-        assert [path.name for path in place.path.iterdir()] == ["config.yaml"]
+        assert sorted(path.name for path in place.path.iterdir()) == [".gitignore", "config.yaml"]
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
@@ -433,7 +433,7 @@ def test_failed_starts_leave_no_folders_behind(tmp_path):
             raise ZeroDivisionError
     with open_run_dir(config(tmp_path)) as place:
         assert place.notes == []
-        assert [path.name for path in place.path.iterdir()] == ["config.yaml"]
+        assert sorted(path.name for path in place.path.iterdir()) == [".gitignore", "config.yaml"]
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["mine"]
 
 

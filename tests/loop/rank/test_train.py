@@ -65,6 +65,7 @@ def see(rank: int, ranks: int, spec, other, out: str) -> None:
         Path(out, str(rank)).write_text(str(error))
 
 
+@pytest.mark.slow
 def test_ranks_that_see_different_files_are_told_which(tiny_spec, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(tiny_spec.source, other)
