@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,10 @@ class SandboxedProcess:
 @contextmanager
 def _opened(log: Path | None) -> Iterator[int]:
     """Yield a file descriptor to print to: of the log, or of nothing if there is none, or it cannot be written."""
-    try:
+    with ExitStack() as stack:
+        output = subprocess.DEVNULL
         if log:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        file = open(log or os.devnull, "ab")
-    except OSError:
-        yield subprocess.DEVNULL
-        return
-    with file:
-        yield file.fileno()
+            with suppress(OSError):
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab")).fileno()
+        yield output
