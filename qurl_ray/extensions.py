@@ -203,7 +203,7 @@ def described(error: BaseException) -> str:
     that has the traceback, which is written here.
 
     Example:
-        "KeyError: 'x' (/home/me/rewards.py, line 12, in score; traceback in /home/me/runs/a/logs/reward-81-0.log)"
+        "KeyError: 'x' (/home/me/rewards.py, line 12, in score; traceback in /home/me/runs/a/logs/reward-0-0.log)"
     """
     text = f"{type(error).__name__}: {message_of(error)}".encode(errors="backslashreplace").decode()
     text = printable(text, _MESSAGE_CHARS)
@@ -212,7 +212,7 @@ def described(error: BaseException) -> str:
     if not theirs and (isinstance(error, QurlError) or not frames):  # our own message says enough
         return text
     last = (theirs or frames)[-1]
-    kept = _keep_traceback(error)
+    kept = keep_traceback(error)
     return f"{text} ({last.filename}, line {last.lineno}, in {last.name}{f'; traceback in {kept}' if kept else ''})"
 
 
@@ -229,28 +229,32 @@ def printable(text: str, limit: int) -> str:
     return "".join(char if char.isprintable() else "·" for char in text[:limit])
 
 
-def printed_to() -> str | None:
-    """Return the file to which this process prints errors, such as a log of Ray; None if it is a terminal or a pipe."""
+def keep_traceback(error: BaseException) -> str | None:
+    """Write a traceback to the file to which this process prints errors, such as a log, or else to a temporary one.
+    Return its path; None if it cannot be written, or is large."""
+    printed = _printed_to()
+    path = printed or _tracebacks()
+    try:
+        if path is None or os.path.getsize(path) > _TRACEBACKS_BYTES:
+            return None
+        # Through the same descriptor: what is printed later would overwrite what another one appends.
+        with open(
+            2 if printed else path, "a", encoding="utf-8", errors="backslashreplace", closefd=not printed
+        ) as file:
+            traceback.print_exception(error, file=file)
+    except Exception:  # a full disk; or an exception class that fails to print itself
+        return None
+    return path
+
+
+def _printed_to() -> str | None:
+    """Return the file to which this process prints errors; None if it is a terminal or a pipe."""
     try:
         if stat.S_ISREG(os.fstat(2).st_mode) and os.path.isfile(path := os.path.realpath("/proc/self/fd/2")):
             return path
     except OSError:  # it is closed
         pass
     return None
-
-
-def _keep_traceback(error: BaseException) -> str | None:
-    """Append a traceback to the file to which errors are printed, or else to a temporary one. Return its path; None if
-    it cannot be written, or is large."""
-    path = printed_to() or _tracebacks()
-    try:
-        if path is None or os.path.getsize(path) > _TRACEBACKS_BYTES:
-            return None
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            traceback.print_exception(error, file=file)
-    except Exception:  # a full disk; or an exception class that fails to print itself
-        return None
-    return path
 
 
 @cache

@@ -162,6 +162,20 @@ def test_a_function_that_cannot_be_used_is_an_error_that_names_it(here, imports,
         assert f'File "{path}", line' in Path(kept).read_text()
 
 
+def test_a_traceback_in_a_file_of_errors_is_not_overwritten_by_what_is_printed_later(tmp_path):
+    """The shell opens `2> file` without appending."""
+    code = (
+        "import sys; from qurl_ray.extensions import described\n"
+        "try: eval(compile('1 / 0', 'mine.py', 'eval'))\n"
+        "except ZeroDivisionError as error: sys.stderr.write(described(error) + ' and later lines\\n' * 20)\n"
+    )
+    with (tmp_path / "err.txt").open("w") as errors:
+        subprocess.run([sys.executable, "-c", code], stderr=errors, check=True, cwd=ROOT)
+    printed = (tmp_path / "err.txt").read_text()
+    assert printed.startswith("Traceback (most recent call last):")
+    assert f"(mine.py, line 1, in <module>; traceback in {tmp_path}/err.txt) and later lines" in printed
+
+
 class Faulty:
     """A sink that works until the run begins."""
 

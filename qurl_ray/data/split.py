@@ -33,8 +33,8 @@ def disjoint(candidates: Iterable[Problem], held_out: Sequence[Problem], *, sour
     """
     everything = list(candidates)
 
-    def key(problem: Problem) -> str:
-        return json.dumps([problem.prompt, problem.meta if meta else None], sort_keys=True)
+    def key(problem: Problem) -> tuple[str, str]:
+        return problem.prompt, json.dumps(problem.meta, sort_keys=True) if meta else ""
 
     known = set(map(key, held_out))
     train = [problem for problem in everything if key(problem) not in known]

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from qurl_ray.errors import EnvironmentFailed
-from qurl_ray.extensions import described, did_you_mean
+from qurl_ray.extensions import did_you_mean, keep_traceback
 from qurl_ray.tables import TOOLS
 from qurl_ray.tools.calls import ToolCall
 from qurl_ray.types import Problem
@@ -76,7 +76,7 @@ class Tool:
             found = self._function(**{name: getattr(checked, field) for field, name in _names(self._arguments)})
             found = await found if inspect.isawaitable(found) else found
         except Exception as error:  # a tool may raise anything, and the policy is to hear of it
-            described(error)  # its traceback goes to the log
+            keep_traceback(error)
             raise CallError(f"{type(error).__name__}: {error}") from error
         if isinstance(found, str):
             return found
