@@ -267,6 +267,7 @@ def quickstart(folder, workspace, cluster):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_quickstart_leaves_what_is_promised(quickstart):
     page = (ROOT / "docs" / "quickstart.md").read_text().split("## What a run leaves")[1].split("A finished run")[0]
@@ -276,6 +277,7 @@ def test_the_quickstart_leaves_what_is_promised(quickstart):
     assert (quickstart.parent / "mlflow.db").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ray
 @pytest.mark.parametrize("command", QUICK)
 def test_a_quick_command_runs(command, workspace, request):
@@ -286,6 +288,7 @@ def test_a_quick_command_runs(command, workspace, request):
     assert run_here(command, workspace)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "command", [c for c, _ in commands(ROOT / "docs" / "troubleshooting.md") if TRAINING.search(c)]
 )
@@ -293,6 +296,7 @@ def test_a_remedy_is_accepted(command, workspace):
     assert yaml.safe_load(run_here(command, workspace, "--dry-run"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", TRAINS)
 def test_a_training_command_is_accepted(command, workspace):
     assert yaml.safe_load(run_here(command, workspace, "--dry-run"))

@@ -71,6 +71,7 @@ def test_kernels_are_right_for_all_formats_and_for_ragged_shapes(figures):
         assert found[key]["by_product"]["float32"].keys() == {"FProp", "DGrad", "WGrad"}
 
 
+@pytest.mark.slow
 def test_the_unified_flow_is_timed_beside_bfloat16(figures):
     (one,) = figures["unified"].values()
     assert one["ways"].keys() == {"bfloat16", "fp8_block", "int8"}

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from qurl_ray.config.cli import errors_told
 from qurl_ray.config.load import runs_folder
+from qurl_ray.config.paths import expanded
 from qurl_ray.config.shown import shown_address
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError
@@ -49,7 +50,7 @@ def main(
         place = runs_folder(folder)
         found = chosen(names or [], experiment, uri, place)
         comparison = compare(found, difference)
-        path = (out or place / "compare.html").expanduser().resolve()
+        path = expanded(out or place / "compare.html").resolve()
         try:
             write_whole(path, render_comparison(comparison, experiment or "Comparison of runs"))
         except OSError as error:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from qurl_ray.config.algorithm import CLIP_BOUNDS, PRESETS
 from qurl_ray.config.names import meant
-from qurl_ray.config.paths import absolute
+from qurl_ray.config.paths import absolute, expanded
 from qurl_ray.config.run import RunConfig
 from qurl_ray.config.section import DEFAULT_TYPES
 from qurl_ray.config.shown import MARK, names_secret, redacted, shortened
@@ -174,13 +174,13 @@ def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
     folder = asked or os.environ.get("QURL_RUNS") or ("~/qurl-runs" if submitted else "runs")
     if re.match(r"[A-Za-z][\w+.-]+:", str(folder)):  # pathlib makes one slash of two
         raise ConfigError(f"output_dir={folder} is a URL: give a folder that all nodes can write, or mount it")
-    return Path(folder).expanduser().resolve()
+    return expanded(folder).resolve()
 
 
 def run_folder(given: str | Path, runs: Path | None = None) -> Path:
     """Return the folder of a run that is given by its path, or by its name in the folder of runs, `runs_folder(runs)`.
     Where there is neither, it is the path."""
-    path = Path(given).expanduser()
+    path = expanded(given)
     return path if path.is_dir() or not (named := runs_folder(runs) / given).is_dir() else named
 
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from qurl_ray.errors import ConfigError
+
 _FILE_ADDRESS = re.compile(r"(sqlite(?:\+\w+)?:///|file:)(?!/|:|file:)([^?]+)(.*)", re.DOTALL)
 
 
@@ -12,12 +14,24 @@ def absolute(path: str) -> str:
     The name of a file that is a link is kept: its target may lack the suffix.
     """
     try:
-        here = Path(path).expanduser()
+        here = expanded(path)
         if here.is_dir():
             return str(here.resolve())
         return str(here.parent.resolve() / here.name) if here.is_file() else path
-    except (OSError, RuntimeError):  # too long for a path, or of a user that does not exist
+    except (OSError, ConfigError):  # too long for a path, or of a user that does not exist
         return path
+
+
+def expanded(path: str | Path) -> Path:
+    """Return the path with a `~` or `~user` at its start replaced by the home folder.
+
+    Raises:
+        ConfigError: there is no such user, or no home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: no home folder for {Path(path).parts[0]}") from None
 
 
 def is_path(text: str) -> bool:
@@ -38,4 +52,4 @@ def absolute_address(uri: str) -> str:
 
 
 def _resolved(path: str) -> str:
-    return str(Path(path).expanduser().resolve())
+    return str(expanded(path).resolve())

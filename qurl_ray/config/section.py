@@ -1,8 +1,9 @@
 """Base class of all sections of settings, and the default type of a section."""
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 """Number that is at least 0 and below 1."""
@@ -48,3 +49,22 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_no_truth_values(cls, settings: Any) -> Any:
+        """Refuse true where a number is expected: pydantic would take it as 1."""
+        for name in settings if isinstance(settings, dict) else ():
+            if isinstance(settings[name], bool) and name in cls.model_fields:
+                types = set(_types(cls.model_fields[name].annotation))
+                if types & {int, float} and bool not in types:
+                    word, value = ("yes", "true") if settings[name] else ("no", "false")
+                    raise ValueError(f"{name} is a number, not {value}; YAML reads {word} as {value}")
+        return settings
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that a field's annotation is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _types(part)

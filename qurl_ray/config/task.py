@@ -150,9 +150,12 @@ class DatasetTask(RowsTask):
     held_out_answer_column: str | None = None
     """Name of the column of answers in `held_out_path`; null means `answer_column`."""
 
-    @field_validator("held_out_path")
+    @field_validator("held_out_path", mode="before")
     @classmethod
     def _sets_are_some(cls, held_out_path: Any) -> Any:
+        sources = held_out_path.values() if isinstance(held_out_path, dict) else [held_out_path or ""]
+        if not all(isinstance(source, str) for source in sources):
+            raise ValueError("expected a file or hub id, or several of them by names")
         if isinstance(held_out_path, dict) and (not held_out_path or {"train"} & held_out_path.keys()):
             raise ValueError("names no set of problems" if not held_out_path else "a set cannot be called train")
         return held_out_path

@@ -3,7 +3,6 @@
 import difflib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from qurl_ray.config.paths import is_path
+from qurl_ray.config.paths import expanded, is_path
 from qurl_ray.config.shown import shortened
 from qurl_ray.config.task import ANSWER_COLUMNS, PROMPT_COLUMNS, DatasetTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
@@ -264,11 +263,11 @@ def _has(fields: Mapping[str, Any], column: str) -> bool:
 
 
 def _read(task: DatasetTask, source: str, split: str) -> Iterator[_Row]:
-    return _read_file(Path(os.path.expanduser(source))) if _is_file(source) else _read_hub(source, task.name, split)
+    return _read_file(expanded(source)) if _is_file(source) else _read_hub(source, task.name, split)
 
 
 def _is_file(source: str) -> bool:
-    path = Path(os.path.expanduser(source))
+    path = expanded(source)
     return path.is_file() or path.suffix in _SUFFIXES or (is_path(source) and not path.is_dir())
 
 

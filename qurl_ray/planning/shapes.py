@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
+from qurl_ray.config.paths import expanded
 from qurl_ray.errors import ConfigError
 
 
@@ -111,7 +112,7 @@ def find_shape(model: str) -> Shape:
     Raises:
         ConfigError: the model is unknown (the message names the nearest), or this package does not train it.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if folder.is_dir():
         return _from_folder(folder)
     name = model.rstrip("/").rpartition("/")[2].lower()

@@ -2,13 +2,13 @@
 
 import hashlib
 import importlib.util
-import os
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from qurl_ray.cache import cache_root
+from qurl_ray.config.paths import expanded
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.load import Outline, outline_of
 from qurl_ray.policy.save import save_policy
@@ -78,7 +78,7 @@ def find_gguf(path: str) -> Path:
     Raises:
         ConfigError: the file is in neither place.
     """
-    file = Path(os.path.expanduser(path))
+    file = expanded(path)
     if file.is_file():
         return file
     package, _, inside = path.partition("/")

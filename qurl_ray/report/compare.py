@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qurl_ray.config.paths import expanded
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.axes import short, signed
 from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
@@ -138,7 +139,7 @@ def named(found: Iterable[tuple[str, str, RunRecord]]) -> list[Run]:
 
 
 def _found(name: str, folder: Path) -> Path:
-    for path in (Path(name).expanduser(), folder / name):
+    for path in (expanded(name), folder / name):
         if (path / "metrics.jsonl").is_file():
             return path
     known = [path.name for path in _run_folders(folder)]

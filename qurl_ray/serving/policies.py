@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from qurl_ray.config.load import run_folder, runs_folder
+from qurl_ray.config.paths import expanded
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError
@@ -53,8 +54,8 @@ def pin(config: ServingConfig, kept: Path | None = None, known: Pinned | None = 
         return _registered(asked, tracking_uri(config), kept, known)
     if asked is None:
         run = _latest_run(runs_folder(config.output_dir))
-    elif (Path(asked).expanduser() / "config.json").is_file():
-        folder = Path(asked).expanduser().resolve()
+    elif (expanded(asked) / "config.json").is_file():
+        folder = expanded(asked).resolve()
         in_run = (folder.parent / "config.yaml").is_file()
         return _in_folder(folder, folder.parent.name if in_run else folder.name)
     else:

@@ -2,13 +2,17 @@
 it with a signature; MLflow loads it as a pipeline or pyfunc."""
 
 import json
+import os
 import platform
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import mlflow.pyfunc
 from mlflow.entities import LoggedModel, LoggedModelOutput
@@ -102,12 +106,27 @@ def _log_model(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[st
         model = client.create_logged_model(experiment, name=FOLDER, source_run_id=run_id, tags=dict(tags))
     if model.model_id not in {output.model_id for output in run.outputs.model_outputs}:
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
-    client.log_model_artifacts(model.model_id, str(folder))
+    _log_files(client, model, folder)
     with TemporaryDirectory() as made:
         _write_loader(Path(made), folder, run_id, model.model_id)
         client.log_model_artifacts(model.model_id, made)
     client.finalize_logged_model(model.model_id, "READY")
     return model
+
+
+def _log_files(client: MlflowClient, model: LoggedModel, folder: Path) -> None:
+    """Log the checkpoint's files. A store that is a folder of this disk gets links: copies of weights would fill it."""
+    location = urlparse(model.artifact_location)
+    if location.scheme == "file" and not location.netloc:
+        with suppress(OSError):  # another disk, or one without links
+            shutil.copytree(folder, url2pathname(location.path), copy_function=_link, dirs_exist_ok=True)
+            return
+    client.log_model_artifacts(model.model_id, str(folder))
+
+
+def _link(file: str, link: str) -> None:
+    Path(link).unlink(missing_ok=True)
+    os.link(file, link)
 
 
 def _write_loader(to: Path, folder: Path, run_id: str, model_id: str) -> None:

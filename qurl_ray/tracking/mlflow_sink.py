@@ -46,6 +46,7 @@ from mlflow.utils.validation import (
 from sqlalchemy.exc import OperationalError
 
 from qurl_ray.config import RunConfig
+from qurl_ray.config.paths import expanded
 from qurl_ray.config.shown import reason, redacted, shown, shown_address
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.report.plots import plots
@@ -112,7 +113,7 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
     Raises:
         ConfigError: see mlflow_address.
     """
-    folder = (config.output_dir or run_dir.parent).expanduser().resolve()
+    folder = expanded(config.output_dir or run_dir.parent).resolve()
     uri = mlflow_address(config.tracking.mlflow_uri, folder)
     return RunPlan(
         uri=uri,

@@ -116,6 +116,7 @@ def test_apart_every_gpu_of_two_boxes_is_given_once(sixteen, crew_of, ranks_of):
         assert not report.made["colocated"]
 
 
+@pytest.mark.slow
 def test_together_engines_have_the_gpus_of_the_ranks_and_ray_gives_them_none(sixteen, crew_of, ranks_of):
     config = preset(JET, "rollout.workers=4", "rollout.vllm.tensor_parallel=2")
     worker_group = crew_of(config)

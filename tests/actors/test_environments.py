@@ -149,6 +149,7 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_one_in_five_misbehaves_and_all_others_end_well(cluster, count, monkeypatch):

@@ -137,6 +137,7 @@ def hostile(problem: Problem):
     return step, opening
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("cut_turns", ["end", "close"])
 def test_ten_thousand_random_trajectories_are_trained_as_they_were_drawn(chat, cut_turns):

@@ -33,6 +33,7 @@ def verifier(request):
     found.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", [("hangs", 10.0)], indirect=True)
 def test_while_a_hang_waits_for_its_deadline_another_process_judges_the_next_answers(verifier, monkeypatch):
     """So a hang costs a quarter of its deadline, and not the whole."""

@@ -144,6 +144,11 @@ def test_an_unknown_key_in_an_override_names_the_nearest(load):
         ("rollout: 3", "rollout: ", "(got 3)"),
         ("name: ../elsewhere", "name: ", "(got '../elsewhere')"),
         ("quantization: {keep: lm_head}", "quantization.keep: ", "(got 'lm_head')"),
+        (
+            "task: {type: dataset, path: a, held_out_path: 3}",
+            "task.held_out_path: expected a file or hub id",
+            "(got 3)",
+        ),
     ],
 )
 def test_a_wrong_value_names_its_place_and_what_was_given(load, text, where, given):
@@ -193,6 +198,22 @@ def test_a_word_that_yaml_reads_as_false_is_explained_in_an_override_and_in_serv
     with pytest.raises(ConfigError, match=r"\(got False\); YAML reads no as false, and off; write none"):
         load_serving(None, ["quantization=off"])
     assert load_config(None, ["tracking.experiment=no"]).tracking.experiment == "no"  # an override of text is text
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("steps: yes", "config: steps is a number, not true; YAML reads yes as true"),
+        ("learner: {lr: on}", "learner: lr is a number, not true; YAML reads yes as true"),
+        ("rollout: {max_staleness: off}", "rollout: max_staleness is a number, not false; YAML reads no as false"),
+        (
+            "algorithm: {type: dapo, clip_high: no}",
+            "algorithm: clip_high is a number, not false; YAML reads no as false",
+        ),
+    ],
+)
+def test_a_truth_value_is_no_number(load, text, end):
+    assert complaint(load, text).endswith(end)
 
 
 def test_an_unknown_type_names_those_there_are(load):

@@ -1,8 +1,10 @@
 """Paths in settings: absolute where the settings are read, for processes in other folders."""
 
 import pytest
+from typer.testing import CliRunner
 
 from qurl_ray.cache import cache_root
+from qurl_ray.cli.main import app
 from qurl_ray.config import load_config, resolve
 from qurl_ray.config.paths import absolute, absolute_address, is_path
 from qurl_ray.config.serving import load_serving, resolve_serving
@@ -28,6 +30,22 @@ def test_paths_that_exist_become_absolute_and_names_stay(here):
     assert absolute("~/x.jsonl") == str(here / "home" / "x.jsonl")
     for name in ("org/name", "no.jsonl", "~nosuchuser/x", "x" * 5000, "models:/pol/1"):
         assert absolute(name) == name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "quickstart", "--dry-run", "output_dir=~nosuchuser/x"],
+        ["compare", "~nosuchuser/x"],
+        ["report", "~nosuchuser/x"],
+        ["evaluate", "~nosuchuser/x"],
+        ["serve", "policy=~nosuchuser/x"],
+        ["plan", "--model", "~nosuchuser/x"],
+    ],
+)
+def test_the_home_of_an_unknown_user_is_an_error(here, command):
+    result = CliRunner().invoke(app, command)
+    assert "~nosuchuser/x: no home folder for ~nosuchuser" in f"{result.output}{result.exception}"
 
 
 def test_ids_of_the_hub_are_no_paths():

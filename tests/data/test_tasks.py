@@ -55,6 +55,7 @@ def test_arithmetic_splits_all_problems_into_two_parts_that_never_meet(operators
     assert all(eval(p.prompt[:-1]) == int(p.answer) for p in (*task.train, *task.held_out))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     operators=st.sampled_from(["+", "-", "+-"]),

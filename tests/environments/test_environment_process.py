@@ -80,6 +80,7 @@ def test_each_trajectory_has_an_environment_of_its_own(name):
         assert found.there == {"a"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("answer", "kind", "detail"),
     [

@@ -111,6 +111,7 @@ def test_what_the_prompt_says_is_not_said_again_and_the_uid_is_a_seed(session):
 ACTION = {"message": "you said: {answer}", "number": 3}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("action", "answer", "shown"),
     [

@@ -107,6 +107,7 @@ def alone(arena: EnvironmentProcess, game: str, seed: int) -> list:
     return trajectory.seen
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("game", MOVES)
 def test_games_in_one_process_are_what_each_is_alone_in_another(game, arena, elsewhere):
     """The others: the same game with another seed, and one that draws in every move."""

@@ -107,6 +107,7 @@ def test_jet_rl_takes_any_algorithm_in_a_unified_flow(tmp_path):
     assert "precision_flow is rollout_only; run it with `qurl train`, or jobs/qurl_dapo.py" in done.stderr
 
 
+@pytest.mark.slow
 def test_evaluate_reports_accuracy_and_samples_with_intervals(tmp_path):
     settings = {"model": {"cold_start": False}, "rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))

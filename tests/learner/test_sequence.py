@@ -100,6 +100,7 @@ def score_all(rank: int, ranks: int, out: str) -> None:
     assert not gradient.any()
 
 
+@pytest.mark.slow
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_share_tokens_find_the_bits_of_one(tmp_path, ranks):

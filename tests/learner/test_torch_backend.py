@@ -66,6 +66,7 @@ def start(spec) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in load_model(spec).parameters()])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("turns", [False, True], ids=["one turn", "turns"])
 @pytest.mark.parametrize("config", [{}, {"packing": True}, {"share_prompts": False}], ids=str)
 def test_micro_batches_change_nothing(tiny_spec, turns, config):

@@ -30,7 +30,7 @@ def agreement(variables: dict[str, str], threads: tuple[int, ...]) -> dict:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, OLDER, OLDEST], ids=["this machine's", "older", "oldest"])
 def test_engine_and_learner_agree_wherever_it_is_promised(variables):
     found = agreement(variables, threads=(1, 2) if variables else (1, 2, 4, 8, 16))

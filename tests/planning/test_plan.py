@@ -257,6 +257,7 @@ def test_what_is_recommended_is_a_run():
     assert config.learner.workers == config.rollout.workers * config.rollout.vllm.tensor_parallel == 16
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_has_a_plan(path):
     result = CliRunner().invoke(app, ["--config", str(path)])
@@ -265,6 +266,7 @@ def test_every_config_has_a_plan(path):
     assert ("layout can start" in result.output) == (path in PRESETS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_speedup_names_its_source_and_every_figure_of_a_gpu_is_marked(path):
     said = CliRunner().invoke(app, ["--config", str(path)]).output

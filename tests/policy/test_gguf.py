@@ -23,6 +23,7 @@ def spec(_quiet_machine) -> PolicySpec:
     return PolicySpec(source=str(cached_gguf_policy(SMOLLM2)), max_length=64)
 
 
+@pytest.mark.slow
 def test_it_is_a_plain_checkpoint_made_once(spec):
     settings = json.loads((Path(spec.source) / "config.json").read_text())
     assert "quantization_config" not in settings
@@ -32,6 +33,7 @@ def test_it_is_a_plain_checkpoint_made_once(spec):
     assert (Path(spec.source) / "model.safetensors").stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 @pytest.mark.equal_bits
 def test_it_knows_english_and_engine_and_learner_agree_to_the_bit(spec):
     model, tokenizer = load_model(spec), load_tokenizer(spec)

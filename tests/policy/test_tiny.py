@@ -42,6 +42,7 @@ def test_a_cold_start_reaches_its_accuracy_and_is_made_once():
     assert again == folder
 
 
+@pytest.mark.slow
 def test_the_policy_is_the_mean_whose_accuracy_was_measured():
     """Of the problems, in the order of the seed, the first fifth is held out."""
     config = TinyModel(**SMALL, cold_start_accuracy=0.5, seed=3)

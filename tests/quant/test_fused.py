@@ -2,6 +2,7 @@
 tests/gpu/test_kernels.py."""
 
 import importlib.util
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from qurl_ray.quant.training import across_tokens
 from tests.quant.interpreted import interpreted
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: the extra cpu brings it")
+
+QUICK = ("odd", "one", "tiny", "nan")
 
 
 def matrices() -> dict[str, torch.Tensor]:
@@ -30,10 +33,16 @@ def matrices() -> dict[str, torch.Tensor]:
     return made
 
 
+def cases(names: Iterable[str]) -> list:
+    """Matrices by name; the interpreter takes long for the large ones."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory):
-    """(matrices, found) by name."""
-    made = matrices()
+def quantized(request, tmp_path_factory):
+    """(matrices, found) by name, of those that tests of this session ask for."""
+    asked = {item.callspec.params["matrix"] for item in request.session.items if "quantized" in item.fixturenames}
+    made = {name: matrix for name, matrix in matrices().items() if name in asked}
     return made, interpreted(made, tmp_path_factory.mktemp("interpreted"))
 
 
@@ -50,7 +59,7 @@ def same_rows(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Te
         same(found[0], expected[0])
 
 
-@pytest.mark.parametrize("matrix", matrices())
+@pytest.mark.parametrize("matrix", cases(matrices()))
 def test_codes_of_activations_are_the_definitions(quantized, matrix):
     x, found = (part[matrix] for part in quantized)
     for name, fmt in FORMATS.items():
@@ -59,7 +68,7 @@ def test_codes_of_activations_are_the_definitions(quantized, matrix):
             assert found["rows", name][0].dtype == fmt.dtype
 
 
-@pytest.mark.parametrize("matrix", [name for name, x in matrices().items() if x.shape[1] % 128 == 0])
+@pytest.mark.parametrize("matrix", cases(name for name, x in matrices().items() if x.shape[1] % 128 == 0))
 def test_codes_of_columns_are_the_definitions(quantized, matrix):
     (x, found), fmt = (part[matrix] for part in quantized), FORMATS["fp8_block"]
     codes, amax = quantize_rows(x, fmt)
@@ -68,7 +77,7 @@ def test_codes_of_columns_are_the_definitions(quantized, matrix):
         same_rows(found[key, "fp8_block"], (filled(expected, 0, -len(x) % 128), maxima))
 
 
-@pytest.mark.parametrize("matrix", matrices())
+@pytest.mark.parametrize("matrix", cases(matrices()))
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_of_weights_are_the_definitions(quantized, matrix, name):
     (w, found), fmt = (part[matrix] for part in quantized), FORMATS[name]
@@ -82,7 +91,7 @@ def test_codes_of_weights_are_the_definitions(quantized, matrix, name):
     assert isinstance(QTensor(codes=codes, scale=scale, fmt=fmt).shape, torch.Size)
 
 
-@pytest.mark.parametrize("matrix", ["squares", "odd", "one", "transposed"])
+@pytest.mark.parametrize("matrix", cases(["squares", "odd", "one", "transposed"]))
 @pytest.mark.parametrize("biased", [True, False])
 def test_scaled_sums_are_the_definitions(quantized, matrix, biased):
     x, found = (part[matrix] for part in quantized)
@@ -91,7 +100,7 @@ def test_scaled_sums_are_the_definitions(quantized, matrix, biased):
     same(found["scaled", biased], expected + x[0] if biased else expected)
 
 
-@pytest.mark.parametrize("matrix", matrices())
+@pytest.mark.parametrize("matrix", cases(matrices()))
 def test_codes_are_transposed(quantized, matrix):
     x, found = (part[matrix] for part in quantized)
     assert torch.equal(found["transposed", None], x.to(torch.int8).t())
@@ -104,6 +113,7 @@ COUNTS = ("lines", "count", "groups", "width", "M", "N", "K", "row_stride", "gro
 SQUARE = {"ROWS": 128, "WIDTH": 128}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [

@@ -62,6 +62,7 @@ GOOD, WRONG = (1.0, "ok"), (0.0, "ok")
 KEEPER = "import qurl_ray.sandbox.keeper as keeper;"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("function", "answer", "status", "detail"),
     [

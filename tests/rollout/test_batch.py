@@ -292,6 +292,7 @@ def test_a_request_too_many_leaves_the_engine_as_it_was(engine):
 # --- admission ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("slots", [1, 2, 7, 16, 64])
 def test_lengths_drawn_log_uniformly_give_the_same_in_any_number_of_slots(tiny_spec, model, slots):

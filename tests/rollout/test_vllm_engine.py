@@ -136,6 +136,7 @@ def long_work(tokenizer, count: int = 100):
 # --- agreement -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8", "fp8_block", "int4"])
 def test_log_probs_agree_with_the_learner_through_the_same_codes(engine, spec, tokenizer, format_name, temperature):
@@ -446,6 +447,7 @@ def test_a_load_ends_what_is_running(engine, spec, tokenizer):
     assert engine.call("generate", requests_for(tokenizer, 2, 1), version=2)
 
 
+@pytest.mark.slow
 @pytest.mark.equal_bits
 def test_what_was_cut_short_goes_on_under_other_weights(engine, spec, tokenizer):
     """Each token's log-prob is what the weights that drew it say of it, after all tokens before."""

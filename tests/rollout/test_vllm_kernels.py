@@ -64,6 +64,7 @@ def test_codes_of_activations_are_read_from_products_in_every_layout():
         assert further == 0
 
 
+@pytest.mark.slow
 def test_a_layer_that_no_kernel_multiplies_is_refused_with_its_name_and_what_works():
     seen = found("refusals")
     assert seen["blocks"].startswith("model.layers.0.mlp.up cannot be fp8_block here: 192 × 128 weights are not whole")

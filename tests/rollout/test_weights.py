@@ -91,6 +91,7 @@ def biased(tmp_path) -> Policy:
     return policy_of(*BIASED, tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("kernel", ["auto", "emulation"])
 @pytest.mark.parametrize("keep", KEEPS)

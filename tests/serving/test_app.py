@@ -350,6 +350,7 @@ def test_a_truncated_body_harms_nobody(server, client):
     assert chat(client).choices
 
 
+@pytest.mark.slow
 def test_too_many_are_turned_away_and_told_when_to_come_back(server):
     long = {"model": "first", "messages": SUM, "extra_body": {"ignore_eos": True}}
 

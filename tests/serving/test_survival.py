@@ -144,6 +144,7 @@ def test_a_policy_that_cannot_be_loaded_changes_nothing(server, runs):
         assert client.chat.completions.create(model=before[1], messages=SUM, max_tokens=4).model == before[1]
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_costs_retries_and_no_request(server):
     (killed,) = server.replicas()
     with Load(server, clients=8, retries=20) as load:

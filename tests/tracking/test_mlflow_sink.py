@@ -1,6 +1,8 @@
 import base64
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import socket
@@ -566,6 +568,35 @@ def test_a_summary_that_is_none_gives_a_policy_without_tags(tmp_path, tiny_spec,
     assert run.notices() == []
     (version,) = client_of(run_dir).search_model_versions("name='qurl-ray-demo'")
     assert version.tags == {}
+
+
+def test_a_store_on_the_same_disk_takes_no_room_for_weights(tmp_path, tiny_spec):
+    run_dir = tmp_path / "my runs [1] 100%" / "demo"
+    run_dir.mkdir(parents=True)
+    for _ in range(2):  # a policy is replaced when its run is resumed
+        shutil.copytree(tiny_spec.source, run_dir / "policy")
+        open_sink(run_dir).close("finished")
+        (version,) = client_of(run_dir).search_model_versions("name='qurl-ray-demo'")
+        kept = Path(mlflow.artifacts.download_artifacts(version.source))
+        (weights,) = (run_dir / "policy").glob("*.safetensors")
+        assert weights.samefile(kept / weights.name)
+        shutil.rmtree(run_dir / "policy")
+        assert mlflow.transformers.load_model(version.source)
+
+
+def test_a_store_on_another_disk_gets_copies(tmp_path, tiny_spec, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    run_dir = tmp_path / "demo"
+    leave_policy(run_dir, tiny_spec)
+    open_sink(run_dir).close("finished")
+    (version,) = client_of(run_dir).search_model_versions("name='qurl-ray-demo'")
+    (weights,) = (run_dir / "policy").glob("*.safetensors")
+    kept = Path(mlflow.artifacts.download_artifacts(version.source)) / weights.name
+    assert kept.read_bytes() == weights.read_bytes()
+    assert not weights.samefile(kept)
 
 
 def test_a_large_policy_is_referred_to_and_not_copied(tmp_path, tiny_spec, monkeypatch):

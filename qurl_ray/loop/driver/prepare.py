@@ -1,6 +1,5 @@
 """Preparation of a run before anything expensive starts: task, policy, reward, and checks that they fit together."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 from qurl_ray.cache import cache_root
 from qurl_ray.config import RunConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
-from qurl_ray.config.paths import absolute, is_path
+from qurl_ray.config.paths import absolute, expanded, is_path
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt, prompt_notes
 from qurl_ray.data.tasks import Task, load_task
@@ -189,7 +188,7 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
     if isinstance(model, GgufModel):
         return PolicySpec(source=str(cached_gguf_policy(model.path)), max_length=model.max_length)
     source = absolute(model.path)
-    place = Path(os.path.expanduser(source))
+    place = expanded(source)
     if place.is_file():
         raise ConfigError(f"model.path={model.path} is a file: give the folder of the model, or set model.type=gguf")
     if is_path(source) and not place.is_dir():

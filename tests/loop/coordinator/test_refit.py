@@ -229,6 +229,7 @@ def test_the_probe_knows_of_everything_that_engines_compute_with(rig):
     assert rig.refit.metrics["sync/probe_gap_max"] == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("packing", ["true", "false"])
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])
@@ -304,6 +305,7 @@ def stale_version(buckets, worker):
     return [[replace(p, base_version=0) if p.base_version is not None else p for p in b] for b in buckets]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("second", [False, True], ids=["whole", "delta"])
 @pytest.mark.parametrize("damage", [each(flip), each(truncate), drop_bucket, swap_layers], ids=lambda d: d.__name__)

@@ -106,6 +106,7 @@ def test_a_job_says_so_and_leaves_nothing(tmp_path, deaf_address):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_job_without_the_token_is_told_what_is_missing(tmp_path, cluster):
     address = ray.get_runtime_context().gcs_address

@@ -111,6 +111,7 @@ def test_what_is_written_only_at_the_end_is_tried(here, monkeypatch):
             dry_run(given, fresh=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [

@@ -60,6 +60,7 @@ class Broken(qurl_ray.Callback):
         raise ZeroDivisionError("on purpose")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_model_rows_and_a_function_are_a_run(talking, tmp_path, cluster):
     """Rows of messages, columns for the reward, a closure, two held-out sets, callbacks of which one raises."""

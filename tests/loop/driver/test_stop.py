@@ -50,6 +50,7 @@ def end(job: subprocess.Popen, *numbers: signal.Signals, group: bool = False) ->
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [INTERRUPT, signal.SIGTERM, HANG_UP])
 def test_a_request_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number):
     job = start_job(*SMALL, *STEPS, f"output_dir={tmp_path}")

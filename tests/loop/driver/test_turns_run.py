@@ -67,7 +67,7 @@ def test_a_run_with_turns_has_the_learners_logprobs_and_resumes_to_the_bit(tmp_p
     assert [line["step"] for line in events(result.run_dir, "step")] == [1, 2, 3]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "settings",

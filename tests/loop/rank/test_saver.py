@@ -79,6 +79,7 @@ def test_the_policy_is_that_of_a_model_that_is_saved_whole(saver, tiny_spec, tmp
         assert torch.equal(written, expected), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("file", "given"),
     [
