@@ -61,7 +61,7 @@ def corrupted_syncs(times: int) -> Row:
     from qurl_ray.policy.tiny import cached_tiny_policy
     from qurl_ray.types import PolicySpec
     from tests.conftest import SUMS
-    from tests.loop.coordinator import test_refit as refit
+    from tests.weights import test_sync as refit
 
     small = TinyModel(cold_start=False, layers=2, hidden_size=128, intermediate_size=256)
     spec = PolicySpec(source=str(cached_tiny_policy(small, SUMS, lambda *_: None)))
@@ -73,8 +73,7 @@ def corrupted_syncs(times: int) -> Row:
     caught = 0
     with pytest.MonkeyPatch.context() as patch:  # buckets are passed directly, not through Ray
         patch.setattr("qurl_ray.actors.rollout_worker.ray.get", lambda bucket: bucket)
-        patch.setattr("qurl_ray.loop.rank.sender.ray.put", list)
-        patch.setattr("qurl_ray.loop.rank.sender.wait", lambda result, *_: result)
+        patch.setattr("qurl_ray.weights.transports.object_store.ray.put", list)
         for number in range(times):
             damage, second = kinds[number % len(kinds)]
             caught += _caught(refit.Rig(spec, load_tokenizer(spec)), damage, second)
@@ -87,11 +86,11 @@ def _caught(rig: Any, damage: Callable, second: bool) -> bool:
     from qurl_ray.errors import QurlError, StaleWeights
 
     worker, refused = rig.workers[1], []
-    load = worker.load
+    commit = worker.commit
 
     def load_and_ask(manifest: Any, buckets: Any, probe: Any) -> Any:
         try:
-            return load(manifest, buckets, probe)
+            return commit(manifest, buckets, probe)
         except QurlError:
             for version in (manifest.version - 1, manifest.version):
                 try:
@@ -103,7 +102,7 @@ def _caught(rig: Any, damage: Callable, second: bool) -> bool:
     if second:
         rig.sender.send("int8")
         rig.move()
-    worker.load, worker.damage = load_and_ask, (damage, False)
+    worker.commit, worker.damage = load_and_ask, (damage, False)
     rig.sender.send("int8")
     print(f"corrupted sync: {'; '.join(rig.warnings) or 'nothing was noticed'}", flush=True)
     return len(refused) == 2 and len(rig.warnings) == 1 and rig.answers(0) == rig.answers(1)

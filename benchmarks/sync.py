@@ -43,10 +43,10 @@ from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.requests import probe_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import chosen_codes
-from qurl_ray.sync.publish import Publisher, assemble_manifest, count_codes
-from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import Completion, Manifest, Problem, Request, Trajectory
+from qurl_ray.weights.local import chosen_codes
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.stream import Publisher, assemble_manifest, count_codes
 
 LR, SLOTS, PROMPT, ANSWER = 1e-6, 512, 40, 16
 ASKED, KEPT, UPDATES = 320, 64, 2

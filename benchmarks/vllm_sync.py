@@ -26,9 +26,9 @@ from qurl_ray.policy.load import empty_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.sync.publish import Publisher, assemble_manifest
-from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import PolicySpec
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.stream import Publisher, assemble_manifest
 
 SHAPE = LlamaConfig(
     hidden_size=1024,

@@ -326,13 +326,13 @@ TRANSPORTS = Table[TransportEntry](
     arguments=("link",),
     entries={
         "object_store": TransportEntry(
-            reference="qurl_ray.actors.object_store:ObjectStore", help="uses Ray's object store"
+            reference="qurl_ray.weights.transports.object_store:ObjectStore", help="uses Ray's object store"
         ),
         "nccl": TransportEntry(
-            reference="qurl_ray.sync.direct:Broadcast", help="broadcasts from GPU to GPU", direct=True
+            reference="qurl_ray.weights.transports.direct:Broadcast", help="broadcasts from GPU to GPU", direct=True
         ),
         "ipc": TransportEntry(
-            reference="qurl_ray.sync.direct:SharedMemory",
+            reference="qurl_ray.weights.transports.direct:SharedMemory",
             help="hands over the memory of the GPUs that ranks and engines share, with `placement=colocated`",
             direct=True,
         ),

@@ -302,7 +302,8 @@ class StagedBucket:
     size: int
     """Bytes."""
     source: Mapping[str, Any]
-    """Where engines get the bytes (sync.direct): memory that they open, by device, or a group that they join."""
+    """Where engines get the bytes (weights.transports.direct): memory that they open, by device, or a group that they
+    join."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

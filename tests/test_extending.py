@@ -136,7 +136,7 @@ def test_functions_from_outside_the_package_train(here):
         ("my_rewards", "(answer: str, problem)", "(answer: str)", r"must take \(answer, problem\)"),
         ("my_sinks", "def notices", "def other", "has no notices"),
         ("my_engines", "self, spec, options", "self, spec", r"must take \(spec, options\)"),
-        ("my_transports", "def abort", "def other", r"has no abort \(qurl_ray.sync.transport.Transport\)"),
+        ("my_transports", "def abort", "def other", r"has no abort \(qurl_ray.weights.transports.protocol.Transport\)"),
         ("my_transports", "def __init__(self, link)", "def __init__(self)", r"must take \(link\)"),
         ("my_sinks", "self, run_dir, settings", "self", r"must take \(run_dir, settings\)"),
     ],

@@ -9,18 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
-    {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache", "files"},
+    {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache", "files"}
+    | {"rendezvous"},
     {"numerics", "transfer", "sandbox"},
     {"rl", "quant", "rewards", "report", "tools"},
     {"policy", "data", "tracking", "environments"},
-    {"rollout", "learner", "sync"},
+    {"rollout", "learner"},
+    {"weights"},
     {"actors"},
     {"loop", "evaluation", "serving", "planning"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {
-    "ray": {"actors", "loop", "evaluation", "serving"},
+    "ray": {"weights", "actors", "loop", "evaluation", "serving"},
     "mlflow": {"tracking", "serving"},
     "deepspeed": {"learner"},
     "transformers": {"policy", "rollout", "learner", "loop", "evaluation", "serving"},

@@ -15,8 +15,8 @@ from qurl_ray.planning.shapes import Shape
 from qurl_ray.policy.load import empty_model
 from qurl_ray.rollout.engine import Engine, EngineOptions
 from qurl_ray.rollout.make import make_engine
-from qurl_ray.sync.publish import Unquantized
 from qurl_ray.types import PolicySpec
+from qurl_ray.weights.stream import Unquantized
 
 CONFIG = QuantizationConfig(equalize=False)
 

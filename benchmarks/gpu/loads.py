@@ -3,7 +3,8 @@
 An engine loads some versions one after the other. Its log-probs of the last one are compared with those of a fresh
 engine, which loaded nothing else, request by request; if something that a graph had captured were replaced, they would
 be of another version. The learner scores the answers of every version through the same codes, as after a sync: these
-differences are what probes see (qurl_ray/sync/floor.py). Beside them is the difference that stale weights would make.
+differences are what probes see (qurl_ray/weights/floor.py). Beside them is the difference that stale weights would
+make.
 """
 
 import statistics
@@ -21,8 +22,8 @@ from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rl.objective import ObjectiveSettings
-from qurl_ray.sync.local import quantize_into
 from qurl_ray.types import Completion, Request, SamplingParams
+from qurl_ray.weights.local import quantize_into
 
 PROMPT, ANSWER, ALONE = 24, 16, 8
 """Tokens of a prompt and of an answer; answers that are drawn one by one."""

@@ -21,8 +21,8 @@ from qurl_ray.rollout.batch import RunningBatch
 from qurl_ray.rollout.graphs import Capture, CudaCapture
 from qurl_ray.rollout.sampling import sample
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import quantize_into
 from qurl_ray.types import Request, SamplingParams
+from qurl_ray.weights.local import quantize_into
 
 FORMATS = ("none", "int8", "fp8", "fp8_block")
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.bench import Bench, Figures, lacks
 from benchmarks.gpu.child import call
 from benchmarks.gpu.engines import CONFIG, Setup, random_policy, setup_of
 from benchmarks.gpu.loads import requests
-from qurl_ray.sync.local import quantize_into
+from qurl_ray.weights.local import quantize_into
 
 LIMIT_MIB = 256
 """Largest growth, on the device or the host, that is no leak: what stays of a cycle is far more after 200 of them."""

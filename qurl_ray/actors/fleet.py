@@ -17,13 +17,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorError, RayTaskError
 
 from qurl_ray.actors.health import Health, Heartbeat, Member
-from qurl_ray.actors.rollout_worker import LoadReport, control
+from qurl_ray.actors.rollout_worker import control
 from qurl_ray.actors.turns import TurnsWork
 from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
 from qurl_ray.spans import Spans, worker_lane
 from qurl_ray.types import Completion, Manifest, Request, StagedBucket
+from qurl_ray.weights.gate import LoadReport
 
 _MARGIN_S = 30.0  # engines check their deadline between two tokens
 _TICK_S = 0.25  # between two calls to a worker that restarts, or that is being interrupted
@@ -143,13 +144,15 @@ class Fleet:
             EngineError: none ever will be.
         """
         await self._until(
-            lambda: any(m.alive for m in self.members) or not self._may_come_back(), "any rollout worker to come back"
+            lambda: any(m.alive for m in self.members) or self.hopeless, "any rollout worker to come back"
         )
         if not any(member.alive for member in self.members):
             raise self._fatal or EngineError(f"no rollout worker is left: {self.roster()}")
 
-    def _may_come_back(self) -> bool:
-        return any(member.health is not Health.OUT for member in self.members)
+    @property
+    def hopeless(self) -> bool:
+        """True if all workers are left out for good."""
+        return all(member.health is Health.OUT for member in self.members)
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         try:
@@ -166,13 +169,34 @@ class Fleet:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
+    def takers(self) -> list[Member]:
+        """Workers that can take weights."""
+        return self.those(Health.HEALTHY, Health.STALE)
+
+    def stale(self) -> list[Member]:
+        """Workers that wait for weights."""
+        return self.those(Health.STALE)
+
+    @property
+    def serving(self) -> bool:
+        """True if a worker generates, or may again without new weights."""
+        return bool(self.those(Health.HEALTHY, Health.SUSPECT))
+
+    def distrust(self, member: Member) -> None:
+        """Keep the worker from generating until `holds`."""
+        member.turn(Health.STALE)
+
+    def leave_out(self, member: Member) -> None:
+        """Leave the worker out for good."""
+        member.turn(Health.OUT)
+
     async def weight_max_code(self, format_name: str) -> int:
         """Return the largest weight code that every worker that is up can take."""
         calls = {m.index: m.actor.weight_max_code.remote(format_name) for m in self.members if m.alive}
         found = await self._gather(calls, self._config.start_limit_s, "say what codes they take", "ask")
         return min(value for value in found.values() if isinstance(value, int))
 
-    async def load(
+    async def commit(
         self,
         members: Sequence[Member],
         manifest: Manifest,
@@ -194,7 +218,7 @@ class Fleet:
         for member in members:
             member.turn(Health.STALE)
             member.doing, member.awake = "load", True
-        calls = {m.index: m.actor.load.remote(manifest, tickets, list(probe)) for m in members}
+        calls = {m.index: m.actor.commit.remote(manifest, tickets, list(probe)) for m in members}
         try:
             return await self._gather(calls, timeout_s, f"load and verify weights {manifest.version}", "load")
         finally:
@@ -215,7 +239,7 @@ class Fleet:
         self._notify()
         self._offer()
 
-    async def expect(
+    async def begin(
         self, members: Sequence[Member], version: int, format_name: str, timeout_s: float
     ) -> dict[int, tuple[str, int] | QurlError]:
         """Have these workers, while the fleet pauses, prepare for a version that comes through a direct transport.
@@ -223,13 +247,13 @@ class Fleet:
         """
         for member in members:
             member.doing, member.awake = "load", True
-        calls = {m.index: m.actor.expect.remote(version, format_name) for m in members}
+        calls = {m.index: m.actor.begin.remote(version, format_name) for m in members}
         return await self._gather(calls, timeout_s, f"expect weights {version}", "load")
 
-    async def take(self, indices: Iterable[int], bucket: StagedBucket, timeout_s: float) -> dict[int, QurlError]:
+    async def put(self, indices: Iterable[int], bucket: StagedBucket, timeout_s: float) -> dict[int, QurlError]:
         """Have the workers of these indices take a bucket of that version. Returns the errors of those that did not, by
         index."""
-        calls = {index: self.members[index].actor.take.remote(bucket, index) for index in indices}
+        calls = {index: self.members[index].actor.put.remote(bucket, index) for index in indices}
         found = await self._gather(calls, timeout_s, f"take bucket {bucket.number}", "load")
         return {index: error for index, error in found.items() if isinstance(error, QurlError)}
 

@@ -3,7 +3,6 @@
 import os
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -12,16 +11,17 @@ from ray.actor import ActorMethod
 
 from qurl_ray.actors.cluster import own_log
 from qurl_ray.actors.health import Heartbeat
-from qurl_ray.actors.object_store import ObjectStore
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import SyncError
 from qurl_ray.numerics.processor import processor_name
 from qurl_ray.rollout.engine import DirectEngine
 from qurl_ray.rollout.make import make_engine, rollout_options
-from qurl_ray.sync.receive import decode_buckets
-from qurl_ray.sync.transport import transport_named
 from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket
+from qurl_ray.weights.gate import LoadReport
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.transports.object_store import ObjectStore
+from qurl_ray.weights.transports.protocol import transport_named
 
 CONTROL = "control"
 """Concurrency group of calls that are answered while the engine works, which it does in the default group."""
@@ -30,17 +30,6 @@ CONTROL = "control"
 def control(method: ActorMethod) -> ActorMethod:
     """Return the method, to be called in the CONTROL concurrency group."""
     return method.options(concurrency_group=CONTROL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """Report of a worker on a version that it has loaded and verified."""
-
-    kernels: list[str]
-    """Kernels in use now."""
-    hardware: str
-    """Name of the GPU or of the processor that the engine computes on."""
-    probe: list[Completion]
 
 
 class RolloutWorker:
@@ -86,17 +75,17 @@ class RolloutWorker:
         """Largest weight code that this worker's kernel can take."""
         return self._engine.weight_max_code(format_name)
 
-    def expect(self, version: int, format_name: str) -> tuple[str, int]:
-        """Prepare for a version through a direct transport, whose buckets `take` takes; `load` without tickets verifies
-        it. Returns the engine's identity and its number of processes."""
+    def begin(self, version: int, format_name: str) -> tuple[str, int]:
+        """Prepare for a version through a direct transport, whose buckets `put` takes; `commit` without tickets
+        verifies it. Returns the engine's identity and its number of processes."""
         self._engine.wake()
-        return cast(DirectEngine, self._engine).expect(version, format_name)
+        return cast(DirectEngine, self._engine).begin(version, format_name)
 
-    def take(self, bucket: StagedBucket, index: int) -> None:
+    def put(self, bucket: StagedBucket, index: int) -> None:
         """Take one bucket of that version, as the worker of this index."""
-        cast(DirectEngine, self._engine).take(bucket, index)
+        cast(DirectEngine, self._engine).put(bucket, index)
 
-    def load(self, manifest: Manifest, tickets: Sequence[Any] | None, probe: Sequence[Request]) -> LoadReport:
+    def commit(self, manifest: Manifest, tickets: Sequence[Any] | None, probe: Sequence[Request]) -> LoadReport:
         """Load and verify a version, or verify one that a direct transport has sent, then draw the probe from it.
 
         Raises:
@@ -108,7 +97,7 @@ class RolloutWorker:
             raise SyncError(f"weight codes to {manifest.weight_max_code}, but the kernel here takes them to {largest}")
         self._engine.wake()
         if tickets is None:
-            cast(DirectEngine, self._engine).accept(manifest)
+            cast(DirectEngine, self._engine).commit(manifest)
         else:
             self._load(manifest, tickets)
         drawn = self._engine.generate(probe, version=manifest.version)

@@ -32,8 +32,8 @@ from qurl_ray.policy.load import context_length, load_model, load_tokenizer, sto
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rollout.requests import make_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import quantize_into, with_codes
 from qurl_ray.types import PolicySpec, SamplingParams
+from qurl_ray.weights.local import quantize_into, with_codes
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
 

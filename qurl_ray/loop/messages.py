@@ -9,7 +9,7 @@ from qurl_ray.actors.placement import GpuAssignment
 from qurl_ray.data.tasks import Task
 from qurl_ray.errors import QurlError
 from qurl_ray.loop.checkpoint import Checkpoint
-from qurl_ray.types import Event, TensorRecord
+from qurl_ray.types import Event
 
 # --- what a run begins with ------------------------------------------------------------------------------------------
 
@@ -92,39 +92,6 @@ class Start:
 class WeightsWanted:
     """Reply in place of an answer: engines wait for the weights that were sent last. The ranks send them again and
     repeat the call."""
-
-
-# --- ranks to coordinator --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """Announcement of one rank's part of a weight version.
-
-    Example:
-        Offer(version=7, attempt=0, rank=0, format="int8", weight_max_code=127, records=records)
-    """
-
-    version: int
-    attempt: int
-    """Number of earlier offers of this version: above 0, it is sent again to engines that are STALE (in quarantine, or
-    restarted)."""
-    rank: int
-    format: str
-    weight_max_code: int | None
-    records: tuple[TensorRecord, ...]
-    probe: bool = True
-    """Engines draw the probe from this version. Those that were STALE always do."""
-    failed: str | None = None
-    """Reason why this rank's direct transfer failed, so that all engines must get the version again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """Absolute difference between an engine's log-probs of its probe and the learner's, in nats."""
-
-    mean: float
-    largest: float
 
 
 # --- coordinator to driver -------------------------------------------------------------------------------------------

@@ -41,10 +41,10 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.requests import make_requests, probe_requests
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.delta import encode_delta
-from qurl_ray.sync.local import chosen_codes, send_into
-from qurl_ray.sync.publish import Publisher, Unquantized
 from qurl_ray.types import Completion, PolicySpec, Problem, Request, SamplingParams, Trajectory
+from qurl_ray.weights.delta import encode_delta
+from qurl_ray.weights.local import chosen_codes, send_into
+from qurl_ray.weights.stream import Publisher, Unquantized
 
 FORMATS = ("none", "int8")
 LARGEST = 2e9

@@ -114,9 +114,9 @@ class Engine(Protocol):
 
 
 class DirectEngine(Engine, Protocol):
-    """An engine that also takes weights from a direct transport: `expect`, `take` for each bucket, then `accept`."""
+    """An engine that also takes weights from a direct transport: `begin`, `put` for each bucket, then `commit`."""
 
-    def expect(self, version: int, format_name: str) -> tuple[str, int]:
+    def begin(self, version: int, format_name: str) -> tuple[str, int]:
         """Become STALE and prepare for a version. Returns an identity, which changes when the engine's processes do,
         and their number.
 
@@ -124,7 +124,7 @@ class DirectEngine(Engine, Protocol):
             SyncError: the engine holds another format, and cannot change it by itself.
         """
 
-    def take(self, bucket: StagedBucket, index: int) -> None:
+    def put(self, bucket: StagedBucket, index: int) -> None:
         """Write a bucket's tensors to their places. Returns when its memory may be used again.
 
         Args:
@@ -134,8 +134,8 @@ class DirectEngine(Engine, Protocol):
             SyncError: the bucket did not arrive, or has no place here.
         """
 
-    def accept(self, manifest: Manifest) -> None:
-        """Compare the weights that were taken since `expect` with the manifest.
+    def commit(self, manifest: Manifest) -> None:
+        """Compare the weights that were put since `begin` with the manifest.
 
         Raises:
             SyncError: a tensor is missing or damaged. The engine stays STALE.

@@ -167,7 +167,9 @@ class VllmEngine:
             self.version = None
             self._server.close()
             self._start(manifest.precision)
-        self._announce(manifest)
+        self.version = None
+        self._check(manifest)
+        self._pause()
         self._keeps_base |= manifest.base_version is not None
         try:
             self._verify(manifest, self._place(manifest, buckets))
@@ -178,24 +180,21 @@ class VllmEngine:
             self._server.control("resume_generation")
         self.version = manifest.version
 
-    def expect(self, version: int, format_name: str) -> tuple[str, int]:
+    def begin(self, version: int, format_name: str) -> tuple[str, int]:
         """See rollout.engine.DirectEngine."""
-        self.version = None  # until every tensor is verified
-        self._check_awake()
         if self._fixed and format_name != self._format:
             raise SyncError(f"version {version} comes in {format_name}, and the engine was made for {self._format}")
         self._base.clear()
-        self._server.control("pause_generation", mode="abort", clear_cache=True)
-        self._server.workers("begin")
+        self._pause()
         return self._server.identity, self._ranks
 
-    def take(self, bucket: StagedBucket, index: int) -> None:
+    def put(self, bucket: StagedBucket, index: int) -> None:
         """See rollout.engine.DirectEngine."""
-        source = dict(bucket.source)
+        source = dict(bucket.source) | {"size": bucket.size}
         source["rank"] = source.pop("first", {}).get(index, index * self._ranks)
-        self._server.workers("take", source, bucket.size, bucket.items, bucket.weight_max_code)
+        self._server.workers("put", source, bucket.items, bucket.weight_max_code)
 
-    def accept(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest) -> None:
         """See rollout.engine.DirectEngine."""
         self._check(manifest)
         try:
@@ -205,12 +204,13 @@ class VllmEngine:
             self._server.control("resume_generation")
         self.version = manifest.version
 
-    def _announce(self, manifest: Manifest) -> None:
-        """Become STALE, check the manifest, and abort running requests."""
-        self.version = None  # until every tensor is verified
+    def _pause(self) -> None:
+        """Become STALE until every tensor is verified, abort running requests, and have the workers forget what was put
+        before."""
+        self.version = None
         self._check_awake()
-        self._check(manifest)
         self._server.control("pause_generation", mode="abort", clear_cache=True)
+        self._server.workers("begin")
 
     def _check(self, manifest: Manifest) -> None:
         self._records = {record.name: record for record in manifest.tensors}
@@ -236,7 +236,6 @@ class VllmEngine:
         that each must have there."""
         what = f"version {manifest.version}"
         expected: dict[str, int] = {}
-        self._server.workers("begin")
         placing: Callable[[], object] = list
         try:
             for number, bucket in enumerate(buckets):
@@ -250,7 +249,7 @@ class VllmEngine:
                     (name, self._records[name].format, [next(places) for _ in parts]) for name, parts in bucket.items()
                 ]
                 placing()
-                placing = self._server.start("place", buffer.address, items, manifest.weight_max_code)
+                placing = self._server.start("put", {"file": buffer.address}, items, manifest.weight_max_code)
                 for name, parts in bucket.items():
                     expected[name] = self._expected(self._records[name], parts)
                     if self._keeps_base:

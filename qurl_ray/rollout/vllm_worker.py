@@ -28,7 +28,7 @@ from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
 from qurl_ray.rollout.vllm_shards import Partition, Piece, TensorShard, cut, fingerprint_pieces, local_shards, read
 from qurl_ray.transfer.group import Meeting, broadcast, join
-from qurl_ray.transfer.memory import Address, Placed, opened, opened_on_gpu, tensor_at, uuid_of
+from qurl_ray.transfer.memory import Placed, opened, opened_on_gpu, tensor_at, uuid_of
 
 EncodedArray = tuple[str, tuple[int, ...], bytes]
 """An array in a message: (numpy dtype, shape, bytes)."""
@@ -114,31 +114,54 @@ class ResidentPolicy:
         self._waiting, self._placed = {}, {}
 
     @torch.no_grad()
-    def place(self, address: Address, items: Sequence[Item], weight_max_code: int) -> None:
-        """Write tensors from a shared buffer to their locations. A fused layer changes when the last of its tensors has
+    def put(self, source: dict[str, Any], items: Sequence[Item], weight_max_code: int) -> None:
+        """Write the tensors of a bucket to their locations. A fused layer changes when the last of its tensors has
         arrived.
 
         Args:
-            weight_max_code: largest code of those that came as codes.
+            source: where the bytes are: a `file`; or for direct transports (weights.transports.direct) `memory` by
+                device, or the `group` that broadcasts `size` of them, with the `rank` of this engine's first process.
+            weight_max_code: largest code of the tensors that came as codes.
         """
-        self._place_all(torch.from_numpy(opened(address)), items, weight_max_code)
-
-    def _place_all(self, memory: torch.Tensor, items: Sequence[Item], weight_max_code: int) -> None:
+        device = next(self.model.parameters()).device
+        memory = self._received(source, device)
         with self._threads() as pool:
             packing = []
             for name, format_name, places in items:
                 fmt = None if format_name == "none" else get_format(format_name, weight_max_code)
-                if complete := self._place(name, fmt, [tensor_at(memory, place) for place in places]):
+                if complete := self._write(name, fmt, [tensor_at(memory, place) for place in places]):
                     packing.append(pool.submit(complete))
-            for one in packing:
-                one.result()
+            for layer in packing:
+                layer.result()
+        if device.type == "cuda" and "file" not in source:
+            torch.cuda.synchronize(device)  # the sender may write there again
+
+    def _received(self, source: dict[str, Any], device: torch.device) -> torch.Tensor:
+        """Return the bytes of a bucket, uint8."""
+        if "file" in source:
+            return torch.from_numpy(opened(source["file"]))
+        rank = source["rank"] + get_tensor_model_parallel_rank()
+        if "group" in source:
+            memory = torch.empty(source["size"], dtype=torch.uint8, device=device)
+            meeting: Meeting = tuple(source["group"])
+            if self._group[0] != meeting:
+                self._group = (meeting, join(meeting, rank, device))
+            broadcast(self._group[1], memory)
+            return memory
+        if device.type == "cuda":
+            handle = source["memory"].get(uuid_of(device))
+            if handle is None:
+                raise SyncError(f"no rank of the learner shares this engine's GPU {uuid_of(device)}")
+            return opened_on_gpu(handle, device)
+        of_ranks = sorted(source["memory"])  # all are alike
+        return torch.from_numpy(opened(source["memory"][of_ranks[rank % len(of_ranks)]]))
 
     def _threads(self) -> ThreadPoolExecutor:
         """Return threads for what uses one and releases Python's lock: packing, unpacking and fingerprints on a CPU."""
         on_cpu = next(self.model.parameters()).device.type == "cpu"
         return ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1)
 
-    def _place(self, name: str, fmt: Format | None, arrays: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    def _write(self, name: str, fmt: Format | None, arrays: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """Take a tensor. Return what writes its layer, if that is complete now."""
         place = self._find(name)
         value: Any = arrays[0]
@@ -163,34 +186,6 @@ class ResidentPolicy:
         del self._waiting[place.parameter]
         parts = [part for _, part in sorted(waiting, key=lambda item: item[0])]
         return partial(place.method.hold, place.module, parts)
-
-    @torch.no_grad()
-    def take(self, source: dict[str, Any], size: int, items: Sequence[Item], weight_max_code: int) -> None:
-        """Write tensors of a direct transport's bucket to their locations; see qurl_ray.sync.direct.
-
-        Args:
-            source: where the bytes are: `memory`, or `group` with the rank of this engine's first process.
-            size: bytes.
-        """
-        rank = source["rank"] + get_tensor_model_parallel_rank()
-        device = next(self.model.parameters()).device
-        if "group" in source:
-            memory = torch.empty(size, dtype=torch.uint8, device=device)
-            meeting: Meeting = tuple(source["group"])
-            if self._group[0] != meeting:
-                self._group = (meeting, join(meeting, rank, device))
-            broadcast(self._group[1], memory)
-        elif device.type == "cuda":
-            handle = source["memory"].get(uuid_of(device))
-            if handle is None:
-                raise SyncError(f"no rank of the learner shares this engine's GPU {uuid_of(device)}")
-            memory = opened_on_gpu(handle, device)
-        else:
-            of_ranks = sorted(source["memory"])  # all are alike
-            memory = torch.from_numpy(opened(source["memory"][of_ranks[rank % len(of_ranks)]]))
-        self._place_all(memory, items, weight_max_code)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the sender may write there again
 
     def unplaced(self) -> list[str]:
         """Return names of vLLM's parameters that have not got all their rows since `begin`."""

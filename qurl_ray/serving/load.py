@@ -18,9 +18,9 @@ from qurl_ray.policy.load import context_length, load_model, load_tokenizer, sto
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rollout.engine import EngineOptions, StreamingEngine
 from qurl_ray.rollout.make import make_engine
-from qurl_ray.sync.local import quantize_into, with_codes
 from qurl_ray.tables import ENGINES
 from qurl_ray.types import Manifest, PolicySpec
+from qurl_ray.weights.local import quantize_into, with_codes
 
 _LONGEST = 2048  # tokens of prompt and answer together, unless max_length is set
 

@@ -35,7 +35,7 @@ def test_an_exported_policy_is_evaluated_with_the_codes_that_it_holds(model, tok
     save_policy(model, tokenizer, tmp_path / "policy")
     save_quantized(model, tokenizer, tmp_path / "codes", fmt, CONFIG.quantization.keep)
     quantized_now = report_of(tmp_path / "policy", name)
-    monkeypatch.setattr("qurl_ray.sync.publish.quantize", lambda *_: pytest.fail("quantized a second time"))
+    monkeypatch.setattr("qurl_ray.weights.stream.quantize", lambda *_: pytest.fail("quantized a second time"))
     assert figures(report_of(tmp_path / "codes")) == figures(quantized_now)
     assert figures(report_of(tmp_path / "codes", name)) == figures(quantized_now)
 

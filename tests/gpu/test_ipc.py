@@ -9,9 +9,9 @@ import torch
 
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.sync.direct import SharedMemory
-from qurl_ray.sync.publish import Publisher, assemble_manifest
-from qurl_ray.sync.transport import Link
+from qurl_ray.weights.stream import Publisher, assemble_manifest
+from qurl_ray.weights.transports.direct import SharedMemory
+from qurl_ray.weights.transports.protocol import Link
 from tests.rollout.test_torch_engine import weights_of
 from tests.rollout.test_vllm_engine import policy, spec  # noqa: F401
 from tests.rollout.vllm_process import EngineProcess

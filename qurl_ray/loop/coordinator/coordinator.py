@@ -32,10 +32,11 @@ from qurl_ray.learner.protocol import StepResult
 from qurl_ray.loop.checkpoint import Checkpoint, latest
 from qurl_ray.loop.coordinator.collect import Collector
 from qurl_ray.loop.coordinator.events import EventBuffer
-from qurl_ray.loop.coordinator.rendezvous import Rendezvous
 from qurl_ray.loop.coordinator.session import Session
-from qurl_ray.loop.messages import Directive, Drained, Gap, Material, Offer, Start, WeightsWanted
-from qurl_ray.types import Completion, Event, StagedBucket
+from qurl_ray.loop.messages import Directive, Drained, Material, Start, WeightsWanted
+from qurl_ray.rendezvous import Rendezvous
+from qurl_ray.types import Event
+from qurl_ray.weights.messages import Message
 
 _POLL_S = 0.02
 
@@ -187,21 +188,9 @@ class Coordinator:
         """See Session.evaluate."""
         return await self.session.evaluate(label, step, sent)
 
-    async def expect(self, offer: Offer) -> dict[int, tuple[str, int]]:
-        """See Session.expect."""
-        return await self.session.expect(offer)
-
-    async def take(self, version: int, rank: int, bucket: StagedBucket) -> None:
-        """See Session.take."""
-        await self.session.take(version, rank, bucket)
-
-    async def offer(self, offer: Offer, tickets: list[Any] | None) -> list[list[Completion]]:
-        """See Session.offer."""
-        return await self.session.offer(offer, tickets)
-
-    async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
-        """See Session.conclude."""
-        return await self.session.conclude(version, attempt, rank, gaps)
+    async def weights(self, message: Message) -> Any:
+        """Pass a message about weights to the session's gate; see Gate.receive."""
+        return await self.session.gate.receive(message)
 
     async def report(self, step: int, rank: int, result: StepResult) -> Directive:
         """See Session.report."""

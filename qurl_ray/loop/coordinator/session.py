@@ -24,13 +24,13 @@ from qurl_ray.loop.coordinator.collect import Collected, Collector
 from qurl_ray.loop.coordinator.events import EventBuffer
 from qurl_ray.loop.coordinator.figures import evaluation_figures, step_figures
 from qurl_ray.loop.coordinator.guard import Guard
-from qurl_ray.loop.coordinator.refit import Refit
-from qurl_ray.loop.coordinator.rendezvous import Rendezvous
-from qurl_ray.loop.messages import Directive, Gap, Offer, WeightsWanted
+from qurl_ray.loop.messages import Directive, WeightsWanted
 from qurl_ray.loop.totals import RunTotals
+from qurl_ray.rendezvous import Rendezvous
 from qurl_ray.rollout.requests import derive_seed
-from qurl_ray.sync.floor import ProbeFloor
-from qurl_ray.types import Completion, Event, StagedBucket, row_uid
+from qurl_ray.types import Event, row_uid
+from qurl_ray.weights.floor import ProbeFloor
+from qurl_ray.weights.gate import Gate
 
 _FIRST_STEPS = 3
 _NO_ENDS = 0.95  # share of truncated answers in one of the first steps that is announced
@@ -80,7 +80,7 @@ class Session:
         probe = collector.probe() if config.probe_tokens else []
         self.probe_prompt: np.ndarray | None = probe[0].prompt_ids if probe else None
         """Token ids that the engines' probes answer; None without probes."""
-        self._refit = Refit(
+        self.gate = Gate(
             fleet,
             ranks=config.learner.workers,
             timeout_s=config.sync.timeout_s,
@@ -88,7 +88,9 @@ class Session:
             tolerance=config.probe_tolerance,
             floor=ProbeFloor.of(state["probe_floor"]) if state and "probe_floor" in state else ProbeFloor(),
             warn=lambda message: events.tell("warning", message),
+            verified=self._verified,
         )
+        """Taker of the ranks' messages about weights."""
         changeable = config.rollout.quantization != "none" and config.precision_flow == "rollout_only"
         self._guard = Guard(config.guard, can_change_precision=changeable)
         self._totals = RunTotals.of(state["totals"]) if state else RunTotals()
@@ -130,7 +132,7 @@ class Session:
         return {
             "collector": self._steps[step].collector,
             "guard": self._guard.state(),
-            "probe_floor": self._refit.floor.state(),
+            "probe_floor": self.gate.floor.state(),
             "totals": self._totals.state(),
         }
 
@@ -218,26 +220,12 @@ class Session:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def expect(self, offer: Offer) -> dict[int, tuple[str, int]]:
-        """Have the engines prepare for a version that a direct transport sends; see Refit.expect."""
-        return await self._refit.expect(offer)
-
-    async def take(self, version: int, rank: int, bucket: StagedBucket) -> None:
-        """Have the engines take a bucket of it; see Refit.take."""
-        await self._refit.take(version, rank, bucket)
-
-    async def offer(self, offer: Offer, tickets: list[Any] | None) -> list[list[Completion]]:
-        """Add one rank's part of a version; see Refit.offer."""
-        return await self._refit.offer(offer, tickets)
-
-    async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
-        """Report the gaps of the engines' probes; see Refit.conclude."""
-        again = await self._refit.conclude(version, attempt, rank, gaps)
+    def _verified(self, version: int) -> None:
+        """Take note of a version that engines generate with from now on."""
         self._drawn_at.setdefault(version, self._events.step)
-        if self._refit.kernels not in ([], self._kernels):
-            self._kernels = self._refit.kernels
+        if self.gate.kernels not in ([], self._kernels):
+            self._kernels = self.gate.kernels
             self._events.tell("info", f"rollout linears run on: {', '.join(self._kernels)}", step=0)
-        return again
 
     # --- the end of a step --------------------------------------------------------------------------------------
 
@@ -285,7 +273,7 @@ class Session:
         seconds = {key: max(rank.get(key, 0.0) for rank in times) for key in times[0]}
         seconds |= {key: max(r.seconds[key] for r in results) for key in ("logprob", "update")}
         seconds |= {"rollout": collected.rollout_seconds, "reward": collected.reward_seconds}
-        values |= self._refit.metrics
+        values |= self.gate.metrics
         values |= {
             "fleet/healthy": len(self._fleet.those(Health.HEALTHY)),
             "fleet/deaths": self._fleet.counts.deaths,

@@ -14,8 +14,8 @@ from qurl_ray.extensions import Table, described
 from qurl_ray.rl.advantages import advantages
 from qurl_ray.rl.corrections import CorrectionSettings, correct
 from qurl_ray.rl.surrogate import Bounds, surrogate_of
-from qurl_ray.sync.transport import transport_named
 from qurl_ray.tables import ADVANTAGES, CORRECTIONS, ENGINES, OBJECTIVES, SINKS, TRANSPORTS
+from qurl_ray.weights.transports.protocol import transport_named
 
 
 def try_functions(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from qurl_ray.data.trained import keep_settings
 from qurl_ray.errors import CheckpointError, ConfigError, QurlError
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.loop.checkpoint import LOOP, complete, partial_folder, prune
-from qurl_ray.loop.rank.sender import fleet_weight_max_code
+from qurl_ray.loop.rank.precision import fleet_weight_max_code
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.load import architecture, load_tokenizer

@@ -33,20 +33,23 @@ from qurl_ray.errors import ConfigError, CoordinatorDied, QurlError
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.loop.deadlines import collection_deadline
+from qurl_ray.loop.deadlines import collection_deadline, sync_deadline
 from qurl_ray.loop.messages import Directive, Start, WeightsWanted
 from qurl_ray.loop.rank.memory import check_memory
 from qurl_ray.loop.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
+from qurl_ray.loop.rank.precision import fleet_weight_max_code, tell_gradients, unified_flow
 from qurl_ray.loop.rank.saver import Saver, barrier, check_shared
-from qurl_ray.loop.rank.sender import Sender, tell_gradients, unified_flow
 from qurl_ray.loop.rank.turns import Turn, Turns
 from qurl_ray.loop.rank.wait import wait
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
 from qurl_ray.spans import STEPS, Spans, rank_lane
-from qurl_ray.sync.publish import Publisher
 from qurl_ray.types import PolicySpec
+from qurl_ray.weights.messages import Message
+from qurl_ray.weights.sender import Sender
+from qurl_ray.weights.stream import Publisher
+from qurl_ray.weights.transports.protocol import Link
 
 _FAIL_S = 30.0
 _RETRY_S = 0.5
@@ -113,7 +116,15 @@ def train_loop(context: dict[str, Any]) -> None:
     publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     several = sum(node["Alive"] for node in ray.nodes()) > 1
-    sender = Sender(config, learner, publisher, coordinator, prompt, start.version, across_nodes=several)
+    link = Link(
+        name=config.sync.transport,
+        publisher=publisher,
+        call=partial(_call, coordinator, sync_deadline(config)),
+        host=ray.util.get_node_ip_address(),
+        timeout_s=config.sync.timeout_s,
+    )
+    largest = partial(fleet_weight_max_code, config, coordinator)
+    sender = Sender(config, learner, link, largest, prompt, start.version, across_nodes=several)
     saver = Saver(config, learner, spec, coordinator, Path(context["run_dir"]), rank)
     turns = Turns(
         learner,
@@ -303,6 +314,12 @@ class RankLoop:
             self._turns.take(Turn.SYNC)
             with self.spanning("sync"):
                 self._sender.resend()
+
+
+def _call(coordinator: ActorHandle, timeout_s: float, message: Message, what: str) -> Callable[[], Any]:
+    """Send a message about weights. Returns a function that waits for the reply."""
+    call = coordinator.weights.remote(message)
+    return lambda: wait(call, timeout_s, f"the engines to {what}")
 
 
 def _begin(ask: Callable[[], ObjectRef], timeout_s: float) -> Start:

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,16 @@ from qurl_ray.actors.health import Heartbeat
 from qurl_ray.actors.local import LocalActor
 from qurl_ray.config import load_config
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop.coordinator.refit import Refit
-from qurl_ray.loop.rank import sender as sender_module
 from qurl_ray.loop.rank.objectives import objective_settings
-from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.sync.floor import ProbeFloor
-from qurl_ray.sync.publish import Publisher
-from qurl_ray.types import StagedBucket
+from qurl_ray.weights.floor import ProbeFloor
+from qurl_ray.weights.gate import Gate
+from qurl_ray.weights.messages import Message, Put
+from qurl_ray.weights.sender import Sender
+from qurl_ray.weights.stream import Publisher
+from qurl_ray.weights.transports import object_store
+from qurl_ray.weights.transports.protocol import Link
 from tests.conftest import requests_for, taken
 from tests.rollout.vllm_process import EngineProcess
 
@@ -115,9 +115,7 @@ class Rig:
         self.ends, self.warnings, self.probed = ExitStack(), [], probe
         self.config = _unchecked(transport, engines, tensor_parallel, dtype, timeout_s)
         rollout_worker.ray.get = lambda ref: ref
-        sender_module.ray.put = lambda value: value
-        sender_module.ray.util.get_node_ip_address = lambda: "127.0.0.1"
-        sender_module.wait = lambda call, *_: call.result(90)
+        object_store.ray.put = lambda value: value
         self.engines = []
         for _ in range(engines):
             process = EngineProcess(
@@ -146,7 +144,7 @@ class Rig:
             return fleet
 
         self.fleet = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-        self.refit = Refit(
+        self.gate = Gate(
             self.fleet,
             ranks=ranks,
             timeout_s=timeout_s,
@@ -155,36 +153,30 @@ class Rig:
             floor=ProbeFloor(),
             warn=self.warnings.append,
         )
-        remote = lambda f: SimpleNamespace(remote=lambda *a: asyncio.run_coroutine_threadsafe(f(*a), loop))  # noqa: E731
-
-        async def largest_code(name: str) -> int:
-            return 0 if name == "none" else taken(name).weight_max
-
         self._buckets: set[int] = set()
         self._before_bucket: dict[int, Callable[[], None]] = {}
 
-        async def take(version: int, rank: int, bucket: StagedBucket) -> None:
-            self._buckets.add(bucket.number)
-            self._before_bucket.pop(bucket.number, lambda: None)()
-            await self.refit.take(version, rank, bucket)
+        def call(message: Message, _: str) -> Callable[[], Any]:
+            if isinstance(message, Put):
+                self._buckets.add(message.bucket.number)
+                self._before_bucket.pop(message.bucket.number, lambda: None)()
+            reply = asyncio.run_coroutine_threadsafe(self.gate.receive(message), loop)
+            return lambda: reply.result(90)
 
-        coordinator = SimpleNamespace(
-            offer=remote(self.refit.offer),
-            expect=remote(self.refit.expect),
-            conclude=remote(self.refit.conclude),
-            take=remote(take),
-            weight_max_code=remote(largest_code),
-        )
+        def largest_code(name: str) -> int:
+            return 0 if name == "none" else taken(name).weight_max
+
         self.models = [load_model(spec) for _ in range(ranks)]
         names = quantized_parameters(self.models[0], self.config.quantization.keep)
         self.publishers = [
             Publisher(names, rank=rank, ranks=ranks, bucket_bytes=50_000, tied=tied_head(model))
             for rank, model in enumerate(self.models)
         ]
-        self.senders = [
-            Sender(self.config, self._learner(model), publisher, coordinator, drawn[0].prompt_ids if drawn else None)
-            for model, publisher in zip(self.models, self.publishers, strict=True)
-        ]
+        prompt = drawn[0].prompt_ids if drawn else None
+        self.senders = []
+        for model, publisher in zip(self.models, self.publishers, strict=True):
+            link = Link(name=transport, publisher=publisher, call=call, host="127.0.0.1", timeout_s=timeout_s)
+            self.senders.append(Sender(self.config, self._learner(model), link, largest_code, prompt))
 
     def __enter__(self) -> "Rig":
         return self

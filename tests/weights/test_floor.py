@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qurl_ray.sync.floor import ProbeFloor
+from qurl_ray.weights.floor import ProbeFloor
 
 ANSWERS = {
     name: np.array(gaps)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qurl_ray.errors import SyncError
-from qurl_ray.sync.delta import Delta, decode_delta, encode_delta
+from qurl_ray.weights.delta import Delta, decode_delta, encode_delta
 
 TYPES = (np.uint8, np.uint16, np.uint32)
 

@@ -8,7 +8,7 @@ from qurl_ray.errors import QuantizationError, SyncError
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
-from qurl_ray.sync.publish import Publisher, assemble_manifest, count_codes
+from qurl_ray.weights.stream import Publisher, assemble_manifest, count_codes
 
 INT8 = FORMATS["int8"]
 
@@ -86,7 +86,7 @@ def test_changed_codes_are_counted_against_the_version_before(model):
 
 def test_a_tensor_that_is_quantized_already_is_sent_as_it_is(model, monkeypatch):
     q = quantize(torch.randn(8, 16), INT8)
-    monkeypatch.setattr("qurl_ray.sync.publish.quantize", lambda *_: pytest.fail("quantized a second time"))
+    monkeypatch.setattr("qurl_ray.weights.stream.quantize", lambda *_: pytest.fail("quantized a second time"))
     (bucket,) = Publisher({"a.weight"}).prepare([("a.weight", q)], INT8, version=1)
     codes, scale = bucket.payloads[0].parts
     assert (codes == q.to_numpy()[0]).all()
@@ -176,7 +176,7 @@ def test_resending_quantizes_nothing_and_sends_the_same_whole(model, monkeypatch
     delta = drawn(publisher, model, version=2, base_version=1, unquantized="bfloat16")
     fresh = drawn(Publisher(names_of(model), bucket_bytes=100_000), model, version=2, unquantized="bfloat16")
     with monkeypatch.context() as patch:
-        patch.setattr("qurl_ray.sync.publish.quantize", lambda *_: pytest.fail("quantized again"))
+        patch.setattr("qurl_ray.weights.stream.quantize", lambda *_: pytest.fail("quantized again"))
         for again in (list(publisher.resend()), list(publisher.resend())):
             assert [r.bytes for r in records_of(again)] == [r.bytes for r in records_of(fresh)]
             assert [r.changed for r in records_of(again)] == [r.changed for r in records_of(delta)]

@@ -10,8 +10,8 @@ from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.sync.publish import Publisher, assemble_manifest
-from qurl_ray.sync.receive import decode_buckets
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.stream import Publisher, assemble_manifest
 
 INT8 = FORMATS["int8"]
 SHAPES = {

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from qurl_ray.errors import SyncError
-from qurl_ray.sync.delta import Delta, Encoding, Payload, decode_delta
 from qurl_ray.types import Manifest, TensorRecord
+from qurl_ray.weights.delta import Delta, Encoding, Payload, decode_delta
 
 Arrays = tuple[np.ndarray, ...]
 """Arrays of one tensor as engines load them: (codes uint8 [N, K], scale float32 [N, groups]) or (values float32,)."""

@@ -8,7 +8,7 @@ from torch.multiprocessing import reductions
 
 from qurl_ray.errors import StaleWeights
 from qurl_ray.transfer import memory
-from tests.sync.transfer_rig import Rig, in_a_process
+from tests.weights.transfer_rig import Rig, in_a_process
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
 
@@ -50,12 +50,12 @@ def like_the_object_store(spec, setting, formats):
             rig.move()
             assert rig.send(format_name) > 1  # several buckets
             rig.assert_resident()
-            assert rig.refit.metrics["sync/refits"] == 0
+            assert rig.gate.metrics["sync/refits"] == 0
             assert not rig.warnings, rig.warnings
             if not rig.probed:
                 continue  # in bfloat16, see tests/rollout/test_vllm_engine.py
             if "tensor_parallel" not in setting:  # its processes quantize by ranges of their own
-                assert rig.refit.metrics["sync/probe_gap"] < 0.01
+                assert rig.gate.metrics["sync/probe_gap"] < 0.01
             found = rig.answers(0)
             assert found != before
             for index in range(1, len(rig.engines)):
@@ -78,7 +78,7 @@ def damaged(spec, setting):
         rig.move()
         rig.damage()
         assert rig.send("int8") > 1
-        assert rig.refit.metrics["sync/refits"] > 0
+        assert rig.gate.metrics["sync/refits"] > 0
         assert all("in the engine" in warning for warning in rig.warnings), rig.warnings  # a fingerprint, not the probe
         assert any("is in quarantine and gets weights 2 in full" in warning for warning in rig.warnings), rig.warnings
         rig.assert_resident()

@@ -18,8 +18,8 @@ from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize
-from qurl_ray.sync.delta import Encoding, Payload, encode_delta
 from qurl_ray.types import Manifest, TensorRecord
+from qurl_ray.weights.delta import Encoding, Payload, encode_delta
 
 Unquantized = Literal["float32", "bfloat16", "float16"]
 """Encoding in which tensors outside the quantized set travel; engines hold them as float32 either way."""

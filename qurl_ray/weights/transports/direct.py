@@ -22,25 +22,24 @@ import torch
 from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize
-from qurl_ray.sync.publish import Bucket, Unquantized
-from qurl_ray.sync.transport import Link, Probes, Transport
 from qurl_ray.transfer.group import Meeting, broadcast, join, lead, within
 from qurl_ray.transfer.memory import Placed, SharedBuffer, aligned, gpu_handle, uuid_of
 from qurl_ray.types import StagedBucket, TensorRecord
+from qurl_ray.weights.stream import Bucket, Unquantized
+from qurl_ray.weights.transports.protocol import Link, Probes, Transport
 
 
 class Direct(Transport):
-    """A rank's side; see sync.transport.Transport. The parameters that a version is made of must pass through `staged`.
+    """A rank's side; see transports.protocol.Transport. The parameters that a version is made of must pass through
+    `staged`: it is what sends them. `put` only collects the records of this rank's share.
 
-    A transfer that fails is no error here: `verify` reports it, and all ranks send the version again.
+    A transfer that fails is no error here: `commit` reports it, and all ranks send the version again.
     """
 
     sends_changes = False
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._fmt: Format | None = None
-        self._buckets: Iterable[Bucket] = ()
         self._records: list[TensorRecord] = []
         self._taken: Callable[[], None] = lambda: None
         """Waits until the engines have taken the bucket that was sent last."""
@@ -61,26 +60,26 @@ class Direct(Transport):
                 self._unless_failed(partial(self._stage, name, value, getattr(torch, unquantized)))
             yield name, value
 
-    def announce(self, buckets: Iterable[Bucket], fmt: Format | None, unquantized: Unquantized) -> None:
-        self._buckets, self._fmt = buckets, fmt
+    def begin(self) -> None:
         self._failed, self._number, self._filled = None, 0, 0
         self._items.clear()
+        self._records = []
         self._taken = lambda: None
-        self._expect(self._link.expect())
+        self._expect(self._link.begin())
 
-    def send(self) -> None:
-        self._records = [record for bucket in self._buckets for record in bucket.records]
+    def put(self, bucket: Bucket) -> None:
+        self._records += bucket.records
+
+    def commit(self) -> Probes:
         if self._sends:
             self._unless_failed(self._hand_over)
             self._unless_failed(self._taken)
-
-    def verify(self) -> Probes:
-        probes = self._link.accept(self._records, self._failed)
+        probes = self._link.commit(self._records, failed=self._failed)
         self.abort()
         return probes
 
     def abort(self) -> None:
-        self._buckets, self._records = (), []
+        self._records = []
 
     @staticmethod
     def receive(ticket: Any) -> Sequence[Any]:
@@ -111,11 +110,11 @@ class Direct(Transport):
         memory = self._held[self._number % 2]
         if memory.is_cuda:
             torch.cuda.current_stream(memory.device).synchronize()  # copied, for other processes, too
-        self._taken = self._link.take(
+        self._taken = self._link.put(
             StagedBucket(
                 number=self._number,
                 items=tuple(self._items),
-                weight_max_code=self._fmt.weight_max if self._fmt else 0,
+                weight_max_code=self._link.header.weight_max_code or 0,
                 size=self._filled,
                 source=self._source(memory),
             )

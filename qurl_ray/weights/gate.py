@@ -1,9 +1,9 @@
-"""Refit of engines: they load a version and are checked before they generate. The coordinator's side of a weight sync.
+"""The gate between the learner's ranks and the engines: a version passes once it is verified. The coordinator's side.
 
-    ranks offer their buckets ─► engines load, verify fingerprints, draw the probe ─► ranks score the probe
-                ▲                                                                          │
-                └──────── once more and in full, for engines in quarantine ◄── unfit ──────┤
-                                                                       fit ─► generation resumes
+    ranks commit their buckets ─► engines load, verify fingerprints, draw the probe ─► ranks score the probe
+                ▲                                                                           │
+                └──────── once more and in full, for engines in quarantine ◄── unfit ───────┤
+                                                                        fit ─► generation resumes
 
 An engine that fails either check does not generate. It gets the same version again, whole; if it fails again, it is
 left out, and if none is left the run ends. An engine that died and restarted gets the current version the same way,
@@ -11,20 +11,18 @@ while others generate.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.health import Health, Member
 from qurl_ray.errors import QurlError, SyncError
-from qurl_ray.loop.coordinator.rendezvous import Rendezvous
-from qurl_ray.loop.messages import Gap, Offer
 from qurl_ray.quant.formats import get_format
+from qurl_ray.rendezvous import Rendezvous
 from qurl_ray.rollout.requests import derive_seed
-from qurl_ray.sync.floor import ProbeFloor
-from qurl_ray.sync.publish import assemble_manifest, count_codes
 from qurl_ray.types import Completion, Manifest, Request, StagedBucket
+from qurl_ray.weights.floor import ProbeFloor
+from qurl_ray.weights.messages import Begin, Commit, Engines, Gap, Message, Probes, Put, Scored
+from qurl_ray.weights.stream import assemble_manifest, count_codes
 
 
 def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits: int) -> dict[str, float]:
@@ -47,7 +45,60 @@ def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits
     return metrics | {f"sync/codes_changed_{kind}": changed[kind] / count for kind, count in sorted(codes.items())}
 
 
-class Refit:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """Report of a worker on a version that it has loaded and verified."""
+
+    kernels: list[str]
+    """Kernels in use now."""
+    hardware: str
+    """Name of the GPU or of the processor that the engine computes on."""
+    probe: list[Completion]
+
+
+class Member(Protocol):
+    """A rollout worker as the gate sees it."""
+
+    index: int
+    refusals: int
+    """Number of times that it failed to take the version that it is to hold."""
+
+    @property
+    def alive(self) -> bool: ...
+
+
+class Fleet(Protocol):
+    """The fleet as the gate sees it, such as actors.fleet.Fleet. Calls to workers return results or errors by index."""
+
+    @property
+    def members(self) -> Sequence[Member]: ...
+    async def pause(self) -> None: ...
+    async def some_alive(self) -> None: ...
+    def resume(self) -> None: ...
+    def takers(self) -> Sequence[Member]: ...
+    def stale(self) -> Sequence[Member]: ...
+    def distrust(self, member: Any) -> None: ...
+    def leave_out(self, member: Any) -> None: ...
+    def holds(self, member: Any, version: int) -> None: ...
+    @property
+    def serving(self) -> bool: ...
+    @property
+    def hopeless(self) -> bool: ...
+    async def begin(
+        self, members: Sequence[Any], version: int, format_name: str, timeout_s: float
+    ) -> Mapping[int, tuple[str, int] | QurlError]: ...
+    async def put(self, indices: Sequence[int], bucket: StagedBucket, timeout_s: float) -> Mapping[int, QurlError]: ...
+    async def commit(
+        self,
+        members: Sequence[Any],
+        manifest: Manifest,
+        tickets: Sequence[Any] | None,
+        probe: Sequence[Request],
+        timeout_s: float,
+    ) -> Mapping[int, LoadReport | QurlError]: ...
+
+
+class Gate:
     """Weight syncs of one session. `fleet` is the one that generates; it pauses while a version is loaded.
 
     Args:
@@ -55,6 +106,7 @@ class Refit:
         tolerance: largest mean gap of the probe, in nats, that is not certain to be a fault.
         floor: usual gaps, which it keeps up to date.
         warn: called with the text of a warning about a quarantine.
+        verified: called with each version that engines may generate with.
     """
 
     def __init__(
@@ -67,8 +119,10 @@ class Refit:
         tolerance: float,
         floor: ProbeFloor,
         warn: Callable[[str], None],
+        verified: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._fleet, self._timeout_s, self._tolerance, self._warn = fleet, timeout_s, tolerance, warn
+        self._verified = verified
         self._probe, self.floor = list(probe), floor
         self._rendezvous = Rendezvous(ranks)
         self._manifest: Manifest | None = None
@@ -84,95 +138,82 @@ class Refit:
         self._unfit: dict[int, str] = {}
         """Reasons why workers did not take the version, by worker index."""
         self.kernels: list[str] = []
+        """Kernels of the engines that loaded the last version."""
         self.metrics: dict[str, float] = {}
 
-    async def expect(self, offer: Offer) -> dict[int, tuple[str, int]]:
-        """Have the engines prepare for a version that a direct transport sends. All ranks call it, then `take` for each
-        bucket, then `offer` without tickets. Returns identity and number of processes of the engines that take part, by
-        worker index."""
-        key = ("expect", offer.version)
-        return await self._rendezvous.arrive(key, offer.rank, offer, self._expect)
-
-    async def take(self, version: int, rank: int, bucket: StagedBucket) -> None:
-        """Have these engines take a bucket: from its sender's group, or from the memory of all ranks.
+    async def receive(self, message: Message) -> Any:
+        """Take a rank's message. The last rank's completes it; each gets the reply that the message describes.
 
         Raises:
-            SyncError: none of them could; one of a group could not; or ranks differ in what they staged.
+            SyncError: no engine could take the version; none of them, or one of a group, could take a bucket; or ranks
+                differ in what they sent.
         """
-        if "memory" in bucket.source:
-            await self._rendezvous.arrive(("take", version, bucket.number), rank, bucket, self._take)
-        else:
-            await self._take([bucket])
+        header, arrive = message.header, self._rendezvous.arrive
+        match message:
+            case Begin():
+                return await arrive(("begin", header.version), header.rank, message, self._begin)
+            case Put(bucket=bucket) if "memory" not in bucket.source:
+                return await self._put([message])
+            case Put(bucket=bucket):
+                return await arrive(("put", header.version, bucket.number), header.rank, message, self._put)
+            case Commit():
+                return await arrive(("commit", header.version, header.attempt), header.rank, message, self._commit)
+            case Scored():
+                return await arrive(("scored", header.version, header.attempt), header.rank, message, self._judge)
 
-    async def offer(self, offer: Offer, tickets: Sequence[Any] | None) -> list[list[Completion]]:
-        """Add one rank's part. Returns, once the engines have loaded all parts, the probes of those that succeeded.
-
-        Args:
-            tickets: what the transport's `receive` returns the rank's buckets for; None if a direct transport has sent
-                them.
-        """
-        key = ("offer", offer.version, offer.attempt)
-        return await self._rendezvous.arrive(key, offer.rank, (offer, tickets), self._load)
-
-    async def conclude(self, version: int, attempt: int, rank: int, gaps: list[Gap]) -> bool:
-        """Decide for all ranks by rank 0's gaps (one per engine that drew a probe). Returns True if the ranks must
-        offer the version again, in full.
-
-        Raises:
-            SyncError: no engine could take it.
-        """
-        key = ("conclude", version, attempt)
-        return await self._rendezvous.arrive(key, rank, gaps, lambda found: self._judge(version, attempt, found[0]))
-
-    async def _expect(self, offers: list[Offer]) -> dict[int, tuple[str, int]]:
+    async def _begin(self, messages: list[Begin]) -> Engines:
+        header = messages[0].header
         await self._fleet.pause()
         await self._fleet.some_alive()
-        members = self._fleet.those(Health.HEALTHY, Health.STALE)
-        found = await self._fleet.expect(members, offers[0].version, offers[0].format, self._timeout_s)
+        found = await self._fleet.begin(self._fleet.takers(), header.version, header.format, self._timeout_s)
         self._missed = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
         self._taking = {index: engine for index, engine in found.items() if not isinstance(engine, QurlError)}
         return self._taking
 
-    async def _take(self, buckets: list[StagedBucket]) -> None:
+    async def _put(self, messages: list[Put]) -> None:
+        buckets = [message.bucket for message in messages]
         first = buckets[0]
         if any(bucket.items != first.items for bucket in buckets):
             raise SyncError(f"the learner's ranks staged different tensors in bucket {first.number}")
         of_ranks = {device: where for bucket in buckets for device, where in bucket.source.get("memory", {}).items()}
         bucket = replace(first, source={"memory": of_ranks}) if of_ranks else first
-        failed = await self._fleet.take(list(self._taking), bucket, self._timeout_s)
+        failed = await self._fleet.put(list(self._taking), bucket, self._timeout_s)
         self._missed |= {index: str(error) for index, error in failed.items()}
         self._taking = {index: engine for index, engine in self._taking.items() if index not in failed}
         if failed and not (of_ranks and self._taking):
             raise next(iter(failed.values()))
 
-    async def _load(self, parts: list[tuple[Offer, Sequence[Any] | None]]) -> list[list[Completion]]:
-        offer, manifest = parts[0][0], _manifest(parts)
-        tickets = None if parts[0][1] is None else [ticket for _, own in parts for ticket in own or ()]
-        if offer.attempt == 0:
+    async def _commit(self, messages: list[Commit]) -> Probes:
+        header, direct = messages[0].header, messages[0].tickets is None
+        manifest = _manifest(messages)
+        tickets = None if direct else [ticket for message in messages for ticket in message.tickets or ()]
+        members: Sequence[Member]
+        if header.attempt == 0:
             self._manifest, self._resent, self._refits = manifest, 0, 0
             await self._fleet.pause()
             await self._fleet.some_alive()
-            members = self._fleet.those(Health.HEALTHY, Health.STALE)
+            members = self._fleet.takers()
             for member in members:
                 member.refusals = 0
         else:
-            members = self._fleet.those(Health.STALE)
+            members = self._fleet.stale()
             self._refits += len(members)
             self._resent += sum(record.bytes for record in manifest.tensors)
-        new = any(member.health is Health.STALE or not self.floor.known(self._engine(member)) for member in members)
+        stale = self._fleet.stale()
+        new = any(member in stale or not self.floor.known(self._engine(member)) for member in members)
         probe = []
-        if offer.probe or new:
+        if header.probe or new:
             # Other tokens each time: those of one seed would always be off in the same way.
-            seeds = [derive_seed(request.seed, offer.version, offer.attempt) for request in self._probe]
+            seeds = [derive_seed(request.seed, header.version, header.attempt) for request in self._probe]
             probe = [replace(request, seed=seed) for request, seed in zip(self._probe, seeds, strict=True)]
-        self._unfit = {} if tickets is not None else self._without(members, [part.failed for part, _ in parts])
+        self._unfit = self._without(members, [message.failed for message in messages]) if direct else {}
         for member in members:
-            member.turn(Health.STALE)
+            self._fleet.distrust(member)
         loading = [member for member in members if member.index not in self._unfit]
-        found = await self._fleet.load(loading, manifest, tickets, probe, self._timeout_s)
+        found = await self._fleet.commit(loading, manifest, tickets, probe, self._timeout_s)
         self._unfit |= {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
-        taken = {index: one for index, one in found.items() if not isinstance(one, QurlError)}
-        self._hardware |= {index: one.hardware for index, one in taken.items()}
+        taken = {index: report for index, report in found.items() if not isinstance(report, QurlError)}
+        self._hardware |= {index: report.hardware for index, report in taken.items()}
         self._loaded = [member for member in members if member.index not in self._unfit]
         self.kernels = sorted({kernel for member in self._loaded for kernel in taken[member.index].kernels})
         return [taken[member.index].probe for member in self._loaded]
@@ -184,7 +225,9 @@ class Refit:
         absent = "it did not take part in the direct transfer"
         return {m.index: self._missed.get(m.index, absent) for m in members if m.index not in self._taking}
 
-    async def _judge(self, version: int, attempt: int, gaps: list[Gap]) -> bool:
+    async def _judge(self, messages: list[Scored]) -> bool:
+        """Decide for all ranks by rank 0's gaps."""
+        version, gaps = messages[0].header.version, messages[0].gaps
         for member, gap in zip(self._loaded, gaps, strict=bool(gaps)):
             if not gap.mean <= self._tolerance:  # also nan
                 self._unfit[member.index] = f"its log-probs of the probe are off by {gap.mean:.3g} nats on average"
@@ -193,12 +236,13 @@ class Refit:
         for member in self._loaded:
             if member.index not in self._unfit:
                 self._fleet.holds(member, version)
+        self._verified(version)
         for member in [self._fleet.members[index] for index in self._unfit]:
             if member.alive:  # the fleet reports dead workers
                 self._refused(member, version)
-        again = any(member.refusals for member in self._fleet.those(Health.STALE))
-        if not again and not self._fleet.those(Health.HEALTHY, Health.SUSPECT):
-            if not self._fleet.those(*(set(Health) - {Health.OUT})):
+        again = any(member.refusals for member in self._fleet.stale())
+        if not again and not self._fleet.serving:
+            if self._fleet.hopeless:
                 raise SyncError(f"no rollout worker could take weights {version}: {'; '.join(self._unfit.values())}")
             await self._fleet.some_alive()
             again = True
@@ -242,14 +286,14 @@ class Refit:
         if member.refusals == 1:
             self._warn(f"rollout worker {member.index} is in quarantine and gets weights {version} in full: {reason}")
         else:
-            member.turn(Health.OUT)
+            self._fleet.leave_out(member)
             self._warn(
                 f"rollout worker {member.index} is left out, it failed to take weights {version} twice: {reason}"
             )
 
 
-def _manifest(parts: Sequence[tuple[Offer, Any]]) -> Manifest:
-    """Manifest of a version, from the offers of its ranks."""
-    offer = parts[0][0]
-    fmt = None if offer.format == "none" else get_format(offer.format, offer.weight_max_code)
-    return assemble_manifest(offer.version, fmt, [part.records for part, _ in parts])
+def _manifest(messages: Sequence[Commit]) -> Manifest:
+    """Manifest of a version, from the records of its ranks."""
+    header = messages[0].header
+    fmt = None if header.format == "none" else get_format(header.format, header.weight_max_code)
+    return assemble_manifest(header.version, fmt, [message.records for message in messages])

@@ -6,7 +6,6 @@ and it must never generate before.
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,17 +19,17 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import StaleWeights, SyncError
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop.coordinator.refit import Refit
-from qurl_ray.loop.coordinator.rendezvous import Rendezvous
-from qurl_ray.loop.messages import Gap
-from qurl_ray.loop.rank import sender as sender_module
 from qurl_ray.loop.rank.objectives import objective_settings
-from qurl_ray.loop.rank.sender import Sender
 from qurl_ray.policy.load import load_model, tied_head
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.sync.delta import Delta
-from qurl_ray.sync.floor import ProbeFloor
-from qurl_ray.sync.publish import Publisher
+from qurl_ray.rendezvous import Rendezvous
+from qurl_ray.weights.delta import Delta
+from qurl_ray.weights.floor import ProbeFloor
+from qurl_ray.weights.gate import Gate
+from qurl_ray.weights.messages import Gap
+from qurl_ray.weights.sender import Sender
+from qurl_ray.weights.stream import Publisher
+from qurl_ray.weights.transports.protocol import Link
 from tests.conftest import requests_for
 
 
@@ -46,19 +45,19 @@ class Worker(RolloutWorker):
     def heartbeat(self):
         return Heartbeat(boot=str(self._index), pid=0, node="", version=self._engine.version, log="")
 
-    def load(self, manifest, buckets, probe):
+    def commit(self, manifest, buckets, probe):
         self._loads.append(self._index)
         if self.damage:
             damage, always = self.damage
             buckets = damage([list(bucket) for bucket in buckets], self)
             self.damage = (damage, True) if always else None
-        return super().load(manifest, buckets, probe)
+        return super().commit(manifest, buckets, probe)
 
 
 class Rig:
     """A learner, a sender, two workers, and what is said."""
 
-    def __init__(self, spec, tokenizer, *overrides) -> None:
+    def __init__(self, spec, tokenizer, *overrides, **options) -> None:
         self.config = load_config(None, ["rollout.slots=8", "sync.probe_every=1", *overrides])
         self.model = load_model(spec)
         settings = objective_settings(self.config)
@@ -76,19 +75,18 @@ class Rig:
         loop = asyncio.new_event_loop()
         self.fleet = loop.run_until_complete(self._start())
         probe = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True)
-        self.refit = Refit(
+        self.gate = Gate(
             self.fleet, ranks=1, timeout_s=9, probe=probe, tolerance=0.2, floor=ProbeFloor(), warn=self.warnings.append
         )
-        remote = lambda f: SimpleNamespace(remote=lambda *a: loop.run_until_complete(f(*a)))  # noqa: E731
-
-        async def largest_code(name):
-            return self.workers[0].weight_max_code(name)
-
-        coordinator = SimpleNamespace(
-            offer=remote(self.refit.offer), conclude=remote(self.refit.conclude), weight_max_code=remote(largest_code)
-        )
         publisher = Publisher(names, bucket_bytes=50_000, tied=tied_head(self.model))
-        self.sender = Sender(self.config, learner, publisher, coordinator, probe[0].prompt_ids)
+
+        def call(message, _):
+            reply = loop.run_until_complete(self.gate.receive(message))
+            return lambda: reply
+
+        link = Link(name=self.config.sync.transport, publisher=publisher, call=call, host="", timeout_s=9)
+        largest = self.workers[0].weight_max_code
+        self.sender = Sender(self.config, learner, link, largest, probe[0].prompt_ids, **options)
         self.requests = requests_for(tokenizer, 3, 2)
 
     async def _start(self) -> Fleet:
@@ -109,9 +107,8 @@ class Rig:
 @pytest.fixture
 def rig(tiny_spec, tokenizer, monkeypatch):
     monkeypatch.setattr("qurl_ray.actors.rollout_worker.ray.get", lambda bucket: bucket)
-    monkeypatch.setattr(sender_module.ray, "put", lambda payloads: list(payloads))
-    monkeypatch.setattr(sender_module, "wait", lambda result, *_: result)
-    return lambda *overrides: Rig(tiny_spec, tokenizer, *overrides)
+    monkeypatch.setattr("qurl_ray.weights.transports.object_store.ray.put", lambda payloads: list(payloads))
+    return lambda *overrides, **options: Rig(tiny_spec, tokenizer, *overrides, **options)
 
 
 @pytest.mark.equal_bits
@@ -119,11 +116,11 @@ def rig(tiny_spec, tokenizer, monkeypatch):
 def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, format_name):
     rig = rig()
     rig.sender.send(format_name)
-    assert rig.refit.metrics["sync/delta"] == 0
-    whole = rig.refit.metrics["sync/bytes"]
+    assert rig.gate.metrics["sync/delta"] == 0
+    whole = rig.gate.metrics["sync/bytes"]
     rig.move()
     rig.sender.send(format_name)
-    metrics = rig.refit.metrics
+    metrics = rig.gate.metrics
     assert rig.fleet.version == 2
     assert metrics["sync/probe_gap"] == metrics["sync/probe_gap_max"] == 0
     assert metrics["sync/refits"] == 0
@@ -148,7 +145,7 @@ def noisy(rig, *scales: float):
 
 def test_a_gap_that_grows_has_the_weights_sent_again_and_costs_no_engine(rig):
     rig = rig()
-    rig.refit._tolerance = 1.0
+    rig.gate._tolerance = 1.0
     noisy(rig, *[1.0] * 20, *[2.0] * 10)
     for _ in range(20):
         rig.sender.send("int8")
@@ -169,7 +166,7 @@ def test_a_gap_that_grows_has_the_weights_sent_again_and_costs_no_engine(rig):
 
 def test_a_false_alarm_costs_one_resend(rig):
     rig = rig()
-    rig.refit._tolerance = 1.0
+    rig.gate._tolerance = 1.0
     noisy(rig, *[1.0] * 20, 3.0)
     for _ in range(30):
         rig.sender.send("int8")
@@ -193,7 +190,7 @@ def test_probes_are_drawn_every_so_many_syncs_and_after_anything_unusual(rig):
         return drawn[-1] > 0
 
     assert [probed() for _ in range(6)] == [True, False, False, False, True, False]
-    assert "sync/probe_gap" not in rig.refit.metrics
+    assert "sync/probe_gap" not in rig.gate.metrics
     assert probed("none")
     assert probed("int8")
     assert not probed()
@@ -208,13 +205,12 @@ def test_probes_are_drawn_every_so_many_syncs_and_after_anything_unusual(rig):
 def test_whole_weights_travel_where_all_engines_are_near(rig):
     """`auto` sends changes across nodes only; a setting decides for both."""
     for delta, across, expected in (("auto", False, 0), ("auto", True, 1), ("true", False, 1), ("false", True, 0)):
-        one = rig(f"sync.delta={delta}")
-        one.sender._across_nodes = across
+        one = rig(f"sync.delta={delta}", across_nodes=across)
         one.sender.send("int8")
         one.move()
         one.sender.send("int8")
-        assert one.refit.metrics["sync/delta"] == expected
-        assert 0 < one.refit.metrics["sync/codes_changed"] < 0.5
+        assert one.gate.metrics["sync/delta"] == expected
+        assert 0 < one.gate.metrics["sync/codes_changed"] < 0.5
 
 
 @pytest.mark.equal_bits
@@ -222,11 +218,11 @@ def test_the_probe_knows_of_everything_that_engines_compute_with(rig):
     rig = rig('quantization.keep=["embed_tokens"]')  # an INT8 head, tied to an embedding in bfloat16
     rig.move(0.3)
     rig.sender.send("int8")
-    assert rig.refit.metrics["sync/probe_gap_max"] == 0
+    assert rig.gate.metrics["sync/probe_gap_max"] == 0
     head = rig.workers[0]._engine.resident("lm_head.weight")
     assert [part.dtype for part in head] == [np.uint8, np.float32]
     rig.sender.send("none")
-    assert rig.refit.metrics["sync/probe_gap_max"] == 0
+    assert rig.gate.metrics["sync/probe_gap_max"] == 0
 
 
 @pytest.mark.sampled(3)
@@ -237,8 +233,8 @@ def test_the_probe_knows_of_rounded_keys_and_values(rig, format_name, packing):
     rig = rig("rollout.kv_cache=fp8", f"learner.packing={packing}")
     for _ in range(2):  # the scales of the second version are not those of the first
         rig.sender.send(format_name)
-        assert rig.refit.metrics["sync/probe_gap_max"] == 0
-        assert "emulation of fp8 keys and values" in rig.refit.kernels
+        assert rig.gate.metrics["sync/probe_gap_max"] == 0
+        assert "emulation of fp8 keys and values" in rig.gate.kernels
         rig.move(0.3)
     assert not rig.warnings
 
@@ -318,10 +314,10 @@ def test_damage_is_healed_by_a_refit_in_full_and_said(rig, damage, second):
     rig.loads.clear()
     rig.sender.send("int8")
     assert rig.loads == [0, 1, 1]  # the other one is not bothered
-    assert rig.refit.metrics["sync/refits"] == 1
+    assert rig.gate.metrics["sync/refits"] == 1
     (warning,) = rig.warnings
     assert f"rollout worker 1 is in quarantine and gets weights {rig.fleet.version} in full" in warning
-    assert rig.refit.metrics["sync/probe_gap_max"] == 0
+    assert rig.gate.metrics["sync/probe_gap_max"] == 0
     assert rig.answers(0) == rig.answers(1)
 
 
@@ -336,7 +332,7 @@ def test_a_delta_to_other_weights_is_refused_and_healed(rig, damage):
     assert rig.answers(0) == rig.answers(1)
     rig.move()
     rig.sender.send("int8")  # and deltas go on from there
-    assert rig.refit.metrics["sync/delta"] == 1
+    assert rig.gate.metrics["sync/delta"] == 1
     assert len(rig.warnings) == 1
 
 
@@ -401,7 +397,7 @@ def test_ranks_hear_of_one_outcome_in_their_order_and_of_its_error():
 def test_a_transport_that_fails_is_aborted_and_its_error_ends_the_send(rig, monkeypatch):
     rig, aborted = rig(), []
     transport = rig.sender._fallback
-    monkeypatch.setattr(transport, "send", lambda: 1 / 0)
+    monkeypatch.setattr(transport, "put", lambda _: 1 / 0)
     monkeypatch.setattr(transport, "abort", lambda: aborted.append(True))
     with pytest.raises(ZeroDivisionError):
         rig.sender.send("int8")

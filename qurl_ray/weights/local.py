@@ -14,9 +14,9 @@ from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.sync.publish import Publisher, Unquantized, assemble_manifest
-from qurl_ray.sync.receive import Arrays, decode_buckets
 from qurl_ray.types import Manifest
+from qurl_ray.weights.receiver import Arrays, decode_buckets
+from qurl_ray.weights.stream import Publisher, Unquantized, assemble_manifest
 
 
 class Receiver(Protocol):
