@@ -190,6 +190,7 @@ def of_make(target: str) -> str:
     return shown.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["smollm2", "serve"])
 def test_what_make_runs_is_accepted(target, workspace, tiny_spec):
     policy = [f"policy={tiny_spec.source}"] if target == "serve" else []  # no run has finished here
@@ -267,7 +268,6 @@ def quickstart(folder, workspace, cluster):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.ray
 def test_the_quickstart_leaves_what_is_promised(quickstart):
     page = (ROOT / "docs" / "quickstart.md").read_text().split("## What a run leaves")[1].split("A finished run")[0]

@@ -79,6 +79,7 @@ def test_the_unified_flow_is_timed_beside_bfloat16(figures):
     assert one["ways"]["bfloat16"]["times_as_fast"] == 1
 
 
+@pytest.mark.slow
 def test_gradients_are_timed_and_compared_by_product(figures):
     assert figures["gradients"].keys() == {f"{N} × {K}" for N, K in linears(TINY.shapes[0])}
     for one in figures["gradients"].values():

@@ -76,7 +76,7 @@ def test_errors_are_one_line(folder, arguments, message):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "settings", "other"),
     [

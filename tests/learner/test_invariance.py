@@ -96,7 +96,7 @@ def whole(tiny_spec):
     }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(("name", "dtype", "tolerance"), CASES)
 def test_the_gradient_does_not_depend_on_the_split(tiny_spec, whole, name, split, dtype, tolerance):

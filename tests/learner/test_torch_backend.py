@@ -81,6 +81,7 @@ def _rank(rank: int, ranks: int, spec, out: str) -> None:
     torch.save(parameters_after(spec, ranks=ranks, rank=rank, token_budget=60), f"{out}/{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_ranks_make_the_update_of_one(tiny_spec, tmp_path, ranks):
     run_ranks(ranks, _rank, tiny_spec, str(tmp_path))

@@ -96,6 +96,7 @@ def test_a_file_that_lacks_a_tensor_is_named(tmp_path):
         cached_gguf_policy(str(tmp_path / "less.gguf"))
 
 
+@pytest.mark.slow
 def test_the_outline_is_that_of_the_policy_and_needs_no_conversion(spec, tmp_path, monkeypatch):
     whole = outline(spec)
     assert converted(SMOLLM2) == Path(spec.source)

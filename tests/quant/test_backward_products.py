@@ -179,7 +179,7 @@ def computed(tmp_path_factory):
     return problems, interpreted(problems, tmp_path_factory.mktemp("interpreted"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["plain", "zeros", "tiny", *map(str, TOKENS)])
 def test_products_are_the_definitions(computed, name):
     problems, found = computed

@@ -227,6 +227,7 @@ def trained(model, optimizer: torch.optim.Optimizer, steps: int):
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "lr", "power", "tolerance"), [(torch.optim.AdamW, 1e-5, 1, 0.03), (torch.optim.SGD, 3e-4, 2, 0.1)]
 )

@@ -236,7 +236,7 @@ def assert_logprobs_of(model: PreTrainedModel, requests: list[Request], completi
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_forward_of_a_known_model_is_that_of_transformers_to_the_bit(name, tmp_path, monkeypatch):
     policy = policy_of(*KNOWN[name], tmp_path)

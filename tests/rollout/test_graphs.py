@@ -92,7 +92,7 @@ def requests_of(count: int, seed: int = 0, longest: int = 18) -> list[Request]:
     return [*requests[:2], replace(requests[2], sampling=sampling), *requests[3:]]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize(
     ("name", "format_name"),
@@ -117,6 +117,7 @@ def test_captured_steps_change_no_bit(name, format_name, tmp_path):
     assert_same(engine.generate(requests[3:4], version=1), expected[3:4])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "dtype"), [("auto", torch.float32), ("emulation", torch.bfloat16)])
 def test_with_rounded_keys_and_other_types(tmp_path, kernel, dtype):
     policy, options = policy_of(*MODELS["qwen3"], tmp_path), {"kernel": kernel, "dtype": dtype, "kv_cache": "fp8"}

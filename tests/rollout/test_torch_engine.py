@@ -88,7 +88,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kernel", ["auto", "emulation"])

@@ -136,7 +136,7 @@ def long_work(tokenizer, count: int = 100):
 # --- agreement -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8", "fp8_block", "int4"])
 def test_log_probs_agree_with_the_learner_through_the_same_codes(engine, spec, tokenizer, format_name, temperature):

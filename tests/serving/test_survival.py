@@ -118,6 +118,7 @@ def test_a_swap_under_load_loses_no_request_and_mixes_no_answer(server):
         assert versions(client)[1] == before
 
 
+@pytest.mark.slow
 def test_a_registered_model_takes_the_place_of_a_run(server, runs):
     registry = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     registry.create_registered_model("sums")
