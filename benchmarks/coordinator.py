@@ -25,10 +25,10 @@ from qurl_ray.actors.health import Heartbeat
 from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
-from qurl_ray.loop.coordinator.coordinator import Coordinator, packed_handles
-from qurl_ray.loop.driver.prepare import check_run, prepare
-from qurl_ray.loop.messages import Material, Offer
 from qurl_ray.policy.load import load_tokenizer, stop_ids
+from qurl_ray.train.coordinator.coordinator import Coordinator, packed_handles
+from qurl_ray.train.driver.prepare import check_run, prepare
+from qurl_ray.train.messages import Material, Offer
 from qurl_ray.types import Completion, TensorRecord, Verdict
 
 TOKENS = 32

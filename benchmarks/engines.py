@@ -16,11 +16,11 @@ from shared import machine
 from transformers import LlamaConfig, PreTrainedModel
 
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import empty_model, load_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from qurl_ray.weights.local import load_into
 

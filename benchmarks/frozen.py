@@ -28,9 +28,10 @@ from qurl_ray.config import RunConfig, load_config
 from qurl_ray.data.answers import items_to_judge
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task, load_task
+from qurl_ray.engines.requests import make_requests
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
@@ -39,8 +40,7 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import fold, norm_fed_linears
 from qurl_ray.rewards.scorers import exact
 from qurl_ray.rl.advantages import advantages, grpo
-from qurl_ray.rollout.requests import make_requests
-from qurl_ray.rollout.torch_engine import TorchEngine
+from qurl_ray.train.rank.objectives import objective_settings
 from qurl_ray.types import PolicySpec, Problem, SamplingParams, Trajectory
 from qurl_ray.weights.local import quantize_into
 

@@ -28,6 +28,8 @@ import typer
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from qurl_ray.engines.torch.decoder import Apply, Decoder, as_function
+from qurl_ray.engines.torch.slots import SlotCache
 from qurl_ray.numerics import products
 from qurl_ray.numerics.processor import processor_name
 from qurl_ray.numerics.rules import Rule
@@ -42,8 +44,6 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
-from qurl_ray.rollout.decoder import Apply, Decoder, as_function
-from qurl_ray.rollout.slots import SlotCache
 
 MODES = ("AUTO", "AUTO,STRICT", "AVX2,STRICT")
 SHAPES = ((256, 18), (256, 768), (768, 256), (1536, 576), (2048, 2048))  # K, N

@@ -38,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.load import load_config
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.planning.machines import Host
@@ -50,7 +51,6 @@ from qurl_ray.planning.sync import cpu_sync_parts, sent_weights
 from qurl_ray.planning.workload import Workload, configured_workload
 from qurl_ray.policy.load import empty_model, tied_head
 from qurl_ray.rl.objective import ObjectiveSettings
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import PolicySpec
 from qurl_ray.weights.local import chosen_codes
 from qurl_ray.weights.receiver import decode_buckets

@@ -21,6 +21,8 @@ from shared import RESULTS, machine
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.engines.requests import make_requests
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.gguf import cached_gguf_policy
@@ -29,8 +31,6 @@ from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
-from qurl_ray.rollout.requests import make_requests
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import PolicySpec, Problem, SamplingParams
 from qurl_ray.weights.local import quantize_into
 

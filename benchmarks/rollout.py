@@ -28,14 +28,14 @@ from shared import ROOT, machine
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qurl_ray.engines.protocol import Engine
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import QuantizationError
 from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.load import load_tokenizer, tied_head
 from qurl_ray.policy.logprobs import log_softmax, token_logprobs
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.rollout.engine import Engine
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Completion, PolicySpec, Request, Trajectory
 
 SLOTS, PROMPT, ANSWER, GROUP = 32, 64, 64, 8
@@ -124,7 +124,7 @@ def hf_generate(spec: PolicySpec, batch: Sequence[Request]) -> Callable[[], None
 def vllm(spec: PolicySpec, model: PreTrainedModel) -> Engine | None:
     """Return this project's vLLM engine with the same weights in float32; None where vLLM is not installed."""
     try:
-        from qurl_ray.rollout.vllm_engine import VllmEngine
+        from qurl_ray.engines.vllm.engine import VllmEngine
 
         one = VllmEngine(replace(spec, max_length=512), slots=SLOTS, threads=torch.get_num_threads())
     except ImportError as error:

@@ -24,22 +24,22 @@ from coordinator import Engine, Judge
 from engines import requests
 
 import qurl_ray.actors.fleet
-import qurl_ray.loop.coordinator.collect
 import qurl_ray.spans
+import qurl_ray.train.coordinator.collect
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import StepResult
-from qurl_ray.loop.coordinator.coordinator import Coordinator
-from qurl_ray.loop.driver.prepare import Prepared
-from qurl_ray.loop.messages import Material, Offer
 from qurl_ray.planning.machines import CONSTANTS
 from qurl_ray.planning.phases import learn_s
 from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.sync import delta_bytes, sent_weights
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import load_tokenizer, stop_ids
+from qurl_ray.train.coordinator.coordinator import Coordinator
+from qurl_ray.train.driver.prepare import Prepared
+from qurl_ray.train.messages import Material, Offer
 from qurl_ray.types import Completion, Request, TensorRecord
 
 _BINS = 64  # intervals of decode steps of a chunk, in which the batch is taken as constant
@@ -60,7 +60,7 @@ class Clock:
         made = asyncio.SelectorEventLoop(_Skipping(self))
         made.time = self.now
         shim = SimpleNamespace(monotonic=self.now, perf_counter=self.now, time=self.now)
-        for module in (qurl_ray.actors.fleet, qurl_ray.spans, qurl_ray.loop.coordinator.collect):
+        for module in (qurl_ray.actors.fleet, qurl_ray.spans, qurl_ray.train.coordinator.collect):
             module.time = shim
         return made
 

@@ -30,6 +30,8 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.run import RunConfig
 from qurl_ray.config.sync import SyncConfig
+from qurl_ray.engines.requests import probe_requests
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.equalizer import Equalizer, equalizer_for
 from qurl_ray.learner.learner import PolicyLearner, make_learner
@@ -41,8 +43,6 @@ from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
-from qurl_ray.rollout.requests import probe_requests
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Completion, Manifest, Problem, Request, Trajectory
 from qurl_ray.weights.local import chosen_codes
 from qurl_ray.weights.receiver import decode_buckets
@@ -68,7 +68,7 @@ class Sync:
     manifests: list[Manifest] = field(default_factory=list)
 
     def send(self, *, whole: bool) -> None:
-        """Sync once, as loop.rank.sender and loop.coordinator.refit do it, probe included."""
+        """Sync once, as weights.sender and weights.gate do it, probe included."""
         marks = [time.perf_counter()]
         base, self.version = None if whole else self.version, self.version + 1
         options = {"version": self.version, "base_version": base, "unquantized": "bfloat16"}

@@ -60,7 +60,7 @@ def main(
 ) -> None:
     """Measure seconds until a vLLM engine holds and has verified a version."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    from qurl_ray.rollout.vllm_engine import VllmEngine
+    from qurl_ray.engines.vllm.engine import VllmEngine
 
     folder = tempfile.mkdtemp(prefix="qurl-shape-")
     SHAPE.save_pretrained(folder)

@@ -275,7 +275,7 @@ class EngineEntry(Entry):
     one_per_process: bool = False
     """A process can hold only one."""
     transports: tuple[str, ...] = ()
-    """Direct transports that it can receive from (rollout.engine.DirectEngine)."""
+    """Direct transports that it can receive from (engines.protocol.DirectEngine)."""
 
 
 ENGINES = Table[EngineEntry](
@@ -284,7 +284,7 @@ ENGINES = Table[EngineEntry](
     arguments=("spec", "options"),
     entries={
         "torch": EngineEntry(
-            reference="qurl_ray.rollout.make:torch_engine",
+            reference="qurl_ray.engines.make:torch_engine",
             help="is this package's own, whose log-probs equal the learner's bit for bit on a CPU",
             stream="qurl_ray.serving.stream:TorchStream",
             kv_cache=("full", "fp8"),
@@ -293,10 +293,10 @@ ENGINES = Table[EngineEntry](
             compiles=True,
         ),
         "vllm": EngineEntry(
-            reference="qurl_ray.rollout.make:vllm_engine",
+            reference="qurl_ray.engines.make:vllm_engine",
             help="is vLLM 0.32 with this package's quantization",
             stream="qurl_ray.serving.vllm_stream:VllmStream",
-            check="qurl_ray.rollout.vllm_check:check",
+            check="qurl_ray.engines.vllm.check:check",
             tensor_parallel=True,
             captures=True,
             graphs_on_cuda=True,

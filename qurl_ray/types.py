@@ -101,7 +101,7 @@ class Request:
     sampling: SamplingParams
     """Sampling settings; max_new_tokens counts only tokens that are still to be drawn."""
     drawn: int = 0
-    """Number of answer tokens that were drawn before; prompt_ids holds them (rollout.requests.continued), and what an
+    """Number of answer tokens that were drawn before; prompt_ids holds them (engines.requests.continued), and what an
     environment said between them."""
     elsewhere: int = 0
     """Number of those in earlier rows of the trajectory, which prompt_ids does not hold."""

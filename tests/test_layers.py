@@ -11,21 +11,21 @@ ROOT = Path(__file__).parents[1] / "qurl_ray"
 LAYERS = [
     {"types", "errors", "environment", "signals", "spans", "extensions", "tables", "config", "cache", "files"}
     | {"rendezvous"},
-    {"numerics", "transfer", "sandbox"},
+    {"numerics", "transfer", "sandbox", "runs"},
     {"rl", "quant", "rewards", "report", "tools"},
     {"policy", "data", "tracking", "environments"},
-    {"rollout", "learner"},
+    {"engines", "learner"},
     {"weights"},
     {"actors"},
-    {"loop", "evaluation", "serving", "planning"},
+    {"train", "evaluation", "serving", "planning"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {
-    "ray": {"weights", "actors", "loop", "evaluation", "serving"},
+    "ray": {"weights", "actors", "train", "evaluation", "serving"},
     "mlflow": {"tracking", "serving"},
     "deepspeed": {"learner"},
-    "transformers": {"policy", "rollout", "learner", "loop", "evaluation", "serving"},
+    "transformers": {"policy", "engines", "learner", "train", "evaluation", "serving"},
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},
@@ -33,7 +33,7 @@ HEAVY = {
     "skyrl_gym": {"environments"},
     "verifiers": {"environments"},
     "websockets": {"environments"},
-    "torch": set(LEVEL) - LAYERS[0] - {"sandbox", "rewards", "report", "tracking", "environments", "tools"},
+    "torch": set(LEVEL) - LAYERS[0] - {"sandbox", "rewards", "report", "tracking", "environments", "tools", "runs"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.name != "__init__.py")
 
@@ -62,8 +62,8 @@ def test_imports_point_one_way(path):
 
 
 SIBLINGS = {
-    ("loop", "evaluation"),
-    ("loop", "planning"),
+    ("train", "evaluation"),
+    ("train", "planning"),
     ("spans", "types"),
     ("extensions", "errors"),
     ("tables", "errors"),
@@ -77,22 +77,22 @@ SIBLINGS = {
 
 
 PROCESSES = {"driver", "rank", "coordinator"}
-"""Folders of loop/, each of what runs in one kind of process."""
+"""Folders of train/, each of what runs in one kind of process."""
 STARTS = {
-    ("driver/run.py", "qurl_ray.loop.rank.entry"),
-    ("driver/run.py", "qurl_ray.loop.coordinator.coordinator"),
+    ("driver/run.py", "qurl_ray.train.rank.entry"),
+    ("driver/run.py", "qurl_ray.train.coordinator.coordinator"),
 }
 """The driver hands Ray what the other processes run."""
-LOOP = sorted(path for path in (ROOT / "loop").rglob("*.py") if path.parent != ROOT / "loop")
+LOOP = sorted(path for path in (ROOT / "train").rglob("*.py") if path.parent != ROOT / "train")
 
 
 @pytest.mark.parametrize("path", LOOP, ids=lambda path: str(path.relative_to(ROOT)))
 def test_processes_of_a_run_share_only_records(path):
     """rank/, driver/ and coordinator/ meet in messages.py, and import nothing of each other."""
-    file = path.relative_to(ROOT / "loop")
+    file = path.relative_to(ROOT / "train")
     others = PROCESSES - {file.parts[0]}
     for name in imported(path):
-        of_loop = name.removeprefix("qurl_ray.loop.").split(".")[0] if name.startswith("qurl_ray.loop.") else ""
+        of_loop = name.removeprefix("qurl_ray.train.").split(".")[0] if name.startswith("qurl_ray.train.") else ""
         assert of_loop not in others or (str(file), name) in STARTS, f"{file} may not import {name}"
 
 

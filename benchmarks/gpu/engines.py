@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu.bench import VOCABULARY, Bench, policy_of
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.engines.make import make_engine
+from qurl_ray.engines.protocol import Engine, EngineOptions
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.policy.load import empty_model
-from qurl_ray.rollout.engine import Engine, EngineOptions
-from qurl_ray.rollout.make import make_engine
 from qurl_ray.types import PolicySpec
 from qurl_ray.weights.stream import Unquantized
 

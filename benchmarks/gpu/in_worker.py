@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.codes import differing, eye
+from qurl_ray.engines.vllm.plugin import QurlLinearMethod
+from qurl_ray.engines.vllm.worker import WorkerExtension
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.rollout.vllm_plugin import QurlLinearMethod
-from qurl_ray.rollout.vllm_worker import WorkerExtension
 
 
 class Measuring(WorkerExtension):

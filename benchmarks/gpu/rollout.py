@@ -16,11 +16,11 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu.bench import VOCABULARY, Bench, Call, Figures, policy_of, ratio, whole
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.engines.torch.batch import RunningBatch
+from qurl_ray.engines.torch.engine import TorchEngine
+from qurl_ray.engines.torch.graphs import Capture, CudaCapture
+from qurl_ray.engines.torch.sampling import sample
 from qurl_ray.planning.shapes import Shape
-from qurl_ray.rollout.batch import RunningBatch
-from qurl_ray.rollout.graphs import Capture, CudaCapture
-from qurl_ray.rollout.sampling import sample
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Request, SamplingParams
 from qurl_ray.weights.local import quantize_into
 

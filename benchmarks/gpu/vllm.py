@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.gpu.bench import Bench, Figures, lacks
 from benchmarks.gpu.child import call
 from benchmarks.gpu.engines import Setup, setup_of
+from qurl_ray.engines.vllm import engine as vllm_engine
 from qurl_ray.planning.shapes import Shape
-from qurl_ray.rollout import vllm_engine
 from qurl_ray.types import Request, SamplingParams
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

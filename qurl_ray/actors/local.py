@@ -17,8 +17,8 @@ from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.health import Heartbeat
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.engines.protocol import Engine
 from qurl_ray.errors import QurlError
-from qurl_ray.rollout.engine import Engine
 from qurl_ray.types import Completion, Request
 
 

@@ -12,10 +12,10 @@ from ray.actor import ActorMethod
 from qurl_ray.actors.cluster import own_log
 from qurl_ray.actors.health import Heartbeat
 from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.engines.make import make_engine, rollout_options
+from qurl_ray.engines.protocol import DirectEngine
 from qurl_ray.errors import SyncError
 from qurl_ray.numerics.processor import processor_name
-from qurl_ray.rollout.engine import DirectEngine
-from qurl_ray.rollout.make import make_engine, rollout_options
 from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket
 from qurl_ray.weights.gate import LoadReport

@@ -25,11 +25,11 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.data.answers import answer_text
 from qurl_ray.data.turns import History, TurnEncoder
+from qurl_ray.engines.requests import continued, joined
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import DataError
 from qurl_ray.rewards.judge import failure
-from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.types import Completion, Problem, Request, Status, TurnCredit, Verdict
 
 NOT_DRAWN = -1

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from qurl_ray.engines.requests import continued, joined
 from qurl_ray.errors import QurlError
-from qurl_ray.rollout.requests import continued, joined
 from qurl_ray.types import Completion, Request
 
 

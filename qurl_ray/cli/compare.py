@@ -19,7 +19,7 @@ from qurl_ray.evaluation.statistics import mean_with_bootstrap_interval, paired_
 from qurl_ray.files import write_whole
 from qurl_ray.report.compare import Difference, Run, compare, newest, read_runs
 from qurl_ray.report.compare_page import console_table, render_comparison
-from qurl_ray.report.values import flatten
+from qurl_ray.runs.values import flatten
 
 NEWEST = 4
 _FEWEST = 2

@@ -106,13 +106,13 @@ def computing() -> Iterator[Finding]:
     import torch
 
     from qurl_ray.config.model import TinyModel
+    from qurl_ray.engines.vllm.check import check
     from qurl_ray.numerics.promise import promise_for
     from qurl_ray.policy.settings import head_dim
     from qurl_ray.policy.tiny import tiny_outline
     from qurl_ray.quant.formats import FORMATS
     from qurl_ray.quant.kernels import kernel_for, why_emulated
     from qurl_ray.quant.training import announced
-    from qurl_ray.rollout.vllm_check import check
 
     devices = [torch.device("cpu")] + [torch.device("cuda")] * torch.cuda.is_available()
     for device in devices:

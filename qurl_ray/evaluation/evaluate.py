@@ -16,6 +16,8 @@ from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
 from qurl_ray.data.tasks import load_task
+from qurl_ray.engines.requests import make_requests
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.environments.declared import declared_traits, with_tools
 from qurl_ray.errors import ConfigError
 from qurl_ray.evaluation.statistics import (
@@ -30,8 +32,6 @@ from qurl_ray.evaluation.turns import TurnsHere
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.rewards.process import VerifierProcess
-from qurl_ray.rollout.requests import make_requests
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import PolicySpec, SamplingParams
 from qurl_ray.weights.local import quantize_into, with_codes
 

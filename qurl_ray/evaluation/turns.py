@@ -9,8 +9,8 @@ from qurl_ray.actors.local import fleet_here, pool_here
 from qurl_ray.actors.trajectories import Played, Player, unjudged, verdicts_of
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.rewards.process import VerifierProcess
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Problem, Request, Verdict
 
 

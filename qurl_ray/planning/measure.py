@@ -25,6 +25,8 @@ import torch
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.run import RunConfig
+from qurl_ray.engines.requests import make_requests, probe_requests
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import PolicyLearner, make_learner
@@ -39,8 +41,6 @@ from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.rl.objective import ObjectiveSettings
-from qurl_ray.rollout.requests import make_requests, probe_requests
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Completion, PolicySpec, Problem, Request, SamplingParams, Trajectory
 from qurl_ray.weights.delta import encode_delta
 from qurl_ray.weights.local import chosen_codes, send_into

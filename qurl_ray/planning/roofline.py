@@ -9,7 +9,7 @@ head. What it takes to quantize activations depends on the engine:
 
 | engine | operations of a quantized linear beside its product | of a layer beside its linears |
 |---|---|---|
-| vllm | 1 (tests/rollout/test_vllm_kernels.py); compiled FP8 fuses it with what comes before | 9 |
+| vllm | 1 (tests/engines/test_vllm_kernels.py); compiled FP8 fuses it with what comes before | 9 |
 | torch | 15, in float32 | 20 |
 
 An operation that nothing fuses takes operation_s and the time of its reads and writes.

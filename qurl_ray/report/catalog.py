@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qurl_ray.report.charts import Chart, Panel, Series, StepValues
-from qurl_ray.report.run_files import Evaluation, RunRecord
+from qurl_ray.report.charts import Chart, Panel, Series
+from qurl_ray.runs.files import Evaluation, RunRecord
+from qurl_ray.runs.values import StepValues
 
 REWARD = Chart(
     "Held-out reward",

@@ -13,6 +13,7 @@ from itertools import groupby, pairwise
 from markupsafe import Markup, escape
 
 from qurl_ray.report.axes import Axis, linear_axis, log_axis, power_of_ten, round_step
+from qurl_ray.runs.values import StepValues
 
 _FILE_STYLE = """
 svg { font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
@@ -27,9 +28,6 @@ tspan[class] { fill: var(--c); } .grid { stroke: #ebebe6; } .bar { fill: var(--c
 .hit { display: none; }
 """
 """Style sheet of a chart in its own file: the report's colours of the light theme, without the pointer's elements."""
-
-StepValues = tuple[int, Mapping[str, float | None]]
-"""Step and its finite values by name; None, like a missing name, is a gap. Rows are in the order of their steps."""
 
 COLUMNS = 250
 _FEW = 40

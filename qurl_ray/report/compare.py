@@ -10,9 +10,9 @@ from typing import Any
 from qurl_ray.config.paths import expanded
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.axes import short, signed
-from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
 from qurl_ray.report.text import MISSING, duration, format_setting
-from qurl_ray.report.values import flatten
+from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run
+from qurl_ray.runs.values import flatten
 
 MOST = 16
 """Largest number of runs that one page can distinguish."""

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short
-from qurl_ray.report.charts import Chart, Panel, Series, StepValues, draw
+from qurl_ray.report.charts import Chart, Panel, Series, draw
 from qurl_ray.report.compare import PHASES, Comparison, Run, clipped
 from qurl_ray.report.page import render_page
 from qurl_ray.report.text import one_line
+from qurl_ray.runs.values import StepValues
 
 _COLORS = 8
 _OVERLAID = (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from qurl_ray.report.catalog import groups
 from qurl_ray.report.charts import standalone
-from qurl_ray.report.run_files import read_run
-from qurl_ray.report.values import flatten
+from qurl_ray.runs.files import read_run
+from qurl_ray.runs.values import flatten
 
 
 def plots(run_dir: Path) -> dict[str, str]:

@@ -14,12 +14,12 @@ from qurl_ray.config.shown import redacted
 from qurl_ray.files import write_whole
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short, signed
-from qurl_ray.report.charts import Chart, Series, StepValues, draw, is_calm, present
+from qurl_ray.report.charts import Chart, Series, draw, is_calm, present
 from qurl_ray.report.page import render_page
-from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run, read_samples
 from qurl_ray.report.text import MISSING, duration, format_setting, listed
 from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
-from qurl_ray.report.values import flatten
+from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run, read_samples
+from qurl_ray.runs.values import StepValues, flatten
 from qurl_ray.types import Outcome
 
 NAME = "report.html"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from qurl_ray.report.values import number
+from qurl_ray.runs.values import number
 
 MISSING = "–"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from qurl_ray.files import write_whole
 from qurl_ray.report.page import render_page, script_data
-from qurl_ray.report.run_files import finite, read_spans, run_name
 from qurl_ray.report.text import one_line
+from qurl_ray.runs.files import finite, read_spans, run_name
 from qurl_ray.spans import ENVIRONMENTS, EVALUATION, ROLLOUTS, STEPS
 
 PAGE, TRACE = "timeline.html", "timeline.json"

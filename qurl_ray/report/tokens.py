@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from qurl_ray.report.axes import short, signed
-from qurl_ray.report.run_files import finite
+from qurl_ray.runs.files import finite
 
 GAP_BOUNDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Bounds of gaps, in nats. A gap of at least the i-th bound has the i-th colour; fixed, so that runs are comparable."""

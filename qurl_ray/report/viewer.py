@@ -13,7 +13,6 @@ from typing import Any
 
 from qurl_ray.files import write_whole
 from qurl_ray.report.page import TEXT_LIMIT, render_page, script_data
-from qurl_ray.report.run_files import finite, run_name, sample_places, samples_at
 from qurl_ray.report.text import one_line
 from qurl_ray.report.tokens import (
     GAP_BOUNDS,
@@ -24,6 +23,7 @@ from qurl_ray.report.tokens import (
     numbers,
     turn_views,
 )
+from qurl_ray.runs.files import finite, run_name, sample_places, samples_at
 
 FOLDER = "rollouts"
 _FOLDED_LIMIT = 20_000  # characters of meta, or of the state of an environment

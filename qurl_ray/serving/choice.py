@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from qurl_ray.rollout.batch import Draw
+from qurl_ray.engines.torch.batch import Draw
 from qurl_ray.serving.text import Detokenizer, StopMatcher, TokenBytes, texts
 from qurl_ray.tools.calls import CallReader, Part, ToolCall, ToolFormat
 from qurl_ray.types import Finish

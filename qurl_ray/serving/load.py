@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.serving import ServingConfig
+from qurl_ray.engines.make import make_engine
+from qurl_ray.engines.protocol import EngineOptions, StreamingEngine
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.quant.quantize import QTensor
-from qurl_ray.rollout.engine import EngineOptions, StreamingEngine
-from qurl_ray.rollout.make import make_engine
 from qurl_ray.tables import ENGINES
 from qurl_ray.types import Manifest, PolicySpec
 from qurl_ray.weights.local import quantize_into, with_codes

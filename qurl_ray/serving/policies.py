@@ -13,7 +13,7 @@ from qurl_ray.config.paths import expanded
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.errors import ConfigError
-from qurl_ray.report.run_files import has_finished, read_summary
+from qurl_ray.runs.files import has_finished, read_summary
 
 MODELS = "models:/"
 """Beginning of the address of a registered model."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qurl_ray.config.serving import ServingConfig
+from qurl_ray.engines.requests import derive_seed
 from qurl_ray.extensions import import_reference
-from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.serving.choice import AnswerPart, Choice
 from qurl_ray.serving.front import Front, Mailbox
 from qurl_ray.serving.load import LoadedPolicy

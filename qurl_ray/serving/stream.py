@@ -2,7 +2,7 @@
 
     submit, cancel ──► inbox ──► thread: admit, step, news ──► deliver (once a step, on the event loop)
 
-The loop of the torch engine is here. vLLM has its own loop, in rollout/vllm_server.py.
+The loop of the torch engine is here. vLLM has its own loop, in engines/vllm/server.py.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from qurl_ray.engines.torch.batch import Draw, OpenBatch
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import EngineError
-from qurl_ray.rollout.batch import Draw, OpenBatch
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Finish, Request
 
 _PREFILL_TOKENS = 2048  # prompt tokens that join in one step: running requests wait for them

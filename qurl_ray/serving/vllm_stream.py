@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from qurl_ray.rollout.batch import Draw
-from qurl_ray.rollout.vllm_engine import VllmEngine
+from qurl_ray.engines.torch.batch import Draw
+from qurl_ray.engines.vllm.engine import VllmEngine
 from qurl_ray.serving.stream import Ask, Deliver, Fail, News
 from qurl_ray.types import Finish
 

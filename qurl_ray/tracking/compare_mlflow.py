@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 from qurl_ray.config.shown import shown, shown_address
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.compare import MOST, Run, named
-from qurl_ray.report.run_files import Evaluation, RunRecord, finite, read_run
+from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run
 from qurl_ray.tracking.mlflow_client import mlflow_at
 
 _FILES = ("metrics.jsonl", "config.yaml", "summary.json")

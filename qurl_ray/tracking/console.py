@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qurl_ray.report.text import MISSING, duration, one_line, pairs
-from qurl_ray.report.values import number
+from qurl_ray.runs.values import number
 from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.summary import commands, summary_panel
 from qurl_ray.types import Event, Outcome

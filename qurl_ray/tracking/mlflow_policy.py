@@ -21,8 +21,8 @@ from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
-from qurl_ray.report.run_files import read_summary
 from qurl_ray.report.text import storable
+from qurl_ray.runs.files import read_summary
 
 FOLDER = "policy"  # name of the folder in the run, and of its logged model
 _TAGS = (

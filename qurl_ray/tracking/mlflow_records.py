@@ -17,9 +17,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, Status, StatusCode
 
-from qurl_ray.report.run_files import finite
 from qurl_ray.report.text import storable
-from qurl_ray.report.values import flatten, number, plain
+from qurl_ray.runs.files import finite
+from qurl_ray.runs.values import flatten, number, plain
 from qurl_ray.tracking.numbers import event_numbers
 from qurl_ray.types import Event
 

@@ -50,9 +50,10 @@ from qurl_ray.config.paths import expanded
 from qurl_ray.config.shown import reason, redacted, shown, shown_address
 from qurl_ray.config.tracking import mlflow_address
 from qurl_ray.report.plots import plots
-from qurl_ray.report.run_files import read_config
 from qurl_ray.report.text import one_line
-from qurl_ray.report.values import flatten, plain
+from qurl_ray.runs.files import read_config
+from qurl_ray.runs.recorded import events, message_lines, samples
+from qurl_ray.runs.values import flatten, plain
 from qurl_ray.tracking import mlflow_policy
 from qurl_ray.tracking.background import Background
 from qurl_ray.tracking.machine import MachineWatch
@@ -66,7 +67,6 @@ from qurl_ray.tracking.mlflow_records import (
     trace_spans,
 )
 from qurl_ray.tracking.mlflow_view import COLORS, KIND_TAG, VIEW_TAG, view_path, view_value
-from qurl_ray.tracking.recorded import events, message_lines, samples
 from qurl_ray.types import Event, Outcome
 
 _STATUS = {"finished": RunStatus.FINISHED, "failed": RunStatus.FAILED, "interrupted": RunStatus.KILLED}

@@ -3,7 +3,7 @@
 import re
 
 from qurl_ray.report.catalog import is_quantized_evaluation
-from qurl_ray.report.values import flatten, number
+from qurl_ray.runs.values import flatten, number
 from qurl_ray.types import Event
 
 _HELD_OUT = {

@@ -9,7 +9,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.load import read_settings, validated_run
 from qurl_ray.config.shown import shown_address
 from qurl_ray.errors import ConfigError
-from qurl_ray.report.run_files import RunRecord, read_run
+from qurl_ray.runs.files import RunRecord, read_run
 from qurl_ray.types import Outcome
 
 _OPEN_S = 60.0

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qurl_ray.report.text import MISSING, duration, one_line
-from qurl_ray.report.values import number
+from qurl_ray.runs.values import number
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.shown import reason, redacted, shown_address
 from qurl_ray.errors import ConfigError, ExtensionError
 from qurl_ray.extensions import described
+from qurl_ray.runs.json_lines import MetricsFile, StepsFile, prompts_file, samples_file, timeline_file
 from qurl_ray.tables import SINKS
 from qurl_ray.tracking.callback import CallbackSink
 from qurl_ray.tracking.console import open_console
-from qurl_ray.tracking.json_lines import MetricsFile, StepsFile, prompts_file, samples_file, timeline_file
 from qurl_ray.tracking.sink import Sink
 from qurl_ray.types import Event, Outcome
 

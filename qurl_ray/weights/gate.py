@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from qurl_ray.engines.requests import derive_seed
 from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.quant.formats import get_format
 from qurl_ray.rendezvous import Rendezvous
-from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.types import Completion, Manifest, Request, StagedBucket
 from qurl_ray.weights.floor import ProbeFloor
 from qurl_ray.weights.messages import Begin, Commit, Engines, Gap, Message, Probes, Put, Scored

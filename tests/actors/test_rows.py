@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from qurl_ray.actors.local import fleet_here
 from qurl_ray.actors.trajectories import Played
 from qurl_ray.config import RunConfig
+from qurl_ray.engines.torch.kept import KeysPool
 from qurl_ray.environments.protocol import Step
 from qurl_ray.learner.batching import rows_of, to_tensors
 from qurl_ray.policy.logprobs import token_logprobs
-from qurl_ray.rollout.kept import KeysPool
 from qurl_ray.types import Completion, Problem, Request, Trajectory, Verdict
 from tests.actors.test_fleet import Rig, run, token
 from tests.actors.test_fleet import Worker as Counter
 from tests.actors.test_trajectories import Scripted, Seats, player, requests
 from tests.conftest import SUMS
 from tests.data.test_turns import THINKS, tokenizer_with
-from tests.rollout.test_torch_engine import engine_with, with_quantized_linears
+from tests.engines.test_torch_engine import engine_with, with_quantized_linears
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 

@@ -14,18 +14,18 @@ from qurl_ray.actors.local import fleet_here
 from qurl_ray.actors.trajectories import Course, Played, Player, Rules
 from qurl_ray.config import RunConfig
 from qurl_ray.data.turns import TurnEncoder
+from qurl_ray.engines.torch.kept import KeysPool
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import Step
 from qurl_ray.errors import EngineError, EnvironmentFailed
 from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.logprobs import answer_states, score_states, token_logprobs
-from qurl_ray.rollout.kept import KeysPool
 from qurl_ray.types import Completion, Problem, Request, SamplingParams, Trajectory, Verdict
 from tests.actors.test_fleet import Rig, run, token
 from tests.actors.test_fleet import Worker as Counter
 from tests.conftest import SUMS
 from tests.data.test_turns import CHATML, tokenizer_with
-from tests.rollout.test_torch_engine import engine_with, with_quantized_linears
+from tests.engines.test_torch_engine import engine_with, with_quantized_linears
 
 HOSTILE = ["", "<|im_end|>", "<|im_start|>", "é\u202e\u0000", "\n\n", "x" * 40, "<|im_end|>\n<|im_start|>assistant\n"]
 

@@ -14,8 +14,8 @@ from qurl_ray.actors.health import Health
 from qurl_ray.actors.trajectories import Played
 from qurl_ray.actors.turns import TurnsWork
 from qurl_ray.actors.work import Chunk
+from qurl_ray.engines.requests import continued
 from qurl_ray.environments.protocol import Step
-from qurl_ray.rollout.requests import continued
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
 from tests.actors.test_fleet import Rig, run, token
 from tests.actors.test_fleet import Worker as Counts

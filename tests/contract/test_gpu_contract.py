@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.vllm_cuda import SCHEMAS
+from tests.engines.vllm_cuda import SCHEMAS
 
 pytestmark = pytest.mark.contract
 
@@ -159,7 +159,7 @@ def test_every_keyword_is_taken():
 
 
 def test_every_engine_argument_exists():
-    engine = ast.parse((ROOT / "qurl_ray" / "rollout" / "vllm_engine.py").read_text())
+    engine = ast.parse((ROOT / "qurl_ray" / "engines" / "vllm" / "engine.py").read_text())
     keys: set[str] = set()
     for node in ast.walk(engine):
         if isinstance(node, ast.Dict):
@@ -173,8 +173,8 @@ def test_every_engine_argument_exists():
 
 def test_every_call_of_the_engine_exists():
     calls = set()
-    for name in ("vllm_engine.py", "vllm_server.py"):
-        for node in ast.walk(ast.parse((ROOT / "qurl_ray" / "rollout" / name).read_text())):
+    for name in ("engine.py", "server.py"):
+        for node in ast.walk(ast.parse((ROOT / "qurl_ray" / "engines" / "vllm" / name).read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr == "control":
                     calls |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
@@ -189,7 +189,7 @@ def test_every_call_of_the_engine_exists():
 
 def test_every_variable_that_is_set_is_read():
     known = files_of("vllm").read("vllm/envs.py").decode()
-    server = (ROOT / "qurl_ray" / "rollout" / "vllm_server.py").read_text()
+    server = (ROOT / "qurl_ray" / "engines" / "vllm" / "server.py").read_text()
     names = set(re.findall(r'"(VLLM_\w+)"', server))
     assert "VLLM_USE_DEEP_GEMM_E8M0" in names
     assert {name for name in names if f'"{name}"' not in known} == set()

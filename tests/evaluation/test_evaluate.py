@@ -42,7 +42,7 @@ def test_an_exported_policy_is_evaluated_with_the_codes_that_it_holds(model, tok
 
 def test_codes_beyond_what_the_kernel_takes_are_emulated(model, tokenizer, tmp_path, monkeypatch):
     save_quantized(model, tokenizer, tmp_path / "codes", get_format("int8"), CONFIG.quantization.keep)
-    monkeypatch.setattr("qurl_ray.rollout.torch_engine.weight_max_code", lambda *_: 63)
+    monkeypatch.setattr("qurl_ray.engines.torch.engine.weight_max_code", lambda *_: 63)
     assert report_of(tmp_path / "codes").kernels == ["emulation of int8"]
 
 
@@ -134,7 +134,7 @@ def test_an_answer_is_right_as_a_whole(report_of_answers, write, share):
 
 
 def test_a_graded_reward_is_told_as_its_mean_and_the_share_solved_beside_it(report_of_answers):
-    report, _ = report_of_answers(lambda right: f"{right}<eos>", task={"reward": "tests.loop.rewards:constant"})
+    report, _ = report_of_answers(lambda right: f"{right}<eos>", task={"reward": "tests.train.rewards:constant"})
     assert (report.reward.value, report.accuracy.value) == (0.5, 0.0)
     assert (report.avg_reward_at_k.value, report.avg_at_k.value, report.pass_at_k.value) == (0.5, 0.0, 0.0)
     report, _ = report_of_answers(lambda right: f"{right}<eos>")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_ray.rollout.graphs import CudaCapture
-from qurl_ray.rollout.torch_engine import TorchEngine
-from tests.rollout.test_decoder import policy_of
-from tests.rollout.test_graphs import MODELS, requests_of
-from tests.rollout.test_weights import KEEPS, moved, send
+from qurl_ray.engines.torch.engine import TorchEngine
+from qurl_ray.engines.torch.graphs import CudaCapture
+from tests.engines.test_decoder import policy_of
+from tests.engines.test_graphs import MODELS, requests_of
+from tests.engines.test_weights import KEEPS, moved, send
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,9 +12,9 @@ from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.weights.stream import Publisher, assemble_manifest
 from qurl_ray.weights.transports.direct import SharedMemory
 from qurl_ray.weights.transports.protocol import Link
-from tests.rollout.test_torch_engine import weights_of
-from tests.rollout.test_vllm_engine import policy, spec  # noqa: F401
-from tests.rollout.vllm_process import EngineProcess
+from tests.engines.test_torch_engine import weights_of
+from tests.engines.test_vllm_engine import policy, spec  # noqa: F401
+from tests.engines.vllm_process import EngineProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 pytest.importorskip("vllm", reason="needs the extra gpu")

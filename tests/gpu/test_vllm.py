@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.conftest import requests_for
-from tests.rollout.test_torch_engine import weights_of
-from tests.rollout.test_vllm_engine import gaps, policy, spec, tokenizer  # noqa: F401
-from tests.rollout.vllm_process import EngineProcess
+from tests.engines.test_torch_engine import weights_of
+from tests.engines.test_vllm_engine import gaps, policy, spec, tokenizer  # noqa: F401
+from tests.engines.vllm_process import EngineProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 pytest.importorskip("vllm", reason="needs the extra gpu")

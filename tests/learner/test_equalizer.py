@@ -8,6 +8,7 @@ import torch
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import CheckpointError
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.equalizer import equalizer_for
@@ -15,7 +16,6 @@ from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.equalize import equalized
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Trajectory
 from qurl_ray.weights.local import send_into
 from qurl_ray.weights.stream import Publisher

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.learner import make_learner
@@ -17,7 +18,6 @@ from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import Trajectory
 from qurl_ray.weights.local import load_into
 from tests.conftest import requests_for

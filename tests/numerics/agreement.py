@@ -21,7 +21,7 @@ from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.types import PolicySpec
 from tests.conftest import SUMS, requests_for
-from tests.rollout.test_torch_engine import engine_with, learner_logprobs, with_quantized_linears
+from tests.engines.test_torch_engine import engine_with, learner_logprobs, with_quantized_linears
 
 FORMATS = ("none", "int8", "fp8")
 

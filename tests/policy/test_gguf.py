@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.gguf import cached_gguf_policy, converted, find_gguf, gguf_outline
 from qurl_ray.policy.load import load_model, load_tokenizer, outline, stop_ids
 from qurl_ray.policy.logprobs import token_logprobs
-from qurl_ray.rollout.torch_engine import TorchEngine
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from qurl_ray.weights.local import load_into
 

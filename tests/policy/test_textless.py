@@ -13,7 +13,7 @@ from qurl_ray.policy.logprobs import log_softmax, score_states, textless, token_
 from qurl_ray.policy.save import save_policy
 from qurl_ray.types import PolicySpec
 from tests.conftest import requests_for
-from tests.rollout.test_torch_engine import engine_with
+from tests.engines.test_torch_engine import engine_with
 
 PADDED = 64
 """Rows of the embedding beyond the tokenizer's 18 ids."""

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from qurl_ray.cli.report import main as report_command
 from qurl_ray.report.charts import COLUMNS
 from qurl_ray.report.report import write_report
-from qurl_ray.report.run_files import read_run, read_samples, spread
 from qurl_ray.report.tokens import view
+from qurl_ray.runs.files import read_run, read_samples, spread
 
 VOID = {"meta", "br", "input"}
 HARMLESS = "harmless"

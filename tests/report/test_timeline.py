@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from qurl_ray.config import RunConfig
 from qurl_ray.report.catalog import groups
-from qurl_ray.report.run_files import RunRecord
 from qurl_ray.report.timeline import (
     COLORS,
     LEVELS,
@@ -22,7 +21,8 @@ from qurl_ray.report.timeline import (
     read_timeline,
     write_timeline,
 )
-from qurl_ray.tracking.json_lines import timeline_file
+from qurl_ray.runs.files import RunRecord
+from qurl_ray.runs.json_lines import timeline_file
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.types import Event
 from tests.report.browser import Dom, Reader, needs_chromium, opened

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from qurl_ray.config.serving import ServingConfig
+from qurl_ray.engines.requests import derive_seed
 from qurl_ray.policy.load import load_tokenizer
-from qurl_ray.rollout.requests import derive_seed
 from qurl_ray.serving.load import load_policy
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from tests.serving import damage

@@ -14,7 +14,7 @@ from qurl_ray.serving.front import Front
 from qurl_ray.serving.protocol import ApiError
 from qurl_ray.serving.stream import Ask, TorchStream
 from tests.conftest import requests_for
-from tests.rollout.test_torch_engine import engine_with
+from tests.engines.test_torch_engine import engine_with
 
 SLOTS, LENGTH = 4, 64
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qurl_ray.rollout.batch import Draw
+from qurl_ray.engines.torch.batch import Draw
 from qurl_ray.serving.choice import Choice, chat_logprobs, completion_logprobs
 from qurl_ray.serving.text import Detokenizer, StopMatcher, TokenBytes, _bytes_of_characters, texts
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from qurl_ray.config.serving import ServingConfig
-from qurl_ray.rollout.batch import Draw
+from qurl_ray.engines.torch.batch import Draw
 from qurl_ray.serving.choice import AnswerPart, Choice
 from qurl_ray.serving.http import http_app
 from qurl_ray.serving.meters import Meters

@@ -10,7 +10,7 @@ from qurl_ray.actors.environments import EnvironmentReply
 from qurl_ray.actors.trajectories import Played
 from qurl_ray.environments.process import CallFailed
 from qurl_ray.environments.protocol import Step
-from qurl_ray.tracking.json_lines import samples_file
+from qurl_ray.runs.json_lines import samples_file
 from qurl_ray.types import Problem
 from tests.actors.test_trajectories import Scripted, Seats, player, requests
 from tests.data.test_turns import tokenizer_with

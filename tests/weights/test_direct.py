@@ -53,7 +53,7 @@ def like_the_object_store(spec, setting, formats):
             assert rig.gate.metrics["sync/refits"] == 0
             assert not rig.warnings, rig.warnings
             if not rig.probed:
-                continue  # in bfloat16, see tests/rollout/test_vllm_engine.py
+                continue  # in bfloat16, see tests/engines/test_vllm_engine.py
             if "tensor_parallel" not in setting:  # its processes quantize by ranges of their own
                 assert rig.gate.metrics["sync/probe_gap"] < 0.01
             found = rig.answers(0)

@@ -19,10 +19,10 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import StaleWeights, SyncError
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.load import load_model, tied_head
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rendezvous import Rendezvous
+from qurl_ray.train.rank.objectives import objective_settings
 from qurl_ray.weights.delta import Delta
 from qurl_ray.weights.floor import ProbeFloor
 from qurl_ray.weights.gate import Gate

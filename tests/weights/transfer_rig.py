@@ -20,9 +20,9 @@ from qurl_ray.actors.health import Heartbeat
 from qurl_ray.actors.local import LocalActor
 from qurl_ray.config import load_config
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.loop.rank.objectives import objective_settings
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.train.rank.objectives import objective_settings
 from qurl_ray.weights.floor import ProbeFloor
 from qurl_ray.weights.gate import Gate
 from qurl_ray.weights.messages import Message, Put
@@ -31,7 +31,7 @@ from qurl_ray.weights.stream import Publisher
 from qurl_ray.weights.transports import object_store
 from qurl_ray.weights.transports.protocol import Link
 from tests.conftest import requests_for, taken
-from tests.rollout.vllm_process import EngineProcess
+from tests.engines.vllm_process import EngineProcess
 
 
 def in_a_process(scenario: Callable[..., None], *args: object, timeout_s: float = 280) -> None:

@@ -1,0 +1,212 @@
+"""The forward pass of Llama-like models, operation by operation.
+
+transformers spreads it over some fifteen module calls per layer, which on a CPU take as long as the products of a
+decode step. Here the same operations are in one loop: in place where nothing else reads a result, with activations
+quantized once for q, k and v and once for gate and up. The result has the same bits as the learner's forward pass
+through transformers (tests/engines/test_decoder.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from qurl_ray.engines.torch.slots import SlotCache
+from qurl_ray.engines.torch.weights import RowsOf
+from qurl_ray.numerics.activations import silu
+from qurl_ray.numerics.products import bound
+from qurl_ray.policy.attention import attend_last, invariant_attention
+from qurl_ray.policy.kv import MaximaRecorder
+from qurl_ray.policy.settings import head_dim
+from qurl_ray.quant.linear import QuantizedLinear
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+_KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def knows(model: PreTrainedModel) -> bool:
+    """Return True if this module computes the model's forward pass; other models run through transformers."""
+    config = model.config
+    plain = getattr(config, "hidden_act", None) == "silu" and not getattr(config, "use_sliding_window", False)
+    sliding = type(model).__name__ == "MistralForCausalLM" and config.sliding_window
+    return type(model).__name__ in _KNOWN and plain and not sliding
+
+
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x²) + eps) · weight, over the last axis, in float32."""
+    wide = x if x.dtype == torch.float32 else x.float()
+    scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x * cos + rotate_half(x) * sin. `sin` already holds the minus sign of rotate_half."""
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, dims=-1).mul_(sin))
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) · up."""
+    return silu(gate).mul_(up)
+
+
+def _gated_in_one(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return `gated` up to rounding, without conditions that a compiler could not evaluate."""
+    return functional.silu(gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """Operations between the products: functions of tensors, including weights, that do not change these."""
+
+    normalize: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = normalize
+    turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = turn
+    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = gated
+
+
+def compiled(compile: Callable[..., Callable[..., torch.Tensor]]) -> Elementwise:
+    """Return operations compiled once for all weights and all numbers of sequences and tokens but 1.
+
+    Call this once for all loads. Compiled operations may round differently: equal bits are not promised. At each call,
+    Python compares the inputs with what was compiled, which takes time, unless the call is captured
+    (engines/torch/graphs.py).
+
+    Args:
+        compile: torch.compile, or a function like it.
+    """
+    import torch._dynamo  # takes a second, so it is imported only here
+
+    fast = Elementwise(*(compile(function, dynamic=False) for function in (normalize, turn, _gated_in_one)))
+
+    def rows(x_BT: torch.Tensor) -> torch.Tensor:
+        """Return a view [B * T, …]: one axis that may be 1 instead of two."""
+        return _any_number(x_BT.flatten(0, 1), 0)
+
+    return Elementwise(
+        normalize=lambda x, weight, eps: fast.normalize(rows(x), weight, eps).view(x.shape),
+        turn=lambda x, cos, sin: fast.turn(*(_any_number(part, 0, 1) for part in (x, cos, sin))),
+        gated=lambda gate, up: fast.gated(rows(gate), rows(up)).view(gate.shape),
+    )
+
+
+def _any_number(x: torch.Tensor, *axes: int) -> torch.Tensor:
+    torch._dynamo.maybe_mark_dynamic(x, axes)
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+    normalize: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normalize(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: _Norm
+    qkv: Apply
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    out: Apply
+    mlp_norm: _Norm
+    gate_up: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    down: Apply
+
+
+class Decoder:
+    """Forward pass of a model. It holds the weights it was built with, so it is rebuilt after each load."""
+
+    def __init__(self, model: PreTrainedModel, ops: Elementwise = Elementwise()) -> None:
+        base, config = model.base_model, model.config
+        self._gated, self._turn = ops.gated, ops.turn
+        self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm, ops)
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._head_dim = head_dim(config)
+        self._layers = [_layer(layer, ops) for layer in base.layers]
+
+    def __call__(
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache | MaximaRecorder
+    ) -> torch.Tensor:
+        """Return final states [B, T, hidden]. The cache stores keys and values; it knows if they are whole prompts."""
+        x = self._embed(ids_BT)
+        cos, sin = (part[:, :, None] for part in self._rotary(x, positions_BT))  # [B or 1, T, 1, d]
+        half = self._head_dim // 2
+        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        for index, layer in enumerate(self._layers):
+            x.add_(self._attention(index, layer, layer.attention_norm(x), cos, sin, positions_BT, cache))
+            gate, up = layer.gate_up(layer.mlp_norm(x))
+            x.add_(layer.down(self._gated(gate, up)))
+        return self._norm(x)
+
+    def _attention(
+        self,
+        index: int,
+        layer: _Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions_BT: torch.Tensor,
+        cache: SlotCache | MaximaRecorder,
+    ) -> torch.Tensor:
+        B, T, _ = x.shape
+        H, KV, d = self._heads, self._kv_heads, self._head_dim
+        projected = layer.qkv(x).view(B, T, H + 2 * KV, d)
+        turned, value = projected.split((H + KV, KV), dim=2)
+        if layer.q_norm and layer.k_norm:
+            turned = torch.cat((layer.q_norm(turned[:, :, :H]), layer.k_norm(turned[:, :, H:])), dim=2)
+        turned = self._turn(turned, cos, sin)
+        query, key = (part.transpose(1, 2) for part in turned.split((H, KV), dim=2))
+        keys, values = cache.update(key, value.transpose(1, 2), index)
+        if cache.hidden is not None:
+            out = attend_last(query, keys, values, cache.hidden, scaling=d**-0.5)
+        else:
+            out, _ = invariant_attention(None, query, keys, values, scaling=d**-0.5, position_ids=positions_BT)
+        return layer.out(out.reshape(B, T, H * d).contiguous())  # a view only if there is one head
+
+
+def _layer(layer: Any, ops: Elementwise) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        attention_norm=_norm(layer.input_layernorm, ops),
+        qkv=_next_to_each_other(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm=_norm(attention.q_norm, ops) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm, ops) if hasattr(attention, "k_norm") else None,
+        out=as_function(attention.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm, ops),
+        gate_up=_pair(mlp.gate_proj, mlp.up_proj),
+        down=as_function(mlp.down_proj),
+    )
+
+
+def _norm(module: Any, ops: Elementwise) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon, ops.normalize)
+
+
+def as_function(module: Any) -> Apply:
+    """Return a linear, quantized or not, as a function, with the weight that it holds now."""
+    if isinstance(module, QuantizedLinear):
+        return module.forward
+    return bound(module.weight, module.bias)
+
+
+def _next_to_each_other(*modules: Any) -> Apply:
+    """Return a function that computes all outputs in one tensor; by one product if the linears are fused."""
+    if isinstance(modules[0], RowsOf):
+        return modules[0].whole.forward
+    calls = [as_function(module) for module in modules]
+    return lambda x: torch.cat([call(x) for call in calls], dim=-1)
+
+
+def _pair(first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return a function that computes both outputs; they are views of one product if the linears are fused."""
+    if isinstance(first, RowsOf):
+        whole = first.whole
+        return lambda x: whole(x).chunk(2, dim=-1)
+    calls = as_function(first), as_function(second)
+    return lambda x: (calls[0](x), calls[1](x))

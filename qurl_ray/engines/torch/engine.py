@@ -1,0 +1,366 @@
+"""The embedded engine: a transformers model in this process, with quantized block linears and continuous batching.
+
+It is batch-invariant: a request's tokens and log-probs do not depend on other requests in the batch, on the number of
+slots, or on whether its prompt was prefilled for it alone (docs/concepts.md). A prompt shared by requests is computed
+once.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from qurl_ray.engines.protocol import Buffers
+from qurl_ray.engines.requests import check_requests
+from qurl_ray.engines.torch.batch import RunningBatch
+from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
+from qurl_ray.engines.torch.graphs import Capture, DecodeGraphs, why_not
+from qurl_ray.engines.torch.kept import KeptKeys, KeysPool
+from qurl_ray.engines.torch.slots import Fp8SlotCache, SlotCache
+from qurl_ray.engines.torch.weights import EngineWeights
+from qurl_ray.errors import EngineError, StaleWeights
+from qurl_ray.policy.attention import QUERY_CHUNK
+from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
+from qurl_ray.policy.load import context_length, empty_model
+from qurl_ray.policy.logprobs import textless, without_text
+from qurl_ray.policy.settings import head_dim
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.linear import weight_max_code
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request
+
+_PREFILL_TOKENS = 8192  # limit of padded tokens in one prefill pass, which bounds its memory
+_FEW_ROWS = range(2, 64)
+_PACK_CODES_AFTER = 128
+"""Decode steps of _FEW_ROWS after which codes are packed. This takes as long as 75 (1.1B) to 300 (135M) such steps save
+(without AMX, docs/LOG.md); steps of more rows, or of one, are as fast without."""
+_ADMIT_SHARE = 8  # new requests are admitted when an eighth of the slots is free
+
+Waiting = deque[tuple[int, Request]]
+"""Queue of requests without a slot, each with its index in the call."""
+
+
+class TorchEngine:
+    """Engine on a transformers model in this process; see engines.protocol.Engine.
+
+    Args:
+        slots: number of sequences decoded at a time.
+        kernel: "auto" uses the device's integer kernel where there is one, "emulation" the float32 reference.
+        kv_cache: "full", or "fp8", which holds keys and values as policy.kv rounds them, with scales of the weights
+            last loaded.
+        device: device of the whole engine.
+        dtype: type of activations and of unquantized tensors, which must then be sent in no more bits.
+        kept_bytes: limit of keys and values of requests that may be continued.
+        capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).
+        compile: torch.compile or a function like it, for the operations between the products (engines.torch.decoder).
+
+    Raises:
+        EngineError: decode steps of this model cannot be captured or compiled as requested.
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        slots: int,
+        kernel: str = "auto",
+        kv_cache: str = "full",
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kept_bytes: int = 0,
+        capture: Callable[[], Capture] | None = None,
+        compile: Callable[..., Callable[..., torch.Tensor]] | None = None,
+    ) -> None:
+        self.version: int | None = None
+        with torch.device(device):
+            self._model = empty_model(spec, dtype).requires_grad_(False)
+        self._device = self._model.device
+        self._context = context_length(spec)
+        self._slots = slots
+        self._emulate = kernel == "emulation"
+        self._weights = EngineWeights(self._model, emulate=self._emulate, fuse=knows(self._model))
+        if reason := why_not(self._model, captured=bool(capture), compiled=bool(compile)):
+            raise EngineError(reason)
+        self._elementwise = compiled(compile) if compile else Elementwise()
+        self._decoder: Decoder | None = None
+        self._head: Apply
+        self._cache: SlotCache | None = None
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
+        """Captured steps of the present decoder and cache; dropped when either is replaced."""
+        self._rounds_cache = kv_cache == "fp8"
+        self._kv_scales: Mapping[int, KVScales] | None = None
+        self._kept = KeysPool(kept_bytes)
+        self._cancelled: set[str] = set()
+        self._steps_of_few = 0
+        """Decode steps of _FEW_ROWS since the weights were loaded."""
+
+    # --- weights -----------------------------------------------------------------------------------------------
+
+    def weight_max_code(self, format_name: str) -> int:
+        if format_name == "none":
+            return 0
+        fmt = get_format(format_name)
+        return fmt.weight_max if self._emulate else weight_max_code(fmt, self._device)
+
+    def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
+        self.version = self._graphs = None  # STALE until every tensor is verified
+        self._kept.clear()
+        self._weights.load(manifest, buckets)
+        self._steps_of_few = 0
+        self._decoder = Decoder(self._model, self._elementwise) if knows(self._model) else None
+        head, hidden = as_function(self._model.get_output_embeddings()), textless(self._model)
+        hidden = None if hidden is None else hidden.to(self._device)  # once: a captured step may copy nothing
+        self._head = lambda states: without_text(head(states), hidden)
+        if self._rounds_cache:
+            self._cache, self._kv_scales = None, self._measure_cache()
+        self.version = manifest.version
+
+    @torch.inference_mode()
+    def _measure_cache(self) -> Mapping[int, KVScales]:
+        """Return the scales of keys and values for the present weights, by layer."""
+        ids = calibration_ids(self._model.config)
+        recorder = MaximaRecorder(ids)
+        self._forward(torch.tensor([ids], device=self._device), self._arange(len(ids))[None], recorder)
+        return recorder.scales()
+
+    def resident(self, name: str) -> tuple[np.ndarray, ...]:
+        return self._weights.resident(name)
+
+    def kernels(self) -> list[str]:
+        emulated = ["emulation of fp8 keys and values"] if self._rounds_cache else []
+        return sorted([*self._weights.kernels(), *emulated])
+
+    def sleep(self) -> None:
+        """Release keys and values. The weights stay: they are quantized, and small compared to a learner's states."""
+        self._cache = self._graphs = None
+        self._kept.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # otherwise this process would keep the memory
+
+    def wake(self) -> None:
+        """Do nothing: the next call makes a cache."""
+
+    def close(self) -> None:
+        self.version = self._cache = self._graphs = None
+        self._kept.clear()
+
+    # --- generation --------------------------------------------------------------------------------------------
+
+    def cancel(self, uids: Collection[str]) -> None:
+        self._cancelled |= set(uids)  # one assignment: safe from another thread
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
+    ) -> list[Completion]:
+        check_requests(requests, held=self.version, version=version, context=self._context)
+        if not requests:
+            return []
+        ends = time.monotonic() + deadline_s if deadline_s is not None else math.inf
+        self._cancelled = set()  # earlier cancels do not apply to this call
+        # The longest first: requests left at the end, where slots stay empty, are short.
+        order = sorted(range(len(requests)), key=lambda i: -requests[i].sampling.max_new_tokens)
+        waiting = deque((index, requests[index]) for index in order)
+        cache = self._slots_for(requests)
+        batch = RunningBatch(requests, version)
+        while waiting or batch.count:
+            if time.monotonic() > ends:
+                batch.end([*batch.running(), *(index for index, _ in waiting)], "deadline")
+                break
+            if self._cancelled:
+                waiting = self._drop_cancelled(cache, batch, requests, waiting)
+            self.step(batch, _admitted(waiting, running=batch.count, slots=cache.slots))
+        completions = batch.completions()
+        if not all(np.isfinite(completion.logprobs).all() for completion in completions):
+            self._cache = self._graphs = None  # nan in a slot would outlive its request: 0 · nan is nan
+            self._kept.clear()
+        return completions
+
+    def _drop_cancelled(
+        self, cache: SlotCache, batch: RunningBatch, requests: Sequence[Request], waiting: Waiting
+    ) -> Waiting:
+        """End cancelled requests, running or waiting. Return those that still wait."""
+        uids, self._cancelled = self._cancelled, set()
+        everywhere = [*batch.running(), *(index for index, _ in waiting)]
+        batch.end([index for index in everywhere if requests[index].uid in uids], "cancelled")
+        self._retire(cache, batch)
+        return deque(item for item in waiting if item[1].uid not in uids)
+
+    def _slots_for(self, requests: Sequence[Request]) -> SlotCache:
+        """Return a cache large enough for these requests; the last one if it is large enough."""
+        longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+        if any(r.continues for r in requests) and self._cache and self._cache.length < longest:
+            longest = min(2 * longest, self._context)  # else it would be made again at every turn
+        return self.reserve(min(self._slots, len(requests)), longest)
+
+    def reserve(self, slots: int, length: int) -> SlotCache:
+        """Return a cache for `slots` sequences of `length` tokens, for `step`; the last one if it is large enough.
+
+        Raises:
+            EngineError: there is not enough memory.
+        """
+        if self._cache is None or self._cache.slots < slots or self._cache.length < length:
+            config = self._model.config
+            self._cache = self._graphs = None  # freed first, so that there are never two
+            make = partial(Fp8SlotCache, self._kv_scales) if self._kv_scales else SlotCache
+            try:
+                self._cache = make(
+                    layers=config.num_hidden_layers,
+                    slots=slots,
+                    kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+                    head_dim=head_dim(config),
+                    length=length,
+                    dtype=self._model.dtype,
+                    device=self._device,
+                )
+            except RuntimeError as error:
+                raise EngineError(f"no memory for {slots} slots of {length} tokens, use fewer: {error}") from None
+        if self._capture and not self._graphs:
+            assert self._decoder, "captured operations are the decoder's"
+            self._graphs = DecodeGraphs(self._decoder, self._cache, self._capture())
+        return self._cache
+
+    @torch.inference_mode()
+    def step(self, batch: RunningBatch, admitted: list[tuple[int, Request]], *, cancelled: Sequence[int] = ()) -> None:
+        """Draw one token for each running request, and two for each admitted one. `generate` makes steps until nothing
+        is left. A caller of single steps must have checked the requests and called `reserve`.
+
+        Args:
+            admitted: (index in the batch, request), not more than there are free slots.
+            cancelled: indices in the batch of requests that end before this step.
+
+        Raises:
+            StaleWeights: weights were other ones in the layout of a faster kernel; the engine has no version now.
+        """
+        cache = self._cache
+        assert cache, "a batch has slots"
+        if cancelled:
+            batch.end(cancelled, "cancelled")
+            self._retire(cache, batch)
+        try:
+            resumed = {i: kept for i, r in admitted if r.drawn and (kept := self._kept.take(r.uid, r.prompt_ids))}
+            for group in _prefill_groups([item for item in admitted if item[0] not in resumed]):
+                self._prefill(cache, batch, group)
+            for group in _extend_groups([item for item in admitted if item[0] in resumed], resumed):
+                self._extend(cache, batch, group, [resumed[index] for index, _ in group])
+            self._decode(cache, batch)
+        except StaleWeights:  # the weights did not survive packing
+            self.version = None
+            raise
+
+    def _prefill(self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]]) -> None:
+        """Compute each different prompt once, fill a row per request, and draw the first tokens."""
+        prompts = list({r.prompt_ids.tobytes(): r.prompt_ids for _, r in group}.values())
+        place = {prompt.tobytes(): i for i, prompt in enumerate(prompts)}
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.from_numpy(prompt)
+        sources = torch.tensor([place[r.prompt_ids.tobytes()] for _, r in group])
+        cache.prefill(batch.admit(group), sources)
+        hidden = self._forward(ids.to(self._device), self._arange(ids.shape[1])[None], cache)
+        logits = self._head(hidden[torch.arange(len(prompts)), lengths - 1])
+        batch.draw(logits[sources], first=batch.count - len(group))
+        self._retire(cache, batch)
+
+    def _extend(
+        self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]], kept: list[KeptKeys]
+    ) -> None:
+        """Give requests rows with keys that were kept, compute the tokens behind them, and draw a token of each."""
+        rows = batch.admit(group).tolist()
+        for row, one in zip(rows, kept, strict=True):
+            cache.write(row, one.keys, one.values)
+        starts = torch.tensor([len(one.token_ids) for one in kept])
+        news = [torch.from_numpy(r.prompt_ids[start:]) for (_, r), start in zip(group, starts.tolist(), strict=True)]
+        lengths = torch.tensor([len(new) for new in news])
+        ids = torch.nn.utils.rnn.pad_sequence(news, batch_first=True).long()
+        # Keys of padding come to lie behind a row's end, where its next tokens replace them before they are seen.
+        positions = (starts[:, None] + torch.arange(ids.shape[1])).clamp(max=cache.length - 1)
+        cache.extend(rows[0], positions)
+        hidden = self._forward(ids.to(self._device), positions.to(self._device), cache)
+        batch.draw(self._head(hidden[torch.arange(len(group)), lengths - 1]), first=rows[0])
+        self._retire(cache, batch)
+
+    def _decode(self, cache: SlotCache, batch: RunningBatch) -> None:
+        """Draw one more token for every running row."""
+        if not batch.count:
+            return
+        if batch.count in _FEW_ROWS:
+            self._steps_of_few += 1
+            if self._steps_of_few == _PACK_CODES_AFTER:
+                self._weights.pack()
+        last, positions = batch.last_tokens(), batch.positions()
+        if self._graphs:
+            hidden = self._graphs(last, positions)
+        else:
+            cache.decode(positions)
+            hidden = self._forward(last[:, None].to(self._device), positions[:, None].to(self._device), cache)
+        batch.draw(self._head(hidden[:, 0]))
+        self._retire(cache, batch)
+
+    def _arange(self, count: int) -> torch.Tensor:
+        return torch.arange(count, device=self._device)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache | MaximaRecorder) -> torch.Tensor:
+        if self._decoder:
+            return self._decoder(ids, positions, cache)
+        return self._model.base_model(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+
+    def _retire(self, cache: SlotCache, batch: RunningBatch) -> None:
+        for row, index in batch.finished():
+            request, drawn, finish = batch.row_of(index)
+            length = len(request.prompt_ids) + len(drawn) - 1  # the last token has no keys yet
+            if request.continues and finish in ("stop", "length") and self._kept.has_room(cache.bytes_of(length)):
+                keys, values = cache.read(row, length)
+                ids = np.concatenate([request.prompt_ids, drawn[:-1]])
+                self._kept.put(request.uid, KeptKeys(token_ids=ids, keys=keys, values=values))
+        sources, targets = batch.retire()
+        if sources:
+            cache.move(sources, targets, int(batch.positions().max()) + 1)
+
+
+def _admitted(waiting: Waiting, *, running: int, slots: int) -> list[tuple[int, Request]]:
+    """Take the next requests off the queue for the free slots: several at a time, because a prefill of one prompt takes
+    nearly as long as a prefill of a few."""
+    free = slots - running
+    if running and free < min(len(waiting), -(-slots // _ADMIT_SHARE)):
+        return []
+    return [waiting.popleft() for _ in range(min(len(waiting), free))]
+
+
+def _prefill_groups(admitted: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
+    """Split requests so that one pass holds at most _PREFILL_TOKENS padded tokens of different prompts."""
+    groups: list[list[tuple[int, Request]]] = []
+    different: set[bytes] = set()
+    longest = 0
+    for item in admitted:
+        prompt = item[1].prompt_ids
+        grown, length = different | {prompt.tobytes()}, max(longest, len(prompt))
+        if not groups or len(grown) * length > _PREFILL_TOKENS:
+            groups.append([])
+            grown, length = {prompt.tobytes()}, len(prompt)
+        groups[-1].append(item)
+        different, longest = grown, length
+    return groups
+
+
+def _extend_groups(items: list[tuple[int, Request]], kept: Mapping[int, KeptKeys]) -> list[list[tuple[int, Request]]]:
+    """Split requests whose keys were kept so that one pass holds at most _PREFILL_TOKENS padded tokens, and no more
+    scores of attention than a prompt of as many."""
+    groups: list[list[tuple[int, Request]]] = []
+    longest = 0
+    for item in sorted(items, key=lambda one: len(one[1].prompt_ids) - len(kept[one[0]].token_ids)):
+        length, count = len(item[1].prompt_ids), len(groups[-1]) + 1 if groups else 1
+        new, longest = length - len(kept[item[0]].token_ids), max(longest, length)
+        scores = count * min(new, QUERY_CHUNK) * longest
+        if not groups or count * new > _PREFILL_TOKENS or scores > _PREFILL_TOKENS * QUERY_CHUNK:
+            groups.append([])
+            longest = length
+        groups[-1].append(item)
+    return groups

@@ -1,0 +1,390 @@
+"""The vLLM engine: continuous batching by vLLM 0.32, linears by quant/linear.py, weights verified in place.
+
+vLLM runs in its own processes (server.py). There, worker.py writes weights into the layers of plugin.py and reads them
+back.
+
+Unlike the torch engine, it is not batch-invariant: vLLM's attention depends on the other requests in the batch.
+Log-probs therefore differ from the learner's in the last bits, and by more where such a bit changes the code of an
+activation. Its random numbers cannot start in the middle of an answer: a continued request draws from the same
+distribution, but it draws other tokens than the uninterrupted request. Whole runs were made on one H200, with sleep
+mode and CUDA graphs (docs/gpu.md); tensor parallelism was tried on CPUs alone.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from qurl_ray.engines.protocol import Buffers
+from qurl_ray.engines.requests import check_requests
+from qurl_ray.engines.vllm.server import OnOutput, VllmServer
+from qurl_ray.engines.vllm.shards import TensorShard, join_fingerprints, join_shards
+from qurl_ray.errors import EngineError, QuantizationError, SyncError
+from qurl_ray.policy.load import context_length, empty_model
+from qurl_ray.policy.logprobs import textless
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import Format, get_format
+from qurl_ray.quant.linear import weight_max_code
+from qurl_ray.transfer.memory import SharedBuffer
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket, TensorRecord
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+EXTENSION = "qurl_ray.engines.vllm.worker.WorkerExtension"
+"""Class that vLLM mixes into its workers."""
+
+_SHARED = 0.01
+"""Share of a GPU's memory that must be free for vLLM to start; it has no other effect with `kv_cache_bytes`."""
+
+
+class VllmEngine:
+    """Engine on vLLM; see engines.protocol.Engine. A process can have one, which changes the process's environment.
+
+    Args:
+        slots: number of sequences decoded at a time.
+        dtype: type of activations and of unquantized tensors; float32 tensors are rounded to it when they are placed.
+        tensor_parallel: number of workers (GPUs on CUDA) that share the policy.
+        kv_cache_bytes: memory for keys and values in each worker. None means the memory that `slots` full contexts
+            need on a CPU, and the memory that vLLM finds free on a GPU.
+        format_name: number format of the linears at first; "none" is full precision.
+        keep: patterns of checkpoint names that stay in full precision in any format, as in quant/select.py.
+        graphs: compile the model and, on CUDA, replay its decode steps as CUDA graphs; on a CPU for emulation alone.
+            The engine then holds one format at a time, as it always does on CUDA, and a load in another one restarts
+            vLLM, which takes as long as its start.
+        kernel: "auto" or "emulation", as in the torch engine.
+        threads: number of CPU threads of each worker on a CPU; None leaves the choice to vLLM.
+        sleep_mode: make `sleep` possible, on CUDA.
+        logprobs_mode: vLLM's option; with "raw_logprobs", `stream` reports the policy's own log-probs, whatever the
+            temperature.
+        timeout_s: longest time that the start, or any other call to vLLM but `generate`, may take.
+
+    Example:
+        engine = VllmEngine(PolicySpec(source="Qwen/Qwen3-0.6B"), slots=64)
+        engine.load(manifest, buckets)
+        completions = engine.generate(requests, version=manifest.version, deadline_s=600)
+        engine.close()
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        slots: int,
+        dtype: str = "float32",
+        tensor_parallel: int = 1,
+        kv_cache_bytes: int | None = None,
+        format_name: str = "none",
+        keep: Sequence[str] = (),
+        graphs: bool = False,
+        kernel: str = "auto",
+        threads: int | None = None,
+        sleep_mode: bool = False,
+        logprobs_mode: str = "processed_logprobs",
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.version: int | None = None
+        if dtype not in _DTYPES:
+            raise EngineError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+        self._dtype, self._ranks, self._emulate = _DTYPES[dtype], tensor_parallel, kernel == "emulation"
+        self._context = context_length(spec)
+        with torch.device("meta"):
+            model = empty_model(spec)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
+        self._textless = textless(model)
+        self._records: dict[str, TensorRecord] = {}
+        self._shared = SharedBuffer(), SharedBuffer()
+        self._keeps_base = False
+        self._base: dict[str, tuple[np.ndarray, ...]] = {}
+        """The verified version, once deltas have come: to read it back for each of them would take longer than to send
+        whole tensors."""
+        self._sleep_mode, self._asleep = sleep_mode, False
+        on_cuda = torch.cuda.is_available()
+        if graphs and not on_cuda and not self._emulate:
+            raise EngineError("on a CPU, vLLM compiles no kernel of this package: graphs need kernel=emulation")
+        self._fixed = on_cuda or graphs
+        self._threads, self._timeout_s = threads, timeout_s
+        self._keep, self._kernel = tuple(keep), kernel
+        self._settings: dict[str, Any] = {
+            "model": spec.source,
+            "dtype": dtype,
+            "tensor_parallel_size": tensor_parallel,
+            "max_num_seqs": slots,
+            "max_model_len": self._context,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "enable_sleep_mode": sleep_mode,
+            "quantization": "qurl",
+            "load_format": "dummy",  # the first load sends the weights
+            "logprobs_mode": logprobs_mode,
+            "max_logprobs": 20,
+            "enforce_eager": not graphs,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # no sampling defaults from the model's folder
+            "worker_extension_cls": EXTENSION,
+            "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
+            "disable_log_stats": True,
+        }
+        if on_cuda:
+            # vLLM's own operation, where its compiler would make eleven of the same.
+            self._settings["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
+        if spec.overrides:
+            self._settings["hf_overrides"] = dict(spec.overrides)
+        if kv_cache_bytes is not None:
+            self._settings["gpu_memory_utilization"] = _SHARED  # others, such as the learner, may hold the rest
+        self._start(format_name)
+
+    def _start(self, format_name: str) -> None:
+        """Start vLLM for a format."""
+        plugin = {"quant_method": "qurl", "kernel": self._kernel, "fixed": self._fixed}
+        if self._fixed:
+            plugin |= {"format": format_name, "keep": self._keep}
+        overrides = {"hf_overrides": {"quantization_config": plugin}}
+        self._server = VllmServer(self._settings | overrides, threads=self._threads, timeout_s=self._timeout_s)
+        self._format = format_name
+        if self._textless is not None:
+            self._server.workers("never_draw", self._textless.tolist())
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def weight_max_code(self, format_name: str) -> int:
+        if format_name == "none":
+            return 0
+        fmt = get_format(format_name)
+        return fmt.weight_max if self._emulate else weight_max_code(fmt, self._server.device)
+
+    def load(self, manifest: Manifest, buckets: Iterable[Buffers]) -> None:
+        """Replace all weights, bucket by bucket, then compare the resident weights with the manifest.
+
+        Requests that still run are aborted, and returned as cancelled. If the engine holds one format at a time and was
+        made for another one, vLLM is restarted first.
+
+        Raises:
+            SyncError: a tensor is missing, misshapen or damaged. The engine stays STALE.
+            QuantizationError: a tensor that was sent as codes cannot be held as codes.
+        """
+        if self._fixed and manifest.precision != self._format:
+            self.version = None
+            self._server.close()
+            self._start(manifest.precision)
+        self.version = None
+        self._check(manifest)
+        self._pause()
+        self._keeps_base |= manifest.base_version is not None
+        try:
+            self._verify(manifest, self._place(manifest, buckets))
+        except BaseException:
+            self._base.clear()  # parts of two versions
+            raise
+        finally:
+            self._server.control("resume_generation")
+        self.version = manifest.version
+
+    def begin(self, version: int, format_name: str) -> tuple[str, int]:
+        """See engines.protocol.DirectEngine."""
+        if self._fixed and format_name != self._format:
+            raise SyncError(f"version {version} comes in {format_name}, and the engine was made for {self._format}")
+        self._base.clear()
+        self._pause()
+        return self._server.identity, self._ranks
+
+    def put(self, bucket: StagedBucket, index: int) -> None:
+        """See engines.protocol.DirectEngine."""
+        source = dict(bucket.source) | {"size": bucket.size}
+        source["rank"] = source.pop("first", {}).get(index, index * self._ranks)
+        self._server.workers("put", source, bucket.items, bucket.weight_max_code)
+
+    def commit(self, manifest: Manifest) -> None:
+        """See engines.protocol.DirectEngine."""
+        self._check(manifest)
+        try:
+            self._check_complete(manifest)
+            self._verify(manifest, {record.name: record.fingerprint for record in manifest.tensors})
+        finally:
+            self._server.control("resume_generation")
+        self.version = manifest.version
+
+    def _pause(self) -> None:
+        """Become STALE until every tensor is verified, abort running requests, and have the workers forget what was put
+        before."""
+        self.version = None
+        self._check_awake()
+        self._server.control("pause_generation", mode="abort", clear_cache=True)
+        self._server.workers("begin")
+
+    def _check(self, manifest: Manifest) -> None:
+        self._records = {record.name: record for record in manifest.tensors}
+        if tied := [record.name for record in manifest.tensors if record.tied]:
+            raise QuantizationError(f"{tied[0]} cannot be quantized in vLLM, being tied: add it to quantization.keep")
+        self._check_names(set(self._records), f"version {manifest.version}")
+
+    def _verify(self, manifest: Manifest, expected: Mapping[str, int]) -> None:
+        what = f"version {manifest.version}"
+        for name, resident in self._resident_fingerprints():
+            if resident != expected[name]:
+                raise SyncError(f"{what}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent")
+        if not self._server.control("reset_prefix_cache"):
+            raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
+
+    def _check_names(self, names: set[str], what: str) -> None:
+        if names != set(self._shapes):
+            missing, extra = sorted(set(self._shapes) - names), sorted(names - set(self._shapes))
+            raise SyncError(f"{what} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
+
+    def _place(self, manifest: Manifest, buckets: Iterable[Buffers]) -> dict[str, int]:
+        """Send all tensors to the workers, each bucket while they place the one before. Return by name the fingerprint
+        that each must have there."""
+        what = f"version {manifest.version}"
+        expected: dict[str, int] = {}
+        placing: Callable[[], object] = list
+        try:
+            for number, bucket in enumerate(buckets):
+                for name, parts in bucket.items():
+                    if name not in self._records or name in expected:
+                        raise SyncError(f"{what}: {name} came {'twice' if name in expected else 'unexpected'}")
+                    self._check_shapes(self._records[name], parts)
+                buffer = self._shared[number % 2]
+                places = iter(buffer.write(part for parts in bucket.values() for part in parts))
+                items = [
+                    (name, self._records[name].format, [next(places) for _ in parts]) for name, parts in bucket.items()
+                ]
+                placing()
+                placing = self._server.start("put", {"file": buffer.address}, items, manifest.weight_max_code)
+                for name, parts in bucket.items():
+                    expected[name] = self._expected(self._records[name], parts)
+                    if self._keeps_base:
+                        self._base[name] = tuple(part if part.flags.owndata else part.copy() for part in parts)
+        finally:
+            placing()
+        self._check_names(set(expected), what)
+        self._check_complete(manifest)
+        return expected
+
+    def _check_complete(self, manifest: Manifest) -> None:
+        for unplaced in self._server.workers("unplaced"):
+            if unplaced:
+                version = f"version {manifest.version}"
+                raise SyncError(f"{version} leaves parameters of vLLM's model without values: {unplaced[:3]}")
+
+    def _check_shapes(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> None:
+        shape = self._shapes[record.name]
+        wanted: list[tuple[tuple[int, ...], np.dtype]] = [(shape, np.dtype(np.float32))]
+        if record.format != "none":
+            fmt = get_format(record.format)
+            scales = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1])))
+            wanted = [(shape, np.dtype(np.uint8)), (scales, np.dtype(np.float32))]
+        if [(part.shape, part.dtype) for part in parts] != wanted or record.shape != shape:
+            found = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
+            raise SyncError(f"{record.name} has shape {found}, expected {wanted[0][0]} in {record.format}")
+
+    def _expected(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> int:
+        """Return the record's fingerprint, or that of the rounded values if the engine holds less than float32."""
+        if record.format != "none" or self._dtype == torch.float32:
+            return record.fingerprint
+        values = torch.tensor(parts[0])
+        if (sent := fingerprint(values)) != record.fingerprint:
+            raise SyncError(f"{record.name} arrived as {sent:016x}, {record.fingerprint:016x} was sent")
+        return fingerprint(values.to(self._dtype).float())
+
+    def _resident_fingerprints(self) -> Iterator[tuple[str, int]]:
+        """Yield the fingerprint of each tensor, which its workers compute where they hold it, from their shards."""
+        for name, *of_ranks in zip(
+            self._shapes, *self._server.workers("fingerprints", list(self._shapes.items())), strict=True
+        ):
+            pieces = itertools.chain.from_iterable(of_ranks)
+            yield name, join_fingerprints(name, self._shapes[name], self._format_of(name), pieces)
+
+    def resident(self, name: str) -> tuple[np.ndarray, ...]:
+        """Return a tensor as the workers hold it, in the form of Buffers: read back from the kernels' own memory,
+        unless the verified version is kept here."""
+        if name in self._base:
+            return self._base[name]
+        found = []
+        for shards in self._server.workers("resident", name):
+            for start, stop, columns, wire in shards:
+                arrays = tuple(np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in wire)
+                shard = TensorShard(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
+                found.append((shard, arrays))
+        return join_shards(name, self._shapes[name], self._format_of(name), found)
+
+    def _format_of(self, name: str) -> Format | None:
+        """Return the format of a tensor in the version that came last; None for full precision."""
+        record = self._records[name]
+        return None if record.format == "none" else get_format(record.format)
+
+    def kernels(self) -> list[str]:
+        """Return the kernels of the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
+        return sorted({name for names in self._server.workers("kernels") for name in names})
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Do nothing: vLLM has reserved its memory at the start."""
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[Request], *, version: int, deadline_s: float | None = None
+    ) -> list[Completion]:
+        """Return completions in the order of the requests. Log-probs of greedy draws are 0, as in the torch engine.
+
+        Args:
+            deadline_s: seconds from now; unfinished requests are then aborted, and returned as far as they got.
+
+        Raises:
+            StaleWeights: the engine does not hold `version`.
+            EngineError: a request does not fit the context, or vLLM failed.
+        """
+        check_requests(requests, held=self.version, version=version, context=self._context)
+        self._check_awake()
+        return self._server.generate(requests, version, deadline_s) if requests else []
+
+    def stream(
+        self, request: Request, *, logprobs: int | None, on_output: OnOutput, on_error: Callable[[Exception], None]
+    ) -> None:
+        """Start to answer a request; see VllmServer.stream.
+
+        Raises:
+            EngineError: the engine holds no verified weights, or the request does not fit the context.
+        """
+        check_requests([request], held=self.version, version=self.version or 0, context=self._context)
+        self._check_awake()
+        self._server.stream(request, logprobs=logprobs, on_output=on_output, on_error=on_error)
+
+    def cancel(self, uids: Collection[str]) -> None:
+        """End these requests, which return the tokens drawn so far; see engines.protocol.Engine."""
+        self._server.cancel(set(uids))
+
+    # --- sleep, end ------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the GPU's memory: level 1 moves the weights to the host, 2 drops them and leaves the engine STALE.
+
+        It has run on an H200.
+
+        Raises:
+            EngineError: the engine was made without sleep_mode.
+        """
+        if not self._sleep_mode:
+            raise EngineError("the engine was made without sleep_mode, which vLLM offers on CUDA alone")
+        if self._asleep:
+            return
+        if level > 1:
+            self.version = None
+        self._server.control("sleep", level)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undo `sleep`; after level 2, the next load must send the weights."""
+        if self._asleep:
+            self._server.control("wake_up")
+            self._asleep = False
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise EngineError("the engine is asleep: wake it first")
+
+    def close(self) -> None:
+        """End vLLM's processes. It can be called more than once."""
+        self.version = None
+        self._server.close()
+        for buffer in self._shared:
+            buffer.close()

@@ -1,0 +1,382 @@
+"""Preparation of a run before anything expensive starts: task, policy, reward, and checks that they fit together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from qurl_ray.cache import cache_root
+from qurl_ray.config import RunConfig
+from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
+from qurl_ray.config.paths import absolute, expanded, is_path
+from qurl_ray.config.task import TaskConfig
+from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt, prompt_notes
+from qurl_ray.data.tasks import Task, load_task
+from qurl_ray.data.turns import TurnEncoder
+from qurl_ray.environments.declared import with_tools
+from qurl_ray.environments.process import CallFailed, EnvironmentProcess
+from qurl_ray.environments.protocol import EnvironmentMessage, Step
+from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
+from qurl_ray.extensions import import_reference
+from qurl_ray.files import why_unwritable
+from qurl_ray.numerics.promise import Promise, promise_for
+from qurl_ray.policy.export import quantized_folder
+from qurl_ray.policy.gguf import cached_gguf_policy, converted
+from qurl_ray.policy.layers import window_of
+from qurl_ray.policy.load import Outline, load_tokenizer, outline
+from qurl_ray.policy.save import policy_folder
+from qurl_ray.policy.settings import head_dim
+from qurl_ray.policy.tiny import cached_tiny, cached_tiny_policy, check_characters, tiny_outline
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.structure import norm_fed
+from qurl_ray.quant.uaq import norm_fed_linears
+from qurl_ray.rewards.process import VerifierProcess
+from qurl_ray.runs.checkpoint import Checkpoint
+from qurl_ray.tables import TASKS
+from qurl_ray.tools.template import template_format
+from qurl_ray.types import PolicySpec, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Task and outline of the policy of a run, which fit together."""
+
+    config: RunConfig
+    """Settings with the tools that the environment declares."""
+    task: Task
+    spec: PolicySpec | None
+    """None for a tiny policy, which is made later."""
+    model: PreTrainedModel
+    """Policy without weights, on the meta device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Task and policy of a run that can start."""
+
+    task: Task
+    spec: PolicySpec
+    keep: tuple[str, ...]
+    """Patterns of the parameters that no format quantizes."""
+    promise: Promise | None
+    """This machine's promise of equal bits; None if engine and learner do not share one forward pass."""
+
+
+def check_run(config: RunConfig) -> Checked:
+    """Load the task, try its reward, and check that task, policy and settings fit together. Takes seconds, so that an
+    error is found before a run folder is created and before a tiny policy is made.
+
+    Raises:
+        QurlError: something would have failed later; the error names it.
+    """
+    task, _ = prepare_task(config)
+    check_cache(config, task)
+    spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
+    found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
+    check_model(config, found.model)
+    check_saving(config, found)
+    trial = try_prompts(config, task, found)
+    task = replace(task, notes=(*task.notes, *trial.notes))
+    return Checked(config=trial.config, task=task, spec=spec, model=found.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Result of a trial of the first training problem."""
+
+    config: RunConfig
+    """Settings with the tools that the environment declares."""
+    notes: list[str]
+    """Sentences on prompts that may not be what they are meant to be."""
+    prompt: np.ndarray
+    """Tokens before the first turn, int32 [length]."""
+    reply: Step | None
+    """Reply of the environment to the expected answer as the first turn; None without an environment."""
+
+
+def try_prompts(config: RunConfig, task: Task, found: Outline) -> Trial:
+    """Check that the policy reads the prompts, and play one turn of the environment, if there is one.
+
+    Raises:
+        ConfigError, DataError, EnvironmentFailed: see check_prompts and check_environment.
+    """
+    problem = task.train[0]
+    if config.environment.type is None:
+        notes = check_prompts(config, task, found)
+        return Trial(
+            config=config, notes=notes, prompt=encode_prompt(problem, found.tokenizer, config.task), reply=None
+        )
+    with EnvironmentProcess.of(config.environment) as process:
+        process.check()
+        config = with_tools(config, process.traits)
+        notes = check_prompts(config, task, found)
+        prompt, reply = check_environment(config, process, problem, found)
+    return Trial(config=config, notes=notes, prompt=prompt, reply=reply)
+
+
+def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float], None]) -> Prepared:
+    """Make the policy if it is a tiny one that does not exist yet, and learn what this machine promises for it.
+
+    Args:
+        progress: called with (step, accuracy) while a tiny policy is made.
+
+    Raises:
+        ConfigError: a tiny policy does not reach its accuracy.
+    """
+    spec, task = checked.spec, checked.task
+    if spec is None:
+        device = "cuda" if config.learner.device == "cuda" and torch.cuda.is_available() else "cpu"
+        source = cached_tiny_policy(cast(TinyModel, config.model), task.train, progress, device=device)
+        spec = PolicySpec(source=str(source), max_length=config.model.max_length)
+    keep = config.quantization.kept(checked.model.config.num_hidden_layers)
+    return Prepared(task=task, spec=spec, keep=keep, promise=row_promise(config, checked.model))
+
+
+def prepare_task(config: RunConfig) -> tuple[Task, float]:
+    """Load the task and try its reward. Return both: the reward is that of the first training problem's expected
+    answer.
+
+    Raises:
+        DataError, RewardError: one of them cannot be used.
+    """
+    task = load_task(config.task, eval_problems=config.evaluation.problems)
+    return task, check_reward(config.task, task.reward, task.train[0])
+
+
+def check_problems(task: Task, resume: Checkpoint | None) -> None:
+    """Check that the task has the problems, also the held-out ones, of the run that resumes.
+
+    Raises:
+        DataError: a problem or the order differs from the checkpoint's.
+    """
+    if resume is None:
+        return
+    recorded = resume.state().get("collector", {}).get("problems")
+    if recorded is not None and recorded != task.digest():  # a checkpoint of an earlier version records none
+        raise DataError(
+            f"the task's problems, held-out ones included, or their order differ from those of {resume.folder}: give "
+            "the task that the run began with, or start again with --fresh"
+        )
+
+
+def check_cache(config: RunConfig, task: Task) -> None:
+    """Check that the cache folder can be written if the policy is to be made there.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    model = config.model
+    if isinstance(model, PretrainedModel):
+        return
+    made = cached_tiny(model, task.train) if isinstance(model, TinyModel) else converted(model.path)
+    if not made and (error := why_unwritable(cache_root())):
+        raise ConfigError(f"cannot write to the cache folder {cache_root()}: {error}; set $QURL_CACHE or $HOME")
+
+
+def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
+    """Return where the policy is. A GGUF file is converted if it was not yet.
+
+    Raises:
+        ConfigError: a folder or GGUF file is not there, or is damaged.
+    """
+    if isinstance(model, GgufModel):
+        return PolicySpec(source=str(cached_gguf_policy(model.path)), max_length=model.max_length)
+    source = absolute(model.path)
+    place = expanded(source)
+    if place.is_file():
+        raise ConfigError(f"model.path={model.path} is a file: give the folder of the model, or set model.type=gguf")
+    if is_path(source) and not place.is_dir():
+        raise ConfigError(f"model.path={model.path}: no such folder: {place.absolute()}")
+    return PolicySpec(source=source, max_length=model.max_length, overrides=model.overrides)
+
+
+def check_saving(config: RunConfig, found: Outline) -> None:
+    """Write what a run writes only with a checkpoint or at its end, without weights, and read it back. The folder is
+    removed at once.
+
+    Raises:
+        ConfigError: settings or tokenizer cannot be saved, or not be read again.
+        QuantizationError: the format of `export.quantized` cannot be exported.
+    """
+    kept = config.quantization.kept(found.model.config.num_hidden_layers)
+    exported = config.export.format(config.rollout.quantization)
+    with TemporaryDirectory() as aside:
+        folder = Path(aside, "policy")
+        try:
+            with policy_folder(found.model, found.tokenizer, folder):
+                pass
+            if exported != "none":
+                with quantized_folder(found.model, found.tokenizer, folder, get_format(exported), kept):
+                    pass
+            load_tokenizer(PolicySpec(source=str(folder), quantized=True))
+        except QuantizationError:
+            raise
+        except Exception as error:  # transformers and tokenizers raise many kinds
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"the run could not save its policy: config.json, generation_config.json or the tokenizer of the model "
+                f"cannot be written, or not be read again ({type(error).__name__}: {reason})"
+            ) from error
+
+
+def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:
+    """Return this machine's promise of equal bits for the policy, measured where it is not known yet; None if engine
+    and learner do not share one forward pass."""
+    return promise_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
+
+
+def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:
+    """Check that the policy reads the prompts, and that they and their answers fit into its context. Return sentences
+    on prompts that may not be what they are meant to be.
+
+    Raises:
+        ConfigError, DataError: the message names the template, or a prompt.
+    """
+    if isinstance(config.model, TinyModel):
+        if config.task.template != "{prompt}":
+            raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
+        check_characters(task.train)
+    notes = []
+    for problems in map(list, (task.train, task.held_out)):  # each is made once
+        check_chat(config.task, found.tokenizer, problems)
+        check_lengths(
+            problems,
+            lambda problem: encode_prompt(problem, found.tokenizer, config.task),
+            max_new_tokens=config.rollout.max_new_tokens,
+            context=found.context,
+        )
+        notes += prompt_notes(problems, found.tokenizer, config.task)
+    return notes
+
+
+def check_environment(
+    config: RunConfig, process: EnvironmentProcess, problem: Problem, found: Outline
+) -> tuple[np.ndarray, Step]:
+    """Play one turn: an environment that cannot be made, fails or hangs fails here, and so does a chat template that
+    cannot take its messages, or writes calls of its tools in another format. Return the tokens before the turn, and the
+    reply.
+
+    Raises:
+        ConfigError, DataError, EnvironmentFailed: one of these.
+    """
+    if isinstance(config.model, TinyModel) and not config.model.calculator:
+        raise ConfigError("environment.type: the tiny policy knows the calculator alone, with model.calculator=true")
+    settings = config.environment
+    turns = TurnEncoder(found.tokenizer, config.task, found.stop_ids)
+    turns.check(problem, keep_history=settings.rewritten_history != "refuse")
+    if process.traits.tools:
+        written, read = template_format(found.tokenizer), process.traits.tool_format
+        if written != read:
+            way = f"set environment.params.format={written}" if written else "use another template"
+            raise ConfigError(
+                f"the tokenizer's chat template writes calls of tools in the format {written}, and the environment "
+                f"reads {read}: {way}"
+            )
+    said, reply = play_turn(process, problem)
+    prompt = turns.opening(problem, said) if said else encode_prompt(problem, found.tokenizer, config.task)
+    drawn = np.zeros(0, dtype=np.int32)
+    if reply.messages:
+        turns.after(problem, drawn, reply.messages)
+        if settings.rewritten_history == "new_row" and (history := turns.history(problem, said)):
+            turns.follow(problem, history, drawn, problem.answer, reply.messages)
+    return prompt, reply
+
+
+def play_turn(process: EnvironmentProcess, problem: Problem) -> tuple[list[EnvironmentMessage], Step]:
+    """Make the environment of a problem, and answer its first turn with the expected answer. Return what it says before
+    the turn, and its reply.
+
+    Raises:
+        EnvironmentFailed: it cannot be made, fails, or hangs.
+    """
+    opening = process.reset("trial", problem)
+    reply = process.step("trial", problem.answer) if isinstance(opening, list) else opening
+    if isinstance(reply, CallFailed):
+        raise EnvironmentFailed(
+            f"environment {process.name} ended in {reply.kind} when it was tried on {problem.uid}: {reply.detail}"
+        )
+    assert isinstance(opening, list)
+    return opening, reply
+
+
+def find_reward(config: TaskConfig) -> None:
+    """Look for the reward, without a problem that it could judge.
+
+    Raises:
+        RewardError: it is not there, or cannot be imported.
+    """
+    reward = config.reward or TASKS.entries[config.type].reward
+    with VerifierProcess(reward, config.reward_timeout_s, memory_gb=config.reward_memory_gb) as process:
+        process.check()
+
+
+def check_reward(config: TaskConfig, reward: str, problem: Problem) -> float:
+    """Return the reward of one correct answer: one that cannot be found, raises, hangs or returns no number fails here.
+
+    Raises:
+        RewardError: the reward fails in one of these ways.
+    """
+    with VerifierProcess(reward, config.reward_timeout_s, memory_gb=config.reward_memory_gb) as process:
+        process.check()
+        (verdict,) = process.judge_many([(problem.answer, problem)])
+    if verdict.status != "ok":
+        raise RewardError(
+            f"reward {reward} ended in {verdict.status} on the expected answer of {problem.uid}: {verdict.detail}"
+        )
+    return verdict.reward
+
+
+def unequalized(config: RunConfig, model: PreTrainedModel) -> list[str]:
+    """Return a sentence if `quantization.equalize=auto` leaves out this model, whose architecture is not known."""
+    name = config.rollout.quantization
+    if config.quantization.equalize != "auto" or name == "none" or not config.quantization.equalizes(name):
+        return []
+    try:
+        norm_fed(model)
+    except QuantizationError as error:
+        return [f"quantization.equalize=auto has no effect here, and codes are coarser than they could be: {error}"]
+    return []
+
+
+def check_model(config: RunConfig, model: PreTrainedModel) -> None:
+    """Check that the architecture can be quantized, scaled and divided as configured.
+
+    Raises:
+        ConfigError: the engine cannot work here, or not with these settings; or more ranks than the model has heads are
+            to share a sequence.
+        QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
+    """
+    each, heads = config.learner.sequence_parallel, model.config.num_attention_heads
+    if each > heads:
+        raise ConfigError(
+            f"learner.sequence_parallel={each} ranks cannot share the {heads} heads of the model: choose at "
+            f"most {heads}"
+        )
+    window, longest = window_of(model.config), config.model.max_length or model.config.max_position_embeddings
+    if window and config.learner.device == "cuda" and longest > window:
+        raise ConfigError(
+            f"the learner's attention on a GPU has no sliding window, and the model has one of {window} tokens: set "
+            f"model.max_length={window}, or use another model"
+        )
+    quantized: list[str] = []
+    if config.rollout.quantization != "none":
+        fmt = get_format(config.rollout.quantization)
+        quantized = list(quantized_linears(model, config.quantization.kept(model.config.num_hidden_layers)))
+        for name in quantized:
+            width = model.get_submodule(name).in_features
+            if fmt.group and width % fmt.group and fmt.rows == 1:
+                raise QuantizationError(
+                    f"{fmt.name}: {name} has width {width}, no multiple of the group of {fmt.group}"
+                )
+    if check := config.rollout.engine_entry.check:
+        import_reference(check)(quantized)
+    if config.quantization.equalize is True:
+        norm_fed(model)
+    if config.quantization.uaq_scale != 1:
+        norm_fed_linears(model, config.quantization.uaq_layers)

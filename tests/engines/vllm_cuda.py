@@ -1,0 +1,216 @@
+"""A process of its own in which vLLM takes itself for one on an H100: python vllm_cuda.py CHECK.
+
+Neither a GPU nor vLLM's CUDA library is there. Operations of that library have their schemas, as the wheel of vLLM
+0.32.0 for CUDA has them (`make gpu-contract` compares), shapes of results for fake tensors, and on a CPU a plain
+definition of what they compute.
+"""
+
+import json
+import sys
+import types
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LIBRARY = torch.library.Library("_C", "FRAGMENT")
+SCHEMAS = {
+    "dynamic_scaled_int8_quant": "(Tensor! result, Tensor input, Tensor! scale, Tensor!? azp) -> ()",
+    "dynamic_per_token_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
+    "per_token_group_fp8_quant": (
+        "(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, float fp8_min, float fp8_max, "
+        "bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
+    ),
+    "cutlass_scaled_mm": "(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()",
+    "cutlass_scaled_mm_supports_fp8": "(int cuda_device_capability) -> bool",
+    "cutlass_scaled_mm_supports_block_fp8": "(int cuda_device_capability) -> bool",
+}
+"""Operations of the CUDA path, by name."""
+WIDTHS = {"int8": (48, 32), "fp8": (48, 24), "fp8_block": (256, 128)}
+"""(outputs, inputs) of a layer; CUTLASS' FP8 pads its inputs."""
+NO_WORK = {"empty", "empty_like", "empty_strided", "view", "_unsafe_view", "t", "transpose", "slice", "alias", "detach",
+           "device", "reshape", "expand", "permute", "as_strided", "select", "unsqueeze", "squeeze"}  # fmt: skip
+"""Operations that allocate or view, and start nothing on a device."""
+
+
+def scaled_mm(out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any) -> None:
+    """Products of codes, [M, K] · [K, N], in float64, with a scale for each row and column, or each block."""
+    left, right = a.double(), b.double()
+    if b_scales.numel() != b.shape[1]:
+        left = left * a_scales.repeat_interleave(128, dim=1)
+        right = right * b_scales.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+        found = left @ right
+    else:
+        found = (left @ right) * a_scales.reshape(-1, 1) * b_scales.reshape(1, -1)
+    out.copy_(found if bias is None else found + bias)
+
+
+def quantized(result: Any, input: Any, scale: Any, largest: float, group: int | None = None) -> None:
+    """Codes of activations, one scale per row or per group of columns."""
+    x = input.float()
+    parts = x.view(len(x), -1, group or x.shape[1])
+    step = parts.abs().amax(-1, keepdim=True) / largest
+    codes = (parts / step).reshape(x.shape)
+    result.copy_(codes.round() if result.dtype == torch.int8 else codes)
+    scale.copy_(step[..., 0])
+
+
+def pretend_h100() -> None:
+    """Make vLLM take this machine for an H100."""
+    for library in ("_C", "_C_AVX2", "_C_AVX512"):  # those of the wheel for CPUs
+        sys.modules[f"vllm.{library}"] = None  # type: ignore[assignment]
+    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    for name, schema in SCHEMAS.items():
+        LIBRARY.define(name + schema)
+    on_cpu = {
+        "cutlass_scaled_mm": scaled_mm,
+        "dynamic_scaled_int8_quant": lambda result, input, scale, azp: quantized(result, input, scale, 127),
+        "dynamic_per_token_scaled_fp8_quant": lambda result, input, scale, ub: quantized(result, input, scale, 448),
+        "per_token_group_fp8_quant": lambda x, q, s, group, *_: quantized(q, x, s, 448, group),
+    }
+    for name, function in on_cpu.items():
+        LIBRARY.impl(name, function, "CPU")
+        LIBRARY.impl(name, lambda *_: None, "Meta")
+    for name, least in (("cutlass_scaled_mm_supports_fp8", 89), ("cutlass_scaled_mm_supports_block_fp8", 90)):
+        LIBRARY.impl(name, lambda capability, least=least: capability >= least, "CompositeExplicitAutograd")
+
+    import vllm.model_executor.kernels.linear
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class H100(NonNvmlCudaPlatform):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(major=9, minor=0)
+
+    old, new = vllm.platforms.current_platform, H100()
+    vllm.platforms._current_platform = new
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm") and getattr(module, "current_platform", None) is old:
+            module.current_platform = new
+    import vllm.model_executor.kernels.linear.scaled_mm.cutlass as cutlass
+
+    cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = True
+
+
+class Operations(TorchDispatchMode):
+    """Records the operations that start work on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        if name not in NO_WORK:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def made(format_name: str, device: str, widths: tuple[int, int] | None = None) -> tuple[Any, Any]:
+    """A layer of vLLM's kind, and its FixedCodes."""
+    from qurl_ray.engines.vllm.kernels import FixedCodes
+    from qurl_ray.quant.formats import get_format
+
+    outputs, inputs = widths or WIDTHS[format_name]
+    layer = torch.nn.Module()
+    fixed = FixedCodes(
+        layer, get_format(format_name), [outputs], inputs, dtype=torch.bfloat16, device=torch.device(device), name="up"
+    )
+    return layer, fixed
+
+
+def operations() -> dict[str, Any]:
+    """Kernel and device operations of one product, by format."""
+    found = {}
+    for name, (outputs, inputs) in (WIDTHS | {"fp8": (64, 32)}).items():
+        with FakeTensorMode():
+            _, fixed = made(name, "cuda", (outputs, inputs))
+            x = torch.empty(4, inputs, dtype=torch.bfloat16, device="cuda")
+            with Operations() as seen:
+                y = fixed.multiply(x, None)
+            assert (y.shape, y.dtype, y.device.type) == ((4, outputs), torch.bfloat16, "cuda")
+        found[name] = {"kernel": fixed.kernel, "operations": seen.names}
+    return found
+
+
+def memory() -> dict[str, Any]:
+    """Whether 20 versions end in the same memory, are read back as they were written, and multiply as defined."""
+    from qurl_ray.quant.formats import get_format
+    from qurl_ray.quant.linear import reference_linear
+    from qurl_ray.quant.quantize import quantize
+
+    found = {}
+    for name, (outputs, inputs) in WIDTHS.items():
+        layer, fixed = made(name, "cpu")
+        parameters = dict(layer.named_parameters())
+        places = {key: parameter.data_ptr() for key, parameter in parameters.items()}
+        moved = wrong = 0
+        gap = 0.0
+        for seed in range(20):
+            torch.manual_seed(seed)
+            q = quantize(torch.randn(outputs, inputs), get_format(name))
+            fixed.write(q)
+            now = dict(layer.named_parameters())
+            moved += any(now[key] is not parameters[key] or now[key].data_ptr() != places[key] for key in parameters)
+            read = fixed.read()
+            wrong += not (torch.equal(read.codes.float(), q.codes.float()) and torch.equal(read.scale, q.scale))
+            x, bias = torch.randn(3, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+            expected = reference_linear(x, q, bias).float()
+            gap = max(gap, ((fixed.multiply(x, bias).float() - expected).norm() / expected.norm()).item())
+        shapes = {key: [list(p.shape), list(p.stride())] for key, p in parameters.items()}
+        found[name] = {"moved": moved, "wrong": wrong, "gap": gap, "parameters": shapes}
+    return found
+
+
+def codes() -> dict[str, list[int]]:
+    """The result of benchmarks.gpu.codes.differing, which reads codes of activations from products, in each layout."""
+    from benchmarks.gpu.codes import differing, eye
+    from qurl_ray.quant.formats import get_format
+
+    found = {}
+    for name, size in WIDTHS.items():
+        fmt, cpu = get_format(name), torch.device("cpu")
+        _, fixed = made(name, "cpu")
+        fixed.write(eye(*size, fmt, cpu))
+        found[name] = differing(lambda x, own=fixed: own.multiply(x, None), size, fmt, 2000, cpu, torch.bfloat16)
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """What is said of layers that no kernel multiplies."""
+    from qurl_ray.engines.vllm.kernels import FixedCodes
+    from qurl_ray.errors import QuantizationError
+    from qurl_ray.quant.formats import get_format
+
+    found = {}
+    for case, (name, widths, dtype) in {
+        "blocks": ("fp8_block", (192, 128), torch.bfloat16),
+        "width": ("fp8", (40, 128), torch.bfloat16),
+        "int4": ("int4", (128, 128), torch.bfloat16),
+        "float32": ("int8", (128, 128), torch.float32),
+    }.items():
+        try:
+            FixedCodes(
+                torch.nn.Module(), get_format(name), [widths[0]], widths[1],
+                dtype=dtype, device=torch.device("cpu"), name="model.layers.0.mlp.up",
+            )  # fmt: skip
+        except QuantizationError as error:
+            found[case] = str(error)
+    return found
+
+
+def main(check: str) -> None:
+    pretend_h100()
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["+quant_fp8"]))):
+        sys.stdout.write(
+            f"FOUND {json.dumps({f.__name__: f for f in (operations, memory, codes, refusals)}[check]())}\n"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
