@@ -23,6 +23,7 @@ from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import weight_max_code
+from qurl_ray.quant.quantize import QTensor
 from qurl_ray.types import PolicySpec, Problem, Request, SamplingParams
 
 # On a busy machine an example may take any time.
@@ -37,6 +38,11 @@ SUMS = [
 def taken(format_name: str) -> Format:
     """The format with codes that the kernel of this processor takes, as a run asks for them."""
     return get_format(format_name, weight_max_code(get_format(format_name), torch.device("cpu")))
+
+
+def arrays_of(q: QTensor) -> tuple[np.ndarray, ...]:
+    """Arrays of a weight as they are sent whole, and as engines load them."""
+    return tuple(part.numpy() for part in q.parts)
 
 
 LINEARS = {(256, 18): 1, (256, 768): 4, (512, 256): 4}

@@ -4,6 +4,8 @@
 computes it either in this way (emulation, on any device) or by a kernel of quant/kernels.py.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -74,7 +76,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, q: QTensor, bias: torch.Tensor | None, *, emulate: bool = False, kernel: str = "auto") -> None:
         super().__init__()
         self.fmt = q.fmt
-        self.out_features, self.in_features = shape = tuple(q.codes.shape)
+        self.out_features, self.in_features = shape = tuple(q.shape)
         if emulate or kernel == "emulation":
             self._fastest = None
         elif kernel == "auto":
@@ -88,6 +90,10 @@ class QuantizedLinear(nn.Module):
             self._kernel = IN_PLACE
         if self._kernel:
             self._packed = self._kernel.pack(q)
+        elif q.fmt.codec:
+            self._parts = len(q.parts)
+            for number, part in enumerate(q.parts):
+                self.register_buffer(f"_part_{number}", part.clone())
         else:
             # Emulation multiplies floats: codes are stored as floats, exactly, and not converted at every call.
             self.register_buffer("_codes", floats(q.codes))
@@ -100,7 +106,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernel is None:
-            return reference_linear(x, QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt), self.bias)
+            return reference_linear(x, self._emulated(), self.bias)
         return self._kernel.forward(x, self._packed, self.bias)
 
     def pack(self) -> None:
@@ -127,11 +133,22 @@ class QuantizedLinear(nn.Module):
     def write(self, q: QTensor) -> None:
         """Write the codes and scales of another version, of the same format and shape, where an emulated linear holds
         the old ones."""
+        if self.fmt.codec:
+            for held, part in zip(self._emulated().parts, q.parts, strict=True):
+                held.copy_(part)
+            return
         self._codes.copy_(floats(q.codes))
         self.scale.copy_(q.scale)
 
     def resident(self) -> QTensor:
         """Return the codes and scales that the next forward pass will use, read back from the kernel's own memory."""
         if self._kernel is None:
-            return QTensor(codes=self._codes.to(self.fmt.dtype), scale=self.scale, fmt=self.fmt)
+            q = self._emulated()
+            return q if self.fmt.codec else replace(q, codes=q.codes.to(self.fmt.dtype))
         return self._kernel.unpack(self._packed)
+
+    def _emulated(self) -> QTensor:
+        """Return what an emulated linear multiplies with; codes as floats, unless the format has a codec."""
+        if self.fmt.codec:
+            return QTensor.of([getattr(self, f"_part_{number}") for number in range(self._parts)], self.fmt)
+        return QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt)

@@ -15,36 +15,51 @@ import torch
 from torch.nn.functional import pad
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant.formats import Format
+from qurl_ray.quant.formats import Format, Range
 
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # `shared` says what follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QTensor:
-    """Codes and scales of one weight: w[n, k] ≈ codes[n, k] * scale[n // rows, k // group]."""
+    """Codes and scales of one weight: w[n, k] ≈ codes[n, k] * scale[n // rows, k // group], unless the format has a
+    codec."""
 
     codes: torch.Tensor  # fmt.dtype [N, K]
     scale: torch.Tensor  # float32 [N / rows, K / group], rounded up
     fmt: Format
+    more: tuple[torch.Tensor, ...] = ()
+    """Further arrays of a format with a codec."""
 
     @property
     def shape(self) -> torch.Size:
-        return self.codes.shape
+        return self.fmt.codec.shape(self.parts, self.fmt) if self.fmt.codec else self.codes.shape
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The arrays as they travel (Format.parts), without a copy: codes as bytes."""
+        return self.codes.view(torch.uint8), self.scale, *self.more
+
+    @classmethod
+    def of(cls, parts: Sequence[torch.Tensor], fmt: Format) -> "QTensor":
+        """Invert `parts`. Without a copy, too: what must outlive a buffer of an object store has to be copied."""
+        codes, scale, *more = parts
+        return cls(codes=codes.view(fmt.dtype), scale=scale, fmt=fmt, more=tuple(more))
 
     def to(self, device: torch.device | str, *, copy: bool = False) -> "QTensor":
         """Return this tensor on a device: itself if it is there, unless a copy is asked for."""
-        codes, scale = (part.to(device, copy=copy) for part in (self.codes, self.scale))
-        return QTensor(codes=codes, scale=scale, fmt=self.fmt)
+        return QTensor.of([part.to(device, copy=copy) for part in self.parts], self.fmt)
 
-    def to_numpy(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (codes, scale) as they are sent, without a copy: codes as bytes, because numpy has no 8-bit float."""
-        return self.codes.view(torch.uint8).numpy(), self.scale.numpy()
+    def cut(self, rows: Range, columns: Range | None = None) -> "QTensor":
+        """Return these rows and columns, all columns by default, without a copy.
 
-    @classmethod
-    def from_numpy(cls, codes: np.ndarray, scale: np.ndarray, fmt: Format) -> "QTensor":
-        """Invert `to_numpy`. Without a copy, too: what must outlive a buffer of an object store has to be copied."""
-        return cls(codes=shared(codes).view(fmt.dtype), scale=shared(scale), fmt=fmt)
+        Raises:
+            QuantizationError: there are none, or a border lies within a block that shares a scale.
+        """
+        if not 0 <= rows[0] < rows[1] <= self.shape[0]:
+            raise QuantizationError(f"rows {rows[0]} to {rows[1]} of a weight that has {self.shape[0]}")
+        places = self.fmt.cut(self.shape, rows, columns or (0, self.shape[1]))
+        return QTensor.of([part[place] for part, place in zip(self.parts, places, strict=True)], self.fmt)
 
 
 def shared(array: np.ndarray) -> torch.Tensor:
@@ -74,6 +89,8 @@ def quantize(w_NK: torch.Tensor, fmt: Format, *, finite: bool = False) -> QTenso
             multiple of the group size.
     """
     _check(w_NK, fmt)
+    if fmt.codec:
+        return QTensor.of(fmt.codec.encode(w_NK.detach().float(), fmt), fmt)
     if fused := _fused(w_NK, fmt, fmt.group):
         codes, scale = fused.codes_of_blocks(w_NK, fmt)
         if finite or torch.isfinite(scale).all():
@@ -149,26 +166,13 @@ def concatenate(qs: Sequence[QTensor]) -> QTensor:
         )
     if ragged := [q.shape[0] for q in qs[:-1] if q.shape[0] % fmt.rows]:
         raise QuantizationError(f"{fmt.name}: {ragged[0]} rows end within a block of {fmt.rows}; nothing can follow")
-    codes = torch.cat([q.codes.view(torch.uint8) for q in qs]).view(fmt.dtype)
-    return QTensor(codes=codes, scale=torch.cat([q.scale for q in qs]), fmt=fmt)
-
-
-def rows(q: QTensor, start: int, stop: int) -> QTensor:
-    """Return output rows start … stop - 1, without a copy. The inverse of `concatenate`.
-
-    Raises:
-        QuantizationError: there are no such rows, or a border lies within a block.
-    """
-    count, block = len(q.codes), q.fmt.rows
-    if not 0 <= start < stop <= count:
-        raise QuantizationError(f"rows {start} to {stop} of a weight that has {count}")
-    if start % block or (stop % block and stop != count):
-        raise QuantizationError(f"{q.fmt.name}: rows {start} to {stop} do not begin and end with blocks of {block}")
-    return QTensor(codes=q.codes[start:stop], scale=q.scale[start // block : -(-stop // block)], fmt=q.fmt)
+    return QTensor.of([torch.cat(parts) for parts in zip(*(q.parts for q in qs), strict=True)], fmt)
 
 
 def dequantize(q: QTensor) -> torch.Tensor:
     """Return the values of the codes, float32 [N, K]."""
+    if q.fmt.codec:
+        return q.fmt.codec.decode(q.parts, q.fmt)
     rows, columns = q.codes.shape
     scale = q.scale.repeat_interleave(q.fmt.rows, dim=0)[:rows]
     return floats(q.codes) * scale.repeat_interleave(q.fmt.group or columns, dim=1)[:, :columns]

@@ -16,7 +16,7 @@ import numpy as np
 from qurl_ray.errors import SyncError
 
 Encoding = Literal["codes", "float32", "bfloat16", "float16"]
-"""Encoding of a tensor's arrays: (codes uint8, bits of the scales uint32), (bits uint32,) or (bits uint16,)."""
+"""Encoding of a tensor's arrays as unsigned integers: the bits of its format's parts, or of floats of 32 or 16 bits."""
 
 _MANY = 1 << 15
 """Number of changes that are packed even if they are most of an array, as all scales of a linear may be: 4 ms of one

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from qurl_ray.errors import SyncError
+from qurl_ray.quant.formats import Part, get_format
 from qurl_ray.types import Manifest, TensorRecord
 from qurl_ray.weights.delta import Delta, Encoding, Payload, decode_delta
 
 Arrays = tuple[np.ndarray, ...]
-"""Arrays of one tensor as engines load them: (codes uint8 [N, K], scale float32 [N, groups]) or (values float32,)."""
-
-_WIDTHS = {"codes": (1, 4), "float32": (4,), "bfloat16": (2,), "float16": (2,)}
-"""Bytes per element on the wire, for each array of an encoding."""
+"""Arrays of one tensor as engines load them: the parts of its format (quant.formats), or (values float32,)."""
 
 
 def decode_buckets(
@@ -50,38 +48,46 @@ def _arrays(
     payload: Payload, record: TensorRecord, base_version: int | None, resident: Callable[[str], Arrays]
 ) -> Arrays:
     """Decode one payload."""
-    widths, parts, found = _WIDTHS.get(payload.encoding, ()), payload.parts, payload.arrays
-    if (payload.encoding == "codes") != (record.format != "none") or len(parts) != len(widths):
+    wanted, parts, arrays = _wanted(record, payload.encoding), payload.parts, payload.arrays
+    if len(parts) != len(wanted):
         raise SyncError(f"unknown payload: {payload.encoding!r}, {len(parts)} arrays, for format {record.format!r}")
     if any(isinstance(part, Delta) for part in parts):
         if base_version is None or payload.base_version != base_version:
             raise SyncError(f"a delta to version {payload.base_version}, expected one to {base_version}")
         base = resident(payload.name)
-        if len(base) != len(parts) or base[0].shape != record.shape:
+        if len(base) != len(parts) or base[0].shape != wanted[0].shape:
             shapes = [part.shape for part in base]
-            raise SyncError(f"a delta for {len(parts)} arrays, the first {record.shape}, but its base is {shapes}")
-        found = tuple(_added(*one, payload.encoding) for one in zip(base, parts, widths, strict=True))
-    for part, width in zip(found, widths, strict=True):
-        if part.dtype != f"u{width}":
-            raise SyncError(f"unknown payload: {part.dtype} in {payload.encoding}")
-    if found[0].shape != record.shape:
-        raise SyncError(f"shape {found[0].shape} was sent, expected {record.shape}")
-    return tuple(_widened(part, payload.encoding) for part in found)
+            raise SyncError(f"a delta for {len(parts)} arrays, the first {wanted[0].shape}, but its base is {shapes}")
+        arrays = tuple(
+            decode_delta(_narrowed(held, want, payload.encoding), part) if isinstance(part, Delta) else part
+            for held, part, want in zip(base, parts, wanted, strict=True)
+        )
+    for array, want in zip(arrays, wanted, strict=True):
+        if array.dtype != f"u{want.dtype.itemsize}":
+            raise SyncError(f"unknown payload: {array.dtype} in {payload.encoding}")
+        if array.shape != want.shape:
+            raise SyncError(f"shape {array.shape} was sent, expected {want.shape}")
+    return tuple(_widened(array, want, payload.encoding) for array, want in zip(arrays, wanted, strict=True))
 
 
-def _added(base: np.ndarray, part: np.ndarray | Delta, width: int, encoding: Encoding) -> np.ndarray:
-    return decode_delta(_narrowed(base, width, encoding), part) if isinstance(part, Delta) else part
+def _wanted(record: TensorRecord, encoding: Encoding) -> tuple[Part, ...]:
+    """Return the arrays of a tensor on the wire: the parts of its format, or one of bfloat16's bits or floats."""
+    if (encoding == "codes") != (record.format != "none"):
+        return ()
+    if encoding == "codes":
+        return get_format(record.format).parts(record.shape)
+    types = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+    return (Part(np.dtype(types[encoding]), record.shape),) if encoding in types else ()
 
 
-def _narrowed(array: np.ndarray, width: int, encoding: Encoding) -> np.ndarray:
-    """Return an engine's array as the unsigned integers that travel: codes as they are, the bits of float32, of float16
-    if it holds these values, or the upper halves of float32's if the lower halves are zero (bfloat16)."""
-    if array.dtype != (np.uint8 if width == 1 else np.float32):
-        raise SyncError(f"a delta of {width}-byte integers cannot be added to {array.dtype}")
-    if width == 1:
-        return array
-    bits = np.ascontiguousarray(array).reshape(array.shape).view(np.uint32)
-    if width == 4:
+def _narrowed(array: np.ndarray, want: Part, encoding: Encoding) -> np.ndarray:
+    """Return an engine's array as the unsigned integers that travel: parts of a format as they are, the bits of
+    float32, of float16 if it holds these values, or the upper halves of float32's if the lower halves are zero
+    (bfloat16)."""
+    if array.dtype != (want.dtype if encoding == "codes" else np.float32):
+        raise SyncError(f"a delta of {want.dtype.itemsize}-byte integers cannot be added to {array.dtype}")
+    bits = np.ascontiguousarray(array).reshape(array.shape).view(f"u{array.itemsize}")
+    if encoding in ("codes", "float32"):
         return bits
     if encoding == "float16":
         with np.errstate(over="ignore"):
@@ -95,13 +101,11 @@ def _narrowed(array: np.ndarray, width: int, encoding: Encoding) -> np.ndarray:
     return np.ascontiguousarray(halves[..., int(sys.byteorder == "little")]).reshape(bits.shape)
 
 
-def _widened(bits: np.ndarray, encoding: Encoding) -> np.ndarray:
-    """Inverse of `_narrowed`: codes stay bytes, the rest becomes float32."""
-    if bits.itemsize == 1:
-        return bits
-    if encoding == "float16":
-        return bits.view(np.float16).astype(np.float32)
-    if bits.itemsize == 2:
+def _widened(bits: np.ndarray, want: Part, encoding: Encoding) -> np.ndarray:
+    """Inverse of `_narrowed`: parts of a format get its types, the rest becomes float32."""
+    if encoding == "bfloat16":
         bits = bits.astype(np.uint32)
         bits <<= 16
-    return bits.view(np.float32)
+        return bits.view(np.float32)
+    values = bits.view(want.dtype)
+    return values.astype(np.float32) if encoding == "float16" else values

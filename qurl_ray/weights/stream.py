@@ -23,7 +23,6 @@ from qurl_ray.weights.delta import Encoding, Payload, encode_delta
 
 Unquantized = Literal["float32", "bfloat16", "float16"]
 """Encoding in which tensors outside the quantized set travel; engines hold them as float32 either way."""
-_ITEM_BYTES = {"codes": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -54,7 +53,7 @@ class Publisher:
     rank: int = 0
     ranks: int = 1
     bucket_bytes: int = 1 << 26
-    """Largest bucket, in bytes of its decoded tensors without scales; a larger tensor is a bucket of its own."""
+    """Largest bucket, in bytes of its tensors as they are sent whole; a larger tensor is a bucket of its own."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names that are sent, if they are in `quantized`, as codes of another parameter and in addition to it, by the rank
     of that parameter: {"lm_head.weight": "model.embed_tokens.weight"}."""
@@ -89,7 +88,7 @@ class Publisher:
         last = self._sent if form == self._form else {}
         base = base_version if last and base_version == self._version else None
         self._sent, self._form, self._version = {}, form, None
-        yield from _buckets(self._messages(parameters, fmt, unquantized, last, base), self.bucket_bytes)
+        yield from self._buckets(self._messages(parameters, fmt, unquantized, last, base))
         self._version = version
 
     def resend(self) -> Iterator[Bucket]:
@@ -100,7 +99,7 @@ class Publisher:
         """
         if self._version is None:
             raise SyncError("nothing to resend: no version was prepared to its end")
-        yield from _buckets(self._sent.values(), self.bucket_bytes)
+        yield from self._buckets(self._sent.values())
 
     def _messages(
         self,
@@ -123,6 +122,20 @@ class Publisher:
             record, payload = _compared(replace(record, tied=tied), whole, before, base)
             self._sent[name] = replace(record, bytes=whole.bytes, base_version=None), whole
             yield record, payload
+
+    def _buckets(self, messages: Iterable[tuple[TensorRecord, Payload]]) -> Iterator[Bucket]:
+        """Group messages, in their order, into buckets."""
+        held: list[tuple[TensorRecord, Payload]] = []
+        size = 0
+        for record, payload in messages:
+            whole = self._sent[record.name][1].bytes
+            if held and size + whole > self.bucket_bytes:
+                yield _bucket(held)
+                held, size = [], 0
+            held.append((record, payload))
+            size += whole
+        if held:
+            yield _bucket(held)
 
     def _mine(
         self, parameters: Iterable[tuple[str, torch.Tensor | QTensor]]
@@ -174,7 +187,7 @@ def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) 
     sent: tuple[torch.Tensor, ...]
     encoding: Encoding
     if isinstance(tensor, QTensor):
-        held, sent = (tensor.codes, tensor.scale), (tensor.codes.cpu(), tensor.scale.cpu())
+        held, sent = tensor.parts, tuple(part.cpu() for part in tensor.parts)
         encoding, form = "codes", tensor.fmt.name
     else:
         # A copy, because the parameter goes on changing. Rounded to nearest, ties to even.
@@ -202,7 +215,7 @@ def _compared(
     if before is None or before.encoding != whole.encoding or before.arrays[0].shape != whole.arrays[0].shape:
         return record, whole
     deltas = tuple(map(encode_delta, before.arrays, whole.arrays)) if base is not None else (None,)
-    if whole.encoding == "codes":  # of other tensors nobody asks
+    if record.format != "none":  # only codes report how many changed
         changed = deltas[0].count if deltas[0] else int(np.count_nonzero(before.arrays[0] != whole.arrays[0]))
         record = replace(record, changed=changed)
     if not any(deltas):
@@ -216,21 +229,6 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
     """View of the same memory as unsigned integers of the same size."""
     size = tensor.element_size()
     return tensor.contiguous().view(_SIGNED[size]).numpy().view(f"u{size}")
-
-
-def _buckets(messages: Iterable[tuple[TensorRecord, Payload]], limit: int) -> Iterator[Bucket]:
-    """Group messages, in their order, into buckets that take at most `limit` bytes once decoded."""
-    held: list[tuple[TensorRecord, Payload]] = []
-    size = 0
-    for record, payload in messages:
-        decoded = math.prod(record.shape) * _ITEM_BYTES[payload.encoding]
-        if held and size + decoded > limit:
-            yield _bucket(held)
-            held, size = [], 0
-        held.append((record, payload))
-        size += decoded
-    if held:
-        yield _bucket(held)
 
 
 def _bucket(messages: Sequence[tuple[TensorRecord, Payload]]) -> Bucket:

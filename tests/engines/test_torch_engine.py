@@ -15,7 +15,7 @@ from qurl_ray.quant.linear import QuantizedLinear, integer_kernel
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
 from qurl_ray.types import Manifest, TensorRecord
-from tests.conftest import requests_for, taken
+from tests.conftest import arrays_of, requests_for, taken
 from tests.engines.damage import dropped, swapped, transposed
 
 KEEP = (r"lm_head\.",)
@@ -30,7 +30,7 @@ def weights_of(model, format_name: str, version: int = 1):
     for name, parameter in model.named_parameters():
         if name in names:
             q = quantize(parameter, fmt)
-            tensors, buffers[name] = (q.codes, q.scale), q.to_numpy()
+            tensors, buffers[name] = (q.codes, q.scale), arrays_of(q)
         else:
             tensors = (parameter.detach().clone(),)
             buffers[name] = (tensors[0].numpy(),)

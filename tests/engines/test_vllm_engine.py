@@ -33,7 +33,7 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.stream import Publisher, assemble_manifest
-from tests.conftest import SUMS, requests_for, taken
+from tests.conftest import SUMS, arrays_of, requests_for, taken
 from tests.engines.damage import dropped, swapped, transposed
 from tests.engines.test_torch_engine import KEEP, learner_logprobs, weights_of, with_quantized_linears
 from tests.engines.vllm_floats import digest
@@ -675,7 +675,7 @@ def test_other_architectures_find_their_places(tokenizer, tmp_path, kind):
             q = quantize(policy(own).lm_head.weight, get_format("int8"))
             tensors = [replace(r, format="int8") if r is head else r for r in codes.tensors]
             with pytest.raises(SyncError, match=r"lm_head\.weight came as int8 codes.*quantization\.keep"):
-                engine.call("load", replace(codes, tensors=tuple(tensors)), [buckets[0] | {head.name: q.to_numpy()}])
+                engine.call("load", replace(codes, tensors=tuple(tensors)), [buckets[0] | {head.name: arrays_of(q)}])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, concatenate, dequantize, quantize, rows
+from qurl_ray.quant.quantize import QTensor, concatenate, dequantize, quantize
 
 
 def weight(rows: int, columns: int = 256, seed: int = 0) -> torch.Tensor:
@@ -30,7 +30,7 @@ def test_rows_are_quantized_alike_alone_and_together(name, heights):
     assert same(whole, quantize(torch.cat(parts), FORMATS[name]))
     start = 0
     for q in quantized:
-        assert same(rows(whole, start, start + len(q.codes)), q)
+        assert same(whole.cut((start, start + len(q.codes))), q)
         start += len(q.codes)
 
 
@@ -39,19 +39,19 @@ def test_blocks_are_joined_and_cut_at_their_borders():
     quantized = [quantize(part, FORMATS["fp8_block"]) for part in parts]
     whole = concatenate(quantized)
     assert same(whole, quantize(torch.cat(parts), FORMATS["fp8_block"]))
-    assert same(rows(whole, 128, 384), quantized[1])
-    assert same(rows(whole, 384, 454), quantized[2])
+    assert same(whole.cut((128, 384)), quantized[1])
+    assert same(whole.cut((384, 454)), quantized[2])
     with pytest.raises(QuantizationError, match="70 rows end within a block of 128"):
         concatenate(quantized[::-1])
     for start, stop in ((64, 128), (0, 100)):
-        with pytest.raises(QuantizationError, match="do not begin and end with blocks of 128"):
-            rows(whole, start, stop)
+        with pytest.raises(QuantizationError, match="cut through blocks of 128"):
+            whole.cut((start, stop))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 9), (-1, 4), (3, 3), (5, 2)])
 def test_rows_that_are_not_there_are_refused(start, stop):
     with pytest.raises(QuantizationError, match="of a weight that has 8"):
-        rows(quantize(weight(8), FORMATS["int8"]), start, stop)
+        quantize(weight(8), FORMATS["int8"]).cut((start, stop))
 
 
 def test_only_weights_of_one_kind_are_joined():

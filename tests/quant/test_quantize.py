@@ -16,6 +16,7 @@ from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize, quantize_rows
+from tests.conftest import arrays_of
 from tests.quant.grid import E4M3
 
 ALL = list(FORMATS.values())
@@ -171,8 +172,8 @@ def test_resident_codes_are_those_that_were_given(fmt, emulate):
 @pytest.mark.parametrize("fmt", ALL, ids=names)
 def test_codes_survive_a_journey_as_read_only_numpy_buffers(fmt):
     q = quantize(weight(4), fmt)
-    codes, scale = (np.frombuffer(part.tobytes(), part.dtype).reshape(part.shape) for part in q.to_numpy())
-    arrived = QTensor.from_numpy(codes, scale, fmt)
+    codes, scale = (np.frombuffer(part.tobytes(), part.dtype).reshape(part.shape) for part in arrays_of(q))
+    arrived = QTensor.of([torch.from_numpy(codes), torch.from_numpy(scale)], fmt)
     assert arrived.codes.dtype == fmt.dtype
     assert same_codes(arrived, q)
     assert torch.equal(arrived.scale, q.scale)

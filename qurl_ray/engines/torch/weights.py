@@ -23,7 +23,7 @@ from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.kernels import kernel_for
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, concatenate, rows, shared
+from qurl_ray.quant.quantize import QTensor, concatenate, shared
 from qurl_ray.types import Manifest, TensorRecord
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -45,7 +45,7 @@ class RowsOf(nn.Module):
 
     def of(self, q: QTensor) -> QTensor:
         """Return these rows of `q`, the weight of the fused linear."""
-        return rows(q, self._rows.start, self._rows.stop)
+        return q.cut((self._rows.start, self._rows.stop))
 
 
 class EngineWeights:
@@ -129,17 +129,18 @@ class EngineWeights:
         return held
 
     def _place(self, record: TensorRecord, parts: tuple[np.ndarray, ...], max_code: int) -> None:
-        if parts[0].shape != record.shape:
-            raise SyncError(f"{record.name} has shape {parts[0].shape}, expected {record.shape}")
         path, _, leaf = record.name.rpartition(".")
         module = self._model.get_submodule(path)
         if record.format == "none":
+            if parts[0].shape != record.shape:
+                raise SyncError(f"{record.name} has shape {parts[0].shape}, expected {record.shape}")
             if leaf == "weight" and isinstance(module, QuantizedLinear | RowsOf):
                 module = self._swap(path, self._plain_linear(record.shape, module.bias))
             getattr(module, leaf).copy_(shared(parts[0]))
             return
-        codes, scale = parts
-        q = QTensor.from_numpy(codes, scale, get_format(record.format, max_code))
+        q = QTensor.of([shared(part) for part in parts], get_format(record.format, max_code))
+        if q.shape != record.shape:
+            raise SyncError(f"{record.name} has shape {tuple(q.shape)}, expected {record.shape}")
         self._waiting[path] = q.to(self._device)
 
     def _pack(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
@@ -154,7 +155,7 @@ class EngineWeights:
                 groups.append([path])
         for group in groups:
             parts = [self._waiting.pop(path) for path in group]
-            sizes = [len(q.codes) for q in parts]
+            sizes = [q.shape[0] for q in parts]
             self._packing.append((group, sizes, pool.submit(self._linear, parts)))
 
     def _settle(self) -> None:
@@ -222,11 +223,9 @@ class EngineWeights:
     # --- what is resident ----------------------------------------------------------------------------------------
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
-        """Return one tensor in the form in which it is sent: (codes as bytes, scale), or (float32 values,)."""
-        found = self._verified.get(name) or dict(self._residents([name]))[name]
-        if len(found) == 1:
-            return (found[0].detach().cpu().numpy(),)
-        return found[0].cpu().contiguous().view(torch.uint8).numpy(), found[1].cpu().contiguous().numpy()
+        """Return one tensor in the form in which it is sent: the parts of its format, or (float32 values,)."""
+        tensors = self._verified.get(name) or dict(self._residents([name]))[name]
+        return tuple(tensor.detach().cpu().contiguous().numpy() for tensor in tensors)
 
     def _residents(self, names: Iterable[str]) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
         """Yield (name, its tensors); a fused linear is unpacked once."""
@@ -241,7 +240,7 @@ class EngineWeights:
             if whole not in wholes:
                 wholes[whole] = whole.resident()
             q = module.of(wholes[whole]) if isinstance(module, RowsOf) else wholes[whole]
-            yield name, (q.codes, q.scale)
+            yield name, q.parts
 
     def kernels(self) -> list[str]:
         """Return the kernels of the linears now: "fbgemm", "emulation of int8", … or [] in full precision."""

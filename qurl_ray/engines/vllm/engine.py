@@ -270,9 +270,7 @@ class VllmEngine:
         shape = self._shapes[record.name]
         wanted: list[tuple[tuple[int, ...], np.dtype]] = [(shape, np.dtype(np.float32))]
         if record.format != "none":
-            fmt = get_format(record.format)
-            scales = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1])))
-            wanted = [(shape, np.dtype(np.uint8)), (scales, np.dtype(np.float32))]
+            wanted = [(part.shape, part.dtype) for part in get_format(record.format).parts(shape)]
         if [(part.shape, part.dtype) for part in parts] != wanted or record.shape != shape:
             found = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
             raise SyncError(f"{record.name} has shape {found}, expected {wanted[0][0]} in {record.format}")

@@ -60,7 +60,8 @@ class FixedCodes:
     ) -> None:
         self.fmt, self._layer = fmt, layer
         self._shape = shape = (sum(widths), inputs)
-        self._scales = (-(-shape[0] // fmt.rows), -(-shape[1] // (fmt.group or shape[1])))
+        _, scales = fmt.parts(shape)
+        self._scales = scales.shape
         self._kernel = _kernel(fmt, widths, inputs, dtype, name)
         empty = QTensor(
             codes=torch.zeros(shape, dtype=fmt.dtype, device=device),

@@ -81,31 +81,24 @@ def cut(value: AnyTensor, shard: TensorShard) -> AnyTensor:
     if isinstance(value, torch.Tensor):
         part = value[shard.start : shard.stop]
         return part if shard.columns is None else part[:, slice(*shard.columns)]
-    rows, columns = _scale_cut(value.shape, shard, value.fmt)
-    first, last = shard.columns or (0, value.shape[1])
-    return QTensor(
-        codes=value.codes[shard.start : shard.stop, first:last].contiguous(),
-        scale=value.scale[rows, columns].contiguous(),
-        fmt=value.fmt,
-    )
+    found = value.cut((shard.start, shard.stop), shard.columns)
+    return QTensor.of([part.contiguous() for part in found.parts], value.fmt)
 
 
 def fuse(parts: Sequence[QTensor]) -> list[QTensor]:
     """Return one tensor of all rows, or the parts as they are if a block of rows would cross a border."""
-    if any(len(part.codes) % part.fmt.rows for part in parts[:-1]):
+    if any(part.shape[0] % part.fmt.rows for part in parts[:-1]):
         return list(parts)
     return [concatenate(parts)]
 
 
-def read(held: Sequence[QTensor], shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of a shard, from the tensors that a layer holds; the inverse of `cut` and `fuse`."""
+def read(held: Sequence[QTensor], shard: TensorShard) -> tuple[torch.Tensor, ...]:
+    """Return the parts of a shard, from the tensors that a layer holds; the inverse of `cut` and `fuse`."""
     at = 0
     for q in held:
-        if at <= shard.at < at + len(q.codes):
-            local = TensorShard(start=shard.at - at, stop=shard.at - at + shard.rows, at=0)
-            found = cut(q, local)
-            return found.codes, found.scale
-        at += len(q.codes)
+        if at <= shard.at < at + q.shape[0]:
+            return cut(q, TensorShard(start=shard.at - at, stop=shard.at - at + shard.rows, at=0)).parts
+        at += q.shape[0]
     raise QuantizationError(f"rows {shard.at} … {shard.at + shard.rows - 1} are not in a layer of {at} rows")
 
 
@@ -127,12 +120,12 @@ def join_shards(
             done[place] = True
     if not all(done.all() for done in filled):
         raise SyncError(f"{name}: no rank holds some of its rows or columns")
-    return (whole[0].reshape(shape), *whole[1:])
+    return tuple(whole) if fmt else (whole[0].reshape(shape),)
 
 
 Piece = tuple[int, int, int, int, int, int]
 """(array, first row, last row + 1, first column, last column + 1, share of the fingerprint) of what a rank holds of a
-tensor's codes and scales (arrays 0 and 1), or values."""
+tensor's parts, or values."""
 
 
 def fingerprint_pieces(
@@ -172,29 +165,14 @@ def join_fingerprints(name: str, shape: tuple[int, ...], fmt: Format | None, pie
 
 
 def _sizes(shape: tuple[int, ...], fmt: Format | None) -> list[tuple[int, int]]:
-    """Return the rows and columns of each array of a tensor: codes and scales, or values. A vector has one column."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    return [(rows, columns)] + ([(-(-rows // fmt.rows), -(-columns // (fmt.group or columns)))] if fmt else [])
+    """Return the rows and columns of each array of a tensor: the parts of its format, or values. A vector has one
+    column."""
+    if fmt is None:
+        return [(shape[0], math.prod(shape[1:]))]
+    return [(part.shape[0], math.prod(part.shape[1:])) for part in fmt.parts(shape)]
 
 
-def _places(shape: tuple[int, ...], shard: TensorShard, fmt: Format | None) -> list[tuple[slice, slice]]:
+def _places(shape: tuple[int, ...], shard: TensorShard, fmt: Format | None) -> Sequence[tuple[slice, slice]]:
     """Return the rows and columns of each of these arrays that belong to a shard."""
-    columns = slice(*(shard.columns or (0, math.prod(shape[1:]))))
-    return [(slice(shard.start, shard.stop), columns)] + ([_scale_cut(shape, shard, fmt)] if fmt else [])
-
-
-def _scale_cut(shape: Sequence[int], shard: TensorShard, fmt: Format) -> tuple[slice, slice]:
-    """Return the rows and columns of the scales that belong to a shard."""
-    rows = _blocks(shard.start, shard.stop, shape[0], fmt.rows, fmt.name, "rows")
-    if fmt.group is None:
-        return rows, slice(0, 1)
-    return rows, _blocks(*(shard.columns or (0, shape[1])), shape[1], fmt.group, fmt.name, "columns")
-
-
-def _blocks(start: int, stop: int, total: int, block: int, name: str, axis: str) -> slice:
-    if start % block or (stop % block and stop != total):
-        raise QuantizationError(
-            f"{name}: {axis} {start} … {stop - 1} of {total} cut through blocks of {block}, which share a scale: "
-            "lower tensor_parallel, or take a format with smaller blocks"
-        )
-    return slice(start // block, -(-stop // block))
+    rows, columns = (shard.start, shard.stop), shard.columns or (0, math.prod(shape[1:]))
+    return [(slice(*rows), slice(*columns))] if fmt is None else fmt.cut(shape, rows, columns)

@@ -84,7 +84,7 @@ class Place:
         return self.method.resident() if self.method and self.method.fmt else []
 
     def read(self, shard: TensorShard, held: list[QTensor]) -> tuple[torch.Tensor, ...]:
-        """Return codes and scales of a shard, from `held`, or its values."""
+        """Return the parts of a shard, from `held`, or its values."""
         if held:
             return read(held, shard)
         return (getattr(self.module, self.leaf).data[shard.at : shard.at + shard.rows].float(),)
@@ -170,7 +170,7 @@ class ResidentPolicy:
                 f"{name} came as {fmt.name} codes, but vLLM holds it in full precision: add it to quantization.keep"
             )
         if fmt:
-            value = QTensor(codes=arrays[0].view(fmt.dtype), scale=arrays[1], fmt=fmt)
+            value = QTensor.of(arrays, fmt)
         own = [(shard.at, cut(value, shard)) for shard in place.shards]
         done = self._placed[place.parameter] = self._placed.get(place.parameter, 0) + sum(p.rows for p in place.shards)
         if place.method is None:
@@ -209,12 +209,12 @@ class ResidentPolicy:
         return [found[name] for name, _ in shapes]
 
     def resident(self, name: str) -> list[tuple[int, int, tuple[int, int] | None, Wire]]:
-        """Return this rank's shards of a tensor: rows, columns, and codes as bytes with scales, or float32 values."""
+        """Return this rank's shards of a tensor: rows, columns, and the parts of its format, or float32 values."""
         place = self._find(name)
         found, held = [], place.held()
         for shard in place.shards:
             tensors = place.read(shard, held)
-            arrays = [(t.view(torch.uint8) if t.itemsize == 1 else t).cpu().numpy() for t in tensors]
+            arrays = [tensor.cpu().numpy() for tensor in tensors]
             found.append((shard.start, shard.stop, shard.columns, [encoded(array) for array in arrays]))
         return found
 

@@ -7,7 +7,7 @@
 ranks fill theirs alike, because a sharded learner gathers every parameter on all ranks. On a CPU, the memory is a
 mapped file. `nccl`: rank 0 broadcasts its buckets to all processes of the engines; on a CPU, over gloo.
 
-Codes travel as one byte each. Each rank also keeps its own part on the host, for engines that must get the version
+Each rank also keeps its own part on the host, for engines that must get the version
 again, through the object store: those that failed, restarted or joined. `ipc` has run on an H200, `nccl` on CPUs alone.
 """
 
@@ -89,15 +89,14 @@ class Direct(Transport):
 
     def _stage(self, name: str, value: torch.Tensor | QTensor, dtype: torch.dtype) -> None:
         """Copy a tensor to the bucket, which is sent first if it is full."""
-        parts = [value.codes, value.scale] if isinstance(value, QTensor) else [value.to(dtype)]
+        parts = value.parts if isinstance(value, QTensor) else (value.to(dtype),)
         size = sum(aligned(part.nbytes) for part in parts)
         if self._items and self._filled + size > self._link.publisher.bucket_bytes:
             self._hand_over()
         memory = self._memory(self._filled + size, parts[0].device)
         places = []
         for part in parts:
-            form = torch.uint8 if isinstance(value, QTensor) and part is value.codes else part.dtype
-            places.append((str(form).removeprefix("torch."), tuple(part.shape), self._filled))
+            places.append((str(part.dtype).removeprefix("torch."), tuple(part.shape), self._filled))
             memory[self._filled : self._filled + part.nbytes].copy_(part.contiguous().reshape(-1).view(torch.uint8))
             self._filled += aligned(part.nbytes)
         self._items.append((name, value.fmt.name if isinstance(value, QTensor) else "none", tuple(places)))

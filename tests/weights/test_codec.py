@@ -1,0 +1,167 @@
+"""A format from outside the package travels and is held by its own bytes: two codes in a byte, two levels of scales."""
+
+import numpy as np
+import pytest
+import torch
+
+from qurl_ray.engines.torch.engine import TorchEngine
+from qurl_ray.engines.vllm.shards import (
+    TensorShard,
+    cut,
+    fingerprint_pieces,
+    join_fingerprints,
+    join_shards,
+)
+from qurl_ray.errors import QuantizationError, SyncError
+from qurl_ray.policy.load import load_model
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import FORMATS, Format, Part
+from qurl_ray.quant.linear import QuantizedLinear
+from qurl_ray.quant.quantize import QTensor, concatenate, dequantize, quantize
+from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.transfer.memory import opened, tensor_at
+from qurl_ray.weights.local import send_into
+from qurl_ray.weights.messages import Header
+from qurl_ray.weights.receiver import decode_buckets
+from qurl_ray.weights.stream import Publisher, assemble_manifest
+from qurl_ray.weights.transports.direct import SharedMemory
+from qurl_ray.weights.transports.protocol import Link
+from tests.conftest import arrays_of, requests_for
+
+BYTE, FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
+
+
+class Nibbles:
+    """Codes of 4 bits, a scale of 8 bits for each 16 of them, and a float32 for each row."""
+
+    def encode(self, w_NK, fmt):
+        groups = w_NK.unflatten(1, (-1, 16))
+        amax_NG = groups.abs().amax(dim=2)
+        outer = (amax_NG.amax(dim=1, keepdim=True) / (7 * 255)).clamp_(min=1e-30)
+        scale = (amax_NG / (7 * outer)).ceil().clamp_(1, 255)
+        codes = (groups / (scale * outer).unsqueeze(2)).round().clamp_(-7, 7).add_(8).flatten(1).to(torch.uint8)
+        return codes[:, ::2] | codes[:, 1::2] << 4, scale.to(torch.uint8), outer
+
+    def decode(self, parts, fmt):
+        packed, scale, outer = parts
+        codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1).float() - 8
+        return codes * (scale.float() * outer).repeat_interleave(16, dim=1)
+
+    def shape(self, parts, fmt):
+        return torch.Size((parts[0].shape[0], 2 * parts[0].shape[1]))
+
+    def parts(self, shape, fmt):
+        rows, columns = shape
+        return Part(BYTE, (rows, columns // 2)), Part(BYTE, (rows, columns // 16)), Part(FLOAT, (rows, 1))
+
+    def cut(self, shape, rows, columns, fmt):
+        if columns[0] % 16 or columns[1] % 16:
+            raise QuantizationError("columns cut through groups of 16")
+        halves, groups = (slice(columns[0] // n, columns[1] // n) for n in (2, 16))
+        return (slice(*rows), halves), (slice(*rows), groups), (slice(*rows), slice(0, 1))
+
+
+@pytest.fixture
+def nibbles(monkeypatch) -> Format:
+    fmt = Format(name="nibbles", dtype=torch.uint8, weight_max=7, activation_max=None, group=16, codec=Nibbles())
+    monkeypatch.setitem(FORMATS, "nibbles", fmt)
+    return fmt
+
+
+@pytest.fixture
+def weight(nibbles) -> QTensor:
+    return quantize(torch.randn(24, 64, generator=torch.Generator().manual_seed(3)), nibbles)
+
+
+def test_a_weight_is_its_values_to_half_a_step(weight, nibbles):
+    w = torch.randn(24, 64, generator=torch.Generator().manual_seed(3))
+    assert weight.shape == w.shape
+    assert [(part.dtype, part.shape) for part in arrays_of(weight)] == [
+        (part.dtype, part.shape) for part in nibbles.parts(w.shape)
+    ]
+    step = w.unflatten(1, (-1, 16)).abs().amax(dim=2).div(7).repeat_interleave(16, dim=1) * 1.1
+    assert ((dequantize(weight) - w).abs() <= step / 2 + 1e-3).all()
+    linear = QuantizedLinear(weight, None)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(linear(x), x @ dequantize(weight).T)
+    assert all(map(torch.equal, linear.resident().parts, weight.parts))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 26, 5000])
+def test_an_engine_takes_it_whole_and_as_changes(tiny_spec, tokenizer, nibbles, bucket_bytes):
+    model, engine = load_model(tiny_spec), TorchEngine(tiny_spec, slots=8)
+    names = quantized_parameters(model, [r"lm_head\."])
+    publisher = Publisher(names, bucket_bytes=bucket_bytes)
+    answers = []
+    for version in (1, 2, 3):
+        manifest = send_into(
+            publisher, engine, model.named_parameters(), nibbles, version=version, base_version=version - 1 or None
+        )
+        for name, parameter in model.named_parameters():
+            if name in names:
+                assert all(map(np.array_equal, engine.resident(name), arrays_of(quantize(parameter, nibbles))))
+        answers.append([c.logprobs.tolist() for c in engine.generate(requests_for(tokenizer, 2, 2), version=version)])
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[:3] *= 1.5
+    assert engine.kernels() == ["emulation of nibbles"]
+    assert answers[0] != answers[1]
+    records = {record.name: record for record in manifest.tensors}
+    assert manifest.base_version == 2
+    changed = records["model.layers.0.mlp.up_proj.weight"]
+    assert 0 < changed.bytes < 100
+    assert records["model.layers.0.mlp.down_proj.weight"].changed == 0
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_damage_to_any_of_its_arrays_is_seen(tiny_spec, nibbles, part):
+    model, engine = load_model(tiny_spec), TorchEngine(tiny_spec, slots=8)
+    names = quantized_parameters(model, [r"lm_head\."])
+    buckets = list(Publisher(names).prepare(model.named_parameters(), nibbles, version=1))
+    manifest = assemble_manifest(1, nibbles, [bucket.records for bucket in buckets])
+    payload = next(p for bucket in buckets for p in bucket.payloads if p.name.endswith("v_proj.weight"))
+    payload.parts[part].view(np.uint8)[1, 0] ^= 1
+    with pytest.raises(SyncError, match=r"v_proj.weight is .* in the engine"):
+        engine.load(manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))
+    assert engine.version is None
+
+
+def test_shards_add_up_to_the_whole(weight, nibbles):
+    shards = [
+        TensorShard(start=start, stop=start + 12, at=0, columns=columns)
+        for start in (0, 12)
+        for columns in ((0, 16), (16, 64))
+    ]
+    parts = [cut(weight, shard) for shard in shards]
+    found = [(shard, arrays_of(part)) for shard, part in zip(shards, parts, strict=True)]
+    whole = join_shards("w", tuple(weight.shape), nibbles, found)
+    assert all(map(np.array_equal, whole, arrays_of(weight)))
+    pieces = [
+        piece
+        for shard, part in zip(shards, parts, strict=True)
+        for piece in fingerprint_pieces(part.parts, tuple(weight.shape), shard, nibbles)
+    ]
+    assert join_fingerprints("w", tuple(weight.shape), nibbles, pieces) == fingerprint(*weight.parts)
+    assert all(map(torch.equal, concatenate([weight.cut((0, 5)), weight.cut((5, 24))]).parts, weight.parts))
+    with pytest.raises(QuantizationError, match="groups of 16"):
+        weight.cut((0, 24), (0, 24))
+
+
+def test_a_direct_transport_hands_over_its_bytes(weight, nibbles):
+    sent = []
+
+    def call(message, _):
+        sent.append(message)
+        return lambda: {0: ("a process", 1)}
+
+    link = Link(name="ipc", publisher=Publisher(frozenset({"w"})), call=call, host="", timeout_s=1)
+    link.header = Header(version=1, attempt=0, rank=0, format="nibbles", weight_max_code=7)
+    transport = SharedMemory(link)
+    transport.begin()
+    (value,) = [value for _, value in transport.staged([("w", dequantize(weight))], nibbles, "float32")]
+    transport.commit()
+    (bucket,) = [message.bucket for message in sent if hasattr(message, "bucket")]
+    ((name, format_name, places),) = bucket.items
+    memory = torch.from_numpy(opened(bucket.source["memory"]["rank 0"]))
+    arrived = QTensor.of([tensor_at(memory, place) for place in places], FORMATS[format_name])
+    assert name == "w"
+    assert all(map(torch.equal, arrived.parts, value.parts))
