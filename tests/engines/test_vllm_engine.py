@@ -78,7 +78,7 @@ def policy(spec, seed: int = 0):
 
 @pytest.fixture(scope="module")
 def engine(spec):
-    with EngineProcess(spec, slots=8, threads=1, timeout_s=60) as process:
+    with EngineProcess(spec, slots=8, threads=1, timeout_s=240) as process:
         yield process
 
 

@@ -123,7 +123,7 @@ class Rig:
                 slots=8,
                 dtype=dtype,
                 threads=1,
-                timeout_s=60,
+                timeout_s=240,
                 tensor_parallel=tensor_parallel,
             )
             self.engines.append(RemoteEngine(self.ends.enter_context(process)))
