@@ -29,7 +29,7 @@ from shared import RESULTS, machine
 
 from qurl_ray.actors.environments import EnvironmentHost
 from qurl_ray.actors.local import fleet_here, pool_here
-from qurl_ray.actors.trajectories import Player
+from qurl_ray.actors.trajectories import TrajectoryRunner
 from qurl_ray.config import RunConfig
 from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.types import Problem, Request, SamplingParams
@@ -125,7 +125,7 @@ def waiting(quick: bool) -> list[dict[str, Any]]:
     )
 
     async def seconds_of(host: EnvironmentHost) -> tuple[float, int]:
-        player = Player(
+        player = TrajectoryRunner(
             config,
             await fleet_here([engine], config.rollout),
             pool_here(host, config.environment),

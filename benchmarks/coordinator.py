@@ -28,7 +28,7 @@ from qurl_ray.config import load_config
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.train.coordinator.coordinator import Coordinator, packed_handles
 from qurl_ray.train.driver.prepare import check_run, prepare
-from qurl_ray.train.messages import Material, Offer
+from qurl_ray.train.messages import Offer, TaskInputs
 from qurl_ray.types import Completion, TensorRecord, Verdict
 
 TOKENS = 32
@@ -105,12 +105,12 @@ def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
         prepared = prepare(config, check_run(config), lambda *_: None)
         tokenizer = load_tokenizer(prepared.spec)
         stops = stop_ids(prepared.spec, tokenizer)
-        material = ray.put(Material(task=prepared.task, tokenizer=tokenizer, stop_ids=stops))
+        inputs = ray.put(TaskInputs(task=prepared.task, tokenizer=tokenizer, stop_ids=stops))
         workers = [Engine(index) for index in range(engines)]
         actor = ray.remote(num_cpus=0)(Coordinator).options(max_concurrency=100)
         pool = VerifierPool(verifiers=(Judge(),))
         coordinator = actor.remote(config, packed_handles(workers, pool), Path(folder), None)
-        ray.get(coordinator.begin.remote(0, "group", (material,), own_assignment()))
+        ray.get(coordinator.begin.remote(0, "group", (inputs,), own_assignment()))
         ray.get(coordinator.weight_max_code.remote("int8"))
         record = TensorRecord(name="a.weight", shape=(1, 1), format="none", fingerprint=0, bytes=4)
         offer = Offer(version=1, attempt=0, rank=0, format="none", weight_max_code=None, records=(record,))

@@ -39,7 +39,7 @@ from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.train.coordinator.coordinator import Coordinator
 from qurl_ray.train.driver.prepare import Prepared
-from qurl_ray.train.messages import Material, Offer
+from qurl_ray.train.messages import Offer, TaskInputs
 from qurl_ray.types import Completion, Request, TensorRecord
 
 _BINS = 64  # intervals of decode steps of a chunk, in which the batch is taken as constant
@@ -195,10 +195,10 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
     pool = VerifierPool(verifiers=(Judge(),))
     coordinator = Coordinator(scenario.config, (workers, pool), Path(scenario.config.output_dir), None)
     tokenizer = load_tokenizer(prepared.spec)
-    material = asyncio.get_running_loop().create_future()
-    material.set_result(Material(task=prepared.task, tokenizer=tokenizer, stop_ids=stop_ids(prepared.spec, tokenizer)))
+    inputs = asyncio.get_running_loop().create_future()
+    inputs.set_result(TaskInputs(task=prepared.task, tokenizer=tokenizer, stop_ids=stop_ids(prepared.spec, tokenizer)))
     ranks, assignment = range(scenario.ranks), own_assignment()
-    await asyncio.gather(*(coordinator.begin(rank, "group", (material,), assignment) for rank in ranks))
+    await asyncio.gather(*(coordinator.begin(rank, "group", (inputs,), assignment) for rank in ranks))
     await coordinator.weight_max_code("int8")
     await _sync(scenario, coordinator, 1)
     step_s, share_s, sync_s, busy_s, slowest_s, clock = [], [], [], [], [], cluster.clock

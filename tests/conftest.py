@@ -11,7 +11,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("MLFLOW_TRACKING_URI", None)  # else tests would write to a server
 
-from qurl_ray.numerics.promise import promise_of  # isort: skip  before torch, so that MKL computes as is wanted
+from qurl_ray.numerics.invariance import invariance_of  # isort: skip  before torch, so that MKL computes as is wanted
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ LINEARS = {(256, 18): 1, (256, 768): 4, (512, 256): 4}
 
 
 def pytest_report_header() -> str:
-    return f"{promise_of(LINEARS, head_dim=64).sentence()}; tests run with 2 threads"
+    return f"{invariance_of(LINEARS, head_dim=64).sentence()}; tests run with 2 threads"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out the slow ones
@@ -69,9 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("equal_bits"):
-        promise = promise_of(LINEARS, head_dim=64)
-        if not promise.kept:
-            pytest.skip(promise.sentence())
+        invariance = invariance_of(LINEARS, head_dim=64)
+        if not invariance.kept:
+            pytest.skip(invariance.sentence())
 
 
 @pytest.fixture(scope="session", autouse=True)

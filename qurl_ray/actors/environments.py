@@ -190,18 +190,18 @@ class EnvironmentPool:
         """True if the environments are; known once one has been made."""
 
     @asynccontextmanager
-    async def seat(self, trajectory: str) -> AsyncIterator["Seat"]:
+    async def lease(self, trajectory: str) -> AsyncIterator["EnvironmentLease"]:
         """Yield a place for the environment of a trajectory, once one is free.
 
         Args:
             trajectory: a name for messages; several may have it.
         """
         async with self._places:
-            seat = Seat(self, f"{next(self._numbers)}:{trajectory}")
+            lease = EnvironmentLease(self, f"{next(self._numbers)}:{trajectory}")
             try:
-                yield seat
+                yield lease
             finally:
-                seat.release()
+                lease.release()
 
     def host(self) -> _Host:
         """Return the host with the fewest trajectories."""
@@ -266,7 +266,7 @@ class EnvironmentPool:
                 future.set_result(EnvironmentReply(number=number, outcome=gone, seconds=0.0))
 
 
-class Seat:
+class EnvironmentLease:
     """Place of one trajectory's environment. A deterministic one whose process ended because of another trajectory is
     made again, with what it was given so far."""
 

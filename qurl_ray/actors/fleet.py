@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayActorErro
 
 from qurl_ray.actors.health import Health, Heartbeat, Member
 from qurl_ray.actors.rollout_worker import control
-from qurl_ray.actors.turns import TurnsWork
+from qurl_ray.actors.turn_requests import TurnsWork
 from qurl_ray.actors.work import Chunk, FleetCounts, Work
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights

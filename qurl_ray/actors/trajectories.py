@@ -2,7 +2,7 @@
 
     reset ─► prompt ─► turn ─► step ─► turn ─► step ─► … ─► one Played trajectory
 
-A Course decides what comes next, and a Player does it.
+A TrajectoryState decides what comes next, and a TrajectoryRunner does it.
 
 A turn is a request whose prompt is the whole row so far. What was drawn is never encoded again, and what the
 environment says is encoded once (data.turns). A trajectory that waits for its environment is nowhere in an engine.
@@ -39,7 +39,7 @@ _STATUS: dict[str, Status] = {"timeout": "timeout", "invalid": "invalid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drew:
+class PolicyTurn:
     """Record of one turn of the policy, for logs."""
 
     at: int
@@ -54,7 +54,7 @@ class Drew:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class EnvironmentTurn:
     """Record of one call of an environment, for logs. The first is its reset."""
 
     at: int
@@ -88,8 +88,8 @@ class Played:
     """Limit that ended it, as its setting; "" if none did."""
     failure: CallFailed | None = None
     """Failure of the last call of the environment; its reply may also be one that cannot be used."""
-    drew: list[Drew] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
+    drew: list[PolicyTurn] = field(default_factory=list)
+    said: list[EnvironmentTurn] = field(default_factory=list)
     queued: float = 0.0
     """Seconds that it waited for a place beside an environment."""
     began: float = 0.0
@@ -145,17 +145,17 @@ class Rules:
     encoder: TurnEncoder
 
 
-class Course:
-    """Course of one trajectory: what is to be done next, and what comes of it. Pure.
+class TrajectoryState:
+    """TrajectoryState of one trajectory: what is to be done next, and what comes of it. Pure.
 
     Example:
-        course = Course(rules, request, problem)
-        while (todo := course.todo) is not None:
+        trajectory = TrajectoryState(rules, request, problem)
+        while (todo := trajectory.todo) is not None:
             if isinstance(todo, Request):
-                course.drew(generate(todo), asked, waited)
+                trajectory.add_policy_turn(generate(todo), asked, waited)
             else:
-                course.said(environment(todo), asked, waited)
-        played = course.played
+                trajectory.add_environment_turn(environment(todo), asked, waited)
+        played = trajectory.played
 
     Args:
         first: request of the first turn.
@@ -171,11 +171,11 @@ class Course:
         self.todo: Request | Input | None = problem
         """Turn to be drawn, or what the environment is to be given; None once the trajectory has ended."""
 
-    def drew(self, part: Completion, asked: float, waited: float) -> None:
-        """Take the turn that was to be drawn; see Drew for the times."""
+    def add_policy_turn(self, part: Completion, asked: float, waited: float) -> None:
+        """Take the turn that was to be drawn; see PolicyTurn for the times."""
         text, _ = answer_text(part.token_ids, self._rules.tokenizer, self._rules.stop_ids)
         self.played.drew.append(
-            Drew(at=self._length(), tokens=len(part.token_ids), text=text, asked=asked, waited=waited)
+            PolicyTurn(at=self._length(), tokens=len(part.token_ids), text=text, asked=asked, waited=waited)
         )
         self.played.last_turn = part.token_ids
         self._row = continued(self._row, part)
@@ -186,8 +186,8 @@ class Course:
         else:
             self.todo = text
 
-    def said(self, reply: EnvironmentReply, asked: float, waited: float) -> None:
-        """Take the environment's reply to what it was to be given; see Said for the times."""
+    def add_environment_turn(self, reply: EnvironmentReply, asked: float, waited: float) -> None:
+        """Take the environment's reply to what it was to be given; see EnvironmentTurn for the times."""
         self.played.said.append(_said(reply, self._length(), asked, waited))
         try:
             match reply.outcome:
@@ -278,8 +278,8 @@ class DrawsTurns(Protocol):
     def turns(self) -> AbstractAsyncContextManager[GeneratesTurns]: ...
 
 
-class Player:
-    """Player of trajectories, with an environment each.
+class TrajectoryRunner:
+    """TrajectoryRunner of trajectories, with an environment each.
 
     Args:
         fleet: draws the turns.
@@ -322,23 +322,23 @@ class Player:
         return [task.result() for task in tasks]
 
     async def _play(self, work: GeneratesTurns, first: Request, problem: Problem) -> Played:
-        came, course = time.monotonic(), Course(self._rules, first, problem)
-        async with self._pool.seat(first.uid) as seat:
-            began, played = time.monotonic(), course.played
+        came, trajectory = time.monotonic(), TrajectoryState(self._rules, first, problem)
+        async with self._pool.lease(first.uid) as lease:
+            began, played = time.monotonic(), trajectory.played
             played.queued, played.began = began - came, time.time()
-            while (todo := course.todo) is not None:
+            while (todo := trajectory.todo) is not None:
                 asked = time.monotonic()
                 if isinstance(todo, Request):
                     part = await work.generate(todo)
-                    course.drew(part, asked - began, time.monotonic() - asked)
+                    trajectory.add_policy_turn(part, asked - began, time.monotonic() - asked)
                 else:
-                    reply = await seat.give(todo)
-                    course.said(reply, asked - began, time.monotonic() - asked)
-            played.seconds, played.replays = time.monotonic() - began, seat.replays
+                    reply = await lease.give(todo)
+                    trajectory.add_environment_turn(reply, asked - began, time.monotonic() - asked)
+            played.seconds, played.replays = time.monotonic() - began, lease.replays
             return played
 
 
-def _said(reply: EnvironmentReply, at: int, asked: float, waited: float) -> Said:
+def _said(reply: EnvironmentReply, at: int, asked: float, waited: float) -> EnvironmentTurn:
     match reply.outcome:
         case Step() as step:
             pass
@@ -347,7 +347,7 @@ def _said(reply: EnvironmentReply, at: int, asked: float, waited: float) -> Said
         case messages:
             step = Step(messages=messages)
     calls, failed = (step.info.get(name, 0) for name in ("calls", "failed_calls"))
-    return Said(
+    return EnvironmentTurn(
         at=at,
         messages=step.messages,
         reward=step.reward,

@@ -107,7 +107,7 @@ def computing() -> Iterator[Finding]:
 
     from qurl_ray.config.model import TinyModel
     from qurl_ray.engines.vllm.check import check
-    from qurl_ray.numerics.promise import promise_for
+    from qurl_ray.numerics.invariance import invariance_for
     from qurl_ray.policy.settings import head_dim
     from qurl_ray.policy.tiny import tiny_outline
     from qurl_ray.quant.formats import FORMATS
@@ -130,8 +130,8 @@ def computing() -> Iterator[Finding]:
     except QurlError as error:
         yield Finding("rollout.engine=vllm", "would be refused", str(error))
     model = tiny_outline(TinyModel()).model
-    promise = promise_for(model, head_dim=head_dim(model.config))
-    yield Finding("quickstart's policy", promise.sentence())
+    invariance = invariance_for(model, head_dim=head_dim(model.config))
+    yield Finding("quickstart's policy", invariance.sentence())
 
 
 def places() -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from qurl_ray.evaluation.statistics import (
     pass_at_k,
     reward_with_interval,
 )
-from qurl_ray.evaluation.turns import TurnsHere
+from qurl_ray.evaluation.trajectories import TurnsHere
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.rewards.process import VerifierProcess

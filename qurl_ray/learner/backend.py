@@ -62,7 +62,7 @@ class Backend(Protocol):
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote, with any number of ranks, and with any backend (learner.state)."""
 
-    def reside(self, resident: Resident) -> None:
+    def keep_on_device(self, resident: Resident) -> None:
         """Keep this part on the device, and the rest on the host. `step` needs ALL."""
 
 

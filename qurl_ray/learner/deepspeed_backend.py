@@ -186,7 +186,7 @@ class DeepSpeedBackend:
         else:
             safe_set_local_fp32_param(parameter, flat)
 
-    def reside(self, resident: Resident) -> None:
+    def keep_on_device(self, resident: Resident) -> None:
         if not self._config.zero_stage:
             return
         away, noted = _AWAY[resident] - self._stay, self._engine.optimizer.offloaded_states

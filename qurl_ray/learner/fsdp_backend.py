@@ -126,7 +126,7 @@ class FsdpBackend:
                     value = whole
                 self._optimizer.state[parameter][kind] = value
 
-    def reside(self, resident: Resident) -> None:
+    def keep_on_device(self, resident: Resident) -> None:
         rest(self.module)
         own = self._config.device
         if own == "cpu":

@@ -313,13 +313,13 @@ class PolicyLearner:
         if self._critic and self._critic.backend:
             self._critic.backend.load(folder / "critic")
 
-    def reside(self, resident: Resident) -> None:
-        self._policy.reside(resident)
+    def keep_on_device(self, resident: Resident) -> None:
+        self._policy.keep_on_device(resident)
         others = resident if resident is Resident.ALL else Resident.NOTHING
         if self._reference:
             self._reference.to(self._config.device if others else "cpu")
         if self._critic and self._critic.backend:
-            self._critic.backend.reside(others)
+            self._critic.backend.keep_on_device(others)
         if resident is not Resident.ALL and self._config.device == "cuda":
             torch.cuda.empty_cache()  # otherwise this process would keep the freed memory
 

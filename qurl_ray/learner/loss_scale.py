@@ -54,5 +54,5 @@ class LossScaled:
         state = json.loads((folder / _FILE).read_text())
         self.factor, self._finite = state["factor"], state["finite"]
 
-    def reside(self, resident: Resident) -> None:
-        self._backend.reside(resident)
+    def keep_on_device(self, resident: Resident) -> None:
+        self._backend.keep_on_device(resident)

@@ -14,12 +14,12 @@ from qurl_ray.rl.calibration import calibrated, clip_histogram
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.credit import (
     CreditMode,
-    Earned,
+    RowRewards,
     advantages_of_rows,
     compare_turns,
     credited,
-    earned,
-    worth_of_rows,
+    returns_of_rows,
+    rewards_of_row,
 )
 from qurl_ray.rl.objective import per_token
 from qurl_ray.rl.ratios import Estimator, kl_estimate, log_ratio
@@ -67,10 +67,10 @@ class Penalty:
 def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     """Write group advantages of rewards minus penalties into `passes`. Collective: a group may span several ranks, and
     so may the rows of a trajectory."""
-    mine: dict[tuple[int, str, int], Earned] = {}
+    mine: dict[tuple[int, str, int], RowRewards] = {}
     for one in passes:
         for sample, cost in zip(one.samples, penalty.of(one).sum(dim=1).tolist(), strict=True):
-            mine[_key(sample)] = earned(sample, cost)
+            mine[_key(sample)] = rewards_of_row(sample, cost)
     parts = [mine]
     if world()[1] > 1:
         parts = [{} for _ in range(world()[1])]
@@ -78,11 +78,11 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     everything = {key: value for part in parts for key, value in part.items() if key[1]}
     if not everything:
         return
-    groups: dict[int, dict[str, list[Earned]]] = {}
+    groups: dict[int, dict[str, list[RowRewards]]] = {}
     for group, uid, number in sorted(everything):
         groups.setdefault(group, {}).setdefault(uid, []).append(everything[group, uid, number])
-    worths = [[worth_of_rows(rows, penalty.mode) for rows in group.values()] for group in groups.values()]
-    compared = compare_turns(worths, penalty.compare, penalty.mode)
+    returns = [[returns_of_rows(rows, penalty.mode) for rows in group.values()] for group in groups.values()]
+    compared = compare_turns(returns, penalty.compare, penalty.mode)
     found = {
         (number, uid, row): advantages_K
         for (number, group), of_group in zip(groups.items(), compared, strict=True)

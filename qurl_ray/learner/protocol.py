@@ -84,6 +84,6 @@ class Learner(Protocol):
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote, with any number of ranks. The caller has verified the files."""
 
-    def reside(self, resident: Resident) -> None:
+    def keep_on_device(self, resident: Resident) -> None:
         """Keep this part on the device, and the rest on the host, until the next call. The initial value is ALL, which
         `learn`, `save` and `load` need; `named_parameters` and `logprobs` need PARAMETERS."""

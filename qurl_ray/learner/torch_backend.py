@@ -100,7 +100,7 @@ class TorchBackend:
                 known = int(value) if as_number and kind == "step" else value.clone().to(parameter.device)
                 optimizer.state[parameter][kind] = known
 
-    def reside(self, resident: Resident) -> None:
+    def keep_on_device(self, resident: Resident) -> None:
         own = self._config.device
         for parameter in self.module.parameters():  # gradients are freed after each step
             parameter.data = parameter.data.to(own if resident >= Resident.PARAMETERS else "cpu")

@@ -31,7 +31,7 @@ from qurl_ray.types import Trajectory, TurnCredit
 CreditMode = Literal["trajectory", "turn", "spread"]
 """Meaning of `algorithm.turn_credit`; see above."""
 
-Worth = tuple[Sequence[float], Sequence[int]]
+Returns = tuple[Sequence[float], Sequence[int]]
 """Returns of a sample, and the number of tokens that get each: one with mode "trajectory", else one for each turn."""
 
 
@@ -50,7 +50,7 @@ def turn_returns(reward: float, turns: TurnCredit | None, mode: CreditMode) -> l
     return turns.rewards[::-1].cumsum()[::-1].tolist()
 
 
-class Earned(NamedTuple):
+class RowRewards(NamedTuple):
     """Part that a row has in what is compared of its trajectory."""
 
     reward: float
@@ -63,17 +63,17 @@ class Earned(NamedTuple):
     """Subtracted from the reward of the trajectory, or of its last turn."""
 
 
-def earned(row: Trajectory, cost: float = 0.0) -> Earned:
+def rewards_of_row(row: Trajectory, cost: float = 0.0) -> RowRewards:
     """Return the part of a row, or of a whole trajectory."""
-    return Earned(row.reward, row.turns, row.turn_lengths.tolist(), cost)
+    return RowRewards(row.reward, row.turns, row.turn_lengths.tolist(), cost)
 
 
-def worth(sample: Trajectory, mode: CreditMode) -> Worth:
+def returns_of(sample: Trajectory, mode: CreditMode) -> Returns:
     """Return what is compared of a sample."""
-    return worth_of_rows([earned(sample)], mode)
+    return returns_of_rows([rewards_of_row(sample)], mode)
 
 
-def worth_of_rows(rows: Sequence[Earned], mode: CreditMode) -> Worth:
+def returns_of_rows(rows: Sequence[RowRewards], mode: CreditMode) -> Returns:
     """Return what is compared of a trajectory, from the parts of its rows in their order."""
     cost = sum(row.cost for row in rows)
     lengths = [length for row in rows for length in row.lengths]
@@ -85,7 +85,7 @@ def worth_of_rows(rows: Sequence[Earned], mode: CreditMode) -> Worth:
     return turn_returns(rows[0].reward - cost, turns, mode), [sum(lengths)] if mode == "trajectory" else lengths
 
 
-def advantages_of_rows(advantages_K: np.ndarray, rows: Sequence[Earned], mode: CreditMode) -> list[np.ndarray]:
+def advantages_of_rows(advantages_K: np.ndarray, rows: Sequence[RowRewards], mode: CreditMode) -> list[np.ndarray]:
     """Return the advantages of each row from those of its trajectory (compare_turns)."""
     if mode == "trajectory":
         return [advantages_K] * len(rows)
@@ -104,7 +104,7 @@ def without_signal(returns: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
 
 
 def compare_turns(
-    worths: Sequence[Sequence[Worth]], compare: AdvantageEstimator, mode: CreditMode
+    samples: Sequence[Sequence[Returns]], compare: AdvantageEstimator, mode: CreditMode
 ) -> list[list[np.ndarray]]:
     """Return the advantages of each sample by group, float64: one with mode "trajectory", else one for each turn.
 
@@ -113,19 +113,21 @@ def compare_turns(
     its advantage is 0, and `compare` does not get it.
 
     Args:
-        worths: by group and sample; each group has at least one.
+        samples: by group and sample; each group has at least one.
 
     Raises:
         ConfigError: as of rl.advantages.advantages.
     """
-    returns_PKG = _by_turn([[returns for returns, _ in group] for group in worths])
-    lengths_PKG = _by_turn([[lengths for _, lengths in group] for group in worths])
+    returns_PKG = _by_turn([[returns for returns, _ in group] for group in samples])
+    lengths_PKG = _by_turn([[lengths for _, lengths in group] for group in samples])
     # With one return for the whole trajectory, what a group of one sample gets is left to `compare`.
     found_PKG = np.zeros_like(returns_PKG)
     compared_PK = (~np.isnan(returns_PKG)).sum(axis=2) >= (1 if mode == "trajectory" else 2)
     if compared_PK.any():
         found_PKG[compared_PK] = advantages(returns_PKG[compared_PK], compare, lengths_PKG[compared_PK])
-    return [[found_PKG[p, : len(returns), g] for g, (returns, _) in enumerate(group)] for p, group in enumerate(worths)]
+    return [
+        [found_PKG[p, : len(returns), g] for g, (returns, _) in enumerate(group)] for p, group in enumerate(samples)
+    ]
 
 
 def credited(sample: Trajectory, advantages_K: np.ndarray, mode: CreditMode) -> Trajectory:

@@ -15,7 +15,7 @@ from qurl_ray.types import Event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class TaskInputs:
     """Task and tokenizer, for the coordinator. The driver loads them: what loads a tokenizer takes seconds
     to import, and the driver has imported it for its checks."""
 

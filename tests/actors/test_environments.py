@@ -36,14 +36,14 @@ def config(name: str, **settings) -> EnvironmentConfig:
 
 async def conversation(pool: EnvironmentPool, name: str, answers: list[str], *, pause_s: float = 0.0):
     """Outcomes of the turns of one trajectory, up to the first that failed; and how often it was replayed."""
-    async with pool.seat(name) as seat:
-        outcomes = [(await seat.give(PROBLEM)).outcome]
+    async with pool.lease(name) as lease:
+        outcomes = [(await lease.give(PROBLEM)).outcome]
         for answer in answers:
             if isinstance(outcomes[-1], CallFailed):
                 break
             await asyncio.sleep(pause_s)
-            outcomes.append((await seat.give(answer)).outcome)
-        return outcomes, seat.replays
+            outcomes.append((await lease.give(answer)).outcome)
+        return outcomes, lease.replays
 
 
 def play(settings: EnvironmentConfig, talk, hosts: int = 1):
@@ -93,8 +93,8 @@ def test_a_host_without_ray_says_at_once_that_an_environment_cannot_be_imported(
     settings = config("Nowhere")
 
     async def talk():
-        async with pool_here(EnvironmentHost(settings), settings).seat("t") as seat:
-            await seat.give(PROBLEM)
+        async with pool_here(EnvironmentHost(settings), settings).lease("t") as lease:
+            await lease.give(PROBLEM)
 
     with pytest.raises(EnvironmentFailed, match="has no Nowhere"):
         asyncio.run(asyncio.wait_for(talk(), 30))
@@ -197,15 +197,15 @@ def test_a_host_that_dies_costs_nothing_if_its_environments_are_deterministic(cl
         actors = start_environments(settings)
         pool = EnvironmentPool(actors, settings)
         try:
-            async with pool.seat("t") as seat:
-                await seat.give(PROBLEM)
-                before = (await seat.give("a")).outcome
+            async with pool.lease("t") as lease:
+                await lease.give(PROBLEM)
+                before = (await lease.give("a")).outcome
                 died = await process_of(actors[0])
                 ray.kill(actors[0], no_restart=False)
                 while await process_of(actors[0]) in (died, None):
                     await asyncio.sleep(0.05)
-                after = (await seat.give("b")).outcome
-                return before, after, seat.replays
+                after = (await lease.give("b")).outcome
+                return before, after, lease.replays
         finally:
             end_environments(actors)
 

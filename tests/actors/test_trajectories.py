@@ -11,7 +11,7 @@ import torch
 
 from qurl_ray.actors.environments import EnvironmentReply
 from qurl_ray.actors.local import fleet_here
-from qurl_ray.actors.trajectories import Course, Played, Player, Rules
+from qurl_ray.actors.trajectories import Played, Rules, TrajectoryRunner, TrajectoryState
 from qurl_ray.config import RunConfig
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.engines.torch.kept import KeysPool
@@ -42,7 +42,7 @@ class Seats:
         self.waiting = self.most = 0
 
     @asynccontextmanager
-    async def seat(self, trajectory: str):
+    async def lease(self, trajectory: str):
         yield _Seat(self)
 
     async def reply(self, outcome) -> EnvironmentReply:
@@ -93,7 +93,7 @@ class Scripted:
         return completion
 
 
-def player(fleet, pool, tokenizer, *, context: int = 200, chat: bool = False, **settings) -> Player:
+def player(fleet, pool, tokenizer, *, context: int = 200, chat: bool = False, **settings) -> TrajectoryRunner:
     config = RunConfig.model_validate(
         {
             "environment": {"type": "calculator", **settings},
@@ -102,7 +102,7 @@ def player(fleet, pool, tokenizer, *, context: int = 200, chat: bool = False, **
         }
     )
     stop_ids = (tokenizer.eos_token_id,)
-    return Player(config, fleet, pool, tokenizer=tokenizer, stop_ids=stop_ids, context=context)
+    return TrajectoryRunner(config, fleet, pool, tokenizer=tokenizer, stop_ids=stop_ids, context=context)
 
 
 def requests(tokenizer, problems, *, tokens: int = 40, **sampling) -> list[Request]:
@@ -263,8 +263,8 @@ def test_an_error_ends_all_trajectories_and_keeps_its_type(error):
 # --- what comes next -----------------------------------------------------------------------------------------------
 
 
-def a_course(*, context: int = 60, **settings) -> Course:
-    """A course whose prompt is "1" and which may draw 12 tokens."""
+def a_trajectory(*, context: int = 60, **settings) -> TrajectoryState:
+    """A trajectory whose prompt is "1" and which may draw 12 tokens."""
     tokenizer = tokenizer_with(None)
     config = RunConfig.model_validate(
         {"environment": {"type": "calculator", "turn_tokens": 5, **settings}, "model": {"calculator": True}}
@@ -278,20 +278,20 @@ def a_course(*, context: int = 60, **settings) -> Course:
     )
     problem = Problem(uid="p", prompt="1", answer="")
     (first,) = requests(tokenizer, [problem], tokens=12)
-    return Course(rules, first, problem)
+    return TrajectoryState(rules, first, problem)
 
 
 def told(outcome, seconds: float = 0.5) -> EnvironmentReply:
     return EnvironmentReply(number=0, outcome=outcome, seconds=seconds)
 
 
-def a_turn(course: Course, text: str, *, ends: bool = True) -> Completion:
+def a_turn(trajectory: TrajectoryState, text: str, *, ends: bool = True) -> Completion:
     """A turn that was drawn as it was asked for: a text, and its end token unless it was cut off."""
-    tokenizer = course._rules.tokenizer
+    tokenizer = trajectory._rules.tokenizer
     ids = np.array(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ends, np.int32)
-    assert len(ids) <= course.todo.sampling.max_new_tokens
+    assert len(ids) <= trajectory.todo.sampling.max_new_tokens
     return Completion(
-        uid=course.todo.uid,
+        uid=trajectory.todo.uid,
         token_ids=ids,
         logprobs=np.full(len(ids), -1.0, np.float32),
         versions=np.full(len(ids), 3, np.int32),
@@ -303,25 +303,25 @@ SAYS = Step(messages=[{"role": "user", "content": "xy"}], reward=0.25, info={"ca
 
 
 def test_reset_turn_and_step_follow_each_other_until_the_last_turn():
-    course = a_course(max_turns=2)
-    prompt = course.played.prompt_ids.tolist()
-    assert isinstance(course.todo, Problem)
-    course.said(told([]), 0.0, 1.0)
-    assert (course.todo.prompt_ids.tolist(), course.todo.drawn, course.todo.continues) == (prompt, 0, True)
-    assert course.todo.sampling.max_new_tokens == 5
-    first = a_turn(course, "ab")
-    course.drew(first, 1.0, 2.0)
-    assert course.todo == "ab"
-    course.said(told(SAYS), 3.0, 0.75)
-    said = course._rules.tokenizer("xy")["input_ids"]
-    assert course.todo.prompt_ids.tolist() == prompt + first.token_ids.tolist() + said
-    assert course.played.log()["said"][1]["state"] == {"board": "x"}
-    assert (course.todo.drawn, course.todo.continues) == (3, False)
-    second = a_turn(course, "c")
-    course.drew(second, 3.75, 1.0)
-    course.said(told(SAYS), 4.75, 0.25)
-    assert course.todo is None
-    played = course.played
+    trajectory = a_trajectory(max_turns=2)
+    prompt = trajectory.played.prompt_ids.tolist()
+    assert isinstance(trajectory.todo, Problem)
+    trajectory.add_environment_turn(told([]), 0.0, 1.0)
+    assert (trajectory.todo.prompt_ids.tolist(), trajectory.todo.drawn, trajectory.todo.continues) == (prompt, 0, True)
+    assert trajectory.todo.sampling.max_new_tokens == 5
+    first = a_turn(trajectory, "ab")
+    trajectory.add_policy_turn(first, 1.0, 2.0)
+    assert trajectory.todo == "ab"
+    trajectory.add_environment_turn(told(SAYS), 3.0, 0.75)
+    said = trajectory._rules.tokenizer("xy")["input_ids"]
+    assert trajectory.todo.prompt_ids.tolist() == prompt + first.token_ids.tolist() + said
+    assert trajectory.played.log()["said"][1]["state"] == {"board": "x"}
+    assert (trajectory.todo.drawn, trajectory.todo.continues) == (3, False)
+    second = a_turn(trajectory, "c")
+    trajectory.add_policy_turn(second, 3.75, 1.0)
+    trajectory.add_environment_turn(told(SAYS), 4.75, 0.25)
+    assert trajectory.todo is None
+    played = trajectory.played
     assert played.completion.token_ids.tolist() == first.token_ids.tolist() + said + second.token_ids.tolist()
     assert (played.reward, played.turns, played.completion.finish) == (0.5, 2, "stop")
     assert [(one.at, one.tokens, one.text, one.asked, one.waited) for one in played.drew] == [
@@ -355,27 +355,34 @@ DIED = CallFailed(kind="died", detail="")
     ],
 )
 def test_a_trajectory_ends_after_a_turn_when_it_should(settings, ends, reply, failure, finish, limit):
-    course = a_course(**settings)
-    course.said(told([]), 0.0, 0.0)
-    course.drew(a_turn(course, "ab", ends=ends), 0.0, 0.0)
+    trajectory = a_trajectory(**settings)
+    trajectory.add_environment_turn(told([]), 0.0, 0.0)
+    trajectory.add_policy_turn(a_turn(trajectory, "ab", ends=ends), 0.0, 0.0)
     if reply:
-        course.said(told(reply), 0.0, 0.0)
+        trajectory.add_environment_turn(told(reply), 0.0, 0.0)
     if failure == "goes on":
-        assert isinstance(course.todo, Request)
+        assert isinstance(trajectory.todo, Request)
         return
-    assert course.todo is None
-    assert course.played.limit == limit
-    assert (course.played.failure and course.played.failure.kind, course.played.completion.finish) == (failure, finish)
-    assert len(course.played.completion.token_ids) == 2 + ends
+    assert trajectory.todo is None
+    assert trajectory.played.limit == limit
+    assert (trajectory.played.failure and trajectory.played.failure.kind, trajectory.played.completion.finish) == (
+        failure,
+        finish,
+    )
+    assert len(trajectory.played.completion.token_ids) == 2 + ends
 
 
 @pytest.mark.parametrize(("reply", "kind"), [(DIED, "died"), ([{"role": "user", "content": "x" * 80}], "invalid")])
 def test_a_trajectory_whose_reset_fails_draws_nothing(reply, kind):
-    course = a_course()
-    course.said(told(reply), 0.0, 0.0)
-    assert course.todo is None
-    assert (course.played.failure.kind, course.played.turns, len(course.played.completion.token_ids)) == (kind, 0, 0)
-    assert course.played.log()["said"][-1]["failed"].startswith(f"{kind}: ")
+    trajectory = a_trajectory()
+    trajectory.add_environment_turn(told(reply), 0.0, 0.0)
+    assert trajectory.todo is None
+    assert (trajectory.played.failure.kind, trajectory.played.turns, len(trajectory.played.completion.token_ids)) == (
+        kind,
+        0,
+        0,
+    )
+    assert trajectory.played.log()["said"][-1]["failed"].startswith(f"{kind}: ")
 
 
 # --- with the fleet, and its workers that die ----------------------------------------------------------------------

@@ -73,10 +73,10 @@ def test_a_state_goes_on_after_the_learner_has_left_the_gpu(tiny_spec, tmp_path)
     assert torch.equal(flat(resumed), flat(undisturbed))
     before = torch.cuda.memory_allocated()
     for resident in (Resident.PARAMETERS, Resident.NOTHING, Resident.PARAMETERS, Resident.NOTHING):
-        resumed.reside(resident)
+        resumed.keep_on_device(resident)
         if resident is Resident.NOTHING:
             assert torch.cuda.memory_allocated() < before - 2 * 4 * flat(undisturbed).numel()  # both of AdamW's moments
-    resumed.reside(Resident.ALL)
+    resumed.keep_on_device(Resident.ALL)
     for one in (undisturbed, resumed):
         one.learn([third])
     torch.testing.assert_close(flat(resumed), flat(undisturbed), rtol=1e-4, atol=1e-6)

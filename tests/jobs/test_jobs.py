@@ -62,9 +62,9 @@ def test_dry_run_prints_the_resolved_settings_and_what_it_checked_and_leaves_no_
     assert settings["seed"] == 7
     assert settings["algorithm"]["clip_high"] == 0.28  # a default, not in the file
     said = done.stdout.splitlines()
-    placement, promise, *example = said[said.index("# checked:") - 5 : said.index("# checked:")]
+    placement, invariance, *example = said[said.index("# checked:") - 5 : said.index("# checked:")]
     assert placement.startswith("# placement: 1 learner rank")
-    assert promise.startswith("# equal bits of engine and learner")
+    assert invariance.startswith("# equal bits of engine and learner")
     assert example[0].startswith("# the prompt of train-0 as the policy reads it")
     assert f"#   the folder {tmp_path}/runs/quickstart (new)" in said
     assert said[-2] == "# not checked:"

@@ -17,7 +17,7 @@ from qurl_ray.learner.passes import Penalty
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scores
 from qurl_ray.policy.load import load_model
 from qurl_ray.rl.advantages import dr_grpo, grpo
-from qurl_ray.rl.credit import compare_turns, credited, worth
+from qurl_ray.rl.credit import compare_turns, credited, returns_of
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.rl.surrogate import gspo, ppo
 from qurl_ray.types import Trajectory, TurnCredit
@@ -81,7 +81,7 @@ def records() -> list[list[Trajectory]]:
 
 def compared(groups: list[list[Trajectory]], mode: str) -> list[list[Trajectory]]:
     """As the coordinator compares them."""
-    found = compare_turns([[worth(s, mode) for s in group] for group in groups], grpo, mode)
+    found = compare_turns([[returns_of(s, mode) for s in group] for group in groups], grpo, mode)
     return [
         [credited(s, advantages_K, mode) for s, advantages_K in zip(group, of_group, strict=True)]
         for group, of_group in zip(groups, found, strict=True)

@@ -63,7 +63,7 @@ def leave_and_come_back(trained) -> None:
     """As in a colocated step, and in a refit in the middle of it."""
     before = flat(trained)
     for resident in (Resident.PARAMETERS, Resident.NOTHING, Resident.PARAMETERS, Resident.NOTHING, Resident.ALL):
-        trained.reside(resident)
+        trained.keep_on_device(resident)
         if resident is not Resident.NOTHING:
             assert torch.equal(flat(trained), before)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from qurl_ray.config.model import TinyModel
-from qurl_ray.numerics.promise import promise_for
+from qurl_ray.numerics.invariance import invariance_for
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import cached_tiny_policy
@@ -61,5 +61,7 @@ if __name__ == "__main__":
         cases = differing()
         spec = PolicySpec(source=str(next(Path(folder).glob("tiny-*"))))
         model = load_model(spec)
-        promise = promise_for(model, head_dim=head_dim(model.config))
-    sys.stdout.write(json.dumps({"kept": promise.kept, "sentence": promise.sentence(), "differing": cases}) + "\n")
+        invariance = invariance_for(model, head_dim=head_dim(model.config))
+    sys.stdout.write(
+        json.dumps({"kept": invariance.kept, "sentence": invariance.sentence(), "differing": cases}) + "\n"
+    )

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qurl_ray.rl.advantages import advantages, dr_grpo, grpo, padded, reinforce_baseline, rloo
-from qurl_ray.rl.credit import compare_turns, credited, earned, turn_returns, without_signal, worth, worth_of_rows
+from qurl_ray.rl.credit import (
+    compare_turns,
+    credited,
+    returns_of_rows,
+    rewards_of_row,
+    turn_returns,
+    without_signal,
+)
 from qurl_ray.types import Trajectory, TurnCredit
 
 EVERY = (grpo, dr_grpo, rloo, reinforce_baseline)
@@ -71,8 +78,8 @@ def by_loops(step: list[list[Parts]], compare, mode: str) -> list[list[list[floa
 
 
 def found_in(step: list[list[Parts]], compare, mode) -> list[list[list[float]]]:
-    worths = [[worth(sample(parts), mode) for parts in group] for group in step]
-    return [[one.tolist() for one in group] for group in compare_turns(worths, compare, mode)]
+    returns = [[returns_of(sample(parts), mode) for parts in group] for group in step]
+    return [[one.tolist() for one in group] for group in compare_turns(returns, compare, mode)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -93,8 +100,8 @@ def test_credit_of_trajectories_is_that_of_whole_answers_to_the_bit(step, compar
         padded([[sum(tokens for _, tokens, _ in parts) for parts in group] for group in step]),
     )
     made = [[replace(sample(parts), **({"turns": None} if bare else {})) for parts in group] for group in step]
-    worths = [[worth(one, "trajectory") for one in group] for group in made]
-    for p, group in enumerate(compare_turns(worths, compare, "trajectory")):
+    returns = [[returns_of(one, "trajectory") for one in group] for group in made]
+    for p, group in enumerate(compare_turns(returns, compare, "trajectory")):
         assert [one.tolist() for one in group] == [[value] for value in expected_PG[p, : len(group)].tolist()]
 
 
@@ -124,9 +131,9 @@ def test_by_hand():
 
 def test_a_penalty_counts_at_the_last_turn_and_is_spread_with_the_reward():
     one = sample([(1.0, 2, 0), (0.0, 3, 1)])
-    assert worth_of_rows([earned(one, cost=0.25)], "turn") == ([0.75, -0.25], [2, 3])
-    assert worth_of_rows([earned(one, cost=0.25)], "spread") == ([0.75, 0.375], [2, 3])
-    assert worth_of_rows([earned(one, cost=0.25)], "trajectory") == ([0.75], [5])
+    assert returns_of_rows([rewards_of_row(one, cost=0.25)], "turn") == ([0.75, -0.25], [2, 3])
+    assert returns_of_rows([rewards_of_row(one, cost=0.25)], "spread") == ([0.75, 0.375], [2, 3])
+    assert returns_of_rows([rewards_of_row(one, cost=0.25)], "trajectory") == ([0.75], [5])
     np.testing.assert_array_equal(one.turns.rewards, [1.0, 0.0])
 
 

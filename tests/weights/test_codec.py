@@ -19,7 +19,7 @@ from qurl_ray.quant.formats import FORMATS, Format, Part
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, concatenate, dequantize, quantize
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.transfer.memory import opened, tensor_at
+from qurl_ray.transfer.shared_memory import opened, tensor_at
 from qurl_ray.weights.local import send_into
 from qurl_ray.weights.messages import Header
 from qurl_ray.weights.receiver import decode_buckets

@@ -7,7 +7,7 @@ import pytest
 from torch.multiprocessing import reductions
 
 from qurl_ray.errors import StaleWeights
-from qurl_ray.transfer import memory
+from qurl_ray.transfer import shared_memory as memory
 from tests.weights.transfer_rig import Rig, in_a_process
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")

@@ -27,7 +27,7 @@ from qurl_ray.policy.logprobs import textless
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import weight_max_code
-from qurl_ray.transfer.memory import SharedBuffer
+from qurl_ray.transfer.shared_memory import SharedBuffer
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket, TensorRecord
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

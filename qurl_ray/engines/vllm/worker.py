@@ -28,7 +28,7 @@ from qurl_ray.policy.logprobs import without_text
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.transfer.group import Meeting, broadcast, join
-from qurl_ray.transfer.memory import Placed, opened, opened_on_gpu, tensor_at, uuid_of
+from qurl_ray.transfer.shared_memory import Placed, opened, opened_on_gpu, tensor_at, uuid_of
 
 EncodedArray = tuple[str, tuple[int, ...], bytes]
 """An array in a message: (numpy dtype, shape, bytes)."""

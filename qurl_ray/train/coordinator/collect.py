@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.actors.fleet import Fleet
-from qurl_ray.actors.trajectories import Played, Player, unjudged, verdicts_of
+from qurl_ray.actors.trajectories import Played, TrajectoryRunner, unjudged, verdicts_of
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.config.algorithm import PPO
@@ -26,7 +26,7 @@ from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
 from qurl_ray.engines.requests import check_logprobs, make_requests, probe_requests
 from qurl_ray.rl.advantages import all_equal, overlong_penalty
-from qurl_ray.rl.credit import CreditMode, compare_turns, credited, turn_returns, without_signal, worth
+from qurl_ray.rl.credit import CreditMode, compare_turns, credited, returns_of, turn_returns, without_signal
 from qurl_ray.rl.repetition import garbage_tokens
 from qurl_ray.spans import ENVIRONMENTS, EVALUATION, ROLLOUTS
 from qurl_ray.tables import ADVANTAGES
@@ -88,7 +88,7 @@ class Collector:
         stop_ids: tuple[int, ...],
         fleet: Fleet,
         verifiers: VerifierPool,
-        player: Player | None = None,
+        player: TrajectoryRunner | None = None,
     ) -> None:
         self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
         self._fleet, self._verifiers, self._player = fleet, verifiers, player
@@ -162,8 +162,8 @@ class Collector:
         """Return the groups with advantages, or unchanged where a value model gives credit: the learner does that."""
         if self._compare is None or not groups:
             return groups
-        worths = [[worth(sample, self._mode) for sample in group] for group in groups]
-        found = compare_turns(worths, self._compare, self._mode)
+        returns_PG = [[returns_of(sample, self._mode) for sample in group] for group in groups]
+        found = compare_turns(returns_PG, self._compare, self._mode)
         return [
             [credited(sample, advantages_K, self._mode) for sample, advantages_K in zip(group, found_G, strict=True)]
             for group, found_G in zip(groups, found, strict=True)

@@ -23,7 +23,7 @@ from qurl_ray.actors.cluster import own_log
 from qurl_ray.actors.environments import EnvironmentPool
 from qurl_ray.actors.fleet import Fleet
 from qurl_ray.actors.placement import GpuAssignment
-from qurl_ray.actors.trajectories import Player
+from qurl_ray.actors.trajectories import TrajectoryRunner
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import DeadlineExceeded, QurlError
@@ -34,7 +34,7 @@ from qurl_ray.runs.checkpoint import Checkpoint, latest
 from qurl_ray.train.coordinator.collect import Collector
 from qurl_ray.train.coordinator.events import EventBuffer
 from qurl_ray.train.coordinator.session import Session
-from qurl_ray.train.messages import Directive, Drained, Material, Start, WeightsWanted
+from qurl_ray.train.messages import Directive, Drained, Start, TaskInputs, WeightsWanted
 from qurl_ray.types import Event
 from qurl_ray.weights.messages import Message
 
@@ -94,17 +94,17 @@ class Coordinator:
 
     # --- ranks: start -------------------------------------------------------------------------------------------
 
-    async def begin(self, rank: int, group: str, material: tuple[ObjectRef], assignment: GpuAssignment) -> Start:
+    async def begin(self, rank: int, group: str, inputs: tuple[ObjectRef], assignment: GpuAssignment) -> Start:
         """Start the session of a group of ranks, once all of them have called this; cancel the session before it.
 
         Colocated engines are placed with the ranks, started and put to sleep, before a rank puts anything on its GPU.
 
         Args:
-            material: reference to a Material, in a tuple, or Ray would replace the reference by the object. The ranks
+            inputs: reference to a TaskInputs, in a tuple, or Ray would replace the reference by the object. The ranks
                 send it, because a restarted coordinator has only what Ray keeps of its arguments, and that is no large
                 object.
         """
-        start = await self._beginnings.arrive(group, rank, (material, assignment), self._begin)
+        start = await self._beginnings.arrive(group, rank, (inputs, assignment), self._begin)
         if self._config.placement == "disaggregated" or start.over:
             return start
         version = await self._beginnings.arrive((group, "engines"), rank, None, self._bring_engines)
@@ -121,19 +121,19 @@ class Coordinator:
             where = f"from the checkpoint of step {resume.step}" if resume else "from the beginning"
             notes = [*notes, f"the learner restarted and continues {where}"]
         again, self._resume = self._resume is None, None
-        material: Material = await reference[0]
+        inputs: TaskInputs = await reference[0]
         player = None
         if self._environments:
-            player = Player(
+            player = TrajectoryRunner(
                 self._config,
                 self._fleet,
                 self._environments,
-                tokenizer=material.tokenizer,
-                stop_ids=material.stop_ids,
-                context=material.context,
+                tokenizer=inputs.tokenizer,
+                stop_ids=inputs.stop_ids,
+                context=inputs.context,
             )
         collector = Collector(
-            self._config, material.task, material.tokenizer, material.stop_ids, self._fleet, self._verifiers, player
+            self._config, inputs.task, inputs.tokenizer, inputs.stop_ids, self._fleet, self._verifiers, player
         )
         done, state = (resume.step, resume.state()) if resume else (0, None)
         if self._session:  # from here on nothing is awaited: no call may reach a session that was cancelled

@@ -28,7 +28,7 @@ from qurl_ray.train.driver.prepare import (
     find_reward,
     play_turn,
     prepare_task,
-    row_promise,
+    row_invariance,
     try_prompts,
     unequalized,
 )
@@ -55,7 +55,7 @@ class DryRun:
     """Lines that show one problem as the policy, the reward and the environment get it."""
     missing: str | None = None
     """Reason why the run cannot be made on this machine, but on others."""
-    promise: str | None = None
+    invariance: str | None = None
     """Sentence on equal bits; None if engine and learner do not share one forward pass, or the model is not here."""
 
 
@@ -95,8 +95,8 @@ def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
         ends = ", ".join(f"{policy.tokenizer.decode([token])!r} ({token})" for token in policy.stop_ids)
         found.checked.append(f"the tokens that end an answer: {ends}")
         with read_only():
-            promise = row_promise(config, policy.model)
-        found.promise = promise.sentence() if promise else None
+            invariance = row_invariance(config, policy.model)
+        found.invariance = invariance.sentence() if invariance else None
     if task and policy:
         trial = try_prompts(config, task, policy)
         found.notes += trial.notes

@@ -41,8 +41,8 @@ def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
     found = dry_run(config, fresh=fresh, extend=extend)
     typer.echo(found.settings, nl=False)
     typer.echo(f"# placement: {demand(config)}")
-    if found.promise:
-        typer.echo(f"# {found.promise}")
+    if found.invariance:
+        typer.echo(f"# {found.invariance}")
     for line in found.example:
         typer.echo(f"# {line}")
     for sentence in [*idle_settings(config), *found.notes]:

@@ -24,7 +24,7 @@ from qurl_ray.environments.protocol import EnvironmentMessage, Step
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
 from qurl_ray.extensions import import_reference
 from qurl_ray.files import why_unwritable
-from qurl_ray.numerics.promise import Promise, promise_for
+from qurl_ray.numerics.invariance import BatchInvariance, invariance_for
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy, converted
 from qurl_ray.policy.layers import window_of
@@ -64,8 +64,8 @@ class Prepared:
     spec: PolicySpec
     keep: tuple[str, ...]
     """Patterns of the parameters that no format quantizes."""
-    promise: Promise | None
-    """This machine's promise of equal bits; None if engine and learner do not share one forward pass."""
+    invariance: BatchInvariance | None
+    """This machine's invariance of equal bits; None if engine and learner do not share one forward pass."""
 
 
 def check_run(config: RunConfig) -> Checked:
@@ -135,7 +135,7 @@ def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float]
         source = cached_tiny_policy(cast(TinyModel, config.model), task.train, progress, device=device)
         spec = PolicySpec(source=str(source), max_length=config.model.max_length)
     keep = config.quantization.kept(checked.model.config.num_hidden_layers)
-    return Prepared(task=task, spec=spec, keep=keep, promise=row_promise(config, checked.model))
+    return Prepared(task=task, spec=spec, keep=keep, invariance=row_invariance(config, checked.model))
 
 
 def prepare_task(config: RunConfig) -> tuple[Task, float]:
@@ -225,10 +225,10 @@ def check_saving(config: RunConfig, found: Outline) -> None:
             ) from error
 
 
-def row_promise(config: RunConfig, model: PreTrainedModel) -> Promise | None:
-    """Return this machine's promise of equal bits for the policy, measured where it is not known yet; None if engine
+def row_invariance(config: RunConfig, model: PreTrainedModel) -> BatchInvariance | None:
+    """Return this machine's invariance of equal bits for the policy, measured where it is not known yet; None if engine
     and learner do not share one forward pass."""
-    return promise_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
+    return invariance_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
 
 
 def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:

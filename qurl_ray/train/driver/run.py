@@ -48,7 +48,7 @@ from qurl_ray.train.driver.run_dir import RunDir, forget_summary, open_run_dir, 
 from qurl_ray.train.driver.summary import summarize, write_summary
 from qurl_ray.train.driver.upload import Storage, Uploader
 from qurl_ray.train.driver.watch import Fit, Watch
-from qurl_ray.train.messages import Material
+from qurl_ray.train.messages import TaskInputs
 from qurl_ray.train.rank.entry import train_entry
 from qurl_ray.train.totals import RunTotals
 from qurl_ray.types import Event, Outcome
@@ -130,8 +130,8 @@ def _run_in(
             totals = rewound(place, tracker)
             _announce(place.notes, "info", tracker)
             prepared = prepare(config, checked, _cold_start_progress(config.model, tracker))
-            if promise := prepared.promise:  # of this machine: a resumed run may have started on another
-                _announce([promise.sentence()], "info" if promise.kept else "warning", tracker)
+            if invariance := prepared.invariance:  # of this machine: a resumed run may have started on another
+                _announce([invariance.sentence()], "info" if invariance.kept else "warning", tracker)
             if not resume:  # else metrics.jsonl has them already
                 _announce([*idle_settings(config), *unequalized(config, checked.model)], "warning", tracker)
                 _announce(prepared.task.notes, "info", tracker)
@@ -233,13 +233,13 @@ def _train(
     coordinator: ActorHandle | None = None
     fit: Fit | None = None
     tokenizer = load_tokenizer(prepared.spec)
-    material = Material(
+    inputs = TaskInputs(
         task=prepared.task,
         tokenizer=tokenizer,
         stop_ids=stop_ids(prepared.spec, tokenizer),
         context=context_length(prepared.spec),
     )
-    reference = ray.put(material)  # it is held while the run lasts
+    reference = ray.put(inputs)  # it is held while the run lasts
     try:
         coordinator = (
             ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Coordinator)
@@ -252,7 +252,7 @@ def _train(
             "config": config.model_dump(mode="json"),
             "spec": prepared.spec,
             "coordinator": (handle,),
-            "material": (reference,),
+            "inputs": (reference,),
             "run_dir": str(place.path),
         }
         fit = _fit_in_thread(config, context, place.path)

@@ -39,11 +39,11 @@ from qurl_ray.quant.uaq import fold
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.train.deadlines import collection_deadline, sync_deadline
 from qurl_ray.train.messages import Directive, Start, WeightsWanted
-from qurl_ray.train.rank.memory import check_memory
+from qurl_ray.train.rank.gpu_turns import Turn, Turns
+from qurl_ray.train.rank.host_memory import check_memory
 from qurl_ray.train.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
 from qurl_ray.train.rank.precision import fleet_weight_max_code, tell_gradients, unified_flow
 from qurl_ray.train.rank.saver import Saver, barrier, check_shared
-from qurl_ray.train.rank.turns import Turn, Turns
 from qurl_ray.train.rank.wait import wait
 from qurl_ray.types import PolicySpec
 from qurl_ray.weights.messages import Message
@@ -60,7 +60,7 @@ def train_loop(context: dict[str, Any]) -> None:
     a rank meet.
 
     Args:
-        context: config (plain values), spec, run_dir, and references to the coordinator and the Material.
+        context: config (plain values), spec, run_dir, and references to the coordinator and the TaskInputs.
     """
     config = RunConfig.model_validate(context["config"])
     check_shared(Path(context["run_dir"]))
@@ -69,7 +69,7 @@ def train_loop(context: dict[str, Any]) -> None:
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
     torch.manual_seed(config.seed)
     coordinator = _coordinator(context)
-    ask = partial(coordinator.begin.remote, rank, _group(), context["material"], own_assignment())
+    ask = partial(coordinator.begin.remote, rank, _group(), context["inputs"], own_assignment())
     start = _begin(ask, config.learner.timeout_s + config.rollout.start_limit_s)
     if start.over:
         return

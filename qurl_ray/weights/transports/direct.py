@@ -23,7 +23,7 @@ from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.transfer.group import Meeting, broadcast, join, lead, within
-from qurl_ray.transfer.memory import Placed, SharedBuffer, aligned, gpu_handle, uuid_of
+from qurl_ray.transfer.shared_memory import Placed, SharedBuffer, aligned, gpu_handle, uuid_of
 from qurl_ray.types import StagedBucket, TensorRecord
 from qurl_ray.weights.stream import Bucket, Unquantized
 from qurl_ray.weights.transports.protocol import Link, Probes, Transport

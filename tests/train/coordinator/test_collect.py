@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from qurl_ray.actors.trajectories import Drew, Played, Said
+from qurl_ray.actors.trajectories import EnvironmentTurn, Played, PolicyTurn
 from qurl_ray.config import load_config
 from qurl_ray.data.tasks import Task
 from qurl_ray.environments.process import CallFailed
@@ -82,10 +82,10 @@ class Plays:
         mask = np.array(([True] * 2 + [False]) * count)[:-1]
         times = {"asked": 0.0, "waited": 0.0}
         said = [
-            Said(at=at, messages=(), reward=reward, calls=0, failed_calls=0, seconds=0.0, **times)
+            EnvironmentTurn(at=at, messages=(), reward=reward, calls=0, failed_calls=0, seconds=0.0, **times)
             for at, reward in [(0, None), *((3 * k + 2, r) for k, r in enumerate(rewards or [None] * count))]
         ]
-        drew = [Drew(at=3 * k, tokens=2, text="", **times) for k in range(count)]
+        drew = [PolicyTurn(at=3 * k, tokens=2, text="", **times) for k in range(count)]
         completion = Completion(
             uid=request.uid,
             token_ids=np.arange(3, 3 + len(mask)).astype(np.int32),

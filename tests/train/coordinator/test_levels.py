@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_ray.actors.trajectories import Drew, Played, Said
+from qurl_ray.actors.trajectories import EnvironmentTurn, Played, PolicyTurn
 from qurl_ray.train.coordinator.levels import trajectory_levels
 from qurl_ray.types import Completion
 
@@ -21,10 +21,12 @@ def played(began: float, queued: float, *course: tuple[float, float, float]) -> 
     found = Played(completion=NO_ANSWER, prompt_ids=NOTHING, last_turn=NOTHING, began=began, queued=queued)
     at = 0.0
     for drawing, waiting, working in course:
-        found.drew.append(Drew(at=0, tokens=1, text="", asked=at, waited=drawing))
+        found.drew.append(PolicyTurn(at=0, tokens=1, text="", asked=at, waited=drawing))
         at += drawing
         found.said.append(
-            Said(at=1, messages=[], reward=None, calls=0, failed_calls=0, asked=at, seconds=working, waited=waiting)
+            EnvironmentTurn(
+                at=1, messages=[], reward=None, calls=0, failed_calls=0, asked=at, seconds=working, waited=waiting
+            )
         )
         at += waiting
     return replace(found, seconds=at)

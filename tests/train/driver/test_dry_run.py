@@ -81,7 +81,7 @@ def test_it_says_what_it_checked_and_writes_nothing(here, given, problems):
         r"checkpoints of \d+ MB, 3 at a time, and the policy: \d+ MB of [\d.]+ GB free", found.checked[6]
     )
     assert found.unchecked == [RUNS_ONLY]
-    assert "equal bits of engine and learner" in found.promise
+    assert "equal bits of engine and learner" in found.invariance
     assert yaml.safe_load(found.settings)["output_dir"] == str(here / "runs")
 
 

@@ -11,7 +11,7 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.train.messages import Directive, Start
 from qurl_ray.train.rank import train
-from qurl_ray.train.rank.memory import check_memory
+from qurl_ray.train.rank.host_memory import check_memory
 from qurl_ray.types import PolicySpec
 from tests.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def learner_of(tiny_spec, tmp_path, monkeypatch):
         context = {
             "config": config.model_dump(mode="json"),
             "spec": tiny_spec,
-            "material": (),
+            "inputs": (),
             "run_dir": str(tmp_path),
         }
         coordinator = SimpleNamespace(begin=SimpleNamespace(remote=lambda *_: None))

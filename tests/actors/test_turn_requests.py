@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qurl_ray.actors.health import Health
 from qurl_ray.actors.trajectories import Played
-from qurl_ray.actors.turns import TurnsWork
+from qurl_ray.actors.turn_requests import TurnsWork
 from qurl_ray.actors.work import Chunk
 from qurl_ray.engines.requests import continued
 from qurl_ray.environments.protocol import Step

@@ -7,8 +7,8 @@ import pytest
 from qurl_ray.config import load_config
 from qurl_ray.learner.backend import Resident
 from qurl_ray.train.messages import Directive, WeightsWanted
+from qurl_ray.train.rank.gpu_turns import Turn, Turns, resident
 from qurl_ray.train.rank.train import RankLoop
-from qurl_ray.train.rank.turns import Turn, Turns, resident
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ class Gpu:
         self.story.append(what)
 
     # the learner
-    def reside(self, resident: Resident) -> None:
+    def keep_on_device(self, resident: Resident) -> None:
         self.held = resident
         self.note(resident.name)
 
@@ -85,7 +85,7 @@ class Gpu:
 
 @pytest.fixture
 def rank_end(monkeypatch):
-    monkeypatch.setattr("qurl_ray.train.rank.turns.wait", lambda found, *_: found)
+    monkeypatch.setattr("qurl_ray.train.rank.gpu_turns.wait", lambda found, *_: found)
     monkeypatch.setattr("qurl_ray.train.rank.train.wait", lambda found, *_: found)
 
     def make(*overrides, wanted=0):

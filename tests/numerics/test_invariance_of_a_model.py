@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from qurl_ray.config.model import TinyModel
-from qurl_ray.numerics import promise
-from qurl_ray.numerics.promise import promise_for, promise_of
+from qurl_ray.numerics import invariance
+from qurl_ray.numerics.invariance import invariance_for, invariance_of
 from qurl_ray.numerics.rules import Rule
 from qurl_ray.planning.shapes import configured_shape
 from qurl_ray.policy.tiny import make_model, make_tokenizer
@@ -18,8 +18,8 @@ NARROW = Rule(kernel="mkl", rows=4, outputs=192)
 def rules(monkeypatch):
     """The machine's rules: of linears by outputs (TWO if not named), and of attention."""
     found = {"attention": FOUR}
-    monkeypatch.setattr(promise, "linear_rule", lambda inner, outputs: found.get(outputs, TWO))
-    monkeypatch.setattr(promise, "attention_rule", lambda head_dim: found["attention"])
+    monkeypatch.setattr(invariance, "linear_rule", lambda inner, outputs: found.get(outputs, TWO))
+    monkeypatch.setattr(invariance, "attention_rule", lambda head_dim: found["attention"])
     return found
 
 
@@ -27,14 +27,14 @@ LINEARS = {(256, 768): 6, (256, 18): 1}
 
 
 def test_rules_for_everything_are_a_promise(rules):
-    found = promise_of(LINEARS, head_dim=32)
+    found = invariance_of(LINEARS, head_dim=32)
     assert found.kept
     assert "linears onednn, at least 2 rows; attention mkl, at least 4 rows" in found.sentence()
 
 
 def test_different_rules_are_told_apart(rules):
     rules[18] = NARROW
-    found = promise_of(LINEARS, head_dim=32)
+    found = invariance_of(LINEARS, head_dim=32)
     assert found.kept
     assert "onednn, at least 2 rows (1 shape)" in found.sentence()
     assert "mkl, at least 4 rows, at least 192 outputs (1 shape)" in found.sentence()
@@ -43,7 +43,7 @@ def test_different_rules_are_told_apart(rules):
 @pytest.mark.parametrize(("what", "named"), [(18, "products of 256 → 18"), ("attention", "attention with heads of 32")])
 def test_what_has_no_rule_is_named_and_nothing_is_promised(rules, what, named):
     rules[what] = None
-    found = promise_of(LINEARS, head_dim=32)
+    found = invariance_of(LINEARS, head_dim=32)
     assert not found.kept
     assert "not promised" in found.sentence()
     assert named in found.sentence()
@@ -52,7 +52,7 @@ def test_what_has_no_rule_is_named_and_nothing_is_promised(rules, what, named):
 
 def test_rules_that_cost_a_twentieth_of_a_step_are_no_promise(rules):
     rules[18] = NARROW
-    found = promise_of({(256, 768): 1, (256, 18): 1}, head_dim=32)
+    found = invariance_of({(256, 768): 1, (256, 18): 1}, head_dim=32)
     assert found.cost == pytest.approx((192 - 18) / (768 + 18))
     assert not found.kept
     assert "add 22% to a decode step of 32 rows" in found.sentence()
@@ -61,4 +61,4 @@ def test_rules_that_cost_a_twentieth_of_a_step_are_no_promise(rules):
 def test_the_planners_shape_of_a_model_has_its_linears(rules):
     with torch.device("meta"):
         model = make_model(TinyModel(), make_tokenizer())
-    assert promise_for(model, head_dim=64) == promise_of(configured_shape(TinyModel()).linears(), head_dim=64)
+    assert invariance_for(model, head_dim=64) == invariance_of(configured_shape(TinyModel()).linears(), head_dim=64)

@@ -71,7 +71,7 @@ class Turns:
             wait(self._coordinator.rest.remote(), self._timeout_s, "the engines to fall asleep")
         wanted = resident(turn, colocated=self._colocated, offload=self._offload)
         if wanted is not self._resident:
-            self._learner.reside(wanted)
+            self._learner.keep_on_device(wanted)
             self._resident = wanted
         if self._colocated and turn is Turn.ROLLOUTS and distributed.is_initialized():
             distributed.barrier()  # the first rank that asks starts the engines

@@ -6,7 +6,7 @@ from typing import Any
 
 from qurl_ray.actors.environments import EnvironmentHost
 from qurl_ray.actors.local import fleet_here, pool_here
-from qurl_ray.actors.trajectories import Played, Player, unjudged, verdicts_of
+from qurl_ray.actors.trajectories import Played, TrajectoryRunner, unjudged, verdicts_of
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
 from qurl_ray.engines.torch.engine import TorchEngine
@@ -15,7 +15,7 @@ from qurl_ray.types import Problem, Request, Verdict
 
 
 class TurnsHere:
-    """Player of trajectories with an engine of this process.
+    """TrajectoryRunner of trajectories with an engine of this process.
 
     Args:
         context: most tokens of a trajectory.
@@ -43,7 +43,7 @@ class TurnsHere:
         return verdicts_of(played, verifier.judge_many(items))
 
     async def _play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
-        player = Player(
+        player = TrajectoryRunner(
             self._config,
             await fleet_here([self._engine], self._config.rollout),
             pool_here(self._host, self._config.environment),

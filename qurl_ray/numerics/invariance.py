@@ -1,4 +1,4 @@
-"""The promise of this machine for a model: equal bits of engine and learner, by which rules, or why not."""
+"""The invariance of this machine for a model: equal bits of engine and learner, by which rules, or why not."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ MOST_COST = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class BatchInvariance:
     """The rules of a model's float32 products on this machine, and whether they give equal bits.
 
     Example:
-        promise_of({(256, 768): 6, (256, 18): 1}, head_dim=32).sentence()
+        invariance_of({(256, 768): 6, (256, 18): 1}, head_dim=32).sentence()
     """
 
     linears: tuple[tuple[Product, Rule | None], ...]
@@ -44,7 +44,7 @@ class Promise:
         return not self.missing and self.cost <= MOST_COST
 
     def sentence(self) -> str:
-        """Return the promise as the sentence that a run, a dry run and the tests' header report."""
+        """Return the invariance as the sentence that a run, a dry run and the tests' header report."""
         where = f"{processor_name()}, {_threads()}"
         if self.missing:
             found = "no rule makes rows independent of the batch for " + ", ".join(self.missing)
@@ -62,8 +62,8 @@ class Promise:
         )
 
 
-def promise_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> Promise:
-    """Return the promise for a model. Rules that are not known yet are measured.
+def invariance_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> BatchInvariance:
+    """Return the invariance for a model. Rules that are not known yet are measured.
 
     Args:
         linears: number of linears by (inputs, outputs), the head included.
@@ -71,13 +71,13 @@ def promise_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> Prom
     """
     products = [Product(inner=inner, outputs=outputs, count=n) for (inner, outputs), n in sorted(linears.items())]
     rules = tuple((product, linear_rule(product.inner, product.outputs)) for product in products)
-    return Promise(linears=rules, attention=attention_rule(head_dim), head_dim=head_dim)
+    return BatchInvariance(linears=rules, attention=attention_rule(head_dim), head_dim=head_dim)
 
 
-def promise_for(model: nn.Module, *, head_dim: int) -> Promise:
-    """Return the promise for all linears of a model, whose weights may be on the meta device."""
+def invariance_for(model: nn.Module, *, head_dim: int) -> BatchInvariance:
+    """Return the invariance for all linears of a model, whose weights may be on the meta device."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return promise_of(Counter((linear.in_features, linear.out_features) for linear in linears), head_dim=head_dim)
+    return invariance_of(Counter((linear.in_features, linear.out_features) for linear in linears), head_dim=head_dim)
 
 
 def _threads() -> str:

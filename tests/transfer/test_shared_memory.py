@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from qurl_ray.transfer.memory import SharedBuffer, opened
+from qurl_ray.transfer.shared_memory import SharedBuffer, opened
 
 
 def array_at(memory, place) -> np.ndarray:
