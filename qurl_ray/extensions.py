@@ -21,8 +21,11 @@ import stat
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -35,6 +38,7 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 TRACEBACKS = "QURL_TRACEBACKS"
 """Environment variable with the folder for tracebacks of processes that print to no file."""
+_SLOW_S = 10.0
 _MESSAGE_CHARS = 300
 _TRACEBACKS_BYTES = 16 << 20  # limit of a file of tracebacks
 
@@ -194,8 +198,25 @@ def call_extension(kind: str, function: Callable[..., Any], *arguments: Any) -> 
         return function(*arguments)
     except QurlError:
         raise
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise ExtensionError(f"{kind} {reference_of(function)} failed: {described(error)}") from error
+
+
+@contextmanager
+def announced_if_slow(what: str) -> Iterator[None]:
+    """Tell on the terminal, every ten seconds, that `what` has not returned yet."""
+    done, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(_SLOW_S):
+            sys.stderr.write(f"{what} has been running for {time.monotonic() - began:.0f} s\n")
+            sys.stderr.flush()
+
+    threading.Thread(target=tell, name="announcer", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def described(error: BaseException) -> str:

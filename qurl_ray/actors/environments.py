@@ -301,7 +301,7 @@ class EnvironmentLease:
             todo = self._given
 
     def release(self) -> None:
-        """Give the place free."""
+        """Release the slot."""
         host, self._host = self._host, None
         if host:
             host.trajectories -= 1

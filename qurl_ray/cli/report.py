@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from qurl_ray.config.cli import errors_told
-from qurl_ray.config.load import run_folder
+from qurl_ray.config.load import run_folder, runs_folder
 from qurl_ray.errors import ConfigError
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
@@ -25,7 +25,9 @@ def main(
     with errors_told():
         run = run_folder(run)
         if not (run / "metrics.jsonl").is_file():
-            raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run, such as runs/quickstart")
+            runs = sorted(file.parent.name for file in runs_folder(None).glob("*/metrics.jsonl"))
+            known = f"; in {runs_folder(None)} are: {', '.join(runs)}" if runs else ""
+            raise ConfigError(f"{run} holds no metrics.jsonl: give a run by its folder or its name{known}")
         try:
             others = [write_timeline(run), write_rollouts(run)]
             pages = [write_report(run), *others]  # the report links to the others

@@ -86,8 +86,7 @@ def read_settings(
     new type drops the settings that the file gives its section. If a key is given twice, the last value counts.
 
     Args:
-        model: what the settings are of. What a setting that is text is overridden with is taken as it is, and all else
-            is read as YAML.
+        model: type of the settings. String settings take the override literally; others are read as YAML.
 
     Raises:
         ConfigError: the file is missing or no mapping, an override is no `key=value`, or two overrides give a section

@@ -8,7 +8,7 @@ from qurl_ray.config.shown import shown
 from qurl_ray.config.task import CustomTask
 from qurl_ray.data.split import Split, disjoint, held_out_from
 from qurl_ray.errors import DataError, QurlError
-from qurl_ray.extensions import described
+from qurl_ray.extensions import announced_if_slow, described
 from qurl_ray.tables import PROBLEMS
 from qurl_ray.tools.messages import (
     check_text,
@@ -36,7 +36,8 @@ def custom_split(task: CustomTask) -> Split:
     """
     function = PROBLEMS.load(task.problems)
     try:
-        made = function(**task.params)
+        with announced_if_slow(f"task.problems={task.problems}"):
+            made = function(**task.params)
         if isinstance(made, Mapping):
             if set(made) != {"train", "held_out"}:
                 raise DataError(
@@ -52,7 +53,7 @@ def custom_split(task: CustomTask) -> Split:
             )
     except QurlError as error:
         raise DataError(f"task.problems={task.problems}: {error}") from error
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         made_with = f"task.problems={task.problems} failed with task.params {shown(task.params)}"
         raise DataError(f"{made_with}: {described(error)}") from error
     uids = Counter(problem.uid for problem in (*train, *held_out))

@@ -90,7 +90,13 @@ def _problems(
         raise DataError(f"{source} is empty")
     needs_answer = _needs_answer(task)
     optional = not needs_answer or task.last_turn == "answer"
-    prompt, answer, notes = _columns(first, columns, source, optional=optional)
+    try:
+        prompt, answer, notes = _columns(first, columns, source, optional=optional)
+    except DataError:
+        for column in PROMPT_COLUMNS:  # the answer may be in the messages, which is another error
+            if is_conversation(asked := first.fields.get(column)):
+                split_last_turn(read_messages(asked, first.where), task.last_turn, first.where)
+        raise
     if answer is None and columns[1] is not None:
         instead = "they are the last turns" if task.last_turn == "answer" else "the reward gets none"
         notes.append(f"{source}: there is no column of answers; {instead}")

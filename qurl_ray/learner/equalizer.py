@@ -79,7 +79,7 @@ class Equalizer:
         return bool(self._exponents)
 
     def due(self, steps: int) -> bool:
-        """Return True if factors are looked at in the step after so many."""
+        """Return True if the factors are due for an update after `steps` steps."""
         return not self.settled or steps % self._every == 0
 
     @contextmanager

@@ -55,7 +55,9 @@ def verdict(plan: Plan) -> str:
         gain = f"{plan.gain(plan.chosen):.2f}× {of.step} with {plan.chosen}"
         sync = f", syncs {base.sync:.1f} → {other.sync:.1f} s [C]{MARK}" if other else ""
         return f"Quantization pays: {gain}. {found}{learner}{sync}; {_reason(plan, base, 'weights and products')}."
-    gain = f"{plan.gain(better) or 1:.2f}× {of.step}, less than {PAYS}×"
+    times = plan.gain(better) or 1
+    digits = 2 if f"{times:.2f}" != f"{PAYS:.2f}" else 4
+    gain = f"{times:.{digits}f}× {of.step}, less than {PAYS}×"
     return f"Quantization does not pay here: {gain}. {found}; {_reason(plan, base)}."
 
 
@@ -79,11 +81,16 @@ def recommended(plan: Plan) -> list[str]:
     if estimate is None:
         return []
     layout, work, asked = estimate.layout, estimate.work, plan.work
-    precision = ["quantization=none", "uaq_scale=1"] if plan.chosen == "bf16" else [f"quantization={plan.chosen}"]
+    # In one flow of training and rollouts, a GPU has FP8 in blocks alone.
+    chosen = "fp8_block" if plan.chosen == "fp8" and asked.fp8_learner else plan.chosen
+    precision = ["quantization=none", "uaq_scale=1"] if chosen == "bf16" else [f"quantization={chosen}"]
     colocated = layout.placement == "colocated"
     kv = int(estimate.room / layout.tensor_parallel / 2**30)
     return [
         f"placement={layout.placement}",
+        f"rollout.engine={asked.engine}",
+        "rollout.device=cuda",
+        "learner.device=cuda",
         f"rollout.{precision[0]}",
         *(f"quantization.{setting}" for setting in precision[1:]),
         f"rollout.workers={layout.engines}",

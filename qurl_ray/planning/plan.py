@@ -232,11 +232,11 @@ def _why_nothing_fits(shape: Shape, gpu: Gpu, gpus: int, works: Sequence[Workloa
     if learn + beside > limit:
         states, activations = learn - activation_bytes(shape, work), activation_bytes(shape, work)
         return (
-            f"{where}: the learner on all of them, with {work.sequence_parallel} ranks to a sequence, holds "
+            f"{where}: the learner on all of them, with {work.sequence_parallel} rank(s) to a sequence, holds "
             f"{states / 1e9:,.1f} GB of parameters, gradients, moments and logits and {activations / 1e9:,.1f} GB of "
             f"activations, beside {beside / 1e9:,.1f} GB of CUDA and a sleeping engine: "
             f"{(learn + beside) / 1e9:,.1f} of the {limit / 1e9:,.1f} GB that can be planned with. Take more or larger "
-            "GPUs, or shorter answers"
+            f"GPUs{', or shorter answers' if states + beside < limit else ''}"
         )
     if host > hosts:
         return (

@@ -29,7 +29,7 @@ _SAMPLED_STEPS, _SAMPLES_PER_STEP = 24, 4
 _WARNINGS = 20
 _STATES = {
     "finished": "It made all its steps, or reached its target.",
-    "interrupted": "It was asked to stop before its last step; it evaluated and saved what it had.",
+    "interrupted": "It was asked to stop before its last step; it evaluated, and saved what it had learned.",
     "unfinished": "No summary.json says how it ended: the run is still going on, or something ended it.",
     "failed": "An error ended it; what follows is what it had recorded until then.",
 }

@@ -126,8 +126,8 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def has_finished(summary: dict[str, Any]) -> bool:
-    """True if a summary says that its run ended by itself, after a number of steps. One without these words does not
-    say it."""
+    """True if a summary says that its run ended by itself, after a number of steps. A summary without these keys counts
+    as unfinished."""
     return is_step(summary.get("steps")) and summary.get("interrupted") is False
 
 

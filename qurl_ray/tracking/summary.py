@@ -97,7 +97,7 @@ def commands(values: Mapping[str, Any]) -> list[str]:
         found.append(f"mlflow ui --backend-store-uri {shlex.quote(one_line(uri))}")
     if page := values.get("mlflow_page"):
         found.append(one_line(page))
-    if run_dir := values.get("run_dir"):
+    if (run_dir := values.get("run_dir")) and values.get("policy"):
         found.append(f"qurl evaluate {shlex.quote(one_line(run_dir))} --samples 8")
     return found
 

@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import re
+import sys
+import time
 from dataclasses import replace
 
 import pyarrow
@@ -559,6 +561,8 @@ def test_an_answer_at_the_end_of_a_conversation_is_the_expected_one_or_refused(t
     place = "line 1" if suffix == ".jsonl" else "row 1"
     with pytest.raises(DataError, match=rf"{place}: .* turn of the assistant, '1', .*set task.last_turn=answer"):
         load_task(DatasetTask(path=path, answer_column=None, reward="mine:score"), eval_problems=9)
+    with pytest.raises(DataError, match=rf"{place}: .* turn of the assistant"):  # and not that a column is missing
+        load_task(DatasetTask(path=path), eval_problems=9)
     task = load_task(DatasetTask(path=path, last_turn="answer"), eval_problems=9)
     assert [(p.prompt, p.answer, len(p.messages)) for p in task.train] == [(f"{n}+1=", str(n + 1), 1) for n in range(3)]
     assert f"{path}: there is no column of answers; they are the last turns" in task.notes
@@ -573,6 +577,29 @@ def test_an_answer_at_the_end_of_a_conversation_is_the_expected_one_or_refused(t
 
 def conversations():
     return [{"prompt": talk_of(n, str(n + 1))["messages"]} for n in range(4)]
+
+
+def leaving():
+    sys.exit(9)
+
+
+def dawdling():
+    time.sleep(0.5)
+    return conversations()
+
+
+def test_a_function_that_exits_is_an_error_that_names_it():
+    with pytest.raises(DataError, match=r"tests.data.test_tasks:leaving failed .*SystemExit: 9 \(.*test_tasks.py, line"):
+        load_task(CustomTask(problems="tests.data.test_tasks:leaving", reward="exact"), eval_problems=9)
+
+
+def test_a_function_that_takes_long_is_announced(monkeypatch, capsys):
+    monkeypatch.setattr("qurl_ray.extensions._SLOW_S", 0.1)
+    settings = {"problems": "tests.data.test_tasks:dawdling", "reward": "exact", "last_turn": "answer"}
+    load_task(CustomTask(**settings), eval_problems=9)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) in range(1, 6)
+    assert said[0] == "task.problems=tests.data.test_tasks:dawdling has been running for 0 s"
 
 
 def test_the_same_of_problems_that_a_function_makes():

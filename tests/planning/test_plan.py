@@ -182,7 +182,7 @@ def test_a_layout_that_cannot_start_says_why(settings, model, says):
     assert any(says in problem for problem in checked(CONFIGS / "dapo_7b_math.yaml", *settings, model=model).problems)
 
 
-@pytest.mark.parametrize("preset", ["dapo_7b_math", "deepscaler_grpo", "gsm8k_ppo"])
+@pytest.mark.parametrize("preset", ["dapo_7b_math", "deepscaler_grpo", "gsm8k_ppo", "jet_rl_qwen3_8b"])
 def test_what_is_recommended_can_start(preset):
     path = CONFIGS / f"{preset}.yaml"
     found = json.loads(CliRunner().invoke(app, ["--config", str(path), "--json"]).output)
@@ -202,7 +202,7 @@ def test_32b_on_16_gpus_is_planned_with_ranks_that_read_their_shares():
 
 
 FITS_NOWHERE = (
-    r"does not fit on 8 × h100 in any format: the learner on all of them, with (\d) ranks to a sequence, holds "
+    r"does not fit on 8 × h100 in any format: the learner on all of them, with (\d) rank\(s\) to a sequence, holds "
     r"([\d.]+) GB of .* and ([\d.]+) GB of activations, beside ([\d.]+) GB of CUDA .*: ([\d.]+) of the ([\d.]+) GB"
 )
 
@@ -213,12 +213,13 @@ def test_where_nothing_fits_the_one_limit_is_named_with_its_arithmetic():
     states, activations, beside, total, limit = map(float, re.search(FITS_NOWHERE, str(caught.value)).groups()[1:])
     assert states + activations + beside == pytest.approx(total, abs=0.2)
     assert total > limit
+    assert ("shorter answers" in str(caught.value)) == (states + beside < limit)
 
 
 def test_answers_too_long_for_one_rank_are_shared_by_several():
     """32B on 16 GPUs with answers of 16K tokens, the layout of the preset dapo_32b."""
     asked = "--model Qwen2.5-32B --gpus 16 --response-length 16384"
-    with pytest.raises(ConfigError, match=r"with 1 ranks to a sequence"):
+    with pytest.raises(ConfigError, match=r"with 1 rank\(s\) to a sequence"):
         make_plan(SHAPES["Qwen2.5-32B"], H100, 16, Workload(response=16384))
     settings = json.loads(CliRunner().invoke(app, [*asked.split(), "--json"]).output)["settings"]
     assert {"placement=colocated", "learner.backend=fsdp", "learner.sequence_parallel=2"} <= set(settings)

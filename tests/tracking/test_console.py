@@ -133,6 +133,7 @@ def test_commands_are_below_the_summary_in_one_piece():
         "mlflow_uri": "sqlite:////" + "a-long-folder/" * 6 + "mlflow.db",
         "mlflow_page": "http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=qurl-ray&compareRunsMode=CHART",
         "run_dir": "/runs/demo",
+        "policy": "/runs/demo/policy",
     }
     opened("plain", screen).handle(Event(kind="summary", step=1, values=values | {"interrupted": True}), 1.0)
     below = shown(screen).split("╯")[1].split("\n", 1)[1]
@@ -261,8 +262,10 @@ def test_durations_and_single_lines():
 
 def test_commands_of_the_summary_paste_though_a_folder_has_a_blank():
     folder = "/my runs/it's $HOME/a;b"
-    lines = commands({"run_dir": folder, "mlflow_uri": f"sqlite:///{folder}/mlflow.db"})
+    made = {"run_dir": folder, "policy": f"{folder}/policy", "mlflow_uri": f"sqlite:///{folder}/mlflow.db"}
+    lines = commands(made)
     assert [shlex.split(line) for line in lines] == [
         ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"],
         ["qurl", "evaluate", folder, "--samples", "8"],
     ]
+    assert commands(made | {"policy": None}) == lines[:1]  # it was stopped before its first step

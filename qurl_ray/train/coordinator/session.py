@@ -207,7 +207,11 @@ class Session:
         # An interval may take a second to bootstrap.
         values = await asyncio.to_thread(evaluation_figures, verdicts, self._collector.held_out_sets)
         if failed := values["eval/failed"]:
-            message = f"evaluation {label!r}: {failed} of {values['eval/problems']} rewards failed and count as 0"
+            first = next(verdict for verdict in verdicts if verdict.status != "ok")
+            message = (
+                f"evaluation {label!r}: {failed} of {values['eval/problems']} rewards failed and count as 0. The first "
+                f"({first.status}): {first.detail}"
+            )
             self._events.warn(step, message)
         reward, target = values["eval/reward"], self._config.evaluation.target_reward
         if label == "during" and target is not None and reward >= target:

@@ -32,7 +32,7 @@ from qurl_ray.train.driver.prepare import (
     try_prompts,
     unequalized,
 )
-from qurl_ray.train.driver.room import check_disk, missing_gpus
+from qurl_ray.train.driver.room import check_disk, missing_here
 from qurl_ray.train.driver.run_dir import look_at_run_dir, settings_text, submitted
 
 _SHOWN = (1500, 500)
@@ -110,7 +110,7 @@ def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
         found.checked.append(f"{turn}environment {config.environment.type}")
     answers = "the reward and the environment" if config.environment.type else "the reward"
     found.unchecked.append(f"memory, placement, and what answers of the policy do to {answers}: the run shows these")
-    found.missing = missing_gpus(config)
+    found.missing = missing_here(config)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Checks of this machine before anything starts: room on the disk, and GPUs."""
+"""Checks of this machine before anything starts: room on the disk, GPUs, and processes for its cores."""
 
 import os
 import shutil
@@ -10,9 +10,12 @@ from transformers import PreTrainedModel
 from qurl_ray.actors.placement import demand, what_is_missing
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
+from qurl_ray.files import why_unwritable
 
 _POLICY = 4
 """Bytes of a saved policy per parameter: FP32."""
+_CROWD = 8
+"""Processes that compute, per core, above which a run is refused: each takes memory, and seconds to start."""
 _STATE = {"adamw": 12, "adamw_8bit": 6, "muon": 8}
 """Bytes of the learner's state per parameter, by optimizer: the parameter in FP32 and its moments. Muon's embeddings
 have twice the moments."""
@@ -26,9 +29,12 @@ def check_disk(config: RunConfig, model: PreTrainedModel) -> str:
         model: policy without weights.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not, or cannot be written.
     """
     assert config.output_dir is not None, "resolve() comes first"
+    for folder in (config.output_dir, config.output_dir / config.name):
+        if error := why_unwritable(folder):
+            raise ConfigError(f"cannot write to {folder}: {error}; set output_dir")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     learners = 1 + (getattr(config.algorithm, "critic", None) == "separate")  # which is as large as the policy
     each = parameters * (_POLICY + learners * _STATE[config.learner.optimizer])
@@ -48,10 +54,17 @@ def check_disk(config: RunConfig, model: PreTrainedModel) -> str:
     return told
 
 
-def missing_gpus(config: RunConfig) -> str | None:
+def missing_here(config: RunConfig) -> str | None:
     """Return why this machine cannot hold the run; None if it can, or if the run attaches to a cluster."""
     if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
         return None
+    cores, processes = os.cpu_count() or 1, config.rollout.workers + config.learner.workers
+    if processes > _CROWD * cores:
+        return (
+            f"this machine cannot hold the run: {config.rollout.workers} rollout workers and {config.learner.workers} "
+            f"learner ranks compute on {cores} cores; lower rollout.workers and learner.workers, or set $RAY_ADDRESS "
+            "to a cluster"
+        )
     asked = demand(config)
     missing = what_is_missing(asked, [asked.total | {"GPU": float(torch.cuda.device_count())}])
     way = "set $RAY_ADDRESS to a cluster, or learner.device=cpu and rollout.device=cpu"

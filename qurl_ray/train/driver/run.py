@@ -43,7 +43,7 @@ from qurl_ray.train.coordinator.coordinator import Coordinator, packed_handles
 from qurl_ray.train.deadlines import collection_deadline
 from qurl_ray.train.driver.functions import try_functions
 from qurl_ray.train.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
-from qurl_ray.train.driver.room import check_disk, missing_gpus
+from qurl_ray.train.driver.room import check_disk, missing_here
 from qurl_ray.train.driver.run_dir import RunDir, forget_summary, open_run_dir, submitted
 from qurl_ray.train.driver.summary import summarize, write_summary
 from qurl_ray.train.driver.upload import Storage, Uploader
@@ -62,7 +62,8 @@ class RunResult:
     """Folder, policy and summary of a finished run."""
 
     run_dir: Path
-    policy: Path
+    policy: Path | None
+    """None if the run was stopped before its first step."""
     summary: dict[str, Any]
     interrupted: bool
 
@@ -100,7 +101,7 @@ def run_until(
     with stops.caught():
         if not ray.is_initialized():
             check_ray()  # now, and not only after a cold start
-            if missing := missing_gpus(config):
+            if missing := missing_here(config):
                 raise ConfigError(missing)
         try_functions(config)
         checked = check_run(config)
@@ -154,8 +155,9 @@ def _run_in(
             _report(run_dir, tracker, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             raise
         outcome: Outcome = "interrupted" if interrupted else "finished"
+        policy = run_dir / "policy" if (run_dir / "policy").is_dir() else None  # none before the first step
         places = {
-            "policy": str(run_dir / "policy"),
+            "policy": str(policy) if policy else None,
             "report": _report(run_dir, tracker, outcome),
             "mlflow_uri": tracker.mlflow_uri,
             "mlflow_page": tracker.mlflow_page,
@@ -163,7 +165,7 @@ def _run_in(
         }
         tracker.handle(Event(kind="summary", step=summary["steps"], values=summary | places))
         tracker.close(outcome)
-    return RunResult(run_dir=run_dir, policy=run_dir / "policy", summary=summary, interrupted=interrupted)
+    return RunResult(run_dir=run_dir, policy=policy, summary=summary, interrupted=interrupted)
 
 
 def rewound(place: RunDir, tracker: Tracker) -> RunTotals:

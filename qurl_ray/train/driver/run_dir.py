@@ -208,7 +208,10 @@ def _resume_or_create(config: RunConfig, run_dir: Path, *, fresh: bool, extend: 
 
 def _check_nothing_asked(run_dir: Path, extend: bool) -> None:
     if extend:
-        raise ConfigError(f"{run_dir} holds no checkpoint from which a run could be extended")
+        raise ConfigError(
+            f"{run_dir} holds no checkpoint from which a run could be extended: one is written every checkpoint.every "
+            "steps, and where a run is stopped before its last"
+        )
 
 
 @contextmanager

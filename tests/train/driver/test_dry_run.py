@@ -320,6 +320,26 @@ def test_a_run_for_gpus_is_refused_where_there_are_none(here, monkeypatch, capsy
     assert dry_run(given, fresh=False).missing is None
 
 
+def test_a_run_of_far_more_processes_than_cores_is_refused(here, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for workers, refused in ((15, False), (16, True)):
+        found = dry_run(config(*PRETRAINED, *SUMS, f"rollout.workers={workers}"), fresh=False)
+        assert bool(found.missing) == refused
+    with pytest.raises(ConfigError, match="16 rollout workers and 1 learner ranks compute on 2 cores; lower"):
+        run(config(*PRETRAINED, *SUMS, "rollout.workers=16"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert dry_run(config(*PRETRAINED, *SUMS, "rollout.workers=16"), fresh=False).missing is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_small_disk(here):
+    for start in (dry_run, run):
+        with pytest.raises(ConfigError, match="cannot write to /proc/nope"):
+            start(config(*PRETRAINED, *SUMS, "output_dir=/proc/nope"), fresh=False)
+
+
 def test_a_gguf_file_that_was_not_converted_has_unchecked_tensors(here, monkeypatch):
     (here / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(module, "gguf_outline", lambda *_: outline(PolicySpec(source=str(here / "policy"))))
