@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 import ray
 import yaml
@@ -67,6 +68,15 @@ def test_no_text_denies_the_runs_on_an_h200(folder):
     texts = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py") and path.name != "LOG.md"]
     found = {name_of(path): m[0] for path in texts for m in [NO_GPU.search(" ".join(path.read_text().split()))] if m}
     assert not found
+
+
+# --- rules for tests -----------------------------------------------------------------------------------------------
+
+
+def test_no_example_of_hypothesis_has_a_deadline():
+    assert hypothesis.settings().deadline is None
+    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)}
+    assert not [name_of(path) for path, text in texts.items() if re.search(r"\bdeadline=(?!None)[^)]*\)\n@given", text)]
 
 
 # --- links ---------------------------------------------------------------------------------------------------------

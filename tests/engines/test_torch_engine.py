@@ -1,5 +1,8 @@
 """The engine: exact agreement with the learner, independence of the batch, verified weights, continuous batching."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +11,14 @@ from qurl_ray.engines.torch import engine as torch_engine
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
 from qurl_ray.numerics import products
+from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.select import quantized_linears
-from qurl_ray.types import Manifest, TensorRecord
+from qurl_ray.types import Manifest, PolicySpec, TensorRecord
 from tests.conftest import arrays_of, requests_for, taken
 from tests.engines.damage import dropped, swapped, transposed
 
@@ -134,6 +138,28 @@ def test_answers_end_where_they_should(tiny_spec, tokenizer, model):
     exact = engine.generate(requests_for(tokenizer, 40, 2, max_new_tokens=11, ignore_eos=True), version=1)
     assert {len(c.token_ids) for c in exact} == {11}
     assert any(stop in c.token_ids[:-1] for c in exact)
+
+
+def test_answers_end_at_every_token_that_the_files_of_a_policy_list(tiny_spec, tokenizer, model, tmp_path):
+    ends = ends_of(tiny_spec, tmp_path, [1, 5, 7])
+    engine = engine_with(tiny_spec, model, "none", slots=8)
+    assert_ended(engine.generate(requests_for(tokenizer, 40, 2, max_new_tokens=30, stop_ids=ends), version=1))
+
+
+def ends_of(spec, tmp_path, listed) -> tuple[int, ...]:
+    """The tokens that end an answer of the same policy, if generation_config.json lists these."""
+    folder = shutil.copytree(spec.source, tmp_path / "policy")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    return stop_ids(PolicySpec(source=str(folder)), load_tokenizer(spec))
+
+
+def assert_ended(completions, ends=(1, 5, 7)):
+    """Each answer ends at the first of these tokens, and each of them ends one."""
+    for completion in completions:
+        at = np.flatnonzero(np.isin(completion.token_ids, ends))
+        assert completion.finish == ("stop" if len(at) else "length")
+        assert len(completion.token_ids) == (at[0] + 1 if len(at) else 30)
+    assert {int(c.token_ids[-1]) for c in completions if c.finish == "stop"} == set(ends)
 
 
 @pytest.mark.equal_bits

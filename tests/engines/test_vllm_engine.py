@@ -35,7 +35,14 @@ from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.stream import Publisher, assemble_manifest
 from tests.conftest import SUMS, arrays_of, requests_for, taken
 from tests.engines.damage import dropped, swapped, transposed
-from tests.engines.test_torch_engine import KEEP, learner_logprobs, weights_of, with_quantized_linears
+from tests.engines.test_torch_engine import (
+    KEEP,
+    assert_ended,
+    ends_of,
+    learner_logprobs,
+    weights_of,
+    with_quantized_linears,
+)
 from tests.engines.vllm_floats import digest
 from tests.engines.vllm_process import EngineProcess
 
@@ -195,6 +202,13 @@ def test_answers_end_where_they_should(engine, spec, tokenizer):
     exact = engine.call("generate", requests_for(tokenizer, 40, 2, max_new_tokens=11, ignore_eos=True), version=1)
     assert {len(c.token_ids) for c in exact} == {11}
     assert any(stop in c.token_ids[:-1] for c in exact)
+
+
+def test_answers_end_at_every_token_that_the_files_of_a_policy_list(engine, spec, tokenizer, tmp_path):
+    ends = ends_of(spec, tmp_path, [1, 5, 7])
+    engine.call("load", *weights_of(policy(spec), "none"))
+    requests = requests_for(tokenizer, 40, 2, max_new_tokens=30, stop_ids=ends)
+    assert_ended(engine.call("generate", requests, version=1))
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ import pytest
 from qurl_ray.config import RunConfig
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.config.rollout import RolloutConfig
-from qurl_ray.errors import ConfigError, EnvironmentFailed
+from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed
 from qurl_ray.evaluation.evaluate import Report, evaluate
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.types import Completion
 from tests.conftest import taken
 
@@ -51,6 +52,27 @@ def test_codes_cannot_be_evaluated_in_another_format(model, tokenizer, tmp_path,
     save_quantized(model, tokenizer, tmp_path / "codes", get_format("int8"), CONFIG.quantization.keep)
     with pytest.raises(ConfigError, match=f"codes holds int8 codes: it cannot be evaluated in {other}"):
         report_of(tmp_path / "codes", other)
+
+
+def test_answers_end_at_every_token_that_the_files_of_a_policy_list(model, tokenizer, tmp_path, monkeypatch):
+    save_policy(model, tokenizer, tmp_path / "policy")
+    (tmp_path / "policy" / "generation_config.json").write_text('{"eos_token_id": [1, 5, 7]}')
+    generate, asked = TorchEngine.generate, []
+
+    def generating(engine, requests, **more):
+        asked.extend(requests)
+        return generate(engine, requests, **more)
+
+    monkeypatch.setattr(TorchEngine, "generate", generating)
+    report_of(tmp_path / "policy")
+    assert {request.sampling.stop_ids for request in asked} == {(1, 5, 7)}
+
+
+def test_a_chat_without_a_chat_template_is_refused(model, tokenizer, tmp_path):
+    save_policy(model, tokenizer, tmp_path / "policy")
+    chat = CONFIG.model_copy(update={"task": CONFIG.task.model_copy(update={"chat": True})})
+    with pytest.raises(DataError, match=r"task\.chat=true: the tokenizer has no chat template"):
+        evaluate(chat, tmp_path / "policy")
 
 
 def test_a_policy_is_evaluated_in_full_precision_unless_told_otherwise(model, tokenizer, tmp_path):

@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -218,6 +219,14 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+
+
+def test_the_command_for_mlflow_pastes_though_a_folder_has_a_blank(tmp_path):
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    page = report(folder / "it", config={"tracking": {"mlflow": True}})
+    (command,) = (text for _, text in page.texts if text.startswith("mlflow ui"))
+    assert shlex.split(command) == ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
 
 
 def test_passwords_in_addresses_are_not_shown(tmp_path):

@@ -267,6 +267,13 @@ def test_policies_and_formats_have_fingerprints_of_their_own(runs):
         load_policy(runs / "first" / "policy-int8", ServingConfig(quantization="fp8"), threads=1)
 
 
+def test_a_served_policy_ends_answers_at_every_token_that_its_files_list(runs, tmp_path):
+    for name in ("policy", "policy-int8"):
+        folder = shutil.copytree(runs / "first" / name, tmp_path / name)
+        (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5, 7]}')
+        assert load_policy(folder, ServingConfig(slots=1), threads=1).stop_ids == (1, 5, 7)
+
+
 def test_a_fingerprint_is_of_every_tensor():
     def manifest(*fingerprints):
         tensors = tuple(

@@ -97,6 +97,17 @@ def test_what_no_program_can_read_is_one_line_in_the_log(runs, caplog):
     asyncio.run(main())
 
 
+def test_variables_of_a_request_reach_the_chat_template(runs):
+    async def main():
+        async with service_of(runs) as service, client_of(service) as client:
+            asked = ASKED | {"chat_template_kwargs": {"enable_thinking": False}}
+            return (await client.post("/v1/chat/completions", json=asked)).json()["error"]
+
+    error = asyncio.run(main())
+    assert "chat template has no variable 'enable_thinking'" in error["message"]
+    assert error["param"] == "chat_template_kwargs"
+
+
 def test_pages_of_others_cannot_ask(runs):
     """A browser asks without a preflight if there is no content type, and for pages whose name means this machine."""
     body = json.dumps(ASKED).encode()

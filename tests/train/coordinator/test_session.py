@@ -1,5 +1,6 @@
 """What a session announces of a step."""
 
+import asyncio
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ import pytest
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import QurlError
+from qurl_ray.train.coordinator.collect import Collected
+from qurl_ray.train.coordinator.events import EventBuffer
 from qurl_ray.train.coordinator.session import Session
 from tests.train.coordinator.test_figures import RESULT
 
@@ -28,6 +31,23 @@ def test_answers_of_the_first_steps_that_do_not_end_are_announced_once_with_the_
     assert step == 2
     assert message.startswith("99% of the answers do not end within rollout.max_new_tokens=7: ")
     assert "eos_token_id in generation_config.json" in message
+
+
+def test_a_step_whose_answers_do_not_end_is_announced():
+    config, events = load_config(None, ["sync.probe_tokens=0"]), EventBuffer()
+    fleet = SimpleNamespace(those=lambda *_: [], counts=SimpleNamespace(deaths=0, repeated=0, hedged=0))
+    result = replace(RESULT, seconds={"logprob": 0.0, "update": 0.0})
+
+    async def finish():
+        session = Session(config, None, fleet, events, asyncio.Event())
+        step = SimpleNamespace(collected=Collected(), reported=([result], {"rollout/truncated_share": 1.0}))
+        session._steps[1] = step
+        await session._finish(1, [{}])
+
+    asyncio.run(finish())
+    assert [event.message[:40] for event in events.take() if event.kind == "warning"] == [
+        "100% of the answers do not end within ro"
+    ]
 
 
 def steps_until_the_end(norms, *settings):

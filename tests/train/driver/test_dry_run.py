@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import CheckpointError, ConfigError, DataError, QuantizationError, QurlError, RewardError
@@ -189,6 +190,35 @@ def test_a_policy_without_all_its_weights_is_found(here, monkeypatch):
     for path in ("policy", "~/policy"):
         with pytest.raises(ConfigError, match="12 missing"):
             dry_run(config("model.type=pretrained", f"model.path={path}"), fresh=False)
+
+
+SHAPE = {
+    "vocab_size": 18,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+} | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+UNKNOWN = {
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, [], "is a Conv1d, a kind of layer that is not known"),
+    "qwen3_5_text": ({}, [], "is a Qwen3_5GatedDeltaNet, a kind of layer that is not known"),
+    "gpt_oss": ({"num_local_experts": 1}, [], "is a GptOssAttention, a kind of layer that is not known"),
+    "mistral": ({"sliding_window": 8}, ["learner.device=cuda"], "the model has one of 8 tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_folder_with_a_layer_that_is_not_known_is_refused(here, kind):
+    options, given, message = UNKNOWN[kind]
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SHAPE | options)).save_pretrained(here / "other")
+    load_tokenizer(PolicySpec(source=str(here / "policy"))).save_pretrained(here / "other")
+    given = config("model.type=pretrained", "model.path=other", *SUMS, "task.reward=exact", *given)
+    for check in (lambda: dry_run(given, fresh=False), lambda: check_run(given)):
+        with pytest.raises(ConfigError, match=message):
+            check()
 
 
 def test_it_tells_what_a_run_would_do_with_a_run_of_its_name(here):
@@ -379,6 +409,16 @@ def test_it_says_what_a_run_would_announce_about_problems_and_model(here, capsys
     assert f"note: {here / 'rows.jsonl'}: 30 of 40 rows skipped, prompt or answer empty" in said
     assert f"note: {here / 'rows.jsonl'}: columns that the policy does not see: system" in said
     assert dry_run(given, fresh=False).notes == list(check_run(given).task.notes)
+
+
+def test_special_tokens_in_prompts_are_announced(here):
+    tokenizer = load_tokenizer(PolicySpec(source=str(here / "policy")))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(here / "policy")
+    (here / "sums.jsonl").write_text(4 * '{"prompt": "<eos>1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    given = config(*PRETRAINED, *SUMS, "task.chat=true", "task.reward=exact")
+    for notes in (check_run(given).task.notes, dry_run(given, fresh=False).notes):
+        assert any("prompts hold special tokens, '<eos>'" in note for note in notes), notes
 
 
 def test_a_chat_without_a_chat_template_is_refused(here):

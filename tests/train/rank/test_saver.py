@@ -114,10 +114,13 @@ def test_no_row_of_the_embedding_is_padding_if_the_settings_name_none(policy_wit
     assert model.get_input_embeddings().padding_idx is None
 
 
-def test_a_saved_policy_lists_every_token_that_ends_an_answer(policy_with, saver_of, tmp_path):
-    """So that whatever generates with it stops where the run's engines did."""
-    saver_of(policy_with("generation_config.json", {"eos_token_id": [5, 7]})).final()
-    assert json.loads((tmp_path / "policy" / "generation_config.json").read_text())["eos_token_id"] == [1, 5, 7]
+def test_a_saved_policy_lists_every_token_that_ends_an_answer(policy_with, saver_of, tmp_path, monkeypatch):
+    """So that whatever generates with it, or with its codes, stops where the run's engines did."""
+    monkeypatch.setattr(module, "fleet_weight_max_code", lambda *_: 127)
+    saver_of(policy_with("generation_config.json", {"eos_token_id": [5, 7]}), "export.quantized=int8").final()
+    for folder in ("policy", "policy-int8"):
+        kept = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert kept["eos_token_id"] == [1, 5, 7], folder
 
 
 def test_settings_of_the_chat_template_travel_with_every_form_of_a_policy(saver_of, tiny_spec, tmp_path, monkeypatch):
