@@ -589,7 +589,9 @@ def dawdling():
 
 
 def test_a_function_that_exits_is_an_error_that_names_it():
-    with pytest.raises(DataError, match=r"tests.data.test_tasks:leaving failed .*SystemExit: 9 \(.*test_tasks.py, line"):
+    with pytest.raises(
+        DataError, match=r"tests.data.test_tasks:leaving failed .*SystemExit: 9 \(.*test_tasks.py, line"
+    ):
         load_task(CustomTask(problems="tests.data.test_tasks:leaving", reward="exact"), eval_problems=9)
 
 

@@ -8,12 +8,12 @@ import pytest
 from qurl_ray.config import RunConfig
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed
 from qurl_ray.evaluation.evaluate import Report, evaluate
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
-from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.types import Completion
 from tests.conftest import taken
 
