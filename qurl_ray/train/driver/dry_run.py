@@ -123,6 +123,11 @@ def _example(task: Task, judged: float, policy: Outline, trial: Trial) -> list[s
     lines = [f"the prompt of {problem.uid} as the policy reads it, {len(trial.prompt)} tokens:"]
     lines += [f"  {one_line(line)}" for line in text.split("\n")]
     lines.append(f"expected answer: {one_line(problem.answer, 200)!r}; reward {task.reward} gives it {judged:g}")
+    if tools := trial.config.task.chat_template_args.get("tools"):
+        names = (tool.get("function", tool).get("name", "?") for tool in tools)
+        lines.append(f"tools in the prompt: {', '.join(names)}; none is called by this answer")
+    elif trial.config.environment.type == "tools":
+        lines.append("tools in the prompt: none, as environment.params.described is false: name them in the prompt")
     if reply := trial.reply:
         said = " / ".join(f"{message['role']}: {message['content']}" for message in reply.messages) or "nothing"
         ends = "; the trajectory ends" if reply.done else ""

@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from qurl_ray.config import load_config
+from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import CheckpointError, ConfigError, DataError, QuantizationError, QurlError, RewardError
 from qurl_ray.policy import gguf
 from qurl_ray.policy.load import load_model, load_tokenizer, outline
@@ -315,6 +318,22 @@ def test_an_environment_plays_one_turn(here, check, given, answer, message):
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(QurlError, match=message):
         check(config(*PRETRAINED, "task.type=dataset", "task.path=rows.jsonl", "task.reward=exact", *given))
+
+
+@pytest.mark.parametrize(
+    ("tools", "line"),
+    [
+        ([{"type": "function", "function": {"name": "python"}}], "python; none is called by this answer"),
+        ([], "none, as environment.params.described is false: name them in the prompt"),
+    ],
+)
+def test_the_tools_that_a_prompt_names_are_shown(here, tools, line):
+    given = config(*PRETRAINED, *SUMS, "environment.type=tools", "environment.params={functions: [python]}")
+    task = given.task.model_copy(update={"chat_template_args": {"tools": tools} if tools else {}})
+    trial = module.Trial(config=given.model_copy(update={"task": task}), notes=[], prompt=np.array([1, 2]), reply=None)
+    policy = SimpleNamespace(tokenizer=load_tokenizer(PolicySpec(source=str(here / "policy"))))
+    example = module._example(load_task(given.task, eval_problems=9), 1.0, policy, trial)
+    assert example[-1] == f"tools in the prompt: {line}"
 
 
 def test_the_reply_of_an_environment_is_shown(here):
