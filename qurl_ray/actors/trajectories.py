@@ -146,7 +146,7 @@ class Rules:
 
 
 class TrajectoryState:
-    """TrajectoryState of one trajectory: what is to be done next, and what comes of it. Pure.
+    """State of one trajectory: what is to be done next, and what comes of it. Pure.
 
     Example:
         trajectory = TrajectoryState(rules, request, problem)
@@ -279,7 +279,7 @@ class DrawsTurns(Protocol):
 
 
 class TrajectoryRunner:
-    """TrajectoryRunner of trajectories, with an environment each.
+    """Runner of trajectories, with an environment each.
 
     Args:
         fleet: draws the turns.

@@ -31,7 +31,7 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     """Number of updates over which the learning rate rises linearly; 0 starts with the full rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """TrajectoryState of the learning rate after the warm-up: `constant` keeps it; `linear` and `cosine` let it fall to
+    """Course of the learning rate after the warm-up: `constant` keeps it; `linear` and `cosine` let it fall to
     `lr_final_share` over the whole run; `wsd` (warmup-stable-decay) keeps it and lets it fall linearly over the last
     `decay_share` of the updates. Where only `lr_final_share` is given, the schedule is linear."""
     lr_final_share: float = Field(1.0, ge=0, le=1)

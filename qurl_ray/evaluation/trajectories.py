@@ -15,7 +15,7 @@ from qurl_ray.types import Problem, Request, Verdict
 
 
 class TurnsHere:
-    """TrajectoryRunner of trajectories with an engine of this process.
+    """Runner of trajectories with an engine of this process.
 
     Args:
         context: most tokens of a trajectory.

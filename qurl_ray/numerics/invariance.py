@@ -1,4 +1,4 @@
-"""The invariance of this machine for a model: equal bits of engine and learner, by which rules, or why not."""
+"""Batch invariance on this machine: whether engine and learner have equal bits for a model, by which rules, or why not."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class BatchInvariance:
         return not self.missing and self.cost <= MOST_COST
 
     def sentence(self) -> str:
-        """Return the invariance as the sentence that a run, a dry run and the tests' header report."""
+        """Return the sentence that a run, a dry run and the tests' header report."""
         where = f"{processor_name()}, {_threads()}"
         if self.missing:
             found = "no rule makes rows independent of the batch for " + ", ".join(self.missing)
@@ -63,7 +63,7 @@ class BatchInvariance:
 
 
 def invariance_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> BatchInvariance:
-    """Return the invariance for a model. Rules that are not known yet are measured.
+    """Return the batch invariance of a model on this machine. Rules that are not known yet are measured.
 
     Args:
         linears: number of linears by (inputs, outputs), the head included.
@@ -75,7 +75,7 @@ def invariance_of(linears: Mapping[tuple[int, int], int], *, head_dim: int) -> B
 
 
 def invariance_for(model: nn.Module, *, head_dim: int) -> BatchInvariance:
-    """Return the invariance for all linears of a model, whose weights may be on the meta device."""
+    """Return the batch invariance of all linears of a model, whose weights may be on the meta device."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return invariance_of(Counter((linear.in_features, linear.out_features) for linear in linears), head_dim=head_dim)
 

@@ -425,7 +425,7 @@ def test_another_format_restarts_engines_that_hold_one_says_so_and_has_the_time_
         for config in (RolloutConfig(**settings), RolloutConfig(quantization="fp8")):
             fleet = Fleet([], config, lambda kind, message: said.append((kind, message)))
             for precision in ("fp8", "none", "none", "fp8", "fp8"):
-                await fleet.load(
+                await fleet.commit(
                     [], Manifest(version=1, precision=precision, weight_max_code=0, tensors=()), None, [], 7
                 )
 

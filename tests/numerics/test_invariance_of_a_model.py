@@ -26,7 +26,7 @@ def rules(monkeypatch):
 LINEARS = {(256, 768): 6, (256, 18): 1}
 
 
-def test_rules_for_everything_are_a_promise(rules):
+def test_rules_for_everything_keep_bits_equal(rules):
     found = invariance_of(LINEARS, head_dim=32)
     assert found.kept
     assert "linears onednn, at least 2 rows; attention mkl, at least 4 rows" in found.sentence()
@@ -50,7 +50,7 @@ def test_what_has_no_rule_is_named_and_nothing_is_promised(rules, what, named):
     assert "sync/probe_gap" in found.sentence()
 
 
-def test_rules_that_cost_a_twentieth_of_a_step_are_no_promise(rules):
+def test_rules_that_cost_a_twentieth_of_a_step_are_not_followed(rules):
     rules[18] = NARROW
     found = invariance_of({(256, 768): 1, (256, 18): 1}, head_dim=32)
     assert found.cost == pytest.approx((192 - 18) / (768 + 18))

@@ -65,7 +65,7 @@ class Prepared:
     keep: tuple[str, ...]
     """Patterns of the parameters that no format quantizes."""
     invariance: BatchInvariance | None
-    """This machine's invariance of equal bits; None if engine and learner do not share one forward pass."""
+    """Batch invariance on this machine; None if engine and learner do not share one forward pass."""
 
 
 def check_run(config: RunConfig) -> Checked:
@@ -226,7 +226,7 @@ def check_saving(config: RunConfig, found: Outline) -> None:
 
 
 def row_invariance(config: RunConfig, model: PreTrainedModel) -> BatchInvariance | None:
-    """Return this machine's invariance of equal bits for the policy, measured where it is not known yet; None if engine
+    """Return the batch invariance of the policy on this machine, measured where it is not known yet; None if engine
     and learner do not share one forward pass."""
     return invariance_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
 
