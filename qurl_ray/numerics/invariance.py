@@ -1,4 +1,4 @@
-"""Batch invariance on this machine: whether engine and learner have equal bits for a model, by which rules, or why not."""
+"""Batch invariance on this machine: do engine and learner have equal bits for a model, by which rules, or why not?"""
 
 from collections import Counter
 from collections.abc import Mapping
