@@ -19,7 +19,7 @@ from resume import parameters
 from shared import ROOT
 
 sys.path.append(str(ROOT))
-from tests.train.runs import descendants
+from tests.training.runs import descendants
 
 STEPS = 40
 SETTINGS = (

@@ -26,10 +26,11 @@ from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
 from qurl_ray.policy.load import load_tokenizer, stop_ids
-from qurl_ray.train.coordinator.coordinator import Coordinator, packed_handles
-from qurl_ray.train.driver.prepare import check_run, prepare
-from qurl_ray.train.messages import Offer, TaskInputs
+from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handles
+from qurl_ray.training.driver.prepare import check_run, prepare
+from qurl_ray.training.messages import TaskInputs
 from qurl_ray.types import Completion, TensorRecord, Verdict
+from qurl_ray.weights.messages import Commit, Header, Scored
 
 TOKENS = 32
 
@@ -105,7 +106,7 @@ def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
         prepared = prepare(config, check_run(config), lambda *_: None)
         tokenizer = load_tokenizer(prepared.spec)
         stops = stop_ids(prepared.spec, tokenizer)
-        inputs = ray.put(TaskInputs(task=prepared.task, tokenizer=tokenizer, stop_ids=stops))
+        inputs = ray.put(TaskInputs(task=prepared.task, tokenizer=tokenizer, stop_ids=stops, context=512))
         workers = [Engine(index) for index in range(engines)]
         actor = ray.remote(num_cpus=0)(Coordinator).options(max_concurrency=100)
         pool = VerifierPool(verifiers=(Judge(),))
@@ -113,9 +114,9 @@ def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
         ray.get(coordinator.begin.remote(0, "group", (inputs,), own_assignment()))
         ray.get(coordinator.weight_max_code.remote("int8"))
         record = TensorRecord(name="a.weight", shape=(1, 1), format="none", fingerprint=0, bytes=4)
-        offer = Offer(version=1, attempt=0, rank=0, format="none", weight_max_code=None, records=(record,))
-        ray.get(coordinator.offer.remote(offer, []))
-        assert not ray.get(coordinator.conclude.remote(1, 0, 0, []))
+        header = Header(version=1, attempt=0, rank=0, format="none", weight_max_code=None)
+        ray.get(coordinator.weights.remote(Commit(header=header, records=(record,), tickets=[])))
+        assert not ray.get(coordinator.weights.remote(Scored(header=header, gaps=())))
         seconds = []
         for step in range(1, steps + 2):
             started = time.perf_counter()

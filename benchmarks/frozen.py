@@ -40,7 +40,7 @@ from qurl_ray.quant.select import quantized_linears
 from qurl_ray.quant.uaq import fold, norm_fed_linears
 from qurl_ray.rewards.scorers import exact
 from qurl_ray.rl.advantages import advantages, grpo
-from qurl_ray.train.rank.objectives import objective_settings
+from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.types import PolicySpec, Problem, SamplingParams, Trajectory
 from qurl_ray.weights.local import quantize_into
 

@@ -53,7 +53,7 @@ from qurl_ray.config.algorithm import DAPO, PRESETS
 from qurl_ray.rl.corrections import CorrectionSettings, correct, strength
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.ratios import log_ratio
-from qurl_ray.train.rank.objectives import correction_settings
+from qurl_ray.training.rank.objectives import correction_settings
 
 CONTEXTS = 9
 KLS = (1e-4, 5e-4, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.3)

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import RunConfig, load_config
 from qurl_ray.engines.protocol import Engine
-from qurl_ray.train.driver.prepare import check_run, prepare
+from qurl_ray.training.driver.prepare import check_run, prepare
 from qurl_ray.types import Problem, Request
 
 Part = Literal["tiny", "smollm2", "rollouts", "accuracy"]

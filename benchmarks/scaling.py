@@ -26,7 +26,7 @@ from qurl_ray.planning.machines import GPUS, NODE
 from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import find_shape
 from qurl_ray.planning.workload import Workload
-from qurl_ray.train.driver.prepare import check_run, prepare
+from qurl_ray.training.driver.prepare import check_run, prepare
 
 SIZES = (16, 64, 256, 1024, 4096, 10_000)
 NETWORKS = {"400 Gb/s a GPU": 50e9 * NODE, "1 Gb/s a node": 0.125e9}

@@ -20,7 +20,7 @@ from qurl_ray.config import load_config
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.tiny import make_model, make_tokenizer
-from qurl_ray.train.rank.objectives import objective_settings
+from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.types import Trajectory
 
 SAMPLES, VOCABULARY = 8, 18

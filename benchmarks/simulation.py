@@ -25,7 +25,7 @@ from engines import requests
 
 import qurl_ray.actors.fleet
 import qurl_ray.spans
-import qurl_ray.train.coordinator.collect
+import qurl_ray.training.coordinator.collect
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
@@ -37,10 +37,11 @@ from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.sync import delta_bytes, sent_weights
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import load_tokenizer, stop_ids
-from qurl_ray.train.coordinator.coordinator import Coordinator
-from qurl_ray.train.driver.prepare import Prepared
-from qurl_ray.train.messages import Offer, TaskInputs
+from qurl_ray.training.coordinator.coordinator import Coordinator
+from qurl_ray.training.driver.prepare import Prepared
+from qurl_ray.training.messages import TaskInputs
 from qurl_ray.types import Completion, Request, TensorRecord
+from qurl_ray.weights.messages import Commit, Header, Scored
 
 _BINS = 64  # intervals of decode steps of a chunk, in which the batch is taken as constant
 
@@ -60,7 +61,7 @@ class Clock:
         made = asyncio.SelectorEventLoop(_Skipping(self))
         made.time = self.now
         shim = SimpleNamespace(monotonic=self.now, perf_counter=self.now, time=self.now)
-        for module in (qurl_ray.actors.fleet, qurl_ray.spans, qurl_ray.train.coordinator.collect):
+        for module in (qurl_ray.actors.fleet, qurl_ray.spans, qurl_ray.training.coordinator.collect):
             module.time = shim
         return made
 
@@ -196,7 +197,8 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
     coordinator = Coordinator(scenario.config, (workers, pool), Path(scenario.config.output_dir), None)
     tokenizer = load_tokenizer(prepared.spec)
     inputs = asyncio.get_running_loop().create_future()
-    inputs.set_result(TaskInputs(task=prepared.task, tokenizer=tokenizer, stop_ids=stop_ids(prepared.spec, tokenizer)))
+    stops = stop_ids(prepared.spec, tokenizer)
+    inputs.set_result(TaskInputs(task=prepared.task, tokenizer=tokenizer, stop_ids=stops, context=512))
     ranks, assignment = range(scenario.ranks), own_assignment()
     await asyncio.gather(*(coordinator.begin(rank, "group", (inputs,), assignment) for rank in ranks))
     await coordinator.weight_max_code("int8")
@@ -243,7 +245,7 @@ async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict
 
 
 async def _sync(scenario: Scenario, coordinator: Coordinator, version: int) -> None:
-    """Let all ranks offer their tensors, and conclude the version. The model has `scenario.tensors` tensors."""
+    """Let all ranks commit their tensors and score the probes. The model has `scenario.tensors` tensors."""
     owned = [list(range(rank, scenario.tensors, scenario.ranks)) for rank in range(scenario.ranks)]
 
     async def one(rank: int) -> None:
@@ -251,9 +253,9 @@ async def _sync(scenario: Scenario, coordinator: Coordinator, version: int) -> N
             TensorRecord(name=f"layers.{index}.weight", shape=(1, 1), format="none", fingerprint=0, bytes=4)
             for index in owned[rank]
         )
-        offer = Offer(version=version, attempt=0, rank=rank, format="none", weight_max_code=None, records=records)
-        await coordinator.offer(offer, [])
-        await coordinator.conclude(version, 0, rank, [])
+        header = Header(version=version, attempt=0, rank=rank, format="none", weight_max_code=None)
+        await coordinator.weights(Commit(header=header, records=records, tickets=[]))
+        await coordinator.weights(Scored(header=header, gaps=()))
 
     await asyncio.gather(*(one(rank) for rank in range(scenario.ranks)))
 

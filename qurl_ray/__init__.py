@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     )
     from qurl_ray.evaluation.evaluate import Report, evaluate
     from qurl_ray.tracking.callback import Callback
-    from qurl_ray.train.driver.run import RunResult, run
-    from qurl_ray.train.driver.train import train
+    from qurl_ray.training.driver.run import RunResult, run
+    from qurl_ray.training.driver.train import train
     from qurl_ray.types import Problem
 
 __version__ = "0.1.0"
@@ -70,13 +70,13 @@ _HOMES = {
     "Problem": "qurl_ray.types",
     "Report": "qurl_ray.evaluation.evaluate",
     "RunConfig": "qurl_ray.config",
-    "RunResult": "qurl_ray.train.driver.run",
+    "RunResult": "qurl_ray.training.driver.run",
     "Step": "qurl_ray.environments.protocol",
     "Traits": "qurl_ray.environments.protocol",
     "evaluate": "qurl_ray.evaluation.evaluate",
     "load_config": "qurl_ray.config",
-    "run": "qurl_ray.train.driver.run",
-    "train": "qurl_ray.train.driver.train",
+    "run": "qurl_ray.training.driver.run",
+    "train": "qurl_ray.training.driver.train",
 }
 """Module of each public name. Names that are not listed are errors, from qurl_ray.errors."""
 

@@ -27,7 +27,7 @@ from click.testing import CliRunner
 from qurl_ray.cli.main import main as qurl
 from qurl_ray.config import RunConfig, load_config
 from qurl_ray.config.load import describe
-from tests.train.runs import ROOT, SMALL
+from tests.training.runs import ROOT, SMALL
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 """With internal links."""

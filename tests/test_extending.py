@@ -22,12 +22,12 @@ from qurl_ray.quant.formats import FORMATS
 from qurl_ray.rl import advantages, surrogate
 from qurl_ray.tables import ADVANTAGES, ENGINES, OBJECTIVES, TASKS
 from qurl_ray.tracking.tracker import Tracker
-from qurl_ray.train.driver.functions import try_functions
-from qurl_ray.train.driver.job import run_job
-from qurl_ray.train.driver.prepare import prepare_task
-from qurl_ray.train.rank.objectives import objective_settings
+from qurl_ray.training.driver.functions import try_functions
+from qurl_ray.training.driver.job import run_job
+from qurl_ray.training.driver.prepare import prepare_task
+from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.types import Event, Problem
-from tests.train.runs import ROOT, SMALL, events
+from tests.training.runs import ROOT, SMALL, events
 
 PAGE = ROOT / "docs" / "extending.md"
 FILE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -234,7 +234,7 @@ def test_problems_are_taken_as_they_are_given(monkeypatch):
 
 
 def test_help_needs_no_torch():
-    code = "import sys, qurl_ray.train.driver.job; print('torch' in sys.modules)"
+    code = "import sys, qurl_ray.training.driver.job; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

@@ -17,15 +17,15 @@ LAYERS = [
     {"engines", "learner"},
     {"weights"},
     {"actors"},
-    {"train", "evaluation", "serving", "planning"},
+    {"training", "evaluation", "serving", "planning"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {
-    "ray": {"weights", "actors", "train", "evaluation", "serving"},
+    "ray": {"weights", "actors", "training", "evaluation", "serving"},
     "mlflow": {"tracking", "serving"},
     "deepspeed": {"learner"},
-    "transformers": {"policy", "engines", "learner", "train", "evaluation", "serving"},
+    "transformers": {"policy", "engines", "learner", "training", "evaluation", "serving"},
     "datasets": {"data"},
     "reasoning_gym": {"data", "rewards"},
     "math_verify": {"rewards"},
@@ -62,8 +62,8 @@ def test_imports_point_one_way(path):
 
 
 SIBLINGS = {
-    ("train", "evaluation"),
-    ("train", "planning"),
+    ("training", "evaluation"),
+    ("training", "planning"),
     ("spans", "types"),
     ("extensions", "errors"),
     ("tables", "errors"),
@@ -77,22 +77,22 @@ SIBLINGS = {
 
 
 PROCESSES = {"driver", "rank", "coordinator"}
-"""Folders of train/, each of what runs in one kind of process."""
+"""Folders of training/, each of what runs in one kind of process."""
 STARTS = {
-    ("driver/run.py", "qurl_ray.train.rank.entry"),
-    ("driver/run.py", "qurl_ray.train.coordinator.coordinator"),
+    ("driver/run.py", "qurl_ray.training.rank.entry"),
+    ("driver/run.py", "qurl_ray.training.coordinator.coordinator"),
 }
 """The driver hands Ray what the other processes run."""
-LOOP = sorted(path for path in (ROOT / "train").rglob("*.py") if path.parent != ROOT / "train")
+LOOP = sorted(path for path in (ROOT / "training").rglob("*.py") if path.parent != ROOT / "training")
 
 
 @pytest.mark.parametrize("path", LOOP, ids=lambda path: str(path.relative_to(ROOT)))
 def test_processes_of_a_run_share_only_records(path):
     """rank/, driver/ and coordinator/ meet in messages.py, and import nothing of each other."""
-    file = path.relative_to(ROOT / "train")
+    file = path.relative_to(ROOT / "training")
     others = PROCESSES - {file.parts[0]}
     for name in imported(path):
-        of_loop = name.removeprefix("qurl_ray.train.").split(".")[0] if name.startswith("qurl_ray.train.") else ""
+        of_loop = name.removeprefix("qurl_ray.training.").split(".")[0] if name.startswith("qurl_ray.training.") else ""
         assert of_loop not in others or (str(file), name) in STARTS, f"{file} may not import {name}"
 
 

@@ -37,7 +37,7 @@ SIGNATURES = {
         "(*, deterministic: bool = False, tools: Sequence[dict[str, Any]] = (), "
         "tool_format: Optional[Literal['hermes', 'llama']] = None) -> None"
     ),
-    "RunResult": "(*, run_dir: Path, policy: Path, summary: dict[str, Any], interrupted: bool) -> None",
+    "RunResult": "(*, run_dir: Path, policy: Path | None, summary: dict[str, Any], interrupted: bool) -> None",
     "evaluate": (
         "(config: RunConfig, policy: Path | str, *, quantization: str | None = None, samples: int = 0, "
         "temperature: float = 1.0, progress: Callable[[int, int], None] = <function <lambda>>) -> Report"

@@ -42,7 +42,7 @@ INDIRECT = {"load_checkpoint", "VLLM_ALLOW_INSECURE_SERIALIZATION"}
 
 ALLOWED = {
     ("qurl_ray/config/yaml_text.py", "yaml.load"): "with a loader of plain values, derived from SafeLoader",
-    ("qurl_ray/train/coordinator/coordinator.py", "cloudpickle"): "handles that the run's own driver packed",
+    ("qurl_ray/training/coordinator/coordinator.py", "cloudpickle"): "handles that the run's own driver packed",
     ("qurl_ray/rewards/given.py", "cloudpickle"): "a function that this run's own process was given, where it judges",
     ("qurl_ray/transfer/shared_memory.py", "pickle"): "handles of a GPU's memory, between own processes",
 }

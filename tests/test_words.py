@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import ROOT
+from tests.training.runs import ROOT
 
 CODE = sorted(path for folder in ("qurl_ray", "jobs", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 PAGES = [

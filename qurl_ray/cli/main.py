@@ -18,7 +18,7 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import find_modules_here
 from qurl_ray.planning.__main__ import main as plan
 from qurl_ray.serving.job import serve
-from qurl_ray.train.driver.job import run_job
+from qurl_ray.training.driver.job import run_job
 
 _TRAIN = "Train: qurl train quickstart steps=20"
 _SERVE = "Serve a trained policy with OpenAI's API: qurl serve policy=runs/quickstart"

@@ -1,4 +1,4 @@
-"""Memory of engines and learners on each GPU in each turn (train.rank.gpu_turns), and of their hosts.
+"""Memory of engines and learners on each GPU in each turn (training.rank.gpu_turns), and of their hosts.
 
 ZeRO shards as in https://arxiv.org/abs/1910.02054. Everything is float32 here. Bytes that each of n ranks holds of one
 parameter while it learns, with DeepSpeed 0.19.8 (learner.deepspeed_backend):

@@ -92,7 +92,7 @@ class Workload:
     @property
     def rounds(self) -> list[float]:
         """Sequences drawn in each round: first all, then as many as should replace the dropped groups, never more than
-        all (train.coordinator.collect)."""
+        all (training.coordinator.collect)."""
         asked: list[float] = []
         missing = float(self.prompts)
         while missing > self.prompts / 1000 and len(asked) < _MOST_ROUNDS:

@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormatPart:
     """One of the arrays of a quantized weight, as it travels: codes as bytes, because numpy has no 8-bit float."""
 
     dtype: np.dtype
@@ -39,7 +39,7 @@ class Codec(Protocol):
     def shape(self, parts: Sequence[torch.Tensor], fmt: "Format") -> torch.Size:
         """Return the shape of the weight, [N, K]."""
 
-    def parts(self, shape: Sequence[int], fmt: "Format") -> tuple[Part, ...]:
+    def parts(self, shape: Sequence[int], fmt: "Format") -> tuple[FormatPart, ...]:
         """See Format.parts."""
 
     def cut(self, shape: Sequence[int], rows: Range, columns: Range, fmt: "Format") -> tuple[tuple[slice, slice], ...]:
@@ -71,13 +71,13 @@ class Format:
     codec: Codec | None = None
     """Arrays of its own; None means a byte per code, and a float32 scale per block of `rows` × `group` codes."""
 
-    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+    def parts(self, shape: Sequence[int]) -> tuple[FormatPart, ...]:
         """Return the arrays of a weight of this shape, [N, K]."""
         if self.codec:
             return self.codec.parts(shape, self)
         rows, columns = shape
         scales = -(-rows // self.rows), -(-columns // (self.group or columns))
-        return Part(np.dtype(np.uint8), (rows, columns)), Part(np.dtype(np.float32), scales)
+        return FormatPart(np.dtype(np.uint8), (rows, columns)), FormatPart(np.dtype(np.float32), scales)
 
     def cut(self, shape: Sequence[int], rows: Range, columns: Range) -> tuple[tuple[slice, slice], ...]:
         """Return the rows and columns of each array that belong to these rows and columns of the weight.

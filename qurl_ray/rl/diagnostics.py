@@ -27,7 +27,7 @@ movement of the policy by the step's updates (p against theta; the tokens are b'
     policy/max_ratio            max R
     policy/entropy              mean entropy of theta at the tokens, nats
     policy/kl_reference         mean of the configured estimate of KL(theta‖reference)
-answers (all that a step drew; computed in train/coordinator/figures.py)
+answers (all that a step drew; computed in training/coordinator/figures.py)
     rollout/mean_length         tokens per answer
     rollout/truncated_share     share of answers that reached the length limit
     rollout/garbage_share       share of tokens in repetitions (rl.repetition)

@@ -21,7 +21,7 @@ from qurl_ray.quant.formats import get_format
 from qurl_ray.rendezvous import Rendezvous
 from qurl_ray.types import Completion, Manifest, Request, StagedBucket
 from qurl_ray.weights.floor import ProbeFloor
-from qurl_ray.weights.messages import Begin, Commit, Engines, Gap, Message, Probes, Put, Scored
+from qurl_ray.weights.messages import Begin, Commit, Engines, Gap, Probes, Put, Scored, WeightMessage
 from qurl_ray.weights.stream import assemble_manifest, count_codes
 
 
@@ -56,7 +56,7 @@ class LoadReport:
     probe: list[Completion]
 
 
-class Member(Protocol):
+class FleetWorker(Protocol):
     """A rollout worker as the gate sees it."""
 
     index: int
@@ -67,16 +67,16 @@ class Member(Protocol):
     def alive(self) -> bool: ...
 
 
-class Fleet(Protocol):
+class EngineFleet(Protocol):
     """The fleet as the gate sees it, such as actors.fleet.Fleet. Calls to workers return results or errors by index."""
 
     @property
-    def members(self) -> Sequence[Member]: ...
+    def members(self) -> Sequence[FleetWorker]: ...
     async def pause(self) -> None: ...
     async def some_alive(self) -> None: ...
     def resume(self) -> None: ...
-    def takers(self) -> Sequence[Member]: ...
-    def stale(self) -> Sequence[Member]: ...
+    def takers(self) -> Sequence[FleetWorker]: ...
+    def stale(self) -> Sequence[FleetWorker]: ...
     def distrust(self, member: Any) -> None: ...
     def leave_out(self, member: Any) -> None: ...
     def holds(self, member: Any, version: int) -> None: ...
@@ -98,7 +98,7 @@ class Fleet(Protocol):
     ) -> Mapping[int, LoadReport | QurlError]: ...
 
 
-class Gate:
+class WeightGate:
     """Weight syncs of one session. `fleet` is the one that generates; it pauses while a version is loaded.
 
     Args:
@@ -111,7 +111,7 @@ class Gate:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineFleet,
         *,
         ranks: int,
         timeout_s: float,
@@ -127,7 +127,7 @@ class Gate:
         self._rendezvous = Rendezvous(ranks)
         self._manifest: Manifest | None = None
         self._resent = self._refits = 0
-        self._loaded: list[Member] = []
+        self._loaded: list[FleetWorker] = []
         """Workers whose probes the learner is scoring."""
         self._hardware: dict[int, str] = {}
         """Hardware that each engine computes on, by worker index."""
@@ -141,7 +141,7 @@ class Gate:
         """Kernels of the engines that loaded the last version."""
         self.metrics: dict[str, float] = {}
 
-    async def receive(self, message: Message) -> Any:
+    async def receive(self, message: WeightMessage) -> Any:
         """Take a rank's message. The last rank's completes it; each gets the reply that the message describes.
 
         Raises:
@@ -187,7 +187,7 @@ class Gate:
         header, direct = messages[0].header, messages[0].tickets is None
         manifest = _manifest(messages)
         tickets = None if direct else [ticket for message in messages for ticket in message.tickets or ()]
-        members: Sequence[Member]
+        members: Sequence[FleetWorker]
         if header.attempt == 0:
             self._manifest, self._resent, self._refits = manifest, 0, 0
             await self._fleet.pause()
@@ -218,7 +218,7 @@ class Gate:
         self.kernels = sorted({kernel for member in self._loaded for kernel in taken[member.index].kernels})
         return [taken[member.index].probe for member in self._loaded]
 
-    def _without(self, members: Sequence[Member], failures: Sequence[str | None]) -> dict[int, str]:
+    def _without(self, members: Sequence[FleetWorker], failures: Sequence[str | None]) -> dict[int, str]:
         """Return the reasons why some of these did not take a version that a direct transport has sent."""
         if failed := next(filter(None, failures), None):
             return {member.index: failed for member in members}
@@ -255,13 +255,13 @@ class Gate:
         self._fleet.resume()
         return False
 
-    def _engine(self, member: Member) -> str:
+    def _engine(self, member: FleetWorker) -> str:
         """An engine in the floor, with what its usual gap depends on."""
         assert self._manifest
         hardware = self._hardware.get(member.index, "unknown hardware")
         return f"worker {member.index}, {self._manifest.precision} on {hardware}"
 
-    def _changed(self, member: Member, gap: float) -> str | None:
+    def _changed(self, member: FleetWorker, gap: float) -> str | None:
         """Return the reason if an engine's gap has changed, and its weights are to be sent again. If that was done
         already, the weights are right: the change is only reported, because it may be no fault of the engine."""
         engine = self._engine(member)
@@ -279,7 +279,7 @@ class Gate:
             return None
         return off if self.floor.add(engine, gap) else None
 
-    def _refused(self, member: Member, version: int) -> None:
+    def _refused(self, member: FleetWorker, version: int) -> None:
         """Put a worker in quarantine after its first failure; leave it out after its second."""
         member.refusals += 1
         reason = self._unfit[member.index]

@@ -57,7 +57,8 @@ class Commit:
     records: tuple[TensorRecord, ...]
     """Records of the rank's tensors."""
     tickets: Sequence[Any] | None = None
-    """What the transport's `receive` returns the rank's buckets for; None if a direct transport has sent them."""
+    """Tickets, for which the transport's `receive` returns the rank's buckets; None if a direct transport has sent
+    them."""
     failed: str | None = None
     """Reason why the rank's direct transfer failed, so that all engines must get the version again."""
 
@@ -79,4 +80,4 @@ class Scored:
     gaps: tuple[Gap, ...]
 
 
-Message = Begin | Put | Commit | Scored
+WeightMessage = Begin | Put | Commit | Scored

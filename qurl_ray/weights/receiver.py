@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from qurl_ray.errors import SyncError
-from qurl_ray.quant.formats import Part, get_format
+from qurl_ray.quant.formats import FormatPart, get_format
 from qurl_ray.types import Manifest, TensorRecord
 from qurl_ray.weights.delta import Delta, Encoding, Payload, decode_delta
 
@@ -70,17 +70,17 @@ def _arrays(
     return tuple(_widened(array, want, payload.encoding) for array, want in zip(arrays, wanted, strict=True))
 
 
-def _wanted(record: TensorRecord, encoding: Encoding) -> tuple[Part, ...]:
+def _wanted(record: TensorRecord, encoding: Encoding) -> tuple[FormatPart, ...]:
     """Return the arrays of a tensor on the wire: the parts of its format, or one of bfloat16's bits or floats."""
     if (encoding == "codes") != (record.format != "none"):
         return ()
     if encoding == "codes":
         return get_format(record.format).parts(record.shape)
     types = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
-    return (Part(np.dtype(types[encoding]), record.shape),) if encoding in types else ()
+    return (FormatPart(np.dtype(types[encoding]), record.shape),) if encoding in types else ()
 
 
-def _narrowed(array: np.ndarray, want: Part, encoding: Encoding) -> np.ndarray:
+def _narrowed(array: np.ndarray, want: FormatPart, encoding: Encoding) -> np.ndarray:
     """Return an engine's array as the unsigned integers that travel: parts of a format as they are, the bits of
     float32, of float16 if it holds these values, or the upper halves of float32's if the lower halves are zero
     (bfloat16)."""
@@ -101,7 +101,7 @@ def _narrowed(array: np.ndarray, want: Part, encoding: Encoding) -> np.ndarray:
     return np.ascontiguousarray(halves[..., int(sys.byteorder == "little")]).reshape(bits.shape)
 
 
-def _widened(bits: np.ndarray, want: Part, encoding: Encoding) -> np.ndarray:
+def _widened(bits: np.ndarray, want: FormatPart, encoding: Encoding) -> np.ndarray:
     """Inverse of `_narrowed`: parts of a format get its types, the rest becomes float32."""
     if encoding == "bfloat16":
         bits = bits.astype(np.uint32)

@@ -17,11 +17,11 @@ from qurl_ray.actors.cluster import check_room, own_assignment, without_room
 from qurl_ray.actors.placement import demand
 from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.errors import DeadlineExceeded, PlacementError
-from qurl_ray.train.driver.run import scaling_config
+from qurl_ray.training.driver.run import scaling_config
 from qurl_ray.types import PolicySpec
 from tests.actors.reporter import Reporter
 from tests.actors.test_placement import preset
-from tests.train.runs import ROOT
+from tests.training.runs import ROOT
 
 pytestmark = pytest.mark.ray
 

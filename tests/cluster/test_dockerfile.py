@@ -54,7 +54,7 @@ def test_sources_are_there_and_not_ignored(source):
     assert not ignored(source)
 
 
-@pytest.mark.parametrize("path", [".venv", "runs", ".git", "tests/cluster", "qurl_ray/train/__pycache__"])
+@pytest.mark.parametrize("path", [".venv", "runs", ".git", "tests/cluster", "qurl_ray/training/__pycache__"])
 def test_the_rest_is_ignored(path):
     assert ignored(path)
 

@@ -18,7 +18,7 @@ from qurl_ray.policy.attention import invariant_attention
 from qurl_ray.policy.kv import calibration_ids
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.select import quantized_linears
-from qurl_ray.train.rank.objectives import objective_settings
+from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from tests.conftest import requests_for, taken
 from tests.engines.test_torch_engine import KEEP, assert_same, learner_logprobs, weights_of, with_quantized_linears

@@ -156,7 +156,7 @@ def test_an_answer_is_right_as_a_whole(report_of_answers, write, share):
 
 
 def test_a_graded_reward_is_told_as_its_mean_and_the_share_solved_beside_it(report_of_answers):
-    report, _ = report_of_answers(lambda right: f"{right}<eos>", task={"reward": "tests.train.rewards:constant"})
+    report, _ = report_of_answers(lambda right: f"{right}<eos>", task={"reward": "tests.training.rewards:constant"})
     assert (report.reward.value, report.accuracy.value) == (0.5, 0.0)
     assert (report.avg_reward_at_k.value, report.avg_at_k.value, report.pass_at_k.value) == (0.5, 0.0, 0.0)
     report, _ = report_of_answers(lambda right: f"{right}<eos>")

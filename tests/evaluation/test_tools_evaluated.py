@@ -9,7 +9,7 @@ from qurl_ray.errors import ConfigError, DataError
 from qurl_ray.evaluation.evaluate import evaluate
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
-from qurl_ray.train.driver.prepare import check_run
+from qurl_ray.training.driver.prepare import check_run
 from qurl_ray.types import PolicySpec
 from tests.data.test_turns import CHATML
 from tests.tools.policy import ANSWER, ASKED, FUNCTION, save_calling_policy

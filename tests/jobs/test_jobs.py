@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from qurl_ray.config.cli import training_app
 from qurl_ray.config.model import TinyModel
 from qurl_ray.policy.tiny import cached_tiny_policy
-from qurl_ray.train.driver.job import run_job
+from qurl_ray.training.driver.job import run_job
 from tests.conftest import SUMS
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME, VARLEN, invariant_attention, varlen_attention
 from qurl_ray.policy.layers import check_layers, window_of
-from qurl_ray.train.driver.prepare import check_model
+from qurl_ray.training.driver.prepare import check_model
 
 SHAPE = {
     "vocab_size": 64,

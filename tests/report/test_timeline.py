@@ -317,7 +317,10 @@ def test_keys_buttons_and_mouse(page, tmp_path):
         reader.until("find('tip').textContent.includes('updateseconds3.00 sfrom15.00 sstep2')")
         reader.point("[...document.querySelectorAll('#drawing .idle')].find((one) => one.lane.name === 'worker 0')")
         reader.until("find('tip').textContent === 'laneworker 0idle5.50 sfrom13.00 s'")
-        reader.point("[...document.querySelectorAll('#drawing .span.c1')].find((one) => one.lane.name === 'worker 1')")
+        reader.point(
+            "[...document.querySelectorAll('#drawing .span.c%d')]" % COLORS["generate"]
+            + ".find((one) => one.lane.name === 'worker 1')"
+        )
         reader.until("find('tip').textContent.endsWith('requests32tokens500version2tokens/s250')")
         assert reader.complaints == []
 
@@ -326,7 +329,7 @@ def test_keys_buttons_and_mouse(page, tmp_path):
 def test_thousands_of_spans_are_as_many_rectangles_as_can_be_seen(tmp_path):
     many = [span("worker 0", "generate", 0.01 * i, 0.005) for i in range(20_000)]
     dom = opened(write_timeline(a_run(tmp_path / "run", *many)), tmp_path / "profile", "all=1")
-    assert 1 <= len(drawn(dom, "span c1")) < 1300
+    assert 1 <= len(drawn(dom, f"span c{COLORS['generate']}")) < 1300
     assert "50 % busy" in dom.all("quiet end")
 
 

@@ -184,7 +184,8 @@ def test_files_in_memory_are_bounded_and_given_back(answer, mark):
     verdicts = judge("fills_files_in_memory", ["2", answer, "2"], timeout_s=10, memory_gb=0.125)
     assert statuses(verdicts) == [GOOD, (0.0, "error"), GOOD]
     assert "held more than 0.125 GiB" in verdicts[1].detail
-    assert not list(Path("/dev/shm").glob(f"{mark}*"))
+    while list(Path("/dev/shm").glob(f"{mark}*")):  # until another process has removed them; or for pytest's timeout
+        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from qurl_ray.rl.advantages import advantages, dr_grpo, grpo, padded, reinforce_
 from qurl_ray.rl.credit import (
     compare_turns,
     credited,
+    returns_of,
     returns_of_rows,
     rewards_of_row,
     turn_returns,
@@ -43,7 +44,7 @@ def sample(parts: Parts) -> Trajectory:
     )
 
 
-def returns_of(parts: Parts, mode: str) -> list[float]:
+def expected_returns(parts: Parts, mode: str) -> list[float]:
     total, count = sum(reward for reward, *_ in parts), len(parts)
     if mode == "spread":
         return [sum([total / count] * (count - k)) for k in range(count)]
@@ -57,7 +58,7 @@ def by_loops(step: list[list[Parts]], compare, mode: str) -> list[list[list[floa
     for p, group in enumerate(step):
         for k in range(max(map(len, group))):
             there = [g for g, parts in enumerate(group) if len(parts) > k]
-            values = [returns_of(group[g], mode)[k] for g in there]
+            values = [expected_returns(group[g], mode)[k] for g in there]
             if len(there) < 2:
                 continue
             equal = max(values) - min(values) < 1e-12
@@ -78,8 +79,8 @@ def by_loops(step: list[list[Parts]], compare, mode: str) -> list[list[list[floa
 
 
 def found_in(step: list[list[Parts]], compare, mode) -> list[list[list[float]]]:
-    returns = [[returns_of(sample(parts), mode) for parts in group] for group in step]
-    return [[one.tolist() for one in group] for group in compare_turns(returns, compare, mode)]
+    worths = [[returns_of(sample(parts), mode) for parts in group] for group in step]
+    return [[one.tolist() for one in group] for group in compare_turns(worths, compare, mode)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,8 +101,8 @@ def test_credit_of_trajectories_is_that_of_whole_answers_to_the_bit(step, compar
         padded([[sum(tokens for _, tokens, _ in parts) for parts in group] for group in step]),
     )
     made = [[replace(sample(parts), **({"turns": None} if bare else {})) for parts in group] for group in step]
-    returns = [[returns_of(one, "trajectory") for one in group] for group in made]
-    for p, group in enumerate(compare_turns(returns, compare, "trajectory")):
+    worths = [[returns_of(one, "trajectory") for one in group] for group in made]
+    for p, group in enumerate(compare_turns(worths, compare, "trajectory")):
         assert [one.tolist() for one in group] == [[value] for value in expected_PG[p, : len(group)].tolist()]
 
 
@@ -123,7 +124,7 @@ def test_by_hand():
     assert first == pytest.approx([1 / 3, 1 / 2])
     assert second == pytest.approx([1 / 3])
     assert third == pytest.approx([-2 / 3, -1 / 2, 0.0])
-    assert returns_of(step[0][2], "spread") == [0.0, 0.0, 0.0]
+    assert expected_returns(step[0][2], "spread") == [0.0, 0.0, 0.0]
     assert turn_returns(0.9, TurnCredit(ends=np.array([1, 2, 3]), rewards=np.zeros(3)), "spread") == pytest.approx(
         [0.9, 0.6, 0.3]
     )
@@ -158,7 +159,7 @@ def test_a_function_of_the_users_gets_rows_of_turns_that_can_be_compared():
 @settings(max_examples=200, deadline=None)
 @given(group=st.lists(samples, min_size=1, max_size=4), missing=st.integers(0, 2))
 def test_a_group_has_a_signal_if_a_turn_number_has_different_returns(group, missing):
-    returns = [returns_of(parts, "turn") for parts in group]
+    returns = [expected_returns(parts, "turn") for parts in group]
     expected = all(
         len({values[k] for values in returns if len(values) > k}) == 1 for k in range(max(map(len, returns)))
     )

@@ -26,7 +26,7 @@ from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.types import PolicySpec
 from tests.conftest import SUMS, taken
-from tests.train.runs import ROOT, descendants, kill_all
+from tests.training.runs import ROOT, descendants, kill_all
 
 KEY = "sk-test-0123456789"
 START_S = 180

@@ -14,7 +14,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tests.serving.apps import KEY, SUM, save_run, serving, started
-from tests.train.runs import alive, descendants
+from tests.training.runs import alive, descendants
 
 LONG = {"model": "first", "messages": SUM, "max_tokens": 600, "extra_body": {"ignore_eos": True}}
 SETTINGS = ("slots=4", "queue=40", "max_choices=8")

@@ -15,7 +15,7 @@ from qurl_ray.engines.vllm.shards import (
 from qurl_ray.errors import QuantizationError, SyncError
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.fingerprint import fingerprint
-from qurl_ray.quant.formats import FORMATS, Format, Part
+from qurl_ray.quant.formats import FORMATS, Format, FormatPart
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, concatenate, dequantize, quantize
 from qurl_ray.quant.select import quantized_parameters
@@ -52,7 +52,11 @@ class Nibbles:
 
     def parts(self, shape, fmt):
         rows, columns = shape
-        return Part(BYTE, (rows, columns // 2)), Part(BYTE, (rows, columns // 16)), Part(FLOAT, (rows, 1))
+        return (
+            FormatPart(BYTE, (rows, columns // 2)),
+            FormatPart(BYTE, (rows, columns // 16)),
+            FormatPart(FLOAT, (rows, 1)),
+        )
 
     def cut(self, shape, rows, columns, fmt):
         if columns[0] % 16 or columns[1] % 16:

@@ -9,7 +9,7 @@ import pytest
 from qurl_ray.errors import EngineError, SyncError
 from qurl_ray.types import Completion, StagedBucket, TensorRecord
 from qurl_ray.weights.floor import ProbeFloor
-from qurl_ray.weights.gate import Gate, LoadReport
+from qurl_ray.weights.gate import LoadReport, WeightGate
 from qurl_ray.weights.messages import Begin, Commit, Gap, Header, Put, Scored
 
 FIT, UNFIT = Gap(mean=0.01, largest=0.1), Gap(mean=0.9, largest=2.0)
@@ -93,7 +93,7 @@ def made():
     def make(workers: int = 2):
         said: list = []
         fleet = FakeFleet(workers)
-        gate = Gate(
+        gate = WeightGate(
             fleet,
             ranks=2,
             timeout_s=1,

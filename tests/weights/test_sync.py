@@ -22,10 +22,10 @@ from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.load import load_model, tied_head
 from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.rendezvous import Rendezvous
-from qurl_ray.train.rank.objectives import objective_settings
+from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.weights.delta import Delta
 from qurl_ray.weights.floor import ProbeFloor
-from qurl_ray.weights.gate import Gate
+from qurl_ray.weights.gate import WeightGate
 from qurl_ray.weights.messages import Gap
 from qurl_ray.weights.sender import Sender
 from qurl_ray.weights.stream import Publisher
@@ -75,7 +75,7 @@ class Rig:
         loop = asyncio.new_event_loop()
         self.fleet = loop.run_until_complete(self._start())
         probe = requests_for(tokenizer, 1, 4, stop_ids=(), ignore_eos=True)
-        self.gate = Gate(
+        self.gate = WeightGate(
             self.fleet, ranks=1, timeout_s=9, probe=probe, tolerance=0.2, floor=ProbeFloor(), warn=self.warnings.append
         )
         publisher = Publisher(names, bucket_bytes=50_000, tied=tied_head(self.model))

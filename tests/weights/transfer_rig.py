@@ -22,10 +22,10 @@ from qurl_ray.config import load_config
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
 from qurl_ray.quant.select import quantized_parameters
-from qurl_ray.train.rank.objectives import objective_settings
+from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.weights.floor import ProbeFloor
-from qurl_ray.weights.gate import Gate
-from qurl_ray.weights.messages import Message, Put
+from qurl_ray.weights.gate import WeightGate
+from qurl_ray.weights.messages import Put, WeightMessage
 from qurl_ray.weights.sender import Sender
 from qurl_ray.weights.stream import Publisher
 from qurl_ray.weights.transports import object_store
@@ -144,7 +144,7 @@ class Rig:
             return fleet
 
         self.fleet = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
-        self.gate = Gate(
+        self.gate = WeightGate(
             self.fleet,
             ranks=ranks,
             timeout_s=timeout_s,
@@ -156,7 +156,7 @@ class Rig:
         self._buckets: set[int] = set()
         self._before_bucket: dict[int, Callable[[], None]] = {}
 
-        def call(message: Message, _: str) -> Callable[[], Any]:
+        def call(message: WeightMessage, _: str) -> Callable[[], Any]:
             if isinstance(message, Put):
                 self._buckets.add(message.bucket.number)
                 self._before_bucket.pop(message.bucket.number, lambda: None)()

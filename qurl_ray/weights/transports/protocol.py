@@ -16,7 +16,7 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import StagedBucket, TensorRecord
 from qurl_ray.weights.delta import Payload
-from qurl_ray.weights.messages import Begin, Commit, Engines, Header, Message, Probes, Put
+from qurl_ray.weights.messages import Begin, Commit, Engines, Header, Probes, Put, WeightMessage
 from qurl_ray.weights.stream import Bucket, Publisher
 
 
@@ -32,7 +32,7 @@ class Link:
     name: str
     """`sync.transport`."""
     publisher: Publisher
-    call: Callable[[Message, str], Callable[[], Any]]
+    call: Callable[[WeightMessage, str], Callable[[], Any]]
     """Sends a message to the gate, with words for what is waited for. Returns a function that waits for the reply."""
     host: str
     """Address of this rank's machine."""

@@ -1,0 +1,149 @@
+"""A dry run: the checks of a run that need no weights in memory. It leaves nothing and asks no other machine, but what
+the user's own functions and environment do."""
+
+import os
+from dataclasses import dataclass, field, replace
+
+from qurl_ray.actors.cluster import check_folder
+from qurl_ray.cache import read_only
+from qurl_ray.config import RunConfig, resolve
+from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
+from qurl_ray.config.shown import shown
+from qurl_ray.config.task import DatasetTask
+from qurl_ray.data.files import hub_sources
+from qurl_ray.data.tasks import Task
+from qurl_ray.environments.process import EnvironmentProcess
+from qurl_ray.policy.gguf import converted, gguf_outline
+from qurl_ray.policy.load import Outline, local_copy, outline
+from qurl_ray.policy.tiny import tiny_outline
+from qurl_ray.report.text import one_line
+from qurl_ray.training.driver.functions import try_functions
+from qurl_ray.training.driver.prepare import (
+    Trial,
+    check_cache,
+    check_model,
+    check_problems,
+    check_saving,
+    find_policy,
+    find_reward,
+    play_turn,
+    prepare_task,
+    row_invariance,
+    try_prompts,
+    unequalized,
+)
+from qurl_ray.training.driver.room import check_disk, missing_here
+from qurl_ray.training.driver.run_dir import look_at_run_dir, settings_text, submitted
+
+_SHOWN = (1500, 500)
+"""Number of characters at the beginning and at the end of a long prompt that are shown."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DryRun:
+    """Result of a dry run in which nothing was wrong."""
+
+    settings: str
+    """Resolved settings as YAML."""
+    checked: list[str] = field(default_factory=list)
+    """Parts of the run that were checked, in words."""
+    unchecked: list[str] = field(default_factory=list)
+    """Parts that were not checked, each with the reason."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences that the run would announce on its problems and its model."""
+    example: list[str] = field(default_factory=list)
+    """Lines that show one problem as the policy, the reward and the environment get it."""
+    missing: str | None = None
+    """Reason why the run cannot be made on this machine, but on others."""
+    invariance: str | None = None
+    """Sentence on equal bits; None if engine and learner do not share one forward pass, or the model is not here."""
+
+
+def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
+    """Make the checks of a run, and return what they were.
+
+    Raises:
+        QurlError: a run would end in this error.
+    """
+    config = resolve(config, submitted=submitted())
+    found = DryRun(settings=settings_text(shown(config.model_dump(mode="json"))))
+    if not os.environ.get("RAY_ADDRESS"):
+        check_folder()
+    try_functions(config)
+    folder, resume = look_at_run_dir(config, fresh=fresh, extend=extend)
+    found.checked += ["settings", "functions", folder]
+    task, judged = None, 0.0
+    if isinstance(config.task, DatasetTask) and (hub := hub_sources(config.task)):
+        find_reward(config.task)
+        found.unchecked.append(f"problems and prompts, as {' and '.join(hub)} would come from the hub")
+    else:
+        task, judged = prepare_task(config)
+        check_problems(task, resume)
+        check_cache(config, task)
+        counts = f"{len(task.train)} training and {len(task.held_out)} held-out problems"
+        found.checked.append(f"{counts} with reward {task.reward}")
+        found.notes += task.notes
+    policy = _outline(config.model, found)
+    if policy is None:
+        found.unchecked.append("the model and prompts, as model.path would come from the hub")
+    else:
+        check_model(config, policy.model)
+        check_saving(config, policy)
+        found.notes += unequalized(config, policy.model)
+        found.checked += [f"the model ({type(policy.model).__name__})", "saving of the policy"]
+        found.checked.append(check_disk(config, policy.model))
+        ends = ", ".join(f"{policy.tokenizer.decode([token])!r} ({token})" for token in policy.stop_ids)
+        found.checked.append(f"the tokens that end an answer: {ends}")
+        with read_only():
+            invariance = row_invariance(config, policy.model)
+        found.invariance = invariance.sentence() if invariance else None
+    if task and policy:
+        trial = try_prompts(config, task, policy)
+        found.notes += trial.notes
+        found.checked.append(f"lengths of prompts and answers in a context of {policy.context} tokens")
+        found.example = _example(task, judged, policy, trial)
+    elif config.environment.type:
+        with EnvironmentProcess.of(config.environment) as process:
+            play_turn(process, task.train[0]) if task else process.check()
+    if config.environment.type:
+        turn = "one turn of " if task else "the import of "
+        found.checked.append(f"{turn}environment {config.environment.type}")
+    answers = "the reward and the environment" if config.environment.type else "the reward"
+    found.unchecked.append(f"memory, placement, and what answers of the policy do to {answers}: the run shows these")
+    found.missing = missing_here(config)
+    return found
+
+
+def _example(task: Task, judged: float, policy: Outline, trial: Trial) -> list[str]:
+    """Return lines on the first training problem."""
+    problem = task.train[0]
+    text, (head, tail) = policy.tokenizer.decode(trial.prompt, skip_special_tokens=False), _SHOWN
+    if len(text) > head + tail:
+        text = f"{text[:head]} […{len(text) - head - tail:,} characters…] {text[-tail:]}"
+    lines = [f"the prompt of {problem.uid} as the policy reads it, {len(trial.prompt)} tokens:"]
+    lines += [f"  {one_line(line)}" for line in text.split("\n")]
+    lines.append(f"expected answer: {one_line(problem.answer, 200)!r}; reward {task.reward} gives it {judged:g}")
+    if tools := trial.config.task.chat_template_args.get("tools"):
+        names = (tool.get("function", tool).get("name", "?") for tool in tools)
+        lines.append(f"tools in the prompt: {', '.join(names)}; none is called by this answer")
+    elif trial.config.environment.type == "tools":
+        lines.append("tools in the prompt: none, as environment.params.described is false: name them in the prompt")
+    if reply := trial.reply:
+        said = " / ".join(f"{message['role']}: {message['content']}" for message in reply.messages) or "nothing"
+        ends = "; the trajectory ends" if reply.done else ""
+        credit = "" if reply.reward is None else f"; reward {reply.reward:g}"
+        lines.append(f"the environment's reply to this answer as a first turn: {one_line(said, 300)}{credit}{ends}")
+    return lines
+
+
+def _outline(model: ModelConfig, found: DryRun) -> Outline | None:
+    """Return the policy without its weights; None if it is of the hub and not here. Say in `found` if its tensors are
+    not checked."""
+    if isinstance(model, TinyModel):
+        return tiny_outline(model)
+    if isinstance(model, GgufModel) and not converted(model.path):
+        found.unchecked.append("the tensors of the GGUF file, as the run would convert it")
+        return gguf_outline(model.path, model.max_length)
+    spec = find_policy(model)
+    here = local_copy(spec.source)
+    return outline(replace(spec, source=str(here))) if here else None

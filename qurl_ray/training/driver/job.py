@@ -1,0 +1,54 @@
+"""A training job, after its settings have been read."""
+
+import typer
+
+from qurl_ray.actors.placement import demand
+from qurl_ray.config import RunConfig
+from qurl_ray.config.idle import idle_settings
+from qurl_ray.errors import ConfigError
+from qurl_ray.signals import StopRequests
+
+# What needs torch or Ray is imported where it is used: that takes seconds, and --help does without it.
+
+
+def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) -> int:
+    """Train, or only check and print the settings. Returns the exit status: 128 and the signal's number after a request
+    to stop (130 after Ctrl-C), 3 if the guard has stopped the run."""
+    if dry:
+        return _dry_run(config, fresh=fresh, extend=extend)
+    stops = StopRequests()
+    try:
+        with stops.caught(then_exit=True):
+            from qurl_ray.training.driver.run import run_until
+
+            result = run_until(stops, config, fresh=fresh, extend=extend)
+    except KeyboardInterrupt as aborted:
+        typer.echo("\n".join(["aborted", *getattr(aborted, "__notes__", ())]), err=True)
+        return stops.exit_status
+    if result.summary["stopped_by_guard"]:
+        return 3
+    return stops.exit_status if result.interrupted else 0
+
+
+def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
+    """Print what was found.
+
+    Raises:
+        ConfigError: the run would be refused on this machine.
+    """
+    from qurl_ray.training.driver.dry_run import dry_run
+
+    found = dry_run(config, fresh=fresh, extend=extend)
+    typer.echo(found.settings, nl=False)
+    typer.echo(f"# placement: {demand(config)}")
+    if found.invariance:
+        typer.echo(f"# {found.invariance}")
+    for line in found.example:
+        typer.echo(f"# {line}")
+    for sentence in [*idle_settings(config), *found.notes]:
+        typer.echo(f"note: {sentence}", err=True)
+    for heading, parts in (("checked", found.checked), ("not checked", found.unchecked)):
+        typer.echo("\n#   ".join([f"# {heading}:", *parts]))
+    if found.missing:
+        raise ConfigError(found.missing)
+    return 0

@@ -1,0 +1,105 @@
+"""Summary of a run, computed from its totals, and its file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qurl_ray.config import RunConfig
+from qurl_ray.errors import CheckpointError
+from qurl_ray.evaluation.statistics import paired_p_value
+from qurl_ray.files import write_whole
+from qurl_ray.training.messages import Level
+from qurl_ray.training.totals import PHASES, RunTotals
+
+
+def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
+    """Return the contents of summary.json, but for the keys that only the driver knows.
+
+    Seconds are wall time; `train_seconds` is the sum of the steps, without evaluation and start-up.
+    samples_per_second counts every generated sample over that time; rollout_tokens_per_second counts generated
+    tokens over the rollout phase.
+
+    `reward_…` is the mean held-out reward, `accuracy_…` the share of held-out problems solved, by a reward above
+    0.5. `…_after_quantized` is measured in `quantized_format`: the export's, else the rollouts'; if that is full
+    precision, it equals `…_after`. `…_p_value` is the p-value of the paired test between the first and the last
+    evaluation in one format: full precision, or where that is not evaluated (evaluation.full_precision), `…_after` is
+    None and `…_before` is of the rollouts' format.
+
+    target_reached_at_step is None where evaluation.target_reward was not reached, or is not set.
+    """
+    sums = totals.sums
+    train_seconds = sums["time/step"]
+    rollout_seconds = sums["time/rollout"]
+    problems = max((int(found["eval/problems"]) for found in totals.evaluations.values()), default=0)
+    return {
+        "name": config.name,
+        **_held_out(totals, "reward", _rewards),
+        **_held_out(totals, "accuracy", _outcomes),
+        "eval_problems": problems,
+        **_sets(totals),
+        "steps": totals.steps,
+        "target_reached_at_step": totals.reached_at,
+        "train_seconds": train_seconds,
+        "samples_per_second": sums["rollout/samples"] / train_seconds if train_seconds else None,
+        "rollout_tokens_per_second": sums["rollout/tokens"] / rollout_seconds if rollout_seconds else None,
+        "phase_seconds": {phase: sums[f"time/{phase}"] for phase in PHASES},
+        "precision_flow": config.precision_flow,
+        "quantization": config.rollout.quantization,
+        "quantized_format": config.evaluated_format,
+        "correction": config.algorithm.correction.type,
+        "uaq_scale": config.quantization.uaq_scale,
+        "acr_active_tokens": int(sums["acr_active_tokens"]) if config.algorithm.correction.type == "acr" else 0,
+        "stopped_by_guard": totals.guard_level == Level.STOP,
+        "max_rho": totals.max_rho,
+    }
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json, atomically.
+
+    Raises:
+        CheckpointError: it cannot be written. The run then counts as unfinished.
+    """
+    path = run_dir / "summary.json"
+    try:
+        write_whole(path, json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}. Checkpoints and policy are kept: make room, and give the "
+            "same command again, which repeats the end of the run"
+        ) from error
+
+
+def _held_out(totals: RunTotals, name: str, per_problem: Callable[[dict[str, Any]], list[float]]) -> dict[str, Any]:
+    """A figure of the evaluations before and after training, and the p-value of their difference, paired by problem."""
+    before, after = totals.evaluations.get("before", {}), totals.evaluations.get("after", {})
+    quantized = totals.evaluations.get("after, quantized", after)
+    first, second = per_problem(before), per_problem(after or quantized)
+    return {
+        f"{name}_before": before.get(f"eval/{name}"),
+        f"{name}_after": after.get(f"eval/{name}"),
+        f"{name}_after_quantized": quantized.get(f"eval/{name}"),
+        f"{name}_p_value": paired_p_value(first, second) if first and second else None,
+    }
+
+
+def _sets(totals: RunTotals) -> dict[str, Any]:
+    """Figures of each set of held-out problems, before and after; nothing if they have no names."""
+    found: dict[str, dict[str, float]] = {}
+    for label, suffix in (("before", "before"), ("after", "after"), ("after, quantized", "after_quantized")):
+        for key, value in totals.evaluations.get(label, {}).items():
+            parts = key.split("/")  # eval/<name>/accuracy
+            if len(parts) == 3 and parts[0] == "eval" and parts[2] in ("reward", "accuracy"):
+                found.setdefault(parts[1], {})[f"{parts[2]}_{suffix}"] = value
+    return {"eval_sets": found} if found else {}
+
+
+def _outcomes(evaluation: dict[str, Any]) -> list[float]:
+    """1 for each problem that was solved, else 0; empty if there was no evaluation."""
+    return [float(outcome == "1") for outcome in evaluation.get("outcomes", "")]
+
+
+def _rewards(evaluation: dict[str, Any]) -> list[float]:
+    """Reward of each problem; empty if there was no evaluation, or one by a version that recorded no rewards."""
+    return evaluation.get("rewards") or (_outcomes(evaluation) if "eval/reward" in evaluation else [])
