@@ -317,10 +317,8 @@ def test_keys_buttons_and_mouse(page, tmp_path):
         reader.until("find('tip').textContent.includes('updateseconds3.00 sfrom15.00 sstep2')")
         reader.point("[...document.querySelectorAll('#drawing .idle')].find((one) => one.lane.name === 'worker 0')")
         reader.until("find('tip').textContent === 'laneworker 0idle5.50 sfrom13.00 s'")
-        reader.point(
-            "[...document.querySelectorAll('#drawing .span.c%d')]" % COLORS["generate"]
-            + ".find((one) => one.lane.name === 'worker 1')"
-        )
+        drawing = f"[...document.querySelectorAll('#drawing .span.c{COLORS['generate']}')]"
+        reader.point(f"{drawing}.find((one) => one.lane.name === 'worker 1')")
         reader.until("find('tip').textContent.endsWith('requests32tokens500version2tokens/s250')")
         assert reader.complaints == []
 
