@@ -14,6 +14,8 @@ from pathlib import Path
 
 from chaos_jobs import STEPS, Finding, Job, Place, Row, Strike, Stuck, Told, import_paths, title_of
 
+from qurl_ray.actors.rollout_worker import RolloutWorker
+
 _JOBS = 8  # largest number of jobs for one row of the table
 _LAST = 4  # steps at the end of a job, without faults
 _DISK_MB = 256
@@ -68,9 +70,10 @@ def _unmount(folder: Path) -> None:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def worker(method: str) -> Callable[[Job], Strike | None]:
-    """Return a fault that SIGKILLs a rollout worker while it runs a method ("" means idle)."""
-    title = f"ray::RolloutWorker.{method}" if method else "ray::RolloutWorker"
+def worker(method: Callable | None, doing: str = "") -> Callable[[Job], Strike | None]:
+    """Return a fault that SIGKILLs a rollout worker while it runs a method, for which messages of the fleet have the
+    word `doing`, or while it is idle."""
+    title = f"ray::RolloutWorker.{method.__name__}" if method else "ray::RolloutWorker"
 
     def hurt(job: Job) -> Strike | None:
         if not job.whole():
@@ -96,7 +99,7 @@ def worker(method: str) -> Callable[[Job], Strike | None]:
             recovery_s=float(back.groups[0]) if back else None,
             # Before its death is noticed, an idle worker may have been called to load. (A heartbeat that ends removes
             # the title of a method that still runs: a worker that looked idle but died in generate was not idle.)
-            counts=noticed in ([method] if method else ["idle", "load"]),
+            counts=noticed in ([doing] if method else ["idle", "load"]),
         )
 
     return hurt
@@ -304,9 +307,11 @@ class Fault:
 
 
 FAULTS = {
-    "worker-generate": Fault(label="SIGKILL a rollout worker in generate", times=10, hurt=worker("generate")),
-    "worker-load": Fault(label="SIGKILL a rollout worker in load", times=10, hurt=worker("load")),
-    "worker-idle": Fault(label="SIGKILL a rollout worker, idle", times=10, hurt=worker("")),
+    "worker-generate": Fault(
+        label="SIGKILL a rollout worker in generate", times=10, hurt=worker(RolloutWorker.generate, "generate")
+    ),
+    "worker-load": Fault(label="SIGKILL a rollout worker in load", times=10, hurt=worker(RolloutWorker.commit, "load")),
+    "worker-idle": Fault(label="SIGKILL a rollout worker, idle", times=10, hurt=worker(None)),
     "learner": Fault(label="SIGKILL the learner", times=5, hurt=restarted_by_itself("ray::RayTrainWorker")),
     "driver": Fault(label="SIGKILL the driver, then start again", times=5, hurt=driver),
     "coordinator": Fault(label="SIGKILL the coordinator", times=5, hurt=restarted_by_itself("ray::Coordinator")),

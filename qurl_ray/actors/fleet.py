@@ -24,7 +24,7 @@ from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.errors import DeadlineExceeded, EngineError, QurlError, StaleWeights
 from qurl_ray.spans import Spans, worker_lane
 from qurl_ray.types import Completion, Manifest, Request, StagedBucket
-from qurl_ray.weights.gate import LoadReport
+from qurl_ray.weights.messages import LoadReport
 
 _MARGIN_S = 30.0  # engines check their deadline between two tokens
 _TICK_S = 0.25  # between two calls to a worker that restarts, or that is being interrupted

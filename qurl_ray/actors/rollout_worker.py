@@ -18,7 +18,7 @@ from qurl_ray.errors import SyncError
 from qurl_ray.numerics.processor import processor_name
 from qurl_ray.tables import TRANSPORTS
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket
-from qurl_ray.weights.gate import LoadReport
+from qurl_ray.weights.messages import LoadReport
 from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.transports.object_store import ObjectStore
 from qurl_ray.weights.transports.protocol import transport_named
@@ -99,16 +99,13 @@ class RolloutWorker:
         if tickets is None:
             cast(DirectEngine, self._engine).commit(manifest)
         else:
-            self._load(manifest, tickets)
+            base, held = manifest.base_version, self._engine.version
+            if base is not None and held != base:
+                raise SyncError(f"version {manifest.version} is a delta to {base}, the engine holds {held}")
+            arrived = map(self._receive, tickets)  # one at a time
+            self._engine.load(manifest, decode_buckets(arrived, manifest, self._engine.resident))
         drawn = self._engine.generate(probe, version=manifest.version)
         return LoadReport(kernels=self._engine.kernels(), hardware=self._hardware, probe=drawn)
-
-    def _load(self, manifest: Manifest, tickets: Sequence[Any]) -> None:
-        base = manifest.base_version
-        if base is not None and self._engine.version != base:
-            raise SyncError(f"version {manifest.version} is a delta to {base}, the engine holds {self._engine.version}")
-        arrived = map(self._receive, tickets)  # one at a time
-        self._engine.load(manifest, decode_buckets(arrived, manifest, self._engine.resident))
 
     def generate(self, requests: Sequence[Request], version: int, deadline_s: float) -> list[Completion]:
         self._engine.wake()

@@ -188,7 +188,7 @@ class TrajectoryState:
 
     def add_environment_turn(self, reply: EnvironmentReply, asked: float, waited: float) -> None:
         """Take the environment's reply to what it was to be given; see EnvironmentTurn for the times."""
-        self.played.said.append(_said(reply, self._length(), asked, waited))
+        self.played.said.append(_environment_turn(reply, self._length(), asked, waited))
         try:
             match reply.outcome:
                 case CallFailed() as failed:
@@ -338,7 +338,7 @@ class TrajectoryRunner:
             return played
 
 
-def _said(reply: EnvironmentReply, at: int, asked: float, waited: float) -> EnvironmentTurn:
+def _environment_turn(reply: EnvironmentReply, at: int, asked: float, waited: float) -> EnvironmentTurn:
     match reply.outcome:
         case Step() as step:
             pass

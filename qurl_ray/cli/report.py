@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from qurl_ray.config.cli import errors_told
-from qurl_ray.config.load import run_folder, runs_folder
+from qurl_ray.config.load import runs_folder
 from qurl_ray.errors import ConfigError
+from qurl_ray.report.compare import find_run
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
 from qurl_ray.report.viewer import write_rollouts
@@ -23,11 +24,7 @@ def main(
     The pages need no network and no server; older ones are replaced.
     """
     with errors_told():
-        run = run_folder(run)
-        if not (run / "metrics.jsonl").is_file():
-            runs = sorted(file.parent.name for file in runs_folder(None).glob("*/metrics.jsonl"))
-            known = f"; in {runs_folder(None)} are: {', '.join(runs)}" if runs else ""
-            raise ConfigError(f"{run} holds no metrics.jsonl: give a run by its folder or its name{known}")
+        run = find_run(str(run), runs_folder(None))
         try:
             others = [write_timeline(run), write_rollouts(run)]
             pages = [write_report(run), *others]  # the report links to the others

@@ -93,7 +93,7 @@ def _problems(
     try:
         prompt, answer, notes = _columns(first, columns, source, optional=optional)
     except DataError:
-        for column in PROMPT_COLUMNS:  # the answer may be in the messages, which is another error
+        for column in (columns[0], *PROMPT_COLUMNS):  # the answer may be in the messages, which is another error
             if is_conversation(asked := first.fields.get(column)):
                 split_last_turn(read_messages(asked, first.where), task.last_turn, first.where)
         raise

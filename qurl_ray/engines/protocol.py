@@ -9,7 +9,7 @@ import numpy as np
 from qurl_ray.types import Completion, Manifest, Request, StagedBucket
 
 Buffers = Mapping[str, tuple[np.ndarray, ...]]
-"""Tensors by name: (codes [N, K] as bytes, scale float32 [N, groups]) if quantized, else (values,)."""
+"""Tensors by name: the parts of its format (quant.formats) if quantized, else (values,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Trajectories of several turns in one process, without Ray, with the player and the environments of a run."""
+"""Trajectories of several turns in one process, without Ray, with the runner and the environments of a run."""
 
 import asyncio
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class TurnsHere:
         return verdicts_of(played, verifier.judge_many(items))
 
     async def _play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
-        player = TrajectoryRunner(
+        runner = TrajectoryRunner(
             self._config,
             await fleet_here([self._engine], self._config.rollout),
             pool_here(self._host, self._config.environment),
@@ -51,4 +51,4 @@ class TurnsHere:
             stop_ids=self._stop_ids,
             context=self._context,
         )
-        return await player.play(requests, problems)
+        return await runner.play(requests, problems)

@@ -90,6 +90,8 @@ def quantize(w_NK: torch.Tensor, fmt: Format, *, finite: bool = False) -> QTenso
     """
     _check(w_NK, fmt)
     if fmt.codec:
+        if not finite and not torch.isfinite(w_NK).all():
+            raise QuantizationError(f"{fmt.name}: weight has nan or inf")
         return QTensor.of(fmt.codec.encode(w_NK.detach().float(), fmt), fmt)
     if fused := _fused(w_NK, fmt, fmt.group):
         codes, scale = fused.codes_of_blocks(w_NK, fmt)

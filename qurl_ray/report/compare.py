@@ -120,7 +120,7 @@ def read_runs(names: Iterable[str], folder: Path) -> list[Run]:
     Raises:
         ConfigError: a run does not exist; the message names the one with the most similar name.
     """
-    paths = list(dict.fromkeys(_found(name, folder).resolve() for name in names))
+    paths = list(dict.fromkeys(find_run(name, folder).resolve() for name in names))
     return named((path.name, str(path), read_run(path)) for path in paths)
 
 
@@ -138,7 +138,12 @@ def named(found: Iterable[tuple[str, str, RunRecord]]) -> list[Run]:
     return [Run(name=name if names.count(name) == 1 else long, record=record) for name, long, record in entries]
 
 
-def _found(name: str, folder: Path) -> Path:
+def find_run(name: str, folder: Path) -> Path:
+    """Return the folder of the run with this name in `folder`, or with this path.
+
+    Raises:
+        ConfigError: it does not exist; the message names the one with the most similar name, or all.
+    """
     for path in (expanded(name), folder / name):
         if (path / "metrics.jsonl").is_file():
             return path

@@ -7,7 +7,6 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,15 +117,17 @@ def _log_files(client: MlflowClient, model: LoggedModel, folder: Path) -> None:
     """Log the checkpoint's files. A store that is a folder of this disk gets links: copies of weights would fill it."""
     location = urlparse(model.artifact_location)
     if location.scheme == "file" and not location.netloc:
-        with suppress(OSError):  # another disk, or one without links
-            shutil.copytree(folder, url2pathname(location.path), copy_function=_link, dirs_exist_ok=True)
-            return
-    client.log_model_artifacts(model.model_id, str(folder))
+        shutil.copytree(folder, url2pathname(location.path), copy_function=_linked, dirs_exist_ok=True)
+    else:
+        client.log_model_artifacts(model.model_id, str(folder))
 
 
-def _link(file: str, link: str) -> None:
+def _linked(file: str, link: str) -> None:
     Path(link).unlink(missing_ok=True)
-    os.link(file, link)
+    try:
+        os.link(file, link)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(file, link)
 
 
 def _write_loader(to: Path, folder: Path, run_id: str, model_id: str) -> None:

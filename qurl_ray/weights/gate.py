@@ -12,16 +12,16 @@ while others generate.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from qurl_ray.engines.requests import derive_seed
 from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.quant.formats import get_format
 from qurl_ray.rendezvous import Rendezvous
-from qurl_ray.types import Completion, Manifest, Request, StagedBucket
+from qurl_ray.types import Manifest, Request, StagedBucket
 from qurl_ray.weights.floor import ProbeFloor
-from qurl_ray.weights.messages import Begin, Commit, Engines, Gap, Probes, Put, Scored, WeightMessage
+from qurl_ray.weights.messages import Begin, Commit, Engines, Gap, LoadReport, Probes, Put, Scored, WeightMessage
 from qurl_ray.weights.stream import assemble_manifest, count_codes
 
 
@@ -43,17 +43,6 @@ def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits
         metrics["sync/probe_gap"] = max(gap.mean for gap in gaps)
         metrics["sync/probe_gap_max"] = max(gap.largest for gap in gaps)
     return metrics | {f"sync/codes_changed_{kind}": changed[kind] / count for kind, count in sorted(codes.items())}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """Report of a worker on a version that it has loaded and verified."""
-
-    kernels: list[str]
-    """Kernels in use now."""
-    hardware: str
-    """Name of the GPU or of the processor that the engine computes on."""
-    probe: list[Completion]
 
 
 class FleetWorker(Protocol):
@@ -199,8 +188,8 @@ class WeightGate:
             members = self._fleet.stale()
             self._refits += len(members)
             self._resent += sum(record.bytes for record in manifest.tensors)
-        stale = self._fleet.stale()
-        new = any(member in stale or not self.floor.known(self._engine(member)) for member in members)
+        stale = {member.index for member in self._fleet.stale()}
+        new = any(member.index in stale or not self.floor.known(self._engine(member)) for member in members)
         probe = []
         if header.probe or new:
             # Other tokens each time: those of one seed would always be off in the same way.

@@ -1,4 +1,4 @@
-"""Messages of the learner's ranks to the gate, in the order in which they send a version."""
+"""Messages of the learner's ranks to the gate, in the order in which they send a version, and of workers to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,3 +81,14 @@ class Scored:
 
 
 WeightMessage = Begin | Put | Commit | Scored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """Report of a worker on a version that it has loaded and verified."""
+
+    kernels: list[str]
+    """Kernels in use now."""
+    hardware: str
+    """Name of the GPU or of the processor that the engine computes on."""
+    probe: list[Completion]

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qurl_ray.config.model import TinyModel
 from qurl_ray.engines.requests import continued, joined
+from qurl_ray.engines.vllm.engine import VllmEngine
 from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
 from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.load import load_model, load_tokenizer
@@ -448,6 +449,14 @@ def test_cancelled_requests_come_back_and_others_go_on(engine, spec, tokenizer):
     completions = engine.result(ticket)
     assert_cut_short(completions, "cancelled")
     assert [c.finish for c in completions if c.uid in kept] == ["length"] * 3
+
+
+def test_an_engine_that_cannot_take_a_format_generates_no_more():
+    made = VllmEngine.__new__(VllmEngine)
+    made.version, made._fixed, made._format = 1, True, "int8"
+    with pytest.raises(SyncError, match="version 2 comes in fp8, and the engine was made for int8"):
+        made.begin(2, "fp8")
+    assert made.version is None
 
 
 def test_a_load_ends_what_is_running(engine, spec, tokenizer):

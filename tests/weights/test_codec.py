@@ -91,6 +91,15 @@ def test_a_weight_is_its_values_to_half_a_step(weight, nibbles):
     assert all(map(torch.equal, linear.resident().parts, weight.parts))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused(nibbles, value):
+    w = torch.ones(4, 64)
+    w[1, 2] = value
+    with pytest.raises(QuantizationError, match="nibbles: weight has nan or inf"):
+        quantize(w, nibbles)
+    quantize(w, nibbles, finite=True)  # the caller knows better, and nothing waits for a GPU
+
+
 @pytest.mark.parametrize("bucket_bytes", [1 << 26, 5000])
 def test_an_engine_takes_it_whole_and_as_changes(tiny_spec, tokenizer, nibbles, bucket_bytes):
     model, engine = load_model(tiny_spec), TorchEngine(tiny_spec, slots=8)

@@ -9,8 +9,8 @@ import pytest
 from qurl_ray.errors import EngineError, SyncError
 from qurl_ray.types import Completion, StagedBucket, TensorRecord
 from qurl_ray.weights.floor import ProbeFloor
-from qurl_ray.weights.gate import LoadReport, WeightGate
-from qurl_ray.weights.messages import Begin, Commit, Gap, Header, Put, Scored
+from qurl_ray.weights.gate import WeightGate
+from qurl_ray.weights.messages import Begin, Commit, Gap, Header, LoadReport, Put, Scored
 
 FIT, UNFIT = Gap(mean=0.01, largest=0.1), Gap(mean=0.9, largest=2.0)
 

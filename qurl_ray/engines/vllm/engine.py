@@ -167,7 +167,7 @@ class VllmEngine:
             self.version = None
             self._server.close()
             self._start(manifest.precision)
-        self.version = None
+        self.version = None  # until every tensor is verified
         self._check(manifest)
         self._pause()
         self._keeps_base |= manifest.base_version is not None
@@ -182,6 +182,7 @@ class VllmEngine:
 
     def begin(self, version: int, format_name: str) -> tuple[str, int]:
         """See engines.protocol.DirectEngine."""
+        self.version = None  # until every tensor is verified
         if self._fixed and format_name != self._format:
             raise SyncError(f"version {version} comes in {format_name}, and the engine was made for {self._format}")
         self._base.clear()
@@ -205,9 +206,7 @@ class VllmEngine:
         self.version = manifest.version
 
     def _pause(self) -> None:
-        """Become STALE until every tensor is verified, abort running requests, and have the workers forget what was put
-        before."""
-        self.version = None
+        """Abort running requests, and have the workers forget what was put before."""
         self._check_awake()
         self._server.control("pause_generation", mode="abort", clear_cache=True)
         self._server.workers("begin")

@@ -88,10 +88,10 @@ class Collector:
         stop_ids: tuple[int, ...],
         fleet: Fleet,
         verifiers: VerifierPool,
-        player: TrajectoryRunner | None = None,
+        runner: TrajectoryRunner | None = None,
     ) -> None:
         self._config, self._task, self._tokenizer, self._stop_ids = config, task, tokenizer, stop_ids
-        self._fleet, self._verifiers, self._player = fleet, verifiers, player
+        self._fleet, self._verifiers, self._runner = fleet, verifiers, runner
         self._cursor = PromptCursor(task.train, seed=config.seed)
         self._problems = task.digest()
         algorithm = config.algorithm
@@ -196,7 +196,7 @@ class Collector:
     async def _answer(self, requests: list[Request], problems: Sequence[Problem]) -> _Answered:
         """Have the fleet answer requests, in turns with an environment if there is one, and judge the answers."""
         started = time.perf_counter()
-        played = await self._player.play(requests, problems) if self._player else []
+        played = await self._runner.play(requests, problems) if self._runner else []
         for start, seconds, figures in trajectory_levels(played):
             self._fleet.spans.at(ENVIRONMENTS, "trajectories", start, seconds, **figures)
         completions = [one.completion for one in played] if played else await self._fleet.generate(requests)

@@ -122,9 +122,9 @@ class Coordinator:
             notes = [*notes, f"the learner restarted and continues {where}"]
         again, self._resume = self._resume is None, None
         inputs: TaskInputs = await reference[0]
-        player = None
+        runner = None
         if self._environments:
-            player = TrajectoryRunner(
+            runner = TrajectoryRunner(
                 self._config,
                 self._fleet,
                 self._environments,
@@ -133,7 +133,7 @@ class Coordinator:
                 context=inputs.context,
             )
         collector = Collector(
-            self._config, inputs.task, inputs.tokenizer, inputs.stop_ids, self._fleet, self._verifiers, player
+            self._config, inputs.task, inputs.tokenizer, inputs.stop_ids, self._fleet, self._verifiers, runner
         )
         done, state = (resume.step, resume.state()) if resume else (0, None)
         if self._session:  # from here on nothing is awaited: no call may reach a session that was cancelled

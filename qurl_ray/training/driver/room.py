@@ -21,6 +21,14 @@ _STATE = {"adamw": 12, "adamw_8bit": 6, "muon": 8}
 have twice the moments."""
 
 
+def check_writable(config: RunConfig) -> None:
+    """Raise ConfigError unless the folder of runs and that of this run can be written, or made."""
+    assert config.output_dir is not None, "resolve() comes first"
+    for folder in (config.output_dir, config.output_dir / config.name):
+        if error := why_unwritable(folder):
+            raise ConfigError(f"cannot write to {folder}: {error}; set output_dir")
+
+
 def check_disk(config: RunConfig, model: PreTrainedModel) -> str:
     """Check that the disk holds the checkpoints that are there at a time, and the final policy. Return their size in
     words.
@@ -29,12 +37,9 @@ def check_disk(config: RunConfig, model: PreTrainedModel) -> str:
         model: policy without weights.
 
     Raises:
-        ConfigError: it does not, or cannot be written.
+        ConfigError: it does not.
     """
     assert config.output_dir is not None, "resolve() comes first"
-    for folder in (config.output_dir, config.output_dir / config.name):
-        if error := why_unwritable(folder):
-            raise ConfigError(f"cannot write to {folder}: {error}; set output_dir")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     learners = 1 + (getattr(config.algorithm, "critic", None) == "separate")  # which is as large as the policy
     each = parameters * (_POLICY + learners * _STATE[config.learner.optimizer])

@@ -43,7 +43,7 @@ from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handle
 from qurl_ray.training.deadlines import collection_deadline
 from qurl_ray.training.driver.functions import try_functions
 from qurl_ray.training.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
-from qurl_ray.training.driver.room import check_disk, missing_here
+from qurl_ray.training.driver.room import check_disk, check_writable, missing_here
 from qurl_ray.training.driver.run_dir import RunDir, forget_summary, open_run_dir, submitted
 from qurl_ray.training.driver.summary import summarize, write_summary
 from qurl_ray.training.driver.upload import Storage, Uploader
@@ -103,6 +103,7 @@ def run_until(
             check_ray()  # now, and not only after a cold start
             if missing := missing_here(config):
                 raise ConfigError(missing)
+        check_writable(config)
         try_functions(config)
         checked = check_run(config)
         config = checked.config

@@ -16,9 +16,10 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.load import read_settings, validated_run, with_absolute_paths
 from qurl_ray.config.shown import shown, write_settings
 from qurl_ray.errors import ConfigError
-from qurl_ray.files import PART, why_unwritable
+from qurl_ray.files import PART
 from qurl_ray.runs.checkpoint import LOOP, Checkpoint, latest, step_folders
 from qurl_ray.runs.files import finite, has_finished, lines, read_summary
+from qurl_ray.training.driver.room import check_writable
 
 _MARKER = "config.yaml"
 """The file that makes a folder a run's: it is written first, and only a folder with it is ever moved."""
@@ -91,9 +92,7 @@ def look_at_run_dir(config: RunConfig, *, fresh: bool = False, extend: bool = Fa
     assert config.output_dir is not None, "resolve() comes first"
     run_dir = config.output_dir / config.name
     with _explained(run_dir):
-        for folder in (config.output_dir, run_dir):
-            if error := why_unwritable(folder):
-                raise ConfigError(f"cannot write to {folder}: {error}; set output_dir")
+        check_writable(config)
         if (lock := config.output_dir / f".{config.name}.lock").is_file():
             with lock.open() as held:
                 _take(held, fcntl.LOCK_SH, run_dir)

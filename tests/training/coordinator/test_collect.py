@@ -107,13 +107,13 @@ class Plays:
 
 @pytest.fixture
 def collector(tokenizer):
-    def made(*overrides: str, fleet=None, verifiers=None, train=SUMS, stop_ids=(2,), player=None) -> Collector:
-        if player:
+    def made(*overrides: str, fleet=None, verifiers=None, train=SUMS, stop_ids=(2,), runner=None) -> Collector:
+        if runner:
             overrides = ("environment.type=calculator", "model.calculator=true", *overrides)
         sizes = ["rollout.prompts_per_step=4", f"rollout.samples_per_prompt={G}", "algorithm.max_refill_rounds=1"]
         config = load_config(None, [*sizes, *overrides])
         task = Task(train=train, held_out=SUMS[:2], reward="exact")
-        return Collector(config, task, tokenizer, stop_ids, fleet or Fleet(), verifiers or Verifiers(), player)
+        return Collector(config, task, tokenizer, stop_ids, fleet or Fleet(), verifiers or Verifiers(), runner)
 
     return made
 
@@ -260,7 +260,7 @@ SAME, TOTALS, SHORTER, FEW = (
 )
 def test_a_group_has_no_signal_if_what_is_compared_is_equal(collect, credit, kept):
     step = [SAME, TOTALS, SHORTER, FEW]
-    collected = collect(f"algorithm.turn_credit={credit}", player=Plays(*step))
+    collected = collect(f"algorithm.turn_credit={credit}", runner=Plays(*step))
     assert prompts_of(collected) == [collected.prompts[step.index(group)] for group in kept]
     assert collected.uniform_groups == 4 - len(kept)
     assert collected.failed == {"error": 1}
@@ -268,7 +268,7 @@ def test_a_group_has_no_signal_if_what_is_compared_is_equal(collect, credit, kep
 
 def test_turns_have_their_rewards_and_advantages(collect):
     settings = ("algorithm.turn_credit=turn", "algorithm.advantage=dr_grpo", "tracking.samples_per_step=99")
-    collected = collect(*settings, player=Plays(SAME, TOTALS, SHORTER, FEW))
+    collected = collect(*settings, runner=Plays(SAME, TOTALS, SHORTER, FEW))
     totals, few = collected.groups
     assert [s.turns.rewards.tolist() for s in totals] == [list(rewards) for rewards in TOTALS]
     assert [s.turns.advantages.tolist() for s in totals] == [[0.0, -0.5], [0.0, 0.5], [0.0, 0.0]]
@@ -291,16 +291,16 @@ def test_what_belongs_to_a_trajectory_counts_at_its_last_turn(collect):
     settings = ("algorithm.turn_credit=turn", "algorithm.advantage=dr_grpo", *OVERLONG)
     script = Script([(0.0, 0.0, 1.0)])
     (group,) = collect(*settings, "rollout.prompts_per_step=1", "algorithm.updates_per_rollout=1",
-                       player=Plays([(), (), ()]), verifiers=script).groups  # fmt: skip
+                       runner=Plays([(), (), ()]), verifiers=script).groups  # fmt: skip
     assert [s.turns.rewards.tolist() for s in group] == [[0.0, -1.0], [0.0, -1.0], [0.0, 0.0]]
     assert [s.reward for s in group] == [-1.0, -1.0, 0.0]
     assert [s.turns.advantages.tolist() for s in group] == [pytest.approx([a, a]) for a in (-1 / 3, -1 / 3, 2 / 3)]
 
 
 def test_credit_of_trajectories_leaves_turns_without_advantages_of_their_own(collect):
-    (group,) = collect("algorithm.advantage=dr_grpo", player=Plays(SAME, TOTALS, SHORTER, FEW)).groups
+    (group,) = collect("algorithm.advantage=dr_grpo", runner=Plays(SAME, TOTALS, SHORTER, FEW)).groups
     assert [(s.advantage, s.turns.advantages) for s in group] == [(-0.5, None), (0.5, None)]
-    learned = collect("algorithm.type=ppo", player=Plays(SAME, TOTALS, SHORTER, FEW)).groups
+    learned = collect("algorithm.type=ppo", runner=Plays(SAME, TOTALS, SHORTER, FEW)).groups
     assert [s.turns.rewards.tolist() for s in learned[1]] == [list(rewards) for rewards in TOTALS]
     assert all(s.turns.advantages is None for group in learned for s in group)
 
