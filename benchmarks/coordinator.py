@@ -22,7 +22,6 @@ from shared import RESULTS, machine
 
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.actors.health import Heartbeat
-from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
 from qurl_ray.policy.load import load_tokenizer, stop_ids
@@ -30,7 +29,7 @@ from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handle
 from qurl_ray.training.driver.prepare import check_run, prepare
 from qurl_ray.training.messages import TaskInputs
 from qurl_ray.types import Completion, TensorRecord, Verdict
-from qurl_ray.weights.messages import Commit, Header, Scored
+from qurl_ray.weights.messages import Commit, Header, LoadReport, Scored
 
 TOKENS = 32
 
@@ -58,7 +57,7 @@ class Engine(Modelled):
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(boot=str(self._index), pid=self._index, node="", version=self._version, log="")
 
-    def _load(self, manifest: Any, *_: Any) -> LoadReport:
+    def _commit(self, manifest: Any, *_: Any) -> LoadReport:
         self._version = manifest.version
         return LoadReport(kernels=["modelled"], hardware="modelled", probe=[])
 

@@ -1,6 +1,6 @@
 """A cluster of any size around the real coordinator. Its clock skips the time that modelled engines and learners take.
 
-Real, in one process: coordinator, fleet, collector, guard, batching, refit and manifests, with the real tokenizer and
+Real, in one process: coordinator, fleet, collector, guard, batching, gate and manifests, with the real tokenizer and
 answers of real lengths; and serialization of each rank's share. Modelled: how long engines generate and load, how long
 ranks learn (qurl_ray.planning), and the cost for the caller of a call that sends requests and gets answers, which is
 measured on this machine. Judging takes no time, and data that ranks send arrives at no cost. The clock is that of the
@@ -27,7 +27,6 @@ import qurl_ray.actors.fleet
 import qurl_ray.spans
 import qurl_ray.training.coordinator.collect
 from qurl_ray.actors.cluster import own_assignment
-from qurl_ray.actors.rollout_worker import LoadReport
 from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import StepResult
@@ -41,7 +40,7 @@ from qurl_ray.training.coordinator.coordinator import Coordinator
 from qurl_ray.training.driver.prepare import Prepared
 from qurl_ray.training.messages import TaskInputs
 from qurl_ray.types import Completion, Request, TensorRecord
-from qurl_ray.weights.messages import Commit, Header, Scored
+from qurl_ray.weights.messages import Commit, Header, LoadReport, Scored
 
 _BINS = 64  # intervals of decode steps of a chunk, in which the batch is taken as constant
 
@@ -123,9 +122,9 @@ class ModelledEngine(Engine):
         loop.call_later(self._seconds, lambda: future.done() or future.set_result(answer))
         return future
 
-    def _load(self, *args: Any) -> LoadReport:
+    def _commit(self, *args: Any) -> LoadReport:
         self._seconds = self._cluster.load_s
-        return super()._load(*args)
+        return super()._commit(*args)
 
     def _cancel(self, _: list[str]) -> None:
         pass
