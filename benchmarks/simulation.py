@@ -193,7 +193,7 @@ class Simulation:
 async def _run(scenario: Scenario, prepared: Prepared, cluster: Cluster) -> dict[str, float]:
     workers = [ModelledEngine(index, cluster) for index in range(scenario.engines)]
     pool = VerifierPool(verifiers=(Judge(),))
-    coordinator = Coordinator(scenario.config, (workers, pool), Path(scenario.config.output_dir), None)
+    coordinator = Coordinator(scenario.config, (workers, pool, ()), Path(scenario.config.output_dir), None)
     tokenizer = load_tokenizer(prepared.spec)
     inputs = asyncio.get_running_loop().create_future()
     stops = stop_ids(prepared.spec, tokenizer)
