@@ -35,6 +35,7 @@ from typing import Any, Generic, TypeVar
 from qurl_ray.errors import ConfigError, ExtensionError, QurlError
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
+_IMPORT = str(Path(importlib.__file__).parent) + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 TRACEBACKS = "QURL_TRACEBACKS"
 """Environment variable with the folder for tracebacks of processes that print to no file."""
@@ -228,7 +229,7 @@ def described(error: BaseException) -> str:
     """
     text = f"{type(error).__name__}: {message_of(error)}".encode(errors="backslashreplace").decode()
     text = printable(text, _MESSAGE_CHARS)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_PACKAGE, "<frozen"))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_PACKAGE, _IMPORT, "<frozen"))]
     theirs = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     if not theirs and (isinstance(error, QurlError) or not frames):  # our own message says enough
         return text

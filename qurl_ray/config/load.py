@@ -328,6 +328,15 @@ def _words_of_yaml(item: Any) -> str:
     return told if kind == "value_error" else f"{told}; write text in quotes"
 
 
+def _types_with(key: str) -> Iterator[str]:
+    """Yield the types of a section that have the setting `key`: "task.type=dataset"."""
+    chosen = ""
+    for row, *_ in describe():
+        chosen = row if ".type=" in row else chosen
+        if row == key:
+            yield chosen
+
+
 def _fault(item: Any) -> str:
     key = _dotted([str(part) for part in item["loc"]])
     if item["type"] == "extra_forbidden":
@@ -335,7 +344,7 @@ def _fault(item: Any) -> str:
             return sentence
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:
-            return f"{key} is a setting of another type; see --help {key}"
+            return f"{key} is a setting of {' and '.join(_types_with(key))}; see --help {key}"
         for leaf in _leaves(key, item["input"]):
             if (same := meant(leaf)) and same != leaf:
                 return f"unknown key {leaf!r}; it is called {same!r} here (--help {same})"

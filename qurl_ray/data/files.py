@@ -240,7 +240,7 @@ def _no_column(column: str, row: _Row) -> None:
 
 
 def _value(fields: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a field within one, as in `reward_model.ground_truth`.
+    """Return the value of a column, or of a field within one, as in `reward_model.ground_truth`; None in a null.
 
     Raises:
         KeyError: there is none.
@@ -249,6 +249,8 @@ def _value(fields: Mapping[str, Any], column: str) -> Any:
         return fields[column]
     head, _, rest = column.partition(".")
     inner = fields.get(head)
+    if rest and inner is None and head in fields:  # null in a row without a value, as tables write it
+        return None
     if not rest or not isinstance(inner, Mapping):
         raise KeyError(column)
     try:

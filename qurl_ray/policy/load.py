@@ -350,8 +350,11 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
     Raises:
         ConfigError: the policy cannot be found, or is of a kind that cannot be trained here.
     """
-    if (Path(spec.source) / "adapter_config.json").is_file():
+    folder = Path(spec.source)
+    if (folder / "adapter_config.json").is_file():
         raise ConfigError(f"{spec.source} is a LoRA adapter, which is not supported: merge it into its base model")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{spec.source} has no config.json, so it is no folder of a model")
     with reading(spec.source):
         config = AutoConfig.from_pretrained(spec.source, trust_remote_code=False)
         if spec.overrides:

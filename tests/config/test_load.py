@@ -689,7 +689,7 @@ def test_another_type_drops_the_settings_of_the_old_one(tmp_path):
 
 
 def test_a_setting_of_another_type_is_called_that():
-    with pytest.raises(ConfigError, match=r"is a setting of another type; see --help model\.hidden_size"):
+    with pytest.raises(ConfigError, match=r"is a setting of model\.type=tiny; see --help model\.hidden_size"):
         load_config(None, ["model.type=pretrained", "model.path=x", "model.hidden_size=64"])
 
 

@@ -493,6 +493,16 @@ def test_rows_without_an_answer_are_skipped_whatever_says_so(tmp_path):
         assert task.train[0].meta["level"] is None
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_null_where_others_hold_their_answer_is_an_empty_answer(tmp_path, first):
+    records = [{"prompt": f"{n}+1=", "gold": {"value": str(n + 1)}} for n in range(4)]
+    records.insert(0 if first else 4, {"prompt": "9+1=", "gold": None})
+    path = write(tmp_path / "data.jsonl", records)
+    task = load_task(DatasetTask(path=path, answer_column="gold.value"), eval_problems=1)
+    assert [problem.answer for problem in (*task.train, *task.held_out)] == ["1", "2", "3", "4"]
+    assert "1 of 5 rows skipped" in task.notes[0]
+
+
 def test_a_reward_that_compares_needs_answers(tmp_path):
     with pytest.raises(DataError, match=r"no column 'answer'.*answer_column=null is for problems without answers"):
         load_task(DatasetTask(path=write(tmp_path / "data.jsonl", TRL)), eval_problems=9)

@@ -148,6 +148,11 @@ def test_one_expert_is_a_dense_model(tmp_path):
     assert context_length(PolicySpec(source=str(tmp_path))) == 77
 
 
+def test_a_folder_without_a_model_is_called_that(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json, so it is no folder of a model"):
+        load_model(PolicySpec(source=str(tmp_path)))
+
+
 @pytest.mark.parametrize("beside_a_model", [False, True])
 def test_a_lora_adapter_is_refused(tmp_path, model, beside_a_model):
     if beside_a_model:

@@ -29,7 +29,7 @@ def test_a_users_function_is_found_by_module_and_name():
         ("bad_rewards:", "neither built in"),
         (":f", "neither built in"),
         ("a/b.py:f", "neither built in"),
-        ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
+        ("no_such_module:f", r"cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'$"),
         ("bad_rewards:raise", "bad_rewards has no raise; did you mean 'raises'"),
         ("bad_rewards:NOT_A_FUNCTION", "is int, not a function"),
         ("bad_rewards:takes_one_argument", r"must take \(answer, problem\), it takes \(answer\)"),

@@ -94,7 +94,7 @@ class Watch:
                 self._complete_fleet(found)
             time.sleep(_POLL_S)
         if found and isinstance(found.failure, ExtensionError):
-            raise ExtensionError(f"{found.failure} (after step {self._totals.steps})")
+            raise ExtensionError(f"{found.failure} (during step {self._totals.steps + 1})")
         if found and found.failure:
             raise found.failure
         if fit.error is not None:
