@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import qurl_ray
 from qurl_ray.config import load_config
-from qurl_ray.errors import ConfigError, DataError
+from qurl_ray.errors import ConfigError, DataError, ExtensionError
 from qurl_ray.training.driver.run import run
 from tests.training.runs import WHOLE, events, parameters
 
@@ -134,6 +134,31 @@ def test_layouts_of_verl_and_trl_train_a_step_as_they_are(talking, tmp_path, clu
     wanted = {f"{n}+1=": "" if layout == "TRL, prompt only" else str(n + 1) for n in range(12)}
     assert expected.items() <= wanted.items()
     assert not torch.equal(parameters(result.policy), parameters(talking)) or step["values"]["grad_norm"] == 0
+
+
+def breaks(log_ratio_BT, adv_BT, mask_BT, bounds):
+    """An objective that the trial before a run accepts: its answers have three tokens at most."""
+    if log_ratio_BT.shape[1] > 3:
+        raise ValueError("on purpose")
+    return log_ratio_BT.exp() * adv_BT
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_an_objective_that_fails_in_a_run_names_its_line_the_step_and_the_traceback(talking, tmp_path, cluster):
+    rows = [{"prompt": f"{n}+1=", "answer": str(n)} for n in range(12)]
+    algorithm = FEW["algorithm"] | {"objective": f"{__name__}:breaks", "dynamic_sampling": False}
+    with pytest.raises(ExtensionError) as caught:
+        qurl_ray.train(
+            talking,
+            rows,
+            lambda answer, problem: len(answer) % 3,
+            output_dir=tmp_path,
+            **FEW | {"algorithm": algorithm},
+        )
+    told = rf"objective {__name__}:breaks failed: ValueError: on purpose \({__file__}, line \d+, in breaks; "
+    (kept,) = re.fullmatch(told + r"traceback in (\S+)\) \(during step 1\)", str(caught.value)).groups()
+    assert "ValueError: on purpose" in Path(kept).read_text()
 
 
 @pytest.mark.parametrize(
