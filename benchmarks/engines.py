@@ -20,7 +20,7 @@ from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.policy.gguf import cached_gguf_policy
 from qurl_ray.policy.load import empty_model, load_model
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from qurl_ray.weights.local import load_into
 
@@ -131,7 +131,7 @@ def engine(
     if format_name != "none":
         largest = made.weight_max_code(format_name)
         fmt = get_format(format_name, min(largest, max_code or largest))
-    names = quantized_parameters(model, keep or QuantizationConfig().keep) if fmt else frozenset()
+    names = units(model, keep or QuantizationConfig().keep) if fmt else {}
     load_into(made, model.named_parameters(), fmt, quantized=names, tied=tied, unquantized=dtype)
     return made
 

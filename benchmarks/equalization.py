@@ -34,7 +34,7 @@ from qurl_ray.quant.equalize import Factors, equalized, equalized_sites
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.types import Request, SamplingParams
 
 Part = Literal["truth", "learning"]
@@ -127,7 +127,7 @@ def formats(model: PreTrainedModel) -> Iterator[Format]:
 def truth(count: int, new_tokens: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of the first table."""
     spec, model = engines.smollm2()
-    names = quantized_parameters(model, load_config(CONFIG, []).quantization.keep)
+    names = units(model, load_config(CONFIG, []).quantization.keep)
     measured, seen = answers(model, spec, count, new_tokens)
     full = logprobs(model, measured)
     ways = {"off": {}, "random tokens": measured_factors(model, names), "own answers": factors_on(model, names, seen)}

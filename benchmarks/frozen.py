@@ -36,8 +36,8 @@ from qurl_ray.policy.load import load_model, load_tokenizer, stop_ids
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import QTensor, quantize
-from qurl_ray.quant.select import quantized_linears
-from qurl_ray.quant.uaq import fold, norm_fed_linears
+from qurl_ray.quant.uaq import fold, folded_offsets
+from qurl_ray.quant.units import units
 from qurl_ray.rewards.scorers import exact
 from qurl_ray.rl.advantages import advantages, grpo
 from qurl_ray.training.rank.objectives import objective_settings
@@ -127,7 +127,7 @@ def follow(setting: Setting, arm: Arm, lr: float) -> Iterator[dict[str, float]]:
     """Yield after each update: share of codes that the sync changes, KL of the new actor to the last, and KL(b‖p)."""
     config = setting.config
     model = load_model(setting.spec)
-    paths = quantized_linears(model, config.quantization.keep)
+    paths = [unit.module for unit in units(model, config.quantization.keep).values()]
     if arm.scale != 1:
         fold(model, arm.scale)
     learner = make_learner(
@@ -163,12 +163,9 @@ def _stretch(model: PreTrainedModel, before: dict[str, torch.Tensor], factor: fl
     """
     if factor == 1:
         return
-    names = {module: name for name, module in model.named_modules()}
-    for one in norm_fed_linears(model, "qkv+mlp"):
-        norm, linears = one.norm, list(one.linears.values())
-        for module, by in ((norm, 1 / factor), *((linear, factor) for linear in linears)):
-            start = before[f"{names[module]}.weight"]
-            module.weight.copy_(start + by * (module.weight - start))
+    for name, offset in folded_offsets(model).items():
+        weight, by = model.get_parameter(name), factor if offset is None else 1 / factor
+        weight.copy_(before[name] + by * (weight - before[name]))
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ from qurl_ray.policy.tiny import make_model, make_tokenizer
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import units
 
 MODES = ("AUTO", "AUTO,STRICT", "AVX2,STRICT")
 SHAPES = ((256, 18), (256, 768), (768, 256), (1536, 576), (2048, 2048))  # K, N
@@ -172,10 +172,10 @@ def _logprob_gap(format_name: str) -> tuple[int, int, float]:
     for parameter in model.parameters():
         parameter.mul_(4 if parameter.ndim == 2 else 1)
     if format_name != "none":
-        for name in quantized_linears(model, [r"lm_head"]):
-            layer = model.get_submodule(name)
+        for unit in units(model, [r"lm_head"]).values():
+            layer = model.get_submodule(unit.module)
             q = quantize(layer.weight, get_format(format_name))
-            model.set_submodule(name, QuantizedLinear(q, layer.bias, emulate=True))
+            model.set_submodule(unit.module, QuantizedLinear(q, layer.bias, emulate=True))
     ids_BT = torch.randint(len(tokenizer), (128, 9), generator=_seed(0))
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     mask_BT[:, 0] = False
@@ -209,9 +209,11 @@ def step_seconds(policy: str, format_name: str, rows: int, threads: int, rounds:
     torch.set_num_threads(threads)
     model = with_row_rules(AutoModelForCausalLM.from_config(LlamaConfig(**STEPS[policy]), attn_implementation=NAME))
     if format_name != "none":
-        for name in quantized_linears(model, [r"lm_head"]):
-            layer = model.get_submodule(name)
-            model.set_submodule(name, QuantizedLinear(quantize(layer.weight, get_format(format_name)), layer.bias))
+        for unit in units(model, [r"lm_head"]).values():
+            layer = model.get_submodule(unit.module)
+            model.set_submodule(
+                unit.module, QuantizedLinear(quantize(layer.weight, get_format(format_name)), layer.bias)
+            )
     config = model.config
     by_rule = Decoder(model), as_function(model.lm_head)
     with without_rules():

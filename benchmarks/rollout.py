@@ -130,7 +130,7 @@ def vllm(spec: PolicySpec, model: PreTrainedModel) -> Engine | None:
     except ImportError as error:
         print(f"without vLLM: {error}")
         return None
-    engines.load_into(one, model.named_parameters(), None, quantized=frozenset())
+    engines.load_into(one, model.named_parameters(), None, quantized={})
     return one
 
 

@@ -34,8 +34,7 @@ from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize, quantize
-from qurl_ray.quant.select import quantized_linears
-from qurl_ray.quant.uaq import norm_fed_linears
+from qurl_ray.quant.units import find_sites, units
 from qurl_ray.types import PolicySpec
 
 LEARNING_RATE, SIGNAL = 1e-6, 0.3
@@ -204,18 +203,18 @@ class Equalisation:
 
     def apply(self, model: PreTrainedModel, inputs: dict[str, torch.Tensor] | None) -> None:
         """Change the model in place. `inputs` are by names of linears, as `largest_inputs` returns them."""
-        names = {module: name for name, module in model.named_modules()}
-        for one in norm_fed_linears(model, "qkv+mlp"):
-            norm, linears = one.norm, list(one.linears.values())
+        for site in find_sites(model, ("self_attn", "mlp")):
+            norm, linears = model.get_submodule(site.writer), [model.get_submodule(u.module) for u in site.readers]
             largest = torch.stack([linear.weight.abs().amax(dim=0) for linear in linears]).amax(dim=0)
-            s = self._factors(inputs[names[linears[0]]] if inputs else norm.weight.abs(), largest, self.norms)
+            s = self._factors(inputs[site.readers[0].module] if inputs else norm.weight.abs(), largest, self.norms)
             norm.weight.data /= s
             for linear in linears:
                 linear.weight.data *= s
         if self.down is not None and inputs is not None:
-            for layer in model.base_model.layers:
-                up, down = layer.mlp.up_proj, layer.mlp.down_proj
-                s = self._factors(inputs[names[down]], down.weight.abs().amax(dim=0), self.down)
+            for site in find_sites(model, ("down",)):
+                (reader,) = site.readers
+                up, down = model.get_submodule(site.writer), model.get_submodule(reader.module)
+                s = self._factors(inputs[reader.module], down.weight.abs().amax(dim=0), self.down)
                 up.weight.data /= s[:, None]
                 down.weight.data *= s
 
@@ -302,7 +301,7 @@ def ranges(model: PreTrainedModel, ids_BT: torch.Tensor, texts: dict[str, torch.
 
 
 def _paths(model: PreTrainedModel) -> list[str]:
-    return quantized_linears(model, QuantizationConfig().keep)
+    return [unit.module for unit in units(model, QuantizationConfig().keep).values()]
 
 
 def with_codes(model: PreTrainedModel, codes: dict[str, QTensor]) -> PreTrainedModel:

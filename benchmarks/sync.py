@@ -40,7 +40,7 @@ from qurl_ray.policy.load import load_model
 from qurl_ray.quant.equalize import equalized
 from qurl_ray.quant.formats import FORMATS, Format
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import units
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion, Manifest, Problem, Request, Trajectory
@@ -137,7 +137,7 @@ def groups(asked: list[Request], completions: list[Completion], step: int) -> li
 
 def quantize_seconds(model: PreTrainedModel, repeats: int) -> float:
     """Seconds to quantize all linears in the model's blocks, one after the other."""
-    weights = [model.get_submodule(name).weight for name in quantized_linears(model, KEEP)]
+    weights = [model.get_parameter(name) for name in units(model, KEEP)]
     calls = {"int8": lambda: [quantize(weight, FORMATS["int8"]) for weight in weights]}
     return statistics.median(engines.take_turns(calls, repeats + 1)["int8"][1:])
 

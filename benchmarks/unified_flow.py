@@ -36,8 +36,8 @@ from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.kernels import KERNELS
 from qurl_ray.quant.linear import weight_max_code
-from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.unified import unified_linear
+from qurl_ray.quant.units import units
 from qurl_ray.rl.ratios import kl_estimate
 from qurl_ray.types import Trajectory
 
@@ -212,7 +212,7 @@ def optimizer_bytes(learner: PolicyLearner, sample: Trajectory) -> int:
 
 def memory(quick: bool) -> Figures:
     policy, chosen = model(2 if quick else 30), samples().micro_batches[0][:2]
-    names = quantized_parameters(policy, QuantizationConfig().keep)
+    names = units(policy, QuantizationConfig().keep)
     found: dict[str, Figures] = {}
     for flow in (PLAIN, *FLOWS):  # in this order: a flow stays in the policy
         for compute, kind in (("float32", "float32"), ("bfloat16", AUTOCAST)):
@@ -250,7 +250,7 @@ QUICK_LENGTHS, QUICK_ANSWERS = (64, 256), 2
 def mismatch(quick: bool) -> Figures:
     spec, policy = engines.smollm2()
     policy.requires_grad_(True)
-    names = quantized_parameters(policy, QuantizationConfig().keep)
+    names = units(policy, QuantizationConfig().keep)
     lengths, count = (QUICK_LENGTHS, QUICK_ANSWERS) if quick else (LENGTHS, ANSWERS)
     prompts = text(spec, count, PROMPT).int().numpy()
     asked = engines.requests(policy.config.vocab_size, [lengths[-1]] * count, PROMPT)

@@ -25,7 +25,7 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.policy.load import empty_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import QTensor, quantize
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.types import PolicySpec
 from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.stream import Publisher, assemble_manifest
@@ -68,7 +68,7 @@ def main(
     torch.manual_seed(0)
     model = empty_model(spec).requires_grad_(False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    names = quantized_parameters(model, QuantizationConfig().keep)
+    names = units(model, QuantizationConfig().keep)
     engine = VllmEngine(spec, slots=2, threads=threads, timeout_s=300)
     fmt = get_format("int8", engine.weight_max_code("int8"))
     codes = {name: quantize(p, fmt) for name, p in model.named_parameters() if name in names}

@@ -229,7 +229,8 @@ def described(error: BaseException) -> str:
     """
     text = f"{type(error).__name__}: {message_of(error)}".encode(errors="backslashreplace").decode()
     text = printable(text, _MESSAGE_CHARS)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_PACKAGE, _IMPORT, "<frozen"))]
+    ours = (_PACKAGE, _IMPORT, "<frozen")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     theirs = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     if not theirs and (isinstance(error, QurlError) or not frames):  # our own message says enough
         return text

@@ -20,7 +20,7 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion, Request, SamplingParams
 from qurl_ray.weights.local import quantize_into
@@ -116,7 +116,7 @@ def scored(bench: Bench, setup: Setup, loaded: Figures, version: int, weights: i
     model = random_policy(setup.spec, weights)
     precision = EnginePrecision(
         fmt=None if setup.format_name == "none" else get_format(setup.format_name, loaded["largest_code"]),
-        quantized=frozenset() if setup.format_name == "none" else quantized_parameters(model, CONFIG.keep),
+        quantized={} if setup.format_name == "none" else units(model, CONFIG.keep),
         unquantized=setup.dtype,
     )
     bench.free()

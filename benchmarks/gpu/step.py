@@ -20,7 +20,7 @@ from qurl_ray.learner.protocol import StepResult
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.policy.load import empty_model
 from qurl_ray.quant.formats import FORMATS
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Trajectory
@@ -50,7 +50,7 @@ def measured(bench: Bench, shape: Shape, layers: int, packing: bool) -> Figures:
     bench.free()
     with policy_of(shape, layers, shape.vocab) as spec, bench.device:
         model = empty_model(spec)
-    names = quantized_parameters(model, QuantizationConfig().keep)
+    names = units(model, QuantizationConfig().keep)
     flow = UnifiedFlow(fmt=FORMATS[FLOW], quantized=names, backward="quantized")
     config = LearnerConfig(device=bench.device.type, compute="bfloat16", packing=packing)
     learner = make_learner(model, config, ACR, temperature=1.0, total_updates=100, flow=flow)

@@ -26,7 +26,7 @@ class EngineOptions:
     format_name: str = "none"
     """Number format of the first weights, for an engine that is made for one."""
     keep: tuple[str, ...] = ()
-    """Patterns of the parameters that have no codes in any format (quant.select)."""
+    """Patterns of the parameters that have no codes in any format (quant.units)."""
     threads: int
     """Number of CPU threads that it may use."""
     kernel: str = "auto"

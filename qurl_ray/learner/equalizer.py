@@ -5,7 +5,7 @@ update. They move only where they are off by more than a factor of two, so that 
 same ones.
 """
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from qurl_ray.errors import CheckpointError, QuantizationError
 from qurl_ray.learner.backend import world
 from qurl_ray.policy.ranges import measuring
 from qurl_ray.quant.equalize import Factors, column_maxima, equalized_sites, factors_of, new_exponents
+from qurl_ray.quant.units import Unit
 
 _FILE = "equalization.safetensors"
 
@@ -26,7 +27,7 @@ _FILE = "equalization.safetensors"
 def equalizer_for(
     model: PreTrainedModel,
     config: QuantizationConfig,
-    quantized: Set[str],
+    quantized: Mapping[str, Unit],
     formats: Iterable[str],
     *,
     device: str = "cpu",
@@ -54,7 +55,7 @@ class Equalizer:
 
     Args:
         model: the policy, before a backend wraps it.
-        quantized: names of the parameters that are sent as codes.
+        quantized: units that are sent as codes, by the names of their parameters.
         every: steps from one look at the factors to the next.
         device: where the factors are, and device of collectives.
 
@@ -62,7 +63,9 @@ class Equalizer:
         QuantizationError: the architecture is not known.
     """
 
-    def __init__(self, model: PreTrainedModel, quantized: Set[str], *, every: int, device: str = "cpu") -> None:
+    def __init__(
+        self, model: PreTrainedModel, quantized: Mapping[str, Unit], *, every: int, device: str = "cpu"
+    ) -> None:
         self.model, self._sites = model, equalized_sites(model, quantized)
         self._every, self._device = every, device
         self._maxima: dict[str, torch.Tensor] = {}

@@ -3,18 +3,19 @@
 The network that is trained is then the network that generates (quant/unified.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 
 import torch
 from torch import nn
 
 from qurl_ray.numerics.products import linear as product
+from qurl_ray.policy.forward import set_forward
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.unified import Backward, unified_linear
+from qurl_ray.quant.units import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,8 @@ class UnifiedFlow:
 
     fmt: Format
     """Format of the codes, as the engines use it: weight codes are bounded by what their kernel takes."""
-    quantized: Set[str]
-    """Names of the parameters that are quantized, as the model names them."""
+    quantized: Mapping[str, Unit]
+    """Units that are quantized, by the names of their parameters."""
     backward: Backward
     emulate: bool = False
     """True if the engines emulate the quantized linear instead of using a kernel; the learner then does the same."""
@@ -41,10 +42,8 @@ class FlowSwitch:
 
     def __init__(self, model: nn.Module, flow: UnifiedFlow, factors: Mapping[str, Factors]) -> None:
         self._flow, self._factors, self._on = flow, factors, True
-        for name, module in model.named_modules():
-            if f"{name}.weight" in flow.quantized:
-                # Set on the instance: the hooks with which ZeRO-3 gathers the weight still run around it.
-                module.forward = MethodType(self._forward_of(name), module)
+        for unit in flow.quantized.values():
+            set_forward(model.get_submodule(unit.module), self._forward_of(unit.module))
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:

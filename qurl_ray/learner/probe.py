@@ -6,16 +6,15 @@ a kernel that multiplies wrongly, and an engine that attends to keys of the prev
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from types import MethodType
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from qurl_ray.learner.protocol import EnginePrecision
+from qurl_ray.policy.attention import stored_as
+from qurl_ray.policy.forward import Forward, computing_with
 from qurl_ray.policy.kv import MaximaRecorder, calibration_ids, rounded
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
@@ -39,51 +38,27 @@ def through_codes(
             return
         ids = calibration_ids(model.config)
         recorder = MaximaRecorder(ids)
-        with _attending(model, lambda layer: partial(recorder.update, layer_idx=layer)):
+        with stored_as(recorder.update):
             pass_over(ids)
         scales = recorder.scales()
-        with _attending(model, lambda layer: partial(rounded, scales=scales[layer])):
+        with stored_as(lambda key, value, layer: rounded(key, value, scales[layer])):
             yield
 
 
-@contextmanager
-def _attending(model: nn.Module, as_stored: Callable[[int], Callable]) -> Iterator[None]:
-    """Context in which attention of layer i passes keys and values through as_stored(i) (policy.attention)."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    for module in layers:  # some are whole blocks, which do not compute attention themselves
-        module.as_stored = as_stored(module.layer_idx)
-    try:
-        yield
-    finally:
-        for module in layers:
-            del module.as_stored
-
-
-@contextmanager
-def _through_weights(model: nn.Module, precision: EnginePrecision) -> Iterator[None]:
-    changed = []
+def _through_weights(model: nn.Module, precision: EnginePrecision) -> AbstractContextManager[None]:
+    units = {unit.module: unit for unit in precision.quantized.values()} if precision.fmt else {}
+    dtype = getattr(torch, precision.unquantized)
+    forwards: list[tuple[nn.Module, Forward]] = []
     for name, module in model.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if precision.fmt and f"{name}.weight" in precision.quantized:
-            factors = precision.factors.get(name, Factors())
-            forward = _quantized(precision.fmt, getattr(torch, precision.unquantized), factors)
-        elif precision.unquantized != "float32":  # factors are powers of two, and make no difference here
-            forward = _rounded(module.forward, getattr(torch, precision.unquantized))
-        else:
-            continue
-        changed.append((module, module.__dict__.get("forward")))
-        module.forward = MethodType(forward, module)  # set on the instance: its hooks still run around it
-    try:
-        yield
-    finally:
-        for module, before in changed:
-            del module.forward
-            if before is not None:  # it was set by a backend
-                module.forward = before
+        if precision.fmt and name in units:
+            forwards.append((module, _quantized(precision.fmt, dtype, precision.factors.get(name, Factors()))))
+        elif dtype != torch.float32 and any(True for _ in module.parameters(recurse=False)):
+            # Factors are powers of two, and make no difference here.
+            forwards.append((module, _rounded(module.forward, dtype)))
+    return computing_with(forwards)
 
 
-def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors) -> Callable:
+def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors) -> Forward:
     def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         bias = None if linear.bias is None else factors.bias(linear.bias).to(unquantized).float()
         with torch.autocast(x.device.type, enabled=False):
@@ -93,7 +68,7 @@ def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors) -> Calla
     return forward
 
 
-def _rounded(original: Callable, dtype: torch.dtype) -> Callable:
+def _rounded(original: Callable, dtype: torch.dtype) -> Forward:
     def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
         if type(module) is nn.Embedding:  # a lookup: only the rows looked up have to be rounded
             return original(*args).to(dtype).float()

@@ -1,6 +1,6 @@
 """The interface of a learner, as the training loop uses it."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -12,6 +12,7 @@ from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
+from qurl_ray.quant.units import Unit
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Completion
 
@@ -39,8 +40,8 @@ class EnginePrecision:
     """Form in which a weight version was sent, and in which the engines hold keys and values."""
 
     fmt: Format | None
-    quantized: Set[str]
-    """Names of the parameters that were sent as codes, as the model names them."""
+    quantized: Mapping[str, Unit]
+    """Units that were sent as codes, by the names of their parameters."""
     unquantized: Literal["float32", "bfloat16", "float16"]
     """Type in which the other parameters were sent."""
     kv_cache: Literal["full", "fp8"] = "full"

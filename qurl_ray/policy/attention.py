@@ -12,7 +12,9 @@ with their length, not quadratically.
 `VARLEN`, varlen_attention: torch's fused kernels, for training on a GPU. Not batch-invariant.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
 from inspect import signature
@@ -41,6 +43,10 @@ KEY_CHUNK = 128
 _IDLE = {"is_causal", "output_attentions", "position_ids", "use_cache"}
 """Options that models pass on to their attention, and that change nothing in one that is causal by positions."""
 QUERY_CHUNK = 256  # queries whose scores exist at a time
+
+Stored = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""A function of keys, values [B, key heads, T, d] and the index of a layer. It returns both as a cache would."""
+_STORED: ContextVar[Stored | None] = ContextVar("stored", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,10 +329,19 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
     return out.transpose(1, 2).contiguous()
 
 
-def _as_stored(module: nn.Module | None, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return key and value as a cache would return them, if learner.probe has set the module's `as_stored`."""
-    as_stored = getattr(module, "as_stored", None)
-    return as_stored(key, value) if as_stored else (key, value)
+@contextmanager
+def stored_as(as_stored: Stored) -> Iterator[None]:
+    """Context in which attention computes with the keys and values that a cache would return."""
+    token = _STORED.set(as_stored)
+    try:
+        yield
+    finally:
+        _STORED.reset(token)
+
+
+def _as_stored(module: Any | None, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    as_stored = _STORED.get()
+    return as_stored(key, value, module.layer_idx) if as_stored and module is not None else (key, value)
 
 
 def unknown_options(options: Mapping[str, object]) -> list[str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qurl_ray.errors import QuantizationError
@@ -23,7 +22,7 @@ from qurl_ray.policy.weights import stored_tensors
 from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.quantize import QTensor, quantize
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 
 _SCALE = "_scale"  # appended to a weight's name
 
@@ -78,14 +77,13 @@ def quantized_folder(
     """
     if fmt.name not in _SETTINGS:
         raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
-    names = quantized_parameters(model, keep)
-    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    ignored = [name for name in linears if f"{name}.weight" not in names]
+    quantized = units(model, keep)
+    ignored = [unit.module for name, unit in units(model).items() if name not in quantized]
     with policy_folder(model, tokenizer, folder, _SETTINGS[fmt.name] | {"ignore": ignored}) as add:
 
         def take(name: str, parameter: torch.Tensor) -> None:
             ((_, value),) = equalized([(name, parameter.detach())], factors or {})
-            if name not in names:
+            if name not in quantized:
                 add(name, value)
                 return
             q = quantize(value, fmt)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from qurl_ray.policy.attention import Packing
+from qurl_ray.policy.forward import computing_with
 from qurl_ray.policy.sequence import Division, SequenceGroup
 from qurl_ray.policy.sharing import Sharing, share
 
@@ -225,15 +226,9 @@ def score_states(
 def _in_one_call(module: torch.nn.Module, work: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     """Return work(forward, *inputs), where `forward` is the module's, from within one call of the module: a sharded
     weight is gathered around each call, and would be for each piece."""
-    forward, own = module.forward, vars(module).get("forward")
-    module.forward = partial(work, forward)
-    try:
+    forward = module.forward
+    with computing_with([(module, lambda _, *given: work(forward, *given))]):
         return module(*inputs)
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 def _score_pieces(

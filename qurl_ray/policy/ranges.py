@@ -1,6 +1,6 @@
 """Ranges of activations, for quant.equalize: the largest value of each channel that a linear reads."""
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qurl_ray.policy.kv import calibration_ids
-from qurl_ray.quant.equalize import Factors, Site, column_maxima, equalized_sites, factors_of, new_exponents
+from qurl_ray.quant.equalize import Factors, column_maxima, equalized_sites, factors_of, new_exponents
+from qurl_ray.quant.units import Site, Unit
 
 _TOKENS = 512
 
@@ -32,7 +33,7 @@ def measuring(
             maxima[writer] = torch.maximum(maxima[writer], top) if writer in maxima else top
 
     hooks = [
-        model.get_submodule(site.readers[0]).register_forward_pre_hook(
+        model.get_submodule(site.readers[0].module).register_forward_pre_hook(
             lambda _, args, writer=site.writer: look(writer, args[0])
         )
         for site in sites
@@ -51,7 +52,7 @@ def range_ids(config: PreTrainedConfig) -> list[int]:
 
 
 @torch.no_grad()
-def measured_factors(model: PreTrainedModel, quantized: Set[str]) -> Mapping[str, Factors]:
+def measured_factors(model: PreTrainedModel, quantized: Mapping[str, Unit]) -> Mapping[str, Factors]:
     """Return factors for a model that generated nothing yet, from its activations on a fixed sequence of random tokens.
 
     Raises:

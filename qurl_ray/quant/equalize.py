@@ -12,14 +12,14 @@ network computes the same bits, and a learner that divides x by s_k has the bits
 and optimizer never see a factor: they are applied where codes are made (`equalized`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant.structure import gain_offset, gated_mlps, norm_fed
+from qurl_ray.quant.units import Site, Unit, find_sites
 
 NORM_ALPHA = 0.75
 """α for channels that a norm writes. Both were the best of five on SmolLM2's own rollouts (docs/LOG.md)."""
@@ -30,15 +30,6 @@ _STAY = 1.0  # a factor moves only if the wanted one is more than twice or less 
 
 Exponents = Mapping[str, torch.Tensor]
 """log2 s, int8 [K], by the name of the module that writes the channels."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Channels that one module writes and some linears read, by the modules' names."""
-
-    writer: str
-    readers: tuple[str, ...]
-    alpha: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,38 +65,35 @@ class Factors:
         return y if self.writes is None else y * self.writes.to(y)
 
 
-def equalized_sites(model: nn.Module, quantized: Set[str]) -> tuple[Site, ...]:
-    """Return the channels of a model that can be equalized and that a parameter of `quantized` reads.
+def equalized_sites(model: nn.Module, quantized: Mapping[str, Unit]) -> tuple[Site, ...]:
+    """Return the channels of a model that can be equalized and that one of these units reads.
 
     Norms that multiply by 1 + w (Gemma) are left out: (1 + w) / s − 1 is not exact.
 
     Raises:
         QuantizationError: the architecture is not known.
     """
-    sites = [
-        Site(writer=one.name, readers=tuple(one.linears), alpha=NORM_ALPHA)
-        for one in norm_fed(model)
-        if gain_offset(one.norm) == 0
-    ]
-    sites += [
-        Site(writer=f"{mlp}.up_proj", readers=(f"{mlp}.down_proj",), alpha=DOWN_ALPHA) for mlp in gated_mlps(model)
-    ]
-    found = tuple(site for site in sites if any(f"{reader}.weight" in quantized for reader in site.readers))
-    if not found:
+    chosen = tuple(
+        site
+        for site in find_sites(model)
+        if site.offset != 1 and any(reader.weight in quantized for reader in site.readers)
+    )
+    if not chosen:
         raise QuantizationError(f"{type(model).__name__} has no channels that can be equalized")
-    return found
+    return chosen
 
 
 def column_maxima(sites: Iterable[Site], parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return max|w_nk| over all linears that read a channel, float32 [K] on the CPU, by writer."""
-    writers = {f"{reader}.weight": site.writer for site in sites for reader in site.readers}
-    found: dict[str, torch.Tensor] = {}
+    writers = {reader.weight: site.writer for site in sites for reader in site.readers}
+    maxima: dict[str, torch.Tensor] = {}
     for name, weight in parameters:
         if name in writers:
-            largest = torch.maximum(weight.detach().amax(dim=0), weight.detach().amin(dim=0).neg()).float().cpu()
-            before = found.get(writers[name])
-            found[writers[name]] = largest if before is None else torch.maximum(before, largest)
-    return found
+            rows = weight.detach().flatten(0, -2)
+            largest = torch.maximum(rows.amax(dim=0), rows.amin(dim=0).neg()).float().cpu()
+            before = maxima.get(writers[name])
+            maxima[writers[name]] = largest if before is None else torch.maximum(before, largest)
+    return maxima
 
 
 def exponents(
@@ -132,6 +120,10 @@ def _log2(maxima: torch.Tensor) -> torch.Tensor:
     return maxima.float().clamp(min=float(heard.min()) if len(heard) else 1.0).log2()
 
 
+def _alpha(site: Site) -> float:
+    return DOWN_ALPHA if site.kind == "down" else NORM_ALPHA
+
+
 def new_exponents(
     sites: Iterable[Site],
     activations: Mapping[str, torch.Tensor],
@@ -140,7 +132,7 @@ def new_exponents(
 ) -> dict[str, torch.Tensor]:
     """Return the exponents of all sites, from max|x_k| and `column_maxima`, both by writer."""
     return {
-        site.writer: exponents(activations[site.writer], weights[site.writer], site.alpha, before.get(site.writer))
+        site.writer: exponents(activations[site.writer], weights[site.writer], _alpha(site), before.get(site.writer))
         for site in sites
     }
 
@@ -152,7 +144,7 @@ def factors_of(sites: Iterable[Site], found: Exponents, device: torch.device | s
     for site in sites:
         scales = torch.exp2(found[site.writer].float()).to(device)
         writes[site.writer] = scales
-        reads |= dict.fromkeys(site.readers, scales)
+        reads |= dict.fromkeys((reader.module for reader in site.readers), scales)
     return {name: Factors(reads=reads.get(name), writes=writes.get(name)) for name in reads | writes}
 
 
@@ -162,6 +154,6 @@ def equalized(
     """Yield parameters as engines hold them, before they are quantized. Those without factors are not copied."""
     for name, parameter in parameters:
         path, _, leaf = name.rpartition(".")
-        if one := factors.get(path):
-            parameter = one.weight(parameter.detach()) if leaf == "weight" else one.bias(parameter.detach())
+        if own := factors.get(path):
+            parameter = own.weight(parameter.detach()) if leaf == "weight" else own.bias(parameter.detach())
         yield name, parameter

@@ -11,28 +11,9 @@ import torch
 from torch import nn
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant.structure import NormFed, gain_offset, norm_fed
+from qurl_ray.quant.units import Reader, find_sites
 
-_FOLDED = {"qkv": ("self_attn",), "qkv+mlp": ("self_attn", "mlp")}
-
-
-def norm_fed_linears(model: nn.Module, layers: str) -> list[NormFed]:
-    """Return each norm of the decoder layers that `layers` names, with all the linears that it feeds.
-
-    Raises:
-        QuantizationError: the architecture is not known, or the weights are in less than float32.
-    """
-    try:
-        found = norm_fed(model, _FOLDED[layers])
-    except QuantizationError as error:
-        raise _refusal(str(error)) from None
-    dtypes = {module.weight.dtype for one in found for module in (one.norm, *one.linears.values())}
-    if not dtypes <= {torch.float32, torch.float64}:
-        raise _refusal(
-            f"its weights are {', '.join(map(str, dtypes))}, but W / s must not be rounded below float32 "
-            "(bfloat16 would change 5 % of the INT8 codes): load float32 masters"
-        )
-    return found
+_FOLDED: dict[str, tuple[Reader, ...]] = {"qkv": ("self_attn",), "qkv+mlp": ("self_attn", "mlp")}
 
 
 @torch.no_grad()
@@ -41,20 +22,36 @@ def fold(model: nn.Module, scale: float, layers: str = "qkv+mlp") -> None:
 
     A norm that multiplies by w gets s·w; one that multiplies by 1 + w (Gemma) gets s·(1 + w) − 1 = s·w + (s − 1).
     """
-    for one, offset in _with_offsets(model, layers):
-        one.norm.get_parameter("weight").data.mul_(scale).add_(offset * (scale - 1))
-        for linear in one.linears.values():
-            linear.weight.data.div_(scale)
+    for name, offset in folded_offsets(model, layers).items():
+        weight = model.get_parameter(name).data
+        if offset is None:
+            weight.div_(scale)
+        else:
+            weight.mul_(scale).add_(offset * (scale - 1))
 
 
 def folded_offsets(model: nn.Module, layers: str = "qkv+mlp") -> dict[str, int | None]:
-    """Return the parameters that `fold` changes, by name: the offset of a norm's gain, None for a linear's weight. The
-    model may be without weights."""
-    found: dict[str, int | None] = {}
-    for one, offset in _with_offsets(model, layers):
-        found[f"{one.name}.weight"] = offset
-        found |= {f"{name}.weight": None for name in one.linears}
-    return found
+    """Return the parameters that `fold` changes, by name, in the model's order: the offset of a norm's gain, None for a
+    linear's weight. The model may be without weights.
+
+    Raises:
+        QuantizationError: the architecture is not known, or the weights are in less than float32.
+    """
+    try:
+        sites = find_sites(model, _FOLDED[layers])
+    except QuantizationError as error:
+        raise _refusal(str(error)) from None
+    offsets: dict[str, int | None] = {}
+    for site in sites:
+        offsets[f"{site.writer}.weight"] = site.offset
+        offsets |= {unit.weight: None for unit in site.readers}
+    dtypes = {model.get_parameter(name).dtype for name in offsets}
+    if not dtypes <= {torch.float32, torch.float64}:
+        raise _refusal(
+            f"its weights are {', '.join(map(str, dtypes))}, but W / s must not be rounded below float32 "
+            "(bfloat16 would change 5 % of the INT8 codes): load float32 masters"
+        )
+    return offsets
 
 
 def unfolded(
@@ -73,15 +70,6 @@ def unfolded(
             value = parameter.detach()
             parameter = value * scale if offset is None else (value - offset * (scale - 1)) / scale
         yield name, parameter
-
-
-def _with_offsets(model: nn.Module, layers: str) -> list[tuple[NormFed, int]]:
-    """Return norm_fed_linears with their offsets, all of them known before the first weight is changed."""
-    found = norm_fed_linears(model, layers)
-    try:
-        return [(one, gain_offset(one.norm)) for one in found]
-    except QuantizationError as error:
-        raise _refusal(str(error)) from None
 
 
 def _refusal(reason: str) -> QuantizationError:

@@ -1,6 +1,6 @@
 """Weight sync within one process: for evaluations, serving, benchmarks and tests."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from qurl_ray.policy.ranges import measured_factors
 from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import Unit, units
 from qurl_ray.types import Manifest
 from qurl_ray.weights.receiver import Arrays, decode_buckets
 from qurl_ray.weights.stream import Publisher, Unquantized, assemble_manifest
@@ -41,7 +41,7 @@ def load_into(
     parameters: Iterable[tuple[str, torch.Tensor | QTensor]],
     fmt: Format | None,
     *,
-    quantized: Set[str],
+    quantized: Mapping[str, Unit],
     version: int = 1,
     unquantized: Unquantized = "float32",
     tied: Mapping[str, str] | None = None,
@@ -82,7 +82,7 @@ def with_codes(
         # The checkpoint was made for a kernel that takes larger codes; the kernel here would saturate.
         engine.close()
         engine = make("emulation")
-    sent = load_into(engine, stored.parameters.items(), stored.fmt, quantized=frozenset(), unquantized=unquantized)
+    sent = load_into(engine, stored.parameters.items(), stored.fmt, quantized={}, unquantized=unquantized)
     return engine, sent
 
 
@@ -96,17 +96,19 @@ def quantize_into(
 ) -> Manifest:
     """Quantize the linears of a transformers model as configured, and send the whole model. With `quantization` "none",
     no linear is quantized."""
-    fmt, names = chosen_codes(engine, model, quantization, config.kept(model.config.num_hidden_layers))
-    parameters = equalized(model.named_parameters(), _factors(model, names, fmt, config))
-    return load_into(engine, parameters, fmt, quantized=names, unquantized=unquantized)
+    fmt, quantized = chosen_codes(engine, model, quantization, config.kept(model.config.num_hidden_layers))
+    parameters = equalized(model.named_parameters(), _factors(model, quantized, fmt, config))
+    return load_into(engine, parameters, fmt, quantized=quantized, unquantized=unquantized)
 
 
-def _factors(model: Any, names: Set[str], fmt: Format | None, config: QuantizationConfig) -> Mapping[str, Factors]:
+def _factors(
+    model: Any, quantized: Mapping[str, Unit], fmt: Format | None, config: QuantizationConfig
+) -> Mapping[str, Factors]:
     """Return factors of equalization as configured, measured on random tokens; {} for none."""
     if not fmt or not config.equalizes(fmt.name):
         return {}
     try:
-        return measured_factors(model, names)
+        return measured_factors(model, quantized)
     except QuantizationError:
         if config.equalize is True:
             raise
@@ -115,10 +117,10 @@ def _factors(model: Any, names: Set[str], fmt: Format | None, config: Quantizati
 
 def chosen_codes(
     engine: Quantizing, model: nn.Module, quantization: str, keep: Sequence[str]
-) -> tuple[Format | None, Set[str]]:
-    """Return the format, with codes that the engine's kernel can take, and the names of the parameters to quantize; for
-    `quantization` "none", None and no names."""
+) -> tuple[Format | None, Mapping[str, Unit]]:
+    """Return the format, with codes that the engine's kernel can take, and the units to quantize by the names of their
+    parameters; for `quantization` "none", None and no units."""
     if quantization == "none":
-        return None, frozenset()
+        return None, {}
     fmt = get_format(quantization, engine.weight_max_code(quantization))
-    return fmt, quantized_parameters(model, keep)
+    return fmt, units(model, keep)

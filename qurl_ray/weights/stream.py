@@ -7,7 +7,7 @@ version is compared with that copy: only the changes have to travel.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,6 +18,7 @@ from qurl_ray.errors import SyncError
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor, quantize
+from qurl_ray.quant.units import Unit
 from qurl_ray.types import Manifest, TensorRecord
 from qurl_ray.weights.delta import Encoding, Payload, encode_delta
 
@@ -48,8 +49,8 @@ class Publisher:
             records += bucket.records
     """
 
-    quantized: Set[str]
-    """Names of the parameters that are sent as codes."""
+    quantized: Mapping[str, Unit]
+    """Units that are sent as codes, by the names of their parameters."""
     rank: int = 0
     ranks: int = 1
     bucket_bytes: int = 1 << 26

@@ -31,7 +31,7 @@ from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import units
 from qurl_ray.types import Completion, PolicySpec, Request, SamplingParams
 from qurl_ray.weights.local import load_into
 
@@ -172,7 +172,7 @@ def random_requests(count: int, *, seed: int = 0, **sampling: Any) -> list[Reque
 def loaded(policy: Policy, format_name: str, *, slots: int = 5, **options: Any) -> TorchEngine:
     engine = TorchEngine(policy.spec, slots=slots, **options)
     fmt = None if format_name == "none" else get_format(format_name, engine.weight_max_code(format_name))
-    names = {f"{name}.weight" for name in quantized_linears(policy.model, KEEP)}
+    names = units(policy.model, KEEP)
     load_into(engine, policy.model.named_parameters(), fmt, quantized=names, tied=tied_head(policy.model))
     return engine
 
@@ -180,10 +180,10 @@ def loaded(policy: Policy, format_name: str, *, slots: int = 5, **options: Any) 
 def through_codes(policy: Policy, format_name: str, max_code: int) -> PreTrainedModel:
     """What a learner computes with: transformers' modules, each linear the float32 reference of the same codes."""
     if format_name != "none":
-        for name in quantized_linears(policy.model, KEEP):
-            linear = policy.model.get_submodule(name)
+        for unit in units(policy.model, KEEP).values():
+            linear = policy.model.get_submodule(unit.module)
             q = quantize(linear.weight, get_format(format_name, max_code))
-            policy.model.set_submodule(name, QuantizedLinear(q, linear.bias, emulate=True))
+            policy.model.set_submodule(unit.module, QuantizedLinear(q, linear.bias, emulate=True))
     return policy.model
 
 

@@ -17,7 +17,7 @@ from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.attention import invariant_attention
 from qurl_ray.policy.kv import calibration_ids
 from qurl_ray.policy.load import load_model
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import units
 from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from tests.conftest import requests_for, taken
@@ -244,7 +244,7 @@ def learner_of(model, **config):
 
 def codes_of(model, format_name: str, kv_cache="fp8") -> EnginePrecision:
     fmt = None if format_name == "none" else taken(format_name)
-    names = {f"{name}.weight" for name in quantized_linears(model, KEEP)} if fmt else set()
+    names = units(model, KEEP) if fmt else {}
     return EnginePrecision(fmt=fmt, quantized=names, unquantized="float32", kv_cache=kv_cache)
 
 
@@ -269,7 +269,6 @@ def test_the_learner_computes_what_the_engine_does_and_is_left_as_it_was(
         assert (logprobs != other).any()
     for one, other in zip(learner.logprobs(drawn, prompt, full), unrounded, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert not any(hasattr(module, "as_stored") for module in model.modules())
 
 
 @pytest.mark.equal_bits

@@ -17,7 +17,7 @@ from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear, integer_kernel
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import units
 from qurl_ray.types import Manifest, PolicySpec, TensorRecord
 from tests.conftest import arrays_of, requests_for, taken
 from tests.engines.damage import dropped, swapped, transposed
@@ -29,7 +29,7 @@ FORMATS = ["none", "int8", "fp8", "fp8_block", "int4"]
 def weights_of(model, format_name: str, version: int = 1):
     """(manifest, buckets) of a policy, as a sender makes them."""
     fmt = None if format_name == "none" else taken(format_name)
-    names = {f"{name}.weight" for name in quantized_linears(model, KEEP)} if fmt else set()
+    names = units(model, KEEP) if fmt else {}
     buffers, records = {}, []
     for name, parameter in model.named_parameters():
         if name in names:
@@ -65,10 +65,12 @@ def with_quantized_linears(model, format_name: str):
     """The learner's model computing through the same codes, by emulation."""
     if format_name == "none":
         return model
-    for name in quantized_linears(model, KEEP):
-        linear = model.get_submodule(name)
+    for unit in units(model, KEEP).values():
+        linear = model.get_submodule(unit.module)
         bias = linear.bias.detach() if linear.bias is not None else None
-        model.set_submodule(name, QuantizedLinear(quantize(linear.weight, taken(format_name)), bias, emulate=True))
+        model.set_submodule(
+            unit.module, QuantizedLinear(quantize(linear.weight, taken(format_name)), bias, emulate=True)
+        )
     return model
 
 

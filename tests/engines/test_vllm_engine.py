@@ -30,7 +30,7 @@ from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import integer_kernel, reference_linear
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import units
 from qurl_ray.types import PolicySpec, Request, SamplingParams
 from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.stream import Publisher, assemble_manifest
@@ -250,7 +250,7 @@ def test_a_bucket_is_one_message(engine, spec):
 
 def test_deltas_are_added_to_what_was_kept_of_the_version_before(engine, spec, tokenizer):
     requests = requests_for(tokenizer, 2, 1)
-    publisher = Publisher({f"{name}.weight" for name in quantized_linears(policy(spec), KEEP)})
+    publisher = Publisher(units(policy(spec), KEEP))
     for version, base in enumerate((None, 0, 1, None, 3)):
         model = policy(spec, seed=0)
         with torch.no_grad():

@@ -14,7 +14,7 @@ from qurl_ray.policy.load import HEAD, tied_head
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import units
 from qurl_ray.weights.local import load_into
 from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.stream import Publisher, assemble_manifest
@@ -34,20 +34,16 @@ KEEPS = {
 }
 
 
-def names_of(policy: Policy, keep: tuple[str, ...]) -> set[str]:
-    return {f"{name}.weight" for name in quantized_linears(policy.model, keep)}
-
-
 def send(engine: TorchEngine, policy: Policy, format_name: str, keep: tuple[str, ...], version: int, **options) -> None:
     fmt = None if format_name == "none" else get_format(format_name, engine.weight_max_code(format_name))
-    names = names_of(policy, keep) if fmt else set()
+    names = units(policy.model, keep) if fmt else {}
     parameters = options.pop("parameters", policy.model.named_parameters)()
     load_into(engine, parameters, fmt, quantized=names, tied=tied_head(policy.model), version=version, **options)
 
 
 def assert_held(engine: TorchEngine, policy: Policy, format_name: str, keep: tuple[str, ...]) -> None:
     """Each tensor is what quantizing the parameter alone gives, or the parameter."""
-    names = names_of(policy, keep) if format_name != "none" else set()
+    names = units(policy.model, keep) if format_name != "none" else {}
     for name, parameter in policy.model.named_parameters():
         found = engine.resident(name)
         if name in names:
@@ -62,7 +58,7 @@ def assert_held(engine: TorchEngine, policy: Policy, format_name: str, keep: tup
 def through_codes(policy: Policy, format_name: str, keep: tuple[str, ...], max_code: int):
     """A learner's model, made here from nothing but the quantizer and the reference of the linear; and back."""
     replaced = {}
-    for name in quantized_linears(policy.model, keep) if format_name != "none" else []:
+    for name in [unit.module for unit in units(policy.model, keep).values()] if format_name != "none" else []:
         linear = replaced[name] = policy.model.get_submodule(name)
         q = quantize(linear.weight, get_format(format_name, max_code))
         policy.model.set_submodule(name, QuantizedLinear(q, linear.bias, emulate=True))
@@ -129,7 +125,7 @@ def test_neither_the_order_of_tensors_nor_the_buckets_matter(tmp_path, order):
             parameters.reverse()
         elif order == "shuffled":
             np.random.default_rng(version).shuffle(parameters)
-        publisher = Publisher(names_of(policy, KEEPS["the head"]), bucket_bytes=1)
+        publisher = Publisher(units(policy.model, KEEPS["the head"]), bucket_bytes=1)
         buckets = list(publisher.prepare(parameters, fmt, version=version))
         manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets])
         engine.load(manifest, decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))
@@ -142,7 +138,7 @@ def test_neither_the_order_of_tensors_nor_the_buckets_matter(tmp_path, order):
 def test_deltas_are_added_to_the_rows_of_fused_linears(biased, format_name):
     engine = TorchEngine(biased.spec, slots=4)
     fmt = None if format_name == "none" else get_format(format_name, engine.weight_max_code(format_name))
-    publisher = Publisher(names_of(biased, KEEPS["the head"]), bucket_bytes=4096)
+    publisher = Publisher(units(biased.model, KEEPS["the head"]), bucket_bytes=4096)
     for version in (1, 2, 3):
         base = version - 1 or None
         parameters = list(biased.model.named_parameters())
@@ -205,7 +201,7 @@ def test_after_a_load_that_failed_half_way_a_good_one_works(biased, format_name)
     fmt = None if format_name == "none" else get_format(format_name, engine.weight_max_code(format_name))
     for broken in range(1, count, 3):
         moved(biased, broken)
-        publisher = Publisher(names_of(biased, keep), bucket_bytes=1)
+        publisher = Publisher(units(biased.model, keep), bucket_bytes=1)
         buckets = list(publisher.prepare(list(biased.model.named_parameters()), fmt, version=2))
         manifest = assemble_manifest(2, fmt, [bucket.records for bucket in buckets])
         arriving = list(decode_buckets((bucket.payloads for bucket in buckets), manifest, engine.resident))

@@ -14,7 +14,7 @@ from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.load import StoredWeights, load_model, unloaded_model
 from qurl_ray.quant.formats import FORMATS
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from tests.learner.test_torch_backend import SETTINGS, groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,7 +33,7 @@ def one_rank(tmp_path):
 def learner(spec, backend: str, flow: str | None = None, **config) -> PolicyLearner:
     settings = LearnerConfig(backend=backend, device="cuda", lr=1e-3, **config)
     model, rows = load_model(spec), None
-    names = quantized_parameters(model, (r"lm_head\.", r"embed_tokens\."))
+    names = units(model, (r"lm_head\.", r"embed_tokens\."))
     if backend == "fsdp":
         model = unloaded_model(spec)
         rows = StoredWeights(spec, model).rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.weights.stream import Publisher, assemble_manifest
 from qurl_ray.weights.transports.direct import SharedMemory
 from qurl_ray.weights.transports.protocol import Link
@@ -28,7 +28,7 @@ def test_an_engine_opens_the_memory_of_a_rank_on_its_gpu(spec, format_name):  # 
     with EngineProcess(spec, slots=8, kv_cache_bytes=1 << 28, **made) as engine:
         engine.call("load", *weights_of(policy(spec, 0), format_name, 1))
         model, fmt = policy(spec, 1).cuda(), get_format(format_name)
-        publisher = Publisher(quantized_parameters(model, KEEP), bucket_bytes=100_000)
+        publisher = Publisher(units(model, KEEP), bucket_bytes=100_000)
 
         def take(bucket):
             ticket = engine.start("take", bucket, 0)

@@ -15,7 +15,7 @@ from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.rl.corrections import CorrectionSettings
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Trajectory
@@ -38,7 +38,7 @@ def flow_of(model, format_name: str, backward: str | None = None) -> UnifiedFlow
     fmt = get_format(format_name)
     return UnifiedFlow(
         fmt=get_format(format_name, weight_max_code(fmt, torch.device("cpu"))),
-        quantized=quantized_parameters(model, KEEP),
+        quantized=units(model, KEEP),
         backward=backward or BACKWARDS[format_name],
     )
 

@@ -30,7 +30,7 @@ from qurl_ray.learner.scorer import Scorer
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.ranges import measuring
 from qurl_ray.quant.equalize import equalized_sites
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.types import Trajectory
 from tests.learner.test_equalizer import exponents_of, scale_channels
 from tests.learner.test_flow import KEEP, flow_of
@@ -310,7 +310,7 @@ def test_ranks_that_share_tokens_do_what_one_does(tiny_spec, folder_of, alone_of
         assert all(distance(found.moved, alone.moved, list(alone.moved)) <= tolerance for found in of_ranks)
         return
     # A last bit may change the code of a gradient. Those of weights depend on which tokens share a group of 128, too.
-    weights = quantized_parameters(load_model(tiny_spec), KEEP)
+    weights = units(load_model(tiny_spec), KEEP)
     for found in of_ranks:
         assert distance(found.moved, alone.moved, [name for name in alone.moved if name not in weights]) <= 1e-4
         off = distance(found.moved, alone.moved, sorted(weights))
@@ -351,12 +351,12 @@ SAMPLES = {"one of two tokens": samples_of(1, 2), "one of five tokens": samples_
 
 def maxima_of(scorer: Scorer, samples: list[Trajectory]) -> dict[str, torch.Tensor]:
     """max|x| of each channel, [K], by site, in a pass over the samples."""
-    sites = equalized_sites(scorer.policy, quantized_parameters(scorer.policy, KEEP))
+    sites = equalized_sites(scorer.policy, units(scorer.policy, KEEP))
     one = Pass(samples=samples, batch=(batch := to_tensors(samples)), advantages=batch.advantages)
     found: dict[str, torch.Tensor] = {}
     with torch.no_grad(), measuring(scorer.policy, sites, found, _real(one)):
         scorer(one.batch)
-    nothing = {site.writer: torch.zeros(scorer.policy.get_submodule(site.readers[0]).in_features) for site in sites}
+    nothing = {site.writer: torch.zeros(site.readers[0].shape[-1]) for site in sites}
     return nothing | found
 
 
@@ -376,7 +376,7 @@ def save_maxima(rank: int, ranks: int, spec, out: str) -> None:
 @pytest.mark.parametrize("run", ["2", pytest.param("4", marks=SLOWLY)])
 def test_ranges_are_those_of_all_tokens_that_predict_one_and_of_no_padding(tiny_spec, folder_of, run):
     model = raised(tiny_spec)
-    sites = equalized_sites(model, quantized_parameters(model, KEEP))
+    sites = equalized_sites(model, units(model, KEEP))
     for name, samples in SAMPLES.items():
         expected: dict[str, torch.Tensor] = {}
         for sample in samples:  # each alone, without padding and without its last token

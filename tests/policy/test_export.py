@@ -22,8 +22,8 @@ from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize
-from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
+from qurl_ray.quant.units import units
 from qurl_ray.types import PolicySpec
 from qurl_ray.weights.stream import Publisher
 from tests.conftest import SUMS, taken
@@ -64,7 +64,7 @@ def test_the_file_holds_the_codes_that_a_sync_sends_also_under_update_aware_scal
     fold(model, 1.5)
     save_quantized(model, tokenizer, tmp_path / "policy", fmt, KEEP)
     stored = load_file(tmp_path / "policy" / "model.safetensors")
-    quantized = quantized_parameters(model, KEEP)
+    quantized = units(model, KEEP)
     sent = {payload.name: payload.parts for payload in published(model.named_parameters(), fmt, quantized)[1]}
     assert set(stored) == set(sent) | {f"{name}_scale" for name in quantized}
     for name, parts in sent.items():
@@ -85,7 +85,7 @@ def test_what_is_read_is_what_was_written(model, tokenizer, tmp_path, fmt):
     assert AutoTokenizer.from_pretrained(tmp_path / "policy")("1+2=").input_ids == tokenizer("1+2=").input_ids
     found = read_quantized(tmp_path / "policy")
     assert found.fmt == fmt
-    quantized = quantized_parameters(model, KEEP)
+    quantized = units(model, KEEP)
     sent, _ = published(model.named_parameters(), fmt, quantized)
     again, _ = published(found.parameters.items(), found.fmt, set())
     assert {r.name: r for r in again} == {r.name: r for r in sent}  # fingerprints among the rest

@@ -38,7 +38,7 @@ def test_it_is_a_plain_checkpoint_made_once(spec):
 def test_it_knows_english_and_engine_and_learner_agree_to_the_bit(spec):
     model, tokenizer = load_model(spec), load_tokenizer(spec)
     engine = TorchEngine(spec, slots=4)
-    load_into(engine, model.named_parameters(), None, quantized=set())
+    load_into(engine, model.named_parameters(), None, quantized={})
     prompts = ["The capital of France is", "The opposite of hot is", "Water freezes at 0 degrees"]
     ids = [np.array(tokenizer(prompt).input_ids, dtype=np.int32) for prompt in prompts]
 

@@ -24,8 +24,8 @@ from qurl_ray.quant.equalize import Factors, column_maxima, equalized, equalized
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import dequantize, dequantize_rows, quantize, quantize_rows
-from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.unified import unified_linear
+from qurl_ray.quant.units import units
 from tests.quant.test_uaq import HEAD, SHAPE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +64,7 @@ def logits_of(model) -> torch.Tensor:
 def test_folding_keeps_every_bit_of_the_network(architecture):
     model = model_of(architecture)
     before = logits_of(model)
-    names = quantized_parameters(model, KEEP)
+    names = units(model, KEEP)
     assert len(equalized_sites(model, names)) == SITES[architecture]
     factors = measured_factors(model, names)
     changed = {name: value.clone() for name, value in equalized(model.named_parameters(), factors)}
@@ -77,7 +77,7 @@ def test_folding_keeps_every_bit_of_the_network(architecture):
 def test_codes_are_truer():
     """INT8's error of the logits falls by a third and more where channels differ."""
     model = model_of("qwen3")
-    exact, names = logits_of(model), quantized_parameters(model, KEEP)
+    exact, names = logits_of(model), units(model, KEEP)
 
     def error(factors) -> float:
         made = AutoModelForCausalLM.from_config(CONFIGS["qwen3"], attn_implementation="eager").eval()
@@ -136,11 +136,13 @@ def test_silent_channels_count_like_the_faintest_other():
 def test_maxima_are_those_of_what_the_linears_read():
     """Against inputs caught at every reader, over two passes, and columns of all readers by hand."""
     model = model_of("llama")
-    sites = equalized_sites(model, quantized_parameters(model, KEEP))
+    sites = equalized_sites(model, units(model, KEEP))
     maxima, seen = {}, {}
     hooks = [
-        model.get_submodule(reader).register_forward_pre_hook(
-            lambda _, args, reader=reader: seen.setdefault(reader, []).append(args[0].reshape(-1, args[0].shape[-1]))
+        model.get_submodule(reader.module).register_forward_pre_hook(
+            lambda _, args, reader=reader.module: seen.setdefault(reader, []).append(
+                args[0].reshape(-1, args[0].shape[-1])
+            )
         )
         for site in sites
         for reader in site.readers
@@ -153,8 +155,8 @@ def test_maxima_are_those_of_what_the_linears_read():
     columns = column_maxima(sites, model.named_parameters())
     for site in sites:
         for reader in site.readers:
-            assert torch.equal(maxima[site.writer], torch.cat(seen[reader]).abs().amax(dim=0))
-        weights = torch.cat([model.get_submodule(reader).weight for reader in site.readers])
+            assert torch.equal(maxima[site.writer], torch.cat(seen[reader.module]).abs().amax(dim=0))
+        weights = torch.cat([model.get_parameter(reader.weight) for reader in site.readers])
         assert torch.equal(columns[site.writer], weights.abs().amax(dim=0))
 
 
@@ -203,7 +205,7 @@ def test_factors_keep_the_type_of_what_they_scale(dtype):
 def test_an_unknown_architecture_has_no_factors_or_an_error():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MixtralConfig(**SHAPE, num_local_experts=2))
-    names = quantized_parameters(model, KEEP)
+    names = units(model, KEEP)
     with pytest.raises(QuantizationError, match="not known"):
         measured_factors(model, names)
     assert equalizer_for(model, QuantizationConfig(), names, {"int8"}) is None
@@ -219,14 +221,12 @@ def test_auto_equalizes_what_it_makes_truer():
 
 def test_layers_that_are_kept_are_left_alone():
     model = model_of("llama")
-    names = quantized_parameters(model, QuantizationConfig(keep_first_layers=1).kept(2))
+    names = units(model, QuantizationConfig(keep_first_layers=1).kept(2))
     assert {site.writer.split(".")[2] for site in equalized_sites(model, names)} == {"1"}
 
 
 def test_factors_join_what_a_module_reads_and_writes():
-    sites = equalized_sites(
-        model_of("llama"), {"model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"}
-    )
+    sites = equalized_sites(model_of("llama"), units(model_of("llama"), (r"^(?!.*layers\.0\.mlp\.(up|down)_proj)",)))
     found = factors_of(sites, {s.writer: torch.tensor([1, -2], dtype=torch.int8) for s in sites})
     assert found["model.layers.0.mlp.up_proj"].reads.tolist() == [2.0, 0.25]
     assert found["model.layers.0.mlp.up_proj"].writes.tolist() == [2.0, 0.25]

@@ -28,8 +28,8 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
-from qurl_ray.quant.uaq import fold, folded_offsets, norm_fed_linears, unfolded
+from qurl_ray.quant.uaq import fold, folded_offsets, unfolded
+from qurl_ray.quant.units import units
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -190,8 +190,8 @@ def realistic():
 
 def codes_of(model) -> torch.Tensor:
     """INT8 codes of all norm-fed weights."""
-    linears = [linear for one in norm_fed_linears(model, "qkv+mlp") for linear in one.linears.values()]
-    return torch.cat([quantize(linear.weight, INT8).codes.flatten() for linear in linears])
+    weights = [model.get_parameter(name) for name, offset in folded_offsets(model).items() if offset is None]
+    return torch.cat([quantize(weight, INT8).codes.flatten() for weight in weights])
 
 
 def changed_share(codes: torch.Tensor, others: torch.Tensor) -> float:
@@ -259,9 +259,8 @@ def test_with_adamw_folding_is_another_lr_for_the_folded_weights(architecture, e
     folded, control = copy.deepcopy(start), copy.deepcopy(start)
     fold(folded, scale)
     trained(folded, torch.optim.AdamW(folded.parameters(), lr=lr, **options), steps=8)
-    pairs = norm_fed_linears(control, "qkv+mlp")
-    special = {linear.weight: lr * scale for one in pairs for linear in one.linears.values()}
-    special |= {one.norm.weight: lr / scale for one in pairs}
+    offsets = folded_offsets(control).items()
+    special = {control.get_parameter(name): lr * scale if offset is None else lr / scale for name, offset in offsets}
     groups = [{"params": [p], "lr": special.get(p, lr)} for p in control.parameters()]
     trained(control, torch.optim.AdamW(groups, **options), steps=8)
     assert torch.equal(codes_of(folded), codes_of(control))
@@ -319,21 +318,28 @@ def test_one_strange_layer_is_enough_to_refuse_and_then_nothing_is_changed(name,
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
 
+ATTENTION = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP = ("pre_feedforward_layernorm", "mlp.gate_proj", "mlp.up_proj")
+
+
 def test_the_linears_are_found_without_weights():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["gemma3"])
-    assert [len(one.linears) for one in norm_fed_linears(model, "qkv+mlp")] == [3, 2] * 2
-    assert [len(one.linears) for one in norm_fed_linears(model, "qkv")] == [3] * 2
+    blocks = [f"model.layers.{i}" for i in range(2)]
+    attention = [f"{block}.{name}.weight" for block in blocks for name in ATTENTION]
+    assert set(folded_offsets(model, "qkv")) == set(attention)
+    assert set(folded_offsets(model)) == {*attention, *(f"{block}.{name}.weight" for block in blocks for name in MLP)}
 
 
 def test_the_linears_of_the_blocks_are_selected_by_name(model):
-    names = quantized_linears(model, QuantizationConfig().keep)
+    chosen = units(model, QuantizationConfig().keep)
     per_layer = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    assert sorted(names) == sorted(f"model.layers.{i}.{leaf}" for i in range(2) for leaf in per_layer)
-    assert "lm_head" in quantized_linears(model, ())
-    assert len(quantized_linears(model, (r"lm_head\.", r"layers\.0\."))) == len(per_layer)
+    assert sorted(chosen) == sorted(f"model.layers.{i}.{leaf}.weight" for i in range(2) for leaf in per_layer)
+    assert all(chosen[name].shape == tuple(model.get_parameter(name).shape) for name in chosen)
+    assert "lm_head.weight" in units(model)
+    assert len(units(model, (r"lm_head\.", r"layers\.0\."))) == len(per_layer)
     with pytest.raises(QuantizationError, match="no linear to quantize"):
-        quantized_linears(model, (".",))
+        units(model, (".",))
 
 
 @pytest.mark.parametrize(
@@ -346,6 +352,6 @@ def test_layers_at_both_ends_can_be_kept(first, last, layers, left):
     model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": blocks}), "lm_head": torch.nn.Linear(2, 2)})
     if not left:
         with pytest.raises(QuantizationError, match="no linear to quantize"):
-            quantized_linears(model, kept)
+            units(model, kept)
         return
-    assert set(quantized_linears(model, kept)) == {f"model.layers.{i}.q_proj" for i in left}
+    assert set(units(model, kept)) == {f"model.layers.{i}.q_proj.weight" for i in left}

@@ -23,7 +23,7 @@ from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.ranges import measured_factors
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import cached_tiny_policy
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.types import PolicySpec
 from tests.conftest import SUMS, taken
 from tests.training.runs import ROOT, descendants, kill_all
@@ -61,7 +61,7 @@ def save_run(runs: Path, name: str, *, seed: int) -> Path:
     save_policy(model, tokenizer, run / "policy")
     fmt = taken("int8")
     keep = QuantizationConfig().keep
-    factors = measured_factors(model, quantized_parameters(model, keep))
+    factors = measured_factors(model, units(model, keep))
     save_quantized(model, tokenizer, run / "policy-int8", fmt, keep, factors)
     (run / "config.yaml").write_text("name: " + name)
     (run / "summary.json").write_text(json.dumps({"name": name, "steps": 1, "interrupted": False}))

@@ -18,7 +18,7 @@ from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS, Format, FormatPart
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, concatenate, dequantize, quantize
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.transfer.shared_memory import opened, tensor_at
 from qurl_ray.weights.local import send_into
 from qurl_ray.weights.messages import Header
@@ -103,7 +103,7 @@ def test_a_weight_that_is_not_finite_is_refused(nibbles, value):
 @pytest.mark.parametrize("bucket_bytes", [1 << 26, 5000])
 def test_an_engine_takes_it_whole_and_as_changes(tiny_spec, tokenizer, nibbles, bucket_bytes):
     model, engine = load_model(tiny_spec), TorchEngine(tiny_spec, slots=8)
-    names = quantized_parameters(model, [r"lm_head\."])
+    names = units(model, [r"lm_head\."])
     publisher = Publisher(names, bucket_bytes=bucket_bytes)
     answers = []
     for version in (1, 2, 3):
@@ -128,7 +128,7 @@ def test_an_engine_takes_it_whole_and_as_changes(tiny_spec, tokenizer, nibbles, 
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_damage_to_any_of_its_arrays_is_seen(tiny_spec, nibbles, part):
     model, engine = load_model(tiny_spec), TorchEngine(tiny_spec, slots=8)
-    names = quantized_parameters(model, [r"lm_head\."])
+    names = units(model, [r"lm_head\."])
     buckets = list(Publisher(names).prepare(model.named_parameters(), nibbles, version=1))
     manifest = assemble_manifest(1, nibbles, [bucket.records for bucket in buckets])
     payload = next(p for bucket in buckets for p in bucket.payloads if p.name.endswith("v_proj.weight"))
@@ -166,7 +166,7 @@ def test_a_direct_transport_hands_over_its_bytes(weight, nibbles):
         sent.append(message)
         return lambda: {0: ("a process", 1)}
 
-    link = Link(name="ipc", publisher=Publisher(frozenset({"w"})), call=call, host="", timeout_s=1)
+    link = Link(name="ipc", publisher=Publisher(dict.fromkeys(["w"])), call=call, host="", timeout_s=1)
     link.header = Header(version=1, attempt=0, rank=0, format="nibbles", weight_max_code=7)
     transport = SharedMemory(link)
     transport.begin()

@@ -24,7 +24,7 @@ SHAPES = {
     "model.layers.1.self_attn.q_proj.weight": (96, 96),
     "a.scalar": (),
 }
-QUANTIZED = {name for name in SHAPES if "proj" in name}
+QUANTIZED = dict.fromkeys(name for name in SHAPES if "proj" in name)
 Q_PROJ, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
 
 
@@ -154,7 +154,7 @@ def test_resending_repairs_an_engine_whose_base_was_wrong(parameters):
 
 def test_codes_of_a_tied_embedding_follow_it(parameters):
     tied = {"lm_head.weight": EMBEDDING}
-    publishers = [Publisher(QUANTIZED | set(tied), tied=tied, rank=r, ranks=2) for r in range(2)]
+    publishers = [Publisher(QUANTIZED | tied, tied=tied, rank=r, ranks=2) for r in range(2)]
     engine = Receiver()
     for version in (1, 2):
         manifest, payloads = prepare(publishers, parameters, version, engine.version)

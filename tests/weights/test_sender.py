@@ -71,7 +71,7 @@ def made(monkeypatch):
     def make(*settings: str, probe: bool = True, **options):
         config = load_config(None, ["quantization.equalize=false", *settings])
         learner, gate = FakeLearner(), FakeGate()
-        publisher = Publisher(frozenset({"linear.weight"}))
+        publisher = Publisher(dict.fromkeys(["linear.weight"]))
         link = Link(name="object_store", publisher=publisher, call=gate.call, host="", timeout_s=1)
         largest = {"int8": 63, "fp8": 448}.__getitem__
         return Sender(config, learner, link, largest, PROMPT if probe else None, **options), learner, gate

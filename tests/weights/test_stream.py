@@ -7,15 +7,15 @@ import torch
 from qurl_ray.errors import QuantizationError, SyncError
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.quantize import quantize
-from qurl_ray.quant.select import quantized_linears
+from qurl_ray.quant.units import Unit, units
 from qurl_ray.weights.stream import Publisher, assemble_manifest, count_codes
 from tests.conftest import arrays_of
 
 INT8 = FORMATS["int8"]
 
 
-def names_of(model) -> set[str]:
-    return {f"{name}.weight" for name in quantized_linears(model, (r"lm_head\.",))}
+def names_of(model) -> dict[str, Unit]:
+    return units(model, (r"lm_head\.",))
 
 
 def records_of(buckets):
@@ -41,7 +41,7 @@ def test_ranks_together_send_every_tensor_once(model, ranks):
     parts = [records_of(drawn(Publisher(names_of(model), rank=r, ranks=ranks), model)) for r in range(ranks)]
     manifest = assemble_manifest(4, INT8, parts)
     assert sorted(r.name for r in manifest.tensors) == sorted(name for name, _ in model.named_parameters())
-    assert {r.name for r in manifest.tensors if r.format == "int8"} == names_of(model)
+    assert {r.name for r in manifest.tensors if r.format == "int8"} == names_of(model).keys()
     alone = records_of(drawn(Publisher(names_of(model)), model))
     assert {r.name: r.fingerprint for r in manifest.tensors} == {r.name: r.fingerprint for r in alone}
     if ranks > 1:
@@ -92,18 +92,18 @@ def test_a_tensor_that_is_quantized_already_is_sent_as_it_is(model, monkeypatch)
     codes, scale = bucket.payloads[0].parts
     assert (codes == arrays_of(q)[0]).all()
     assert (scale.view(np.float32) == arrays_of(q)[1]).all()
-    (without,) = Publisher(set()).prepare([("a.weight", q)], None, version=1)
+    (without,) = Publisher({}).prepare([("a.weight", q)], None, version=1)
     assert without.records[0] == bucket.records[0]
 
 
 def test_buckets_keep_the_order_and_their_limit():
     sizes = [10, 20, 70, 200, 5, 95, 1]  # values of 4 bytes; the limit is 100 of them
     parameters = [(f"p{i}", torch.randn(size)) for i, size in enumerate(sizes)]
-    buckets = list(Publisher(set(), bucket_bytes=400).prepare(parameters, None, version=1))
+    buckets = list(Publisher({}, bucket_bytes=400).prepare(parameters, None, version=1))
     assert [[r.shape[0] for r in b.records] for b in buckets] == [[10, 20, 70], [200], [5, 95], [1]]
     assert [b.bytes for b in buckets] == [400, 800, 400, 4]
     assert [p.name for b in buckets for p in b.payloads] == [name for name, _ in parameters]
-    assert not list(Publisher(set(), rank=1, ranks=2).prepare(parameters[:1], None, version=1))
+    assert not list(Publisher({}, rank=1, ranks=2).prepare(parameters[:1], None, version=1))
 
 
 def test_nothing_is_quantized_before_its_bucket_is_asked_for():
@@ -114,7 +114,7 @@ def test_nothing_is_quantized_before_its_bucket_is_asked_for():
             seen.append(i)
             yield f"p{i}", torch.randn(10)
 
-    buckets = Publisher(set(), bucket_bytes=40).prepare(parameters(), None, version=1)
+    buckets = Publisher({}, bucket_bytes=40).prepare(parameters(), None, version=1)
     assert not seen
     next(buckets)
     assert seen == [0, 1]
@@ -123,14 +123,14 @@ def test_nothing_is_quantized_before_its_bucket_is_asked_for():
 def test_what_float16_cannot_hold_is_refused_by_name():
     values = torch.tensor([1.0, -70_000.0, torch.inf])
     with pytest.raises(SyncError, match="gain has values beyond 65504"):
-        list(Publisher(set()).prepare([("gain", values)], None, version=1, unquantized="float16"))
-    list(Publisher(set()).prepare([("gain", values[[0, 2]])], None, version=1, unquantized="float16"))
+        list(Publisher({}).prepare([("gain", values)], None, version=1, unquantized="float16"))
+    list(Publisher({}).prepare([("gain", values[[0, 2]])], None, version=1, unquantized="float16"))
 
 
 def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF808000], np.uint32)
     parameters = [("p", torch.from_numpy(bits.view(np.float32)))]
-    (bucket,) = Publisher(set()).prepare(parameters, None, version=1, unquantized="bfloat16")
+    (bucket,) = Publisher({}).prepare(parameters, None, version=1, unquantized="bfloat16")
     assert bucket.payloads[0].parts[0].tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0xBF80]
     assert bucket.records[0].bytes == bucket.records[0].bfloat16_bytes == 10
 
@@ -221,5 +221,8 @@ def test_codes_of_a_tied_embedding_are_sent_beside_it_by_its_rank(ranks):
     assert records["model.embed_tokens.weight"].format == "none"
     assert sum(r.float32_bytes for r in records.values()) == 4 * (3 + 40 * 32 + 5)  # the head is not sent twice there
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    for publisher, fmt in ((Publisher({"lm_head.weight"}, tied=tied), None), (Publisher(set(), tied=tied), INT8)):
+    for publisher, fmt in (
+        (Publisher(dict.fromkeys(["lm_head.weight"]), tied=tied), None),
+        (Publisher({}, tied=tied), INT8),
+    ):
         assert len(records_of(publisher.prepare(parameters, fmt, version=1))) == 3

@@ -20,7 +20,7 @@ from qurl_ray.errors import StaleWeights, SyncError
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.load import load_model, tied_head
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.rendezvous import Rendezvous
 from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.weights.delta import Delta
@@ -61,7 +61,7 @@ class Rig:
         self.config = load_config(None, ["rollout.slots=8", "sync.probe_every=1", *overrides])
         self.model = load_model(spec)
         settings = objective_settings(self.config)
-        names = quantized_parameters(self.model, self.config.quantization.keep)
+        names = units(self.model, self.config.quantization.keep)
         self.equalizer = equalizer_for(
             self.model, self.config.quantization, names, {self.config.rollout.quantization} - {"none"}
         )

@@ -21,7 +21,7 @@ from qurl_ray.actors.local import LocalActor
 from qurl_ray.config import load_config
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.load import load_model, load_tokenizer, tied_head
-from qurl_ray.quant.select import quantized_parameters
+from qurl_ray.quant.units import units
 from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.weights.floor import ProbeFloor
 from qurl_ray.weights.gate import WeightGate
@@ -167,7 +167,7 @@ class Rig:
             return 0 if name == "none" else taken(name).weight_max
 
         self.models = [load_model(spec) for _ in range(ranks)]
-        names = quantized_parameters(self.models[0], self.config.quantization.keep)
+        names = units(self.models[0], self.config.quantization.keep)
         self.publishers = [
             Publisher(names, rank=rank, ranks=ranks, bucket_bytes=50_000, tied=tied_head(model))
             for rank, model in enumerate(self.models)

@@ -49,7 +49,7 @@ class VllmEngine:
         kv_cache_bytes: memory for keys and values in each worker. None means the memory that `slots` full contexts
             need on a CPU, and the memory that vLLM finds free on a GPU.
         format_name: number format of the linears at first; "none" is full precision.
-        keep: patterns of checkpoint names that stay in full precision in any format, as in quant/select.py.
+        keep: patterns of checkpoint names that stay in full precision in any format, as in quant/units.py.
         graphs: compile the model and, on CUDA, replay its decode steps as CUDA graphs; on a CPU for emulation alone.
             The engine then holds one format at a time, as it always does on CUDA, and a load in another one restarts
             vLLM, which takes as long as its start.

@@ -215,7 +215,7 @@ class QurlConfig(QuantizationConfig):
 
     Args:
         format: format of the linears of a float checkpoint; "none" leaves them as floats until codes are loaded.
-        keep: patterns of checkpoint names that stay in full precision, as in quant/select.py.
+        keep: patterns of checkpoint names that stay in full precision, as in quant/units.py.
         weight_max_code: largest code of weights; None means the largest that the kernel here takes without saturating.
         kernel: "auto" or "emulation", as in the torch engine.
         fixed: codes stay in one format and in memory that never moves, multiplied by vLLM's kernels. None means: on

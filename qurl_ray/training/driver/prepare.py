@@ -33,9 +33,8 @@ from qurl_ray.policy.save import policy_folder
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import cached_tiny, cached_tiny_policy, check_characters, tiny_outline
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.select import quantized_linears
-from qurl_ray.quant.structure import norm_fed
-from qurl_ray.quant.uaq import norm_fed_linears
+from qurl_ray.quant.uaq import folded_offsets
+from qurl_ray.quant.units import Unit, find_sites, units
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.runs.checkpoint import Checkpoint
 from qurl_ray.tables import TASKS
@@ -338,7 +337,7 @@ def unequalized(config: RunConfig, model: PreTrainedModel) -> list[str]:
     if config.quantization.equalize != "auto" or name == "none" or not config.quantization.equalizes(name):
         return []
     try:
-        norm_fed(model)
+        find_sites(model)
     except QuantizationError as error:
         return [f"quantization.equalize=auto has no effect here, and codes are coarser than they could be: {error}"]
     return []
@@ -364,19 +363,19 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
             f"the learner's attention on a GPU has no sliding window, and the model has one of {window} tokens: set "
             f"model.max_length={window}, or use another model"
         )
-    quantized: list[str] = []
+    quantized: dict[str, Unit] = {}
     if config.rollout.quantization != "none":
         fmt = get_format(config.rollout.quantization)
-        quantized = list(quantized_linears(model, config.quantization.kept(model.config.num_hidden_layers)))
-        for name in quantized:
-            width = model.get_submodule(name).in_features
+        quantized = units(model, config.quantization.kept(model.config.num_hidden_layers))
+        for unit in quantized.values():
+            width = unit.shape[-1]
             if fmt.group and width % fmt.group and fmt.rows == 1:
                 raise QuantizationError(
-                    f"{fmt.name}: {name} has width {width}, no multiple of the group of {fmt.group}"
+                    f"{fmt.name}: {unit.module} has width {width}, no multiple of the group of {fmt.group}"
                 )
     if check := config.rollout.engine_entry.check:
-        import_reference(check)(quantized)
+        import_reference(check)([unit.module for unit in quantized.values()])
     if config.quantization.equalize is True:
-        norm_fed(model)
+        find_sites(model)
     if config.quantization.uaq_scale != 1:
-        norm_fed_linears(model, config.quantization.uaq_layers)
+        folded_offsets(model, config.quantization.uaq_layers)

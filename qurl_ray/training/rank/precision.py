@@ -1,6 +1,6 @@
 """Number formats that the engines take, and the learner's flow in the same numbers."""
 
-from collections.abc import Set
+from collections.abc import Mapping
 
 import torch
 from ray.actor import ActorHandle
@@ -9,11 +9,12 @@ from qurl_ray.config import RunConfig
 from qurl_ray.learner.flow import UnifiedFlow
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.training import announced
+from qurl_ray.quant.units import Unit
 from qurl_ray.training.rank.wait import wait
 from qurl_ray.types import Event
 
 
-def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Set[str]) -> UnifiedFlow | None:
+def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Mapping[str, Unit]) -> UnifiedFlow | None:
     """Return the flow that has the learner compute as the engines do; None if it trains in full precision."""
     if config.precision_flow == "rollout_only":
         return None

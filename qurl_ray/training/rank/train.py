@@ -34,8 +34,8 @@ from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
-from qurl_ray.quant.select import quantized_parameters
 from qurl_ray.quant.uaq import fold
+from qurl_ray.quant.units import Unit, units
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.training.deadlines import collection_deadline, sync_deadline
 from qurl_ray.training.messages import Directive, Start, WeightsWanted
@@ -79,11 +79,12 @@ def train_loop(context: dict[str, Any]) -> None:
     load = unloaded_model if sharded else load_model
     model = load(spec)
     rollouts, resume = config.rollout.quantization, start.resume
-    names, tied = set(), tied_head(model)
+    tied = tied_head(model)
+    quantized: dict[str, Unit] = {}
     exported = config.export.format(rollouts)
     if rollouts != "none" or exported != "none":
         kept = config.quantization.kept(model.config.num_hidden_layers)
-        names = quantized_parameters(model, kept)  # before a backend wraps it
+        quantized = units(model, kept)  # before a backend wraps it
     folded = config.quantization.uaq_scale != 1
     if folded and not sharded:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
@@ -91,7 +92,7 @@ def train_loop(context: dict[str, Any]) -> None:
     value_body = load(spec) if needs_value_model(config.algorithm) else None
     reference = load(spec) if config.algorithm.kl_coef else None
     settings = objective_settings(config)
-    flow = unified_flow(config, coordinator, names)
+    flow = unified_flow(config, coordinator, quantized)
     if flow and rank == 0:
         tell_gradients(flow, config, coordinator)
     learner = make_learner(
@@ -106,14 +107,16 @@ def train_loop(context: dict[str, Any]) -> None:
         penalty=penalty(config.algorithm),
         flow=flow,
         equalizer=equalizer_for(
-            model, config.quantization, names, {rollouts, exported} - {"none"}, device=config.learner.device
+            model, config.quantization, quantized, {rollouts, exported} - {"none"}, device=config.learner.device
         ),
         calibrate_every=config.algorithm.calibrate_every,
         rows=StoredWeights(spec, model).rows if sharded else None,
     )
     if folded and sharded:  # its weights have been read now
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
-    publisher = Publisher(quantized=names, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied)
+    publisher = Publisher(
+        quantized=quantized, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied
+    )
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     several = sum(node["Alive"] for node in ray.nodes()) > 1
     link = Link(
