@@ -26,6 +26,7 @@ from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import load_config
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handles
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import check_run, prepare
 from qurl_ray.training.messages import TaskInputs
 from qurl_ray.types import Completion, TensorRecord, Verdict
@@ -102,7 +103,7 @@ def measure(engines: int, prompts: int, steps: int) -> dict[str, float]:
                 "tracking.samples_per_step=0",
             ],
         )
-        prepared = prepare(config, check_run(config), lambda *_: None)
+        prepared = prepare(config, check_run(check_early(config)), lambda *_: None)
         tokenizer = load_tokenizer(prepared.spec)
         stops = stop_ids(prepared.spec, tokenizer)
         inputs = ray.put(TaskInputs(task=prepared.task, tokenizer=tokenizer, stop_ids=stops, context=512))

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qurl_ray.config import RunConfig, load_config
 from qurl_ray.engines.protocol import Engine
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import check_run, prepare
 from qurl_ray.types import Problem, Request
 
@@ -51,7 +52,7 @@ SAME = ("rollout.quantization=none", "quantization.uaq_scale=1", "algorithm.corr
 def policy(preset: str) -> tuple[RunConfig, str, list[dict[str, str]], list[dict[str, str]]]:
     """Return a preset, the folder of its policy, and its prompts with answers, to learn from and held out."""
     config = load_config(ROOT / "qurl_ray" / "configs" / f"{preset}.yaml", [])
-    made = prepare(config, check_run(config), lambda *_: None)
+    made = prepare(config, check_run(check_early(config)), lambda *_: None)
 
     def plain(problems: Sequence[Problem]) -> list[dict[str, str]]:
         return [{"prompt": config.task.template.replace("{prompt}", p.prompt), "answer": p.answer} for p in problems]

@@ -26,6 +26,7 @@ from qurl_ray.planning.machines import GPUS, NODE
 from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import find_shape
 from qurl_ray.planning.workload import Workload
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import check_run, prepare
 
 SIZES = (16, 64, 256, 1024, 4096, 10_000)
@@ -72,7 +73,7 @@ def simulated(sizes: tuple[int, ...], steps: int, each: int, mean: int) -> list[
                     "tracking.samples_per_step=0",
                 ],
             )
-            prepared = prepare(config, check_run(config), lambda *_: None)
+            prepared = prepare(config, check_run(check_early(config)), lambda *_: None)
             engine = EngineRoofline(shape=find_shape("Qwen2.5-7B"), gpu=GPUS["h100"], precision="int8")
             for (network, speed), delta in ((one, form) for one in NETWORKS.items() for form in (False, True)):
                 scenario = Scenario(

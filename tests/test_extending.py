@@ -22,9 +22,9 @@ from qurl_ray.quant.formats import FORMATS
 from qurl_ray.rl import advantages, surrogate
 from qurl_ray.tables import ADVANTAGES, ENGINES, OBJECTIVES, TASKS
 from qurl_ray.tracking.tracker import Tracker
+from qurl_ray.training.driver.early import prepare_task
 from qurl_ray.training.driver.functions import try_functions
 from qurl_ray.training.driver.job import run_job
-from qurl_ray.training.driver.prepare import prepare_task
 from qurl_ray.training.rank.objectives import objective_settings
 from qurl_ray.types import Event, Problem
 from tests.training.runs import ROOT, SMALL, events

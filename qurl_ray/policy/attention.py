@@ -44,9 +44,9 @@ _IDLE = {"is_causal", "output_attentions", "position_ids", "use_cache"}
 """Options that models pass on to their attention, and that change nothing in one that is causal by positions."""
 QUERY_CHUNK = 256  # queries whose scores exist at a time
 
-Stored = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+AsStored = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """A function of keys, values [B, key heads, T, d] and the index of a layer. It returns both as a cache would."""
-_STORED: ContextVar[Stored | None] = ContextVar("stored", default=None)
+_STORED: ContextVar[AsStored | None] = ContextVar("stored", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +330,7 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling
 
 
 @contextmanager
-def stored_as(as_stored: Stored) -> Iterator[None]:
+def stored_as(as_stored: AsStored) -> Iterator[None]:
     """Context in which attention computes with the keys and values that a cache would return."""
     token = _STORED.set(as_stored)
     try:

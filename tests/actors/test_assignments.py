@@ -217,7 +217,6 @@ def ray_train(config, folder) -> Iterator[list]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_preset_apart_on_two_boxes_with_ray_train(boxes, crew_of, tmp_path):
     boxes(8)
     config = preset(JET, *APART)
@@ -235,7 +234,6 @@ def test_a_preset_apart_on_two_boxes_with_ray_train(boxes, crew_of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_engines_of_a_whole_box_each_sit_with_the_ranks_of_ray_train_on_it(boxes, crew_of, tmp_path):
     boxes(2)  # small ones: every rank of Ray Train takes seconds to start
     config = preset(JET, "learner.workers=4", "rollout.workers=2", "rollout.vllm.tensor_parallel=2")

@@ -88,7 +88,6 @@ def ray_processes(laptop: Run) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 @pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}")
 def test_up_submit_down(laptop, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-START_S = 200
+START_S = 900
 
 
 class EngineProcess:

@@ -9,6 +9,7 @@ from qurl_ray.errors import ConfigError, DataError
 from qurl_ray.evaluation.evaluate import evaluate
 from qurl_ray.policy.load import load_model, load_tokenizer
 from qurl_ray.policy.save import save_policy
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import check_run
 from qurl_ray.types import PolicySpec
 from tests.data.test_turns import CHATML
@@ -19,6 +20,10 @@ from tests.tools.templates import LLAMA
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     return save_calling_policy(tmp_path_factory.mktemp("calling") / "policy")
+
+
+def checked(given):
+    return check_run(check_early(load_config(None, given))).config
 
 
 def settings(policy, folder, **params) -> list[str]:
@@ -41,15 +46,12 @@ def test_a_policy_that_asks_a_tool_solves_the_problem(policy, tmp_path):
 
 
 def test_the_template_gets_the_tools_unless_the_prompt_has_them_or_the_settings_name_others(policy, tmp_path):
-    config = check_run(load_config(None, settings(policy, tmp_path))).config
+    config = checked(settings(policy, tmp_path))
     (tool,) = config.task.chat_template_args["tools"]
     assert tool["function"]["name"] == "multiply"
     others = [*settings(policy, tmp_path), 'task.chat_template_args={tools: [{"type": "function"}]}']
-    assert check_run(load_config(None, others)).config.task.chat_template_args == {"tools": [{"type": "function"}]}
-    assert (
-        "tools"
-        not in check_run(load_config(None, settings(policy, tmp_path, described=False))).config.task.chat_template_args
-    )
+    assert checked(others).task.chat_template_args == {"tools": [{"type": "function"}]}
+    assert "tools" not in checked(settings(policy, tmp_path, described=False)).task.chat_template_args
 
 
 @pytest.mark.parametrize(
@@ -66,4 +68,4 @@ def test_templates_that_do_not_fit_are_refused_before_the_start(policy, tmp_path
     tokenizer.chat_template = template
     save_policy(load_model(spec), tokenizer, tmp_path / "policy")
     with pytest.raises(error, match=message):
-        check_run(load_config(None, settings(tmp_path / "policy", tmp_path)))
+        checked(settings(tmp_path / "policy", tmp_path))

@@ -29,7 +29,7 @@ from tests.conftest import SUMS, taken
 from tests.training.runs import ROOT, descendants, kill_all
 
 KEY = "sk-test-0123456789"
-START_S = 180
+START_S = 900
 SUM = [{"role": "user", "content": "12+34="}]
 """Messages of a chat."""
 BREAKING = ("1/0", "1+none", "10^9", "refused")

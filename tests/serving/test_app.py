@@ -18,7 +18,7 @@ from tests.serving import damage
 from tests.serving.apps import KEY, SUM, streamed
 from tests.serving.conftest import QUEUE, SLOTS
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray]
 
 
 @pytest.fixture(scope="module")

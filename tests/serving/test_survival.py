@@ -19,7 +19,7 @@ from tests.training.runs import alive, descendants
 LONG = {"model": "first", "messages": SUM, "max_tokens": 600, "extra_body": {"ignore_eos": True}}
 SETTINGS = ("slots=4", "queue=40", "max_choices=8")
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray]
 
 
 class Load:

@@ -7,7 +7,7 @@ import pytest
 from tests.serving.apps import SUM, save_run, serving, streamed
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

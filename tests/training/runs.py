@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 
 SMALL = [
+    "rollout.start_timeout_s=900",  # on a busy machine a start may take any time
     "sync.delta=true",
     "sync.probe_every=1",
     "model.cold_start=false",

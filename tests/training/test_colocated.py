@@ -49,7 +49,6 @@ def test_two_ranks_share_with_two_engines(tmp_path, cluster):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_processes_are_killed_one_after_the_other_and_the_run_ends_where_it_would_have(tmp_path):
     settings = [*SMALL, "steps=12", "checkpoint.every=2", "rollout.max_new_tokens=24", "placement=colocated"]
     job = start_job(*settings, f"output_dir={tmp_path / 'hurt'}")

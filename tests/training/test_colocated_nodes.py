@@ -15,7 +15,6 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_engines_follow_ranks_that_come_back_on_another_node(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})

@@ -92,7 +92,6 @@ def nodes():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_node_of_the_learner_is_lost_and_a_worker_beyond_those_asked_for_makes_room(tmp_path, nodes):
     cluster, places = nodes
     settings = [*SMALL, "steps=160", "checkpoint.every=2", "rollout.max_new_tokens=24"]

@@ -1,12 +1,9 @@
 """A dry run: the checks of a run that need no weights in memory. It leaves nothing and asks no other machine, but what
 the user's own functions and environment do."""
 
-import os
 from dataclasses import dataclass, field, replace
 
-from qurl_ray.actors.cluster import check_folder
 from qurl_ray.cache import read_only
-from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
 from qurl_ray.config.shown import shown
 from qurl_ray.config.task import DatasetTask
@@ -17,7 +14,7 @@ from qurl_ray.policy.gguf import converted, gguf_outline
 from qurl_ray.policy.load import Outline, local_copy, outline
 from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.report.text import one_line
-from qurl_ray.training.driver.functions import try_functions
+from qurl_ray.training.driver.early import Early
 from qurl_ray.training.driver.prepare import (
     Trial,
     check_cache,
@@ -25,15 +22,13 @@ from qurl_ray.training.driver.prepare import (
     check_problems,
     check_saving,
     find_policy,
-    find_reward,
     play_turn,
-    prepare_task,
     row_invariance,
     try_prompts,
     unequalized,
 )
 from qurl_ray.training.driver.room import check_disk, missing_here
-from qurl_ray.training.driver.run_dir import look_at_run_dir, settings_text, submitted
+from qurl_ray.training.driver.run_dir import look_at_run_dir, settings_text
 
 _SHOWN = (1500, 500)
 """Number of characters at the beginning and at the end of a long prompt that are shown."""
@@ -59,25 +54,19 @@ class DryRun:
     """Sentence on equal bits; None if engine and learner do not share one forward pass, or the model is not here."""
 
 
-def dry_run(config: RunConfig, *, fresh: bool, extend: bool = False) -> DryRun:
-    """Make the checks of a run, and return what they were.
+def dry_run(early: Early, *, fresh: bool, extend: bool = False) -> DryRun:
+    """Make the checks of a run that follow the early ones, and return what was checked.
 
     Raises:
         QurlError: a run would end in this error.
     """
-    config = resolve(config, submitted=submitted())
+    config, task, judged = early.config, early.task, early.judged
     found = DryRun(settings=settings_text(shown(config.model_dump(mode="json"))))
-    if not os.environ.get("RAY_ADDRESS"):
-        check_folder()
-    try_functions(config)
     folder, resume = look_at_run_dir(config, fresh=fresh, extend=extend)
     found.checked += ["settings", "functions", folder]
-    task, judged = None, 0.0
     if isinstance(config.task, DatasetTask) and (hub := hub_sources(config.task)):
-        find_reward(config.task)
         found.unchecked.append(f"problems and prompts, as {' and '.join(hub)} would come from the hub")
-    else:
-        task, judged = prepare_task(config)
+    elif task:
         check_problems(task, resume)
         check_cache(config, task)
         counts = f"{len(task.train)} training and {len(task.held_out)} held-out problems"

@@ -8,7 +8,8 @@ from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.signals import StopRequests
 
-# What needs torch or Ray is imported where it is used: that takes seconds, and --help does without it.
+# What needs torch or Ray is imported where it is used: that takes seconds. --help does without it, and a mistake is
+# told before later checks import more.
 
 
 def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) -> int:
@@ -19,9 +20,15 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
     stops = StopRequests()
     try:
         with stops.caught(then_exit=True):
+            from qurl_ray.training.driver.early import check_early
+
+            early = check_early(config)
+            from qurl_ray.training.driver.prepare import check_run
+
+            checked = check_run(early)
             from qurl_ray.training.driver.run import run_until
 
-            result = run_until(stops, config, fresh=fresh, extend=extend)
+            result = run_until(stops, checked, fresh=fresh, extend=extend)
     except KeyboardInterrupt as aborted:
         typer.echo("\n".join(["aborted", *getattr(aborted, "__notes__", ())]), err=True)
         return stops.exit_status
@@ -36,9 +43,12 @@ def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
     Raises:
         ConfigError: the run would be refused on this machine.
     """
+    from qurl_ray.training.driver.early import check_early
+
+    early = check_early(config, dry=True)
     from qurl_ray.training.driver.dry_run import dry_run
 
-    found = dry_run(config, fresh=fresh, extend=extend)
+    found = dry_run(early, fresh=fresh, extend=extend)
     typer.echo(found.settings, nl=False)
     typer.echo(f"# placement: {demand(config)}")
     if found.invariance:

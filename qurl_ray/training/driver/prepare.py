@@ -13,15 +13,14 @@ from transformers import PreTrainedModel
 from qurl_ray.cache import cache_root
 from qurl_ray.config import RunConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
-from qurl_ray.config.paths import absolute, expanded, is_path
-from qurl_ray.config.task import TaskConfig
+from qurl_ray.config.paths import absolute
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt, prompt_notes
-from qurl_ray.data.tasks import Task, load_task
+from qurl_ray.data.tasks import Task
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.declared import with_tools
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
 from qurl_ray.environments.protocol import EnvironmentMessage, Step
-from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError, RewardError
+from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError
 from qurl_ray.extensions import import_reference
 from qurl_ray.files import why_unwritable
 from qurl_ray.numerics.invariance import BatchInvariance, invariance_for
@@ -35,10 +34,9 @@ from qurl_ray.policy.tiny import cached_tiny, cached_tiny_policy, check_characte
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.uaq import folded_offsets
 from qurl_ray.quant.units import Unit, find_sites, units
-from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.runs.checkpoint import Checkpoint
-from qurl_ray.tables import TASKS
 from qurl_ray.tools.template import template_format
+from qurl_ray.training.driver.early import Early, check_model_folder
 from qurl_ray.types import PolicySpec, Problem
 
 
@@ -67,14 +65,14 @@ class Prepared:
     """Batch invariance on this machine; None if engine and learner do not share one forward pass."""
 
 
-def check_run(config: RunConfig) -> Checked:
-    """Load the task, try its reward, and check that task, policy and settings fit together. Takes seconds, so that an
-    error is found before a run folder is created and before a tiny policy is made.
+def check_run(early: Early) -> Checked:
+    """Check that task, policy and settings fit together, before a run folder is created and a tiny policy is made.
 
     Raises:
         QurlError: something would have failed later; the error names it.
     """
-    task, _ = prepare_task(config)
+    config, task = early.config, early.task
+    assert task, "a run has loaded its problems"
     check_cache(config, task)
     spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
     found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
@@ -137,17 +135,6 @@ def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float]
     return Prepared(task=task, spec=spec, keep=keep, invariance=row_invariance(config, checked.model))
 
 
-def prepare_task(config: RunConfig) -> tuple[Task, float]:
-    """Load the task and try its reward. Return both: the reward is that of the first training problem's expected
-    answer.
-
-    Raises:
-        DataError, RewardError: one of them cannot be used.
-    """
-    task = load_task(config.task, eval_problems=config.evaluation.problems)
-    return task, check_reward(config.task, task.reward, task.train[0])
-
-
 def check_problems(task: Task, resume: Checkpoint | None) -> None:
     """Check that the task has the problems, also the held-out ones, of the run that resumes.
 
@@ -186,13 +173,8 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
     """
     if isinstance(model, GgufModel):
         return PolicySpec(source=str(cached_gguf_policy(model.path)), max_length=model.max_length)
-    source = absolute(model.path)
-    place = expanded(source)
-    if place.is_file():
-        raise ConfigError(f"model.path={model.path} is a file: give the folder of the model, or set model.type=gguf")
-    if is_path(source) and not place.is_dir():
-        raise ConfigError(f"model.path={model.path}: no such folder: {place.absolute()}")
-    return PolicySpec(source=source, max_length=model.max_length, overrides=model.overrides)
+    check_model_folder(model)
+    return PolicySpec(source=absolute(model.path), max_length=model.max_length, overrides=model.overrides)
 
 
 def check_saving(config: RunConfig, found: Outline) -> None:
@@ -302,33 +284,6 @@ def play_turn(process: EnvironmentProcess, problem: Problem) -> tuple[list[Envir
         )
     assert isinstance(opening, list)
     return opening, reply
-
-
-def find_reward(config: TaskConfig) -> None:
-    """Look for the reward, without a problem that it could judge.
-
-    Raises:
-        RewardError: it is not there, or cannot be imported.
-    """
-    reward = config.reward or TASKS.entries[config.type].reward
-    with VerifierProcess(reward, config.reward_timeout_s, memory_gb=config.reward_memory_gb) as process:
-        process.check()
-
-
-def check_reward(config: TaskConfig, reward: str, problem: Problem) -> float:
-    """Return the reward of one correct answer: one that cannot be found, raises, hangs or returns no number fails here.
-
-    Raises:
-        RewardError: the reward fails in one of these ways.
-    """
-    with VerifierProcess(reward, config.reward_timeout_s, memory_gb=config.reward_memory_gb) as process:
-        process.check()
-        (verdict,) = process.judge_many([(problem.answer, problem)])
-    if verdict.status != "ok":
-        raise RewardError(
-            f"reward {reward} ended in {verdict.status} on the expected answer of {problem.uid}: {verdict.detail}"
-        )
-    return verdict.reward
 
 
 def unequalized(config: RunConfig, model: PreTrainedModel) -> list[str]:

@@ -2,15 +2,17 @@
 
 import os
 import shutil
+from typing import TYPE_CHECKING
 
 import ray
-import torch
-from transformers import PreTrainedModel
 
 from qurl_ray.actors.placement import demand, what_is_missing
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.files import why_unwritable
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _POLICY = 4
 """Bytes of a saved policy per parameter: FP32."""
@@ -29,7 +31,7 @@ def check_writable(config: RunConfig) -> None:
             raise ConfigError(f"cannot write to {folder}: {error}; set output_dir")
 
 
-def check_disk(config: RunConfig, model: PreTrainedModel) -> str:
+def check_disk(config: RunConfig, model: "nn.Module") -> str:
     """Check that the disk holds the checkpoints that are there at a time, and the final policy. Return their size in
     words.
 
@@ -71,6 +73,10 @@ def missing_here(config: RunConfig) -> str | None:
             "to a cluster"
         )
     asked = demand(config)
+    if not asked.total.get("GPU"):
+        return None
+    import torch  # only where it matters: that takes seconds
+
     missing = what_is_missing(asked, [asked.total | {"GPU": float(torch.cuda.device_count())}])
     way = "set $RAY_ADDRESS to a cluster, or learner.device=cpu and rollout.device=cpu"
     return f"this machine cannot hold the run: {missing}; {way}" if missing else None

@@ -19,17 +19,16 @@ import torch
 from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from qurl_ray.actors.cluster import attach, check_ray, check_room, start
+from qurl_ray.actors.cluster import attach, check_room, start
 from qurl_ray.actors.environments import end_environments, start_environments
 from qurl_ray.actors.placement import demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
 from qurl_ray.actors.worker_group import WorkerGroup
-from qurl_ray.config import RunConfig, resolve
+from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.data.tasks import Task
 from qurl_ray.environment import MEMORY
-from qurl_ray.errors import ConfigError
 from qurl_ray.numerics.selfcheck import VARIABLES
 from qurl_ray.policy.load import context_length, load_tokenizer, stop_ids
 from qurl_ray.report.report import write_report
@@ -41,10 +40,10 @@ from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handles
 from qurl_ray.training.deadlines import collection_deadline
-from qurl_ray.training.driver.functions import try_functions
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
-from qurl_ray.training.driver.room import check_disk, check_writable, missing_here
-from qurl_ray.training.driver.run_dir import RunDir, forget_summary, open_run_dir, submitted
+from qurl_ray.training.driver.room import check_disk
+from qurl_ray.training.driver.run_dir import RunDir, forget_summary, open_run_dir
 from qurl_ray.training.driver.summary import summarize, write_summary
 from qurl_ray.training.driver.upload import Storage, Uploader
 from qurl_ray.training.driver.watch import Fit, Watch
@@ -85,27 +84,22 @@ def run(
         QurlError: the settings are bad (before anything starts), or an error of ours ended the run.
         KeyboardInterrupt: the run was aborted.
     """
-    return run_until(StopRequests(), config, fresh=fresh, extend=extend, callbacks=callbacks)
+    stops = StopRequests()
+    with stops.caught():
+        checked = check_run(check_early(config))
+    return run_until(stops, checked, fresh=fresh, extend=extend, callbacks=callbacks)
 
 
 def run_until(
     stops: StopRequests,
-    config: RunConfig,
+    checked: Checked,
     *,
     fresh: bool = False,
     extend: bool = False,
     callbacks: Iterable[Callback] = (),
 ) -> RunResult:
-    """Train as `run` does. `stops` gets the requests to stop, and knows afterwards which there were."""
-    config = resolve(config, submitted=submitted())
+    """Train as `run` does, after its checks. `stops` gets the requests to stop, and knows which there were."""
     with stops.caught():
-        if not ray.is_initialized():
-            check_ray()  # now, and not only after a cold start
-            if missing := missing_here(config):
-                raise ConfigError(missing)
-        check_writable(config)
-        try_functions(config)
-        checked = check_run(config)
         config = checked.config
         check_disk(config, checked.model)
         storage = Storage(config) if config.checkpoint.upload else None

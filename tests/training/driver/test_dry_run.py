@@ -21,7 +21,8 @@ from qurl_ray.policy import gguf
 from qurl_ray.policy.load import load_model, load_tokenizer, outline
 from qurl_ray.policy.save import save_policy
 from qurl_ray.training.driver import dry_run as module
-from qurl_ray.training.driver.dry_run import dry_run
+from qurl_ray.training.driver.dry_run import DryRun
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.job import run_job
 from qurl_ray.training.driver.prepare import check_run
 from qurl_ray.training.driver.run import run
@@ -45,6 +46,10 @@ def here(tmp_path, tiny_spec, monkeypatch):
 
 def config(*given):
     return load_config(None, ["name=mine", "rollout.max_new_tokens=6", "tracking.mlflow=false", *given])
+
+
+def dry_run(given, *, fresh: bool) -> DryRun:
+    return module.dry_run(check_early(given, dry=True), fresh=fresh)
 
 
 def tree(folder: Path) -> dict[str, tuple]:
@@ -105,7 +110,7 @@ def test_what_is_written_only_at_the_end_is_tried(here, monkeypatch):
     for owner, method in ((PreTrainedTokenizerBase, "save_pretrained"), (PreTrainedConfig, "to_json_file")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, lambda *_, **__: json.dumps(object))
-            for check in (lambda: dry_run(given, fresh=False), lambda: check_run(given)):
+            for check in (lambda: dry_run(given, fresh=False), lambda: check_run(check_early(given))):
                 with pytest.raises(ConfigError, match=r"could not save its policy: .* not JSON serializable"):
                     check()
     assert whole.read_text() == before
@@ -219,7 +224,7 @@ def test_a_folder_with_a_layer_that_is_not_known_is_refused(here, kind):
     AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SHAPE | options)).save_pretrained(here / "other")
     load_tokenizer(PolicySpec(source=str(here / "policy"))).save_pretrained(here / "other")
     given = config("model.type=pretrained", "model.path=other", *SUMS, "task.reward=exact", *given)
-    for check in (lambda: dry_run(given, fresh=False), lambda: check_run(given)):
+    for check in (lambda: dry_run(given, fresh=False), lambda: check_run(check_early(given, dry=True))):
         with pytest.raises(ConfigError, match=message):
             check()
 
@@ -295,7 +300,9 @@ BAD = "tests.environments.bad_environments"
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("check", [lambda given: dry_run(given, fresh=False), check_run])
+@pytest.mark.parametrize(
+    "check", [lambda given: dry_run(given, fresh=False), lambda given: check_run(check_early(given))]
+)
 @pytest.mark.parametrize(
     ("given", "answer", "message"),
     [
@@ -410,12 +417,12 @@ def test_a_policy_in_the_cache_of_the_hub_is_checked(here, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
     given = config("model.type=pretrained", "model.path=org/name")
     assert "the model (Qwen2ForCausalLM)" in dry_run(given, fresh=False).checked
-    assert check_run(given).spec.source == "org/name"
+    assert check_run(check_early(given)).spec.source == "org/name"
     os.truncate(snapshot / "model.safetensors", 5000)
     with pytest.raises(ConfigError, match=r"0123/model\.safetensors is damaged"):
         dry_run(given, fresh=False)
     with pytest.raises(ConfigError, match=r"0123/model\.safetensors is damaged"):
-        check_run(given)
+        check_run(check_early(given))
 
 
 def test_it_says_what_a_run_would_announce_about_problems_and_model(here, capsys):
@@ -427,7 +434,7 @@ def test_it_says_what_a_run_would_announce_about_problems_and_model(here, capsys
     said = capsys.readouterr().err
     assert f"note: {here / 'rows.jsonl'}: 30 of 40 rows skipped, prompt or answer empty" in said
     assert f"note: {here / 'rows.jsonl'}: columns that the policy does not see: system" in said
-    assert dry_run(given, fresh=False).notes == list(check_run(given).task.notes)
+    assert dry_run(given, fresh=False).notes == list(check_run(check_early(given)).task.notes)
 
 
 def test_special_tokens_in_prompts_are_announced(here):
@@ -436,7 +443,7 @@ def test_special_tokens_in_prompts_are_announced(here):
     tokenizer.save_pretrained(here / "policy")
     (here / "sums.jsonl").write_text(4 * '{"prompt": "<eos>1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
     given = config(*PRETRAINED, *SUMS, "task.chat=true", "task.reward=exact")
-    for notes in (check_run(given).task.notes, dry_run(given, fresh=False).notes):
+    for notes in (check_run(check_early(given)).task.notes, dry_run(given, fresh=False).notes):
         assert any("prompts hold special tokens, '<eos>'" in note for note in notes), notes
 
 

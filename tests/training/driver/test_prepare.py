@@ -13,6 +13,7 @@ from qurl_ray.data.tasks import load_task
 from qurl_ray.errors import ConfigError, DataError, QurlError
 from qurl_ray.training.driver import prepare
 from qurl_ray.training.driver.dry_run import dry_run
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import check_run
 from qurl_ray.training.driver.run import run
 from qurl_ray.training.driver.run_dir import open_run_dir
@@ -46,7 +47,7 @@ def test_a_model_of_a_relative_path_is_found_by_processes_in_other_folders(tiny_
         f"output_dir={tmp_path}",
     ]
     config = load_config(None, settings)
-    assert check_run(config).spec.source == str(folder.resolve())
+    assert check_run(check_early(config)).spec.source == str(folder.resolve())
 
 
 def lose_a_layer(policy):
@@ -109,14 +110,14 @@ def test_a_held_out_file_that_grew_ends_a_resume_before_anything_is_changed(poli
         write(place.path, 3, state=json.dumps(state))
     for file in ("summary.json", "metrics.jsonl"):
         (place.path / file).write_text("{}\n")
-    assert "its run resumes after step 3" in dry_run(config, fresh=False).checked[2]
+    assert "its run resumes after step 3" in dry_run(check_early(config, dry=True), fresh=False).checked[2]
     with files["held_out"].open("a") as held_out:
         held_out.write('{"prompt": "9+9=", "answer": "18"}\n')
-    for start in (dry_run, run):
+    for start in (lambda config, fresh: dry_run(check_early(config, dry=True), fresh=fresh), run):
         with pytest.raises(DataError, match=r"held-out ones included, .* differ from those of .*step-000003"):
             start(config, fresh=False)
     assert [(place.path / file).read_text() for file in ("summary.json", "metrics.jsonl")] == ["{}\n", "{}\n"]
-    assert "its run is moved aside" in dry_run(config, fresh=True).checked[2]
+    assert "its run is moved aside" in dry_run(check_early(config, dry=True), fresh=True).checked[2]
 
 
 KEYS = [("path", "train"), ("held_out_path", "held_out")]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qurl_ray.config import load_config
 from qurl_ray.errors import DeadlineExceeded, PlacementError, RewardError
 from qurl_ray.training.driver.run import run
-from tests.training.runs import FOLDED, SMALL, WHOLE, events, forget_after, parameters, prompts
+from tests.training.runs import FOLDED, ROOT, SMALL, WHOLE, events, forget_after, parameters, prompts
 
 pytestmark = pytest.mark.ray
 
@@ -62,6 +62,13 @@ def test_a_run_leaves_everything_that_is_promised(whole):
     client = MlflowClient(f"sqlite:///{run_dir.parent}/mlflow.db")
     history = client.get_metric_history(summary["mlflow_run_id"], "reward/mean")
     assert [point.step for point in history] == [1, 2, 3, 4]
+
+
+def test_a_run_leaves_the_files_that_the_documentation_names(whole):
+    page = (ROOT / "docs" / "quickstart.md").read_text().split("## What a run leaves")[1].split("A finished run")[0]
+    files = {name for cell in re.findall(r"^\| (.+?) \|", page, re.MULTILINE) for name in re.findall(r"`(.+?)`", cell)}
+    assert {"policy/", "policy-int8/", "report.html", "checkpoints/"} <= files
+    assert [name for name in files if not (whole.run_dir / name).exists()] == []
 
 
 @pytest.mark.slow
@@ -200,7 +207,6 @@ def test_other_learners_are_resumed_to_the_bit_as_well(tmp_path, cluster, settin
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # three runs
 def test_a_run_is_resumed_by_other_numbers_of_ranks_and_loses_no_prompt(tmp_path, cluster, whole):
     run_dir = tmp_path / "copy" / whole.run_dir.name
     shutil.copytree(whole.run_dir, run_dir)

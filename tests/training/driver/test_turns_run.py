@@ -10,6 +10,7 @@ from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed
 from qurl_ray.report.timeline import read_timeline
 from qurl_ray.spans import ENVIRONMENTS
+from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import check_run
 from qurl_ray.training.driver.run import run
 from tests.actors.test_rows import FORGETS_SIGNS
@@ -105,7 +106,6 @@ def test_a_run_gives_turns_the_credit_that_it_is_told_to(tmp_path, cluster, sett
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_processes_of_a_run_with_turns_are_killed_and_it_ends_where_the_undisturbed_one_does(tmp_path):
     settings = [*SMALL, *TURNS, "steps=12", "checkpoint.every=2", "checkpoint.keep=9"]
     expected = finished(start_job(*settings, f"output_dir={tmp_path / 'undisturbed'}"), tmp_path / "undisturbed/run")
@@ -132,7 +132,7 @@ def test_processes_of_a_run_with_turns_are_killed_and_it_ends_where_the_undistur
 )  # fmt: skip
 def test_an_environment_that_cannot_be_used_ends_the_run_before_it_starts(tmp_path, settings, error, message):
     with pytest.raises(error, match=message):
-        check_run(load_config(None, [*SMALL, f"output_dir={tmp_path}", *settings]))
+        check_run(check_early(load_config(None, [*SMALL, f"output_dir={tmp_path}", *settings])))
 
 
 def settings_with(template: str, spec, tokenizer, folder) -> list[str]:
@@ -150,9 +150,9 @@ def settings_with(template: str, spec, tokenizer, folder) -> list[str]:
 def test_a_template_that_rewrites_turns_is_refused_before_the_start(tiny_spec, tokenizer, tmp_path):
     common = [*settings_with(REWRITES, tiny_spec, tokenizer, tmp_path), "environment.type=calculator"]
     with pytest.raises(DataError, match="rewritten_history=keep"):
-        check_run(load_config(None, common))
+        check_run(check_early(load_config(None, common)))
     for history in ("keep", "new_row"):
-        check_run(load_config(None, [*common, f"environment.rewritten_history={history}"]))
+        check_run(check_early(load_config(None, [*common, f"environment.rewritten_history={history}"])))
 
 
 @pytest.mark.slow

@@ -337,7 +337,6 @@ def s3():
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_killed_run_whose_folder_is_gone_goes_on_from_the_bucket_to_the_same_parameters(
     tmp_path, cluster, s3, monkeypatch
 ):
