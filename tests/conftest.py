@@ -67,6 +67,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # stable
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seconds of each folder's tests, and of their fixtures, if there are several folders."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds["/".join(report.nodeid.partition("::")[0].split("/")[:2])] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds by folder, of all processes together")
+        terminalreporter.write_line(", ".join(f"{place} {time:.0f}" for place, time in seconds.most_common(40)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("equal_bits"):
         invariance = invariance_of(LINEARS, head_dim=64)

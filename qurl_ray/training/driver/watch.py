@@ -26,7 +26,7 @@ from qurl_ray.types import Event
 _POLL_S = 0.2
 _DRAIN_S = 120.0
 _SLICE_S = 1.0
-_END_S = 10.0
+_END_S = 120.0  # a controller may have to start first, on a busy machine
 _LOOK_S = 3.0
 _LOOKS = 3  # checks in a row without room: at a single one, Ray Train may just be placing its ranks
 
@@ -46,10 +46,12 @@ class Fit(threading.Thread):
             self.error = error
 
     def end(self) -> None:
-        """End the training if it still goes on. While this thread waits for an actor, ray.shutdown would crash."""
-        if self.is_alive():
+        """End the training if it still goes on. While this thread waits for an actor, ray.shutdown would end the process
+        without a message. A controller that is still starting can only be killed once it has started."""
+        until = time.monotonic() + _END_S
+        while self.is_alive() and time.monotonic() < until:
             kill_actors("TrainController")
-            self.join(_END_S)
+            self.join(_POLL_S)
 
 
 class Watch:

@@ -84,3 +84,21 @@ def test_a_second_request_aborts_while_the_coordinator_hangs():
 
 def test_without_a_request_a_coordinator_that_hangs_is_an_error_after_its_deadline():
     assert Driver(deadline_s=0.5).seconds(DeadlineExceeded, "the coordinator did not answer for 0.5 s") >= 0.5
+
+
+def test_a_fit_whose_controller_is_still_starting_has_ended_before_ray_is_shut_down(monkeypatch):
+    """A controller that starts is found only by a later look; ray.shutdown beside a fit that waits ends the process."""
+    killed, looks = threading.Event(), []
+
+    def look(name: str) -> None:
+        looks.append(name)
+        if len(looks) == 3:
+            killed.set()
+
+    monkeypatch.setattr(watch, "kill_actors", look)
+    monkeypatch.setattr(watch, "_POLL_S", 0.01)
+    fit = watch.Fit(SimpleNamespace(fit=killed.wait))
+    fit.start()
+    fit.end()
+    assert not fit.is_alive()
+    assert looks == ["TrainController"] * 3
