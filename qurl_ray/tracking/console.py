@@ -13,7 +13,6 @@ from rich.text import Text
 
 from qurl_ray.report.text import MISSING, duration, one_line, pairs
 from qurl_ray.runs.values import number
-from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.summary import commands, summary_panel
 from qurl_ray.types import Event, Outcome
 
@@ -97,7 +96,7 @@ class _View(Protocol):
     """Display of steps, samples and evaluations. All other events are printed in the same way for every view."""
 
     def step(self, event: Event, at: float) -> None: ...
-    def phase(self, event: Event) -> None: ...
+    def stage(self, line: str, step: int) -> None: ...
     def samples(self, event: Event) -> None: ...
     def evaluation(self, event: Event) -> None: ...
     def stop(self) -> None: ...
@@ -114,12 +113,10 @@ class ConsoleSink:
         self._title = title
 
     def handle(self, event: Event, at: float) -> None:
-        if event.kind in ("prompts", "checkpoint"):
+        if event.kind in ("prompts", "checkpoint", "phase"):
             return
         if event.kind == "step":
             self._view.step(event, at)
-        elif event.kind == "phase":
-            self._view.phase(event)
         elif event.kind == "samples":
             self._view.samples(event)
         elif event.kind == "evaluation":
@@ -133,6 +130,10 @@ class ConsoleSink:
                 _print(self._console, line)
         else:
             _print(self._console, *message_line(event))
+
+    def stage(self, line: str, step: int) -> None:
+        """Show a line on the stage that the run is in (tracking.stages), after `step` steps."""
+        self._view.stage(one_line(line), step)
 
     def notices(self) -> list[str]:
         return []
@@ -157,8 +158,8 @@ class PlainView:
         numbers = "  ".join(f"{column.title} {column.show(event.values)}" for column in shown)
         _print(self._console, f"step {event.step}/{self._steps}  {numbers}  left {self._pace.left()}")
 
-    def phase(self, event: Event) -> None:
-        """Do nothing: the lines that follow say what went on."""
+    def stage(self, line: str, step: int) -> None:
+        _print(self._console, line)
 
     def samples(self, event: Event) -> None:
         """Do nothing: samples are in samples.jsonl, and a log has one line per step."""
@@ -196,10 +197,9 @@ class TableView:
         self._rows.append(event)
         self._progress.update(self._task, completed=event.step, left=self._pace.left(), description=self._title)
 
-    def phase(self, event: Event) -> None:
-        """Show what goes on beside the title, and the steps that were made before."""
-        shown = f"{self._title}: {one_line(event.message)}"
-        self._progress.update(self._task, completed=event.step, description=shown)
+    def stage(self, line: str, step: int) -> None:
+        """Show it beside the title, and the steps that were made before."""
+        self._progress.update(self._task, completed=step, description=f"{self._title}: {line}")
 
     def samples(self, event: Event) -> None:
         self._samples = [sample_line(sample) for sample in event.values.get("samples", [])]
@@ -221,7 +221,7 @@ class TableView:
 
 def open_console(
     mode: Mode, *, steps: int, title: str, may_end_early: bool = False, console: Console | None = None
-) -> Sink | None:
+) -> ConsoleSink | None:
     """Return the sink for `mode`; None for "none". `auto` is a table on a terminal, else plain lines."""
     if mode == "none":
         return None

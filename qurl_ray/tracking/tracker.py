@@ -19,6 +19,7 @@ from qurl_ray.tables import SINKS
 from qurl_ray.tracking.callback import CallbackSink
 from qurl_ray.tracking.console import open_console
 from qurl_ray.tracking.sink import Sink
+from qurl_ray.tracking.stages import Stages
 from qurl_ray.types import Event, Outcome
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Tracker:
         )
         if screen:  # first, so that it shows what the others say while they close
             self._sinks.append(screen)
+        self._sinks.append(Stages(run_dir / "logs" / "stages.log", screen.stage if screen else None))
         try:
             for name in config.tracking.sinks:
                 self._sinks.append(_open_sink(name, run_dir, resolved))

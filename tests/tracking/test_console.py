@@ -110,7 +110,7 @@ def test_an_evaluation_is_a_line_of_its_numbers():
 def test_the_bar_says_what_goes_on_until_a_step_and_begins_where_a_run_resumes():
     screen = console(terminal=True)
     sink = opened("table", screen, steps=20)
-    sink.handle(Event(kind="phase", step=7, message="starting [Ray]"), 1.0)
+    sink.stage("starting [Ray]", 7)
     sink._view._live.refresh()
     assert "demo: starting [Ray]" in shown(screen).splitlines()[-1]
     assert " 7/20" in shown(screen).splitlines()[-1]

@@ -20,9 +20,11 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
     stops = StopRequests()
     try:
         with stops.caught(then_exit=True):
+            _say("checking folders, problems and functions", config)
             from qurl_ray.training.driver.early import check_early
 
             early = check_early(config)
+            _say("importing transformers, and checking the model", config)
             from qurl_ray.training.driver.prepare import check_run
 
             checked = check_run(early)
@@ -35,6 +37,12 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
     if result.summary["stopped_by_guard"]:
         return 3
     return stops.exit_status if result.interrupted else 0
+
+
+def _say(stage: str, config: RunConfig) -> None:
+    """Tell what the command is doing, before there is a console of the run that could."""
+    if config.tracking.console != "none":
+        typer.echo(stage, err=True)
 
 
 def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:

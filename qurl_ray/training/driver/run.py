@@ -211,7 +211,7 @@ def _train(
     """Start the actors, train, end the actors. Return the totals of the whole run."""
     workers = config.rollout.max_workers or config.rollout.workers
     check_room(demand(config))
-    _phase("starting workers", totals.steps, tracker)
+    _phase("placing and starting rollout workers", totals.steps, tracker)
     worker_group = WorkerGroup(
         config=config.rollout,
         spec=prepared.spec,
@@ -252,6 +252,7 @@ def _train(
             "inputs": (reference,),
             "run_dir": str(place.path),
         }
+        _phase("placing and starting the learner's ranks", totals.steps, tracker)
         fit = _fit_in_thread(config, context, place.path)
         return Watch(config, coordinator, worker_group, totals, tracker, stops).until_over(fit)
     finally:

@@ -46,8 +46,8 @@ class Fit(threading.Thread):
             self.error = error
 
     def end(self) -> None:
-        """End the training if it still goes on. While this thread waits for an actor, ray.shutdown would end the process
-        without a message. A controller that is still starting can only be killed once it has started."""
+        """End the training if it still goes on. While this thread waits for an actor, ray.shutdown would end the
+        process without a message. A controller that is still starting can only be killed once it has started."""
         until = time.monotonic() + _END_S
         while self.is_alive() and time.monotonic() < until:
             kill_actors("TrainController")

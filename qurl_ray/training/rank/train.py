@@ -45,7 +45,7 @@ from qurl_ray.training.rank.objectives import credit, needs_value_model, objecti
 from qurl_ray.training.rank.precision import fleet_weight_max_code, tell_gradients, unified_flow
 from qurl_ray.training.rank.saver import Saver, barrier, check_shared
 from qurl_ray.training.rank.wait import wait
-from qurl_ray.types import PolicySpec
+from qurl_ray.types import Event, PolicySpec
 from qurl_ray.weights.messages import WeightMessage
 from qurl_ray.weights.sender import Sender
 from qurl_ray.weights.stream import Publisher
@@ -74,6 +74,12 @@ def train_loop(context: dict[str, Any]) -> None:
     if start.over:
         return
     spec, sharded = context["spec"], config.learner.backend == "fsdp"
+
+    def tell(stage: str) -> None:
+        if rank == 0:
+            coordinator.tell.remote(Event(kind="phase", step=start.resume.step if start.resume else 0, message=stage))
+
+    tell("loading the policy into the learner's ranks")
     check_same_files(spec)
     check_memory(config, ray.train.get_context().get_local_world_size())
     load = unloaded_model if sharded else load_model
@@ -138,6 +144,7 @@ def train_loop(context: dict[str, Any]) -> None:
     )
     loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive)
 
+    tell("waiting for the engines to start, and sending the first weights")
     if resume:
         learner.load(resume.learner)
         barrier()
@@ -149,6 +156,7 @@ def train_loop(context: dict[str, Any]) -> None:
         if rollouts != first:
             loop.send(rollouts)
     done = saved = resume.step if resume else 0
+    tell(f"step {done + 1}")
     for step in range(done + 1, config.steps + 1):
         if not loop.step(step):
             break
