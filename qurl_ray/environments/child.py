@@ -19,7 +19,7 @@ from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits, tra
 from qurl_ray.errors import DataError, EnvironmentFailed
 from qurl_ray.extensions import described, printable
 from qurl_ray.rewards.judge import LARGEST
-from qurl_ray.sandbox.keeper import Call
+from qurl_ray.sandbox.keeper import ServerCall
 from qurl_ray.tables import ENVIRONMENTS
 from qurl_ray.tools.messages import check_text, read_message
 from qurl_ray.types import Problem
@@ -31,7 +31,7 @@ class _InvalidError(Exception):
     """An environment returned something else than it should."""
 
 
-def start_environments(spec: str) -> tuple[dict[str, Any], Call]:
+def load_environments(spec: str) -> tuple[dict[str, Any], ServerCall]:
     """Resolve environments of one type. Return their traits, and the function that answers calls.
 
     Args:

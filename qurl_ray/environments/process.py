@@ -37,7 +37,7 @@ class EnvironmentProcess(SandboxedProcess):
         self, name: str, params: dict[str, Any], *, timeout_s: float, memory_gb: float, log: Path | None = None
     ) -> None:
         super().__init__(
-            "qurl_ray.environments.child:start_environments",
+            "qurl_ray.environments.child:load_environments",
             json.dumps({"type": name, "params": params}),
             title=f"environment {name!r}",
             error=EnvironmentFailed,

@@ -1,5 +1,5 @@
-"""What the judge process runs: the reward function, and a check of the threads that it leaves. Only sandbox.keeper runs
-it; it loads neither torch nor ray."""
+"""Server of a reward function, below a keeper (sandbox.keeper), with a check of the threads that answers leave; it
+loads neither torch nor ray."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 from qurl_ray.rewards.given import load
 from qurl_ray.rewards.judge import judge
-from qurl_ray.sandbox.keeper import Call
+from qurl_ray.sandbox.keeper import ServerCall
 from qurl_ray.types import Problem
 
 _MOST_THREADS = 64  # left behind by answers; their stacks count as memory
@@ -17,7 +17,7 @@ _BUSY = 0.1  # share of a core
 _LOOK_AGAIN_S = 1.0  # interval until threads that slept are checked again
 
 
-def start_judge(spec: str) -> tuple[dict[str, Any], Call]:
+def load_judge(spec: str) -> tuple[dict[str, Any], ServerCall]:
     """Resolve the reward. Return the function that judges an answer, which announces nothing before."""
     score = load(spec)
     threads = _ThreadsLeft()

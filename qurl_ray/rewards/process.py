@@ -43,7 +43,7 @@ class VerifierProcess(SandboxedProcess):
         spec = carried(spec)
         self._name = told(spec)
         super().__init__(
-            "qurl_ray.rewards.child:start_judge",
+            "qurl_ray.rewards.child:load_judge",
             spec,
             title=f"reward {self._name!r}",
             error=RewardError,

@@ -2,7 +2,7 @@
 
     parent ─ socket ─► keeper ─► server ─► processes that the user's code starts
 
-server     resolves the user's code with a function of this package (`Start`), then answers the parent's calls
+server     resolves the user's code with a function of this package (`StartServer`), then answers the parent's calls
 keeper     waits for the parent's end of the socket to close, the server to end, or the server's processes to hold too
            much memory; then kills all that the server started, and ends with the server's exit code or with TOO_MUCH
 
@@ -45,9 +45,9 @@ _TICK_MS = 100  # interval between two checks of the memory
 _MAX_PROCESSES = 512  # limit for code that starts a process at every call and never waits for them
 _PR_SET_PDEATHSIG = 1
 
-Call = Callable[..., Sequence[Any]]
+ServerCall = Callable[..., Sequence[Any]]
 """Function that answers a call of the parent, with plain JSON values."""
-Start = Callable[[str], tuple[dict[str, Any], Call]]
+StartServer = Callable[[str], tuple[dict[str, Any], ServerCall]]
 """Function that resolves user code from its description. It returns what the server announces, and its calls' function.
 A QurlError means that the code cannot be used."""
 
@@ -56,7 +56,7 @@ def main(*, fd: int, start: str, spec: str, memory_gb: float) -> NoReturn:
     """Run the keeper of a server that answers on the socket `fd`.
 
     Args:
-        start: name of the server's `Start`, `module:function`.
+        start: name of the server's `StartServer`, `module:function`.
         spec: description of the user's code.
     """
     channel = socket.socket(fileno=fd)
@@ -132,7 +132,7 @@ def _run_server(channel: socket.socket, start: str, spec: str, scratch: str, lim
         os._exit(code)
 
 
-def _serve(channel: socket.socket, start: Start, spec: str) -> None:
+def _serve(channel: socket.socket, start: StartServer, spec: str) -> None:
     """Answer calls until the parent closes the socket."""
     try:
         announced, call = start(spec)

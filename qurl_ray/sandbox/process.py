@@ -46,7 +46,7 @@ class SandboxedProcess:
     after it has ended. Threads may share it if they call one at a time.
 
     Args:
-        start: function of this package that resolves the user's code (keeper.Start), `module:function`.
+        start: function of this package that resolves the user's code (keeper.StartServer), `module:function`.
         spec: description of the user's code, passed on as it is.
         title: name of the user's code in errors: "reward 'exact'".
         error: type of the error if the code cannot be resolved.
