@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -291,14 +291,14 @@ class MlflowSink:
 
     def _log_problems(self, event: Event) -> None:
         """Log the problems of the run as its data set, if the event tells of them."""
-        if found := event.values.get("problems"):
+        if problems := event.values.get("problems"):
             name, source = self._plan.problems
             dataset = Dataset(
                 name=name,
-                digest=str(found["digest"])[:MAX_DATASET_DIGEST_SIZE],
+                digest=str(problems["digest"])[:MAX_DATASET_DIGEST_SIZE],
                 source_type="qurl-ray task",
                 source=source,
-                profile=json.dumps(plain(found)),
+                profile=json.dumps(plain(problems)),
             )
             context = InputTag("mlflow.data.context", "train")
             self._run().client.log_inputs(self._run().run_id, [DatasetInput(dataset, [context])])
@@ -332,7 +332,11 @@ class MlflowSink:
         for event, _ in recorded:
             self._log_problems(event)  # again is no harm
         traced = run.traced()
-        missing = (found for found in samples(self._run_dir) if trace_id(run.run_id, found[0], found[2]) not in traced)
+        missing = (
+            (step, at, sample)
+            for step, at, sample in samples(self._run_dir)
+            if trace_id(run.run_id, step, sample) not in traced
+        )
         for batch in _batches(missing, _WAITING_SAMPLES):
             run.trace(batch)
         if warnings := [event.message for event, _ in recorded if event.kind == "warning"]:
@@ -345,9 +349,9 @@ class MlflowSink:
             if (self._run_dir / name).is_file():
                 run.client.log_artifact(run.run_id, str(self._run_dir / name))
         settings = {"config.yaml": read_config(self._run_dir), "config.json": plain(shown(self._resolved))}
-        for name, found in settings.items():
-            if found:
-                run.client.log_dict(run.run_id, found, name)
+        for name, values in settings.items():
+            if values:
+                run.client.log_dict(run.run_id, values, name)
         if messages := "".join(message_lines(self._run_dir)):
             run.client.log_text(run.run_id, messages, "events.jsonl")
         for name, drawing in plots(self._run_dir).items():
@@ -391,15 +395,15 @@ class _OpenRun:
         names = self.client.get_run(self.run_id).data.metrics
         return {(m.key, m.step) for name in names for m in self.client.get_metric_history(self.run_id, name)}
 
-    def trace(self, found: Iterable[tuple[int, float, dict[str, Any]]]) -> None:
+    def trace(self, records: Sequence[tuple[int, float, dict[str, Any]]]) -> None:
         """Write one trace per (step, unix time, sample). An existing trace is overwritten."""
-        tracing, found = TracingClient(self.client.tracking_uri), list(found)
-        for step, at, sample in found:
+        tracing = TracingClient(self.client.tracking_uri)
+        for step, at, sample in records:
             tracing.start_trace(trace_info(self.run_id, self.experiment_id, step, sample, at))
         try:
             tracing.log_spans(
                 self.experiment_id,
-                [span for step, at, sample in found for span in trace_spans(self.run_id, step, sample, at)],
+                [span for step, at, sample in records for span in trace_spans(self.run_id, step, sample, at)],
             )
         except NotImplementedError as error:
             if "could not identify" not in str(error):
@@ -434,18 +438,18 @@ def is_transient(error: Exception) -> bool:
 
 
 def _experiment_id(client: MlflowClient, plan: RunPlan) -> str:
-    found: Experiment | None = client.get_experiment_by_name(plan.experiment)
-    if found:
-        return found.experiment_id
+    experiment: Experiment | None = client.get_experiment_by_name(plan.experiment)
+    if experiment:
+        return experiment.experiment_id
     location = plan.artifact_root.as_uri() if plan.artifact_root else None
     try:
         return client.create_experiment(plan.experiment, artifact_location=location, tags=_EXPERIMENT_TAGS)
     except MlflowException:
         # Another run that started at the same time may have created it.
-        found = client.get_experiment_by_name(plan.experiment)
-        if not found:
+        experiment = client.get_experiment_by_name(plan.experiment)
+        if not experiment:
             raise
-        return found.experiment_id
+        return experiment.experiment_id
 
 
 def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
