@@ -29,9 +29,9 @@ class TaskBase(Section):
     has failed: the sample is counted in `reward/failed` and left out of the update. In an evaluation a failed reward
     counts as 0."""
     reward_memory_gb: float = Field(4.0, gt=0)
-    """Largest amount of memory, memfds, /dev/shm and temporary files that the process that judges, and all processes
-    that it starts, may hold together, in GiB (2^30 bytes). Beyond it an allocation fails or the process is killed, and
-    the reward has failed, as at the deadline. docs/failure.md says what is guaranteed where."""
+    """Largest amount of memory and temporary files that the process that judges, and all processes that it starts, may
+    hold together, in GiB (2^30 bytes). Beyond it an allocation fails or the process is killed, and the reward has
+    failed, as at the deadline. docs/failure.md says what is guaranteed where."""
     verifiers: int = Field(1, ge=1)
     """Number of verifiers, which judge answers at the same time."""
     template: str = "{prompt}"

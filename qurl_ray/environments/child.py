@@ -1,19 +1,13 @@
 """Server of environments, which runs the user's code below a keeper (sandbox.keeper); it loads neither torch nor ray.
 
-consumes:  JSON lines [mark, operation, trajectory, payload]: "reset" with a problem, "step" with an answer, "close"
-produces:  a JSON line for each, [mark, "ok", result] or [mark, failure, detail]; before the first of them
-           {"ready": true} with the fields of Traits, or {"error": message}
-ends:      when the socket closes; killed by the keeper
-
-The marks are random: what an environment writes to the socket does not count as a reply.
+Its calls are (operation, trajectory, payload): "reset" with a problem, "step" with an answer, "close". A result is
+["ok", value] or [failure, detail]. It announces the fields of Traits.
 """
 
 import asyncio
 import inspect
 import json
 import numbers
-import os
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,6 +19,7 @@ from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits, tra
 from qurl_ray.errors import DataError, EnvironmentFailed
 from qurl_ray.extensions import described, printable
 from qurl_ray.rewards.judge import LARGEST
+from qurl_ray.sandbox.keeper import ServerCall
 from qurl_ray.tables import ENVIRONMENTS
 from qurl_ray.tools.messages import check_text, read_message
 from qurl_ray.types import Problem
@@ -36,29 +31,15 @@ class _InvalidError(Exception):
     """An environment returned something else than it should."""
 
 
-def run_environments(channel: socket.socket, spec: str) -> int:
-    """Serve environments of one type until the parent closes the socket. Return the exit code.
+def load_environments(spec: str) -> tuple[dict[str, Any], ServerCall]:
+    """Resolve environments of one type. Return their traits, and the function that answers calls.
 
     Args:
         spec: JSON of {"type", "params"}.
     """
     settings = json.loads(spec)
-    try:
-        make = ENVIRONMENTS.load(settings["type"])
-        traits = asdict(_traits(make, settings))
-    except EnvironmentFailed as error:
-        _send(channel, {"error": str(error)})
-        return 0
-    _send(channel, {"ready": True} | traits)
-    me, served = os.getpid(), _Served(make, settings["params"])
-    with channel.makefile("rb") as stream:
-        for line in stream:
-            mark, operation, trajectory, payload = json.loads(line)
-            reply = served.reply(operation, trajectory, payload)
-            if os.getpid() != me:  # the environment forked and returned twice; only one process may answer
-                os._exit(0)
-            _send(channel, [mark, *reply])
-    return 0
+    make = ENVIRONMENTS.load(settings["type"])
+    return asdict(_traits(make, settings)), _Served(make, settings["params"]).call
 
 
 def _traits(make: Any, settings: dict[str, Any]) -> Traits:
@@ -76,18 +57,18 @@ class _Served:
 
     def __init__(self, make: Any, params: dict[str, Any]) -> None:
         self._make, self._params = make, params
-        self._there: dict[str, Any] = {}
+        self._environments: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
 
-    def reply(self, operation: str, trajectory: str, payload: Any) -> tuple[str, Any]:
+    def call(self, operation: str, trajectory: str, payload: Any) -> tuple[str, Any]:
         """Return ("ok", result) or (failure, detail). A failed trajectory is forgotten."""
         try:
             match operation:
                 case "reset":
-                    self._there[trajectory] = environment = self._make(**self._params)
+                    self._environments[trajectory] = environment = self._make(**self._params)
                     return "ok", _sendable(_messages(self._finished(environment.reset(Problem(**payload)))))
                 case "step":
-                    return "ok", _sendable(_plain(self._finished(self._there[trajectory].step(payload))))
+                    return "ok", _sendable(_plain(self._finished(self._environments[trajectory].step(payload))))
             self._close(trajectory)
             return "ok", None
         except (_InvalidError, DataError) as error:
@@ -99,18 +80,18 @@ class _Served:
         return kind, printable(detail, _DETAIL_CHARS)
 
     def _close(self, trajectory: str) -> None:
-        close = getattr(self._there.pop(trajectory, None), "close", None)
+        close = getattr(self._environments.pop(trajectory, None), "close", None)
         if close:
             self._finished(close())
 
-    def _finished(self, found: Any) -> Any:
-        return self._loop.run_until_complete(found) if inspect.isawaitable(found) else found
+    def _finished(self, returned: Any) -> Any:
+        return self._loop.run_until_complete(returned) if inspect.isawaitable(returned) else returned
 
 
-def _messages(found: Any) -> list[EnvironmentMessage]:
-    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
-        raise _InvalidError(f"it returned {type(found).__name__} for messages, expected a list")
-    return [read_message(message, f"message {number}", "messages") for number, message in enumerate(found, start=1)]
+def _messages(returned: Any) -> list[EnvironmentMessage]:
+    if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
+        raise _InvalidError(f"it returned {type(returned).__name__} for messages, expected a list")
+    return [read_message(message, f"message {number}", "messages") for number, message in enumerate(returned, start=1)]
 
 
 def _plain(step: Any) -> dict[str, Any]:
@@ -134,7 +115,3 @@ def _sendable(result: Any) -> Any:
         raise _InvalidError(f"it is no plain JSON: {error}") from None
     check_text(result, "its result")
     return result
-
-
-def _send(channel: socket.socket, reply: object) -> None:
-    channel.sendall(json.dumps(reply).encode() + b"\n")

@@ -1,26 +1,27 @@
-"""A process that runs a user's code: JSON lines over a socket, with deadlines, and an end that is certain."""
+"""A process that runs a user's code: calls over a socket, with deadlines, and an end that is certain."""
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 from qurl_ray.errors import QurlError
 from qurl_ray.extensions import TRACEBACKS
-from qurl_ray.sandbox.keeper import STOPPED, TOO_MUCH
+from qurl_ray.sandbox.keeper import TOO_MUCH
 
 MEMORY_GB = 4.0
 _START_S = 120.0  # importing a user's module on a busy machine may take a while
 _END_S = 30.0  # time for the kernel to end killed processes
-_WAKE_S = 0.2  # pause between two signals that wake a stopped warden
 _MAX_REPLY_BYTES = 1 << 20
 _MAX_LOG_BYTES = 64 << 20  # beyond it, a log begins again
 
@@ -33,45 +34,119 @@ _BOOT = (
 _BROKE_PROTOCOL = "wrote to the socket of its replies"
 
 
-class LateError(Exception):
-    """No reply arrived by the deadline."""
-
-
 class DeathError(Exception):
-    """The process ended, or broke the protocol. The message says how, as a predicate without subject.
+    """The process ended, or broke the protocol. The message says how, as a predicate without subject."""
 
-    Args:
-        code: exit code, negative for a signal; None if the process broke the protocol.
-    """
-
-    def __init__(self, predicate: str = _BROKE_PROTOCOL, code: int | None = None) -> None:
+    def __init__(self, predicate: str = _BROKE_PROTOCOL) -> None:
         super().__init__(predicate)
-        self.code = code
 
 
 class SandboxedProcess:
-    """Warden process, and the socket to the server below it (sandbox.keeper).
-
-    The server sends {"ready": true} or {"error": message} when it has imported the user's code, then JSON lines.
+    """Keeper process and the socket to the server below it (sandbox.keeper). It starts when it is needed, and again
+    after it has ended. Threads may share it if they call one at a time.
 
     Args:
-        server: function of this package that serves, `module:function`.
-        spec: what it serves, passed on as it is.
+        start: function of this package that resolves the user's code (keeper.StartServer), `module:function`.
+        spec: description of the user's code, passed on as it is.
+        title: name of the user's code in errors: "reward 'exact'".
+        error: type of the error if the code cannot be resolved.
         memory_gb: limit for the server and all that it starts together, for memory and temporary files, in GiB; see
             docs/failure.md for the systems on which it is enforced.
         log: file for all that is printed there; None drops it.
     """
 
-    def __init__(self, server: str, spec: str, memory_gb: float, log: Path | None = None) -> None:
-        self._memory_gb = memory_gb
-        self.log = log
+    def __init__(
+        self, start: str, spec: str, *, title: str, error: type[QurlError], memory_gb: float, log: Path | None
+    ) -> None:
+        self._start, self._spec, self._title, self._error = start, spec, title, error
+        self._memory_gb, self._log = memory_gb, log
+        self._keeper: subprocess.Popen | None = None
+        self.announced: dict[str, Any] = {}
+        """Fields that the server sent when it had resolved the user's code."""
+
+    @property
+    def running(self) -> bool:
+        """True if the process is running."""
+        return self._keeper is not None and self._keeper.poll() is None
+
+    @property
+    def owes(self) -> int:
+        """Number of outstanding results."""
+        return len(self._owed) if self._keeper else 0
+
+    def check(self) -> None:
+        """Start the process if none is running, and resolve the user's code in it. Raise an error, of the type that was
+        chosen, if that fails."""
+        if self.running:
+            return
+        self.close()
+        self._launch()
+        try:
+            self.announced = self._announcement()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, calls: Sequence[Sequence[Any]], timeout_s: float) -> None:
+        """Send calls, each with its arguments. No result may be outstanding: user code can read all on the socket.
+
+        Raises:
+            TimeoutError: the server has not read them in time.
+            DeathError: it has ended.
+        """
+        marks = [secrets.token_hex(8) for _ in calls]
+        self._owed.extend(marks)
+        line = json.dumps([[mark, *arguments] for mark, arguments in zip(marks, calls, strict=True)]) + "\n"
+        self._shorten_log()
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(line.encode())
+        except TimeoutError:
+            raise
+        except OSError:
+            raise self._death() from None
+
+    def result(self, timeout_s: float) -> list[Any]:
+        """Return the result of the first call that has none yet.
+
+        Raises:
+            TimeoutError: none came in time.
+            DeathError: the process has ended, or sent something else.
+        """
+        match self._receive(timeout_s):
+            case [mark, *result] if mark == self._owed.popleft():
+                return result
+        raise DeathError
+
+    def close(self) -> None:
+        """End the process and all that it started. A later call starts another one."""
+        keeper, self._keeper = self._keeper, None  # another thread may close, too
+        if keeper is None:
+            return
+        self._socket.close()  # the keeper notices, and kills all
+        keeper.send_signal(signal.SIGCONT)  # the user's code may have stopped it
+        try:
+            keeper.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _launch(self) -> None:
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
+        self._owed: deque[str] = deque()
         # The working directory comes last: a user's own module is found, but hides no other module.
         path = [*(entry or os.getcwd() for entry in sys.path), os.getcwd()]
-        settings = {"server": server, "spec": spec, "memory_gb": memory_gb, "path": path, "fd": theirs.fileno()}
-        with theirs, _opened(log) as output:
-            self._process = subprocess.Popen(
+        settings = {"start": self._start, "spec": self._spec, "memory_gb": self._memory_gb, "path": path}
+        settings["fd"] = theirs.fileno()
+        with theirs, _open_log(self._log) as output:
+            self._keeper = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-c", _BOOT],
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that Ctrl-C does not reach it
@@ -80,67 +155,33 @@ class SandboxedProcess:
                 stderr=output,
                 env={"OMP_NUM_THREADS": "1", TRACEBACKS: tempfile.gettempdir(), **os.environ},
             )
-        assert self._process.stdin
-        with suppress(BrokenPipeError), self._process.stdin as settings_of:  # the wait for it tells of its death
-            settings_of.write(json.dumps(settings).encode())
+        assert self._keeper.stdin
+        with suppress(BrokenPipeError), self._keeper.stdin as stdin:  # the wait for it tells of its death
+            stdin.write(json.dumps(settings).encode())
 
-    def wait_until_ready(self, what: str, error: type[QurlError]) -> dict[str, Any]:
-        """Return the server's first line when it has imported the user's code. Raise `error`, about `what`, if it
-        cannot be imported."""
+    def _announcement(self) -> dict[str, Any]:
         try:
-            reply = self.receive(_START_S)
-        except LateError:
-            raise error(f"{what}: importing it took longer than {_START_S:g} s") from None
-        except DeathError as death:
-            raise error(f"{what}: the process that imports it {death}") from None
-        match reply:
-            case {"ready": True}:
-                return reply
-            case {"error": str(message)}:
-                raise error(message.encode(errors="backslashreplace").decode())  # half of a surrogate pair is no text
-        raise error(f"{what}: the process that imports it {_BROKE_PROTOCOL}")
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def code(self) -> int | None:
-        """Exit code, once the process has ended."""
-        return self._process.returncode
-
-    def send(self, line: object, timeout_s: float) -> None:
-        """Send one line, as JSON.
-
-        Raises:
-            LateError: the server has not read it in time.
-            DeathError: it has ended.
-        """
-        self._socket.settimeout(timeout_s)
-        if self.log:
-            with suppress(OSError):
-                if self.log.stat().st_size > _MAX_LOG_BYTES:
-                    os.truncate(self.log, 0)
-        try:
-            self._socket.sendall(json.dumps(line).encode() + b"\n")
+            reply = self._receive(_START_S)
         except TimeoutError:
-            raise LateError from None
-        except OSError:
-            raise self._death() from None
+            raise self._error(f"{self._title}: importing it took longer than {_START_S:g} s") from None
+        except DeathError as death:
+            raise self._error(f"{self._title}: the process that imports it {death}") from None
+        match reply:
+            case {"ready": dict(announced)}:
+                return announced
+            case {"error": str(message)}:
+                raise self._error(message.encode(errors="backslashreplace").decode())  # a lone surrogate is no text
+        raise self._error(f"{self._title}: the process that imports it {_BROKE_PROTOCOL}")
 
-    def receive(self, timeout_s: float) -> Any:
-        """Receive the next line. It is JSON: pickles from a process that runs a user's code are not safe.
-
-        Raises:
-            LateError: none came in time.
-            DeathError: the process has ended, or sent something else.
-        """
+    def _receive(self, timeout_s: float) -> Any:
+        """Receive the next line. It is JSON: pickles from a process that runs a user's code are not safe."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError:
-                raise LateError from None
+                raise
             except OSError:
                 data = b""
             if not data:  # no process has the other end: the keeper and all others have ended
@@ -154,48 +195,32 @@ class SandboxedProcess:
         except (ValueError, RecursionError):
             raise DeathError from None
 
-    def end(self) -> None:
-        """Close the socket: the keeper notices and kills all, then the warden ends. Kill the warden if it does not."""
-        self._socket.close()
-        deadline = time.monotonic() + _END_S
-        while time.monotonic() < deadline:
-            self._process.send_signal(signal.SIGCONT)  # the user's code may have stopped it
-            try:
-                self._process.wait(timeout=_WAKE_S)
-            except subprocess.TimeoutExpired:
-                continue
-            return
-        self._process.kill()
-        self._process.wait()
-
     def _death(self) -> DeathError:
         """Return the error that describes how the process ended."""
         try:
-            code = self._process.wait(timeout=1.0)
+            code = self._keeper.wait(timeout=1.0) if self._keeper else 0
         except subprocess.TimeoutExpired:
             return DeathError("broke the connection")
-        return DeathError(self._how(code) + (f"; it printed into {self.log}" if self._printed() else ""), code)
-
-    def _printed(self) -> bool:
-        return self.log is not None and self.log.is_file() and self.log.stat().st_size > 0
+        printed = self._log is not None and self._log.is_file() and self._log.stat().st_size > 0
+        return DeathError(self._how(code) + (f"; it printed into {self._log}" if printed else ""))
 
     def _how(self, code: int) -> str:
         if code == TOO_MUCH:
             return f"and what it started held more than {self._memory_gb:g} GiB, or too many processes"
-        if code == STOPPED:
-            return "was killed, since the process that keeps it had been stopped by a signal"
         if code < 0:
             return f"was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"ended with exit code {code}"
 
+    def _shorten_log(self) -> None:
+        with suppress(OSError):
+            if self._log and self._log.stat().st_size > _MAX_LOG_BYTES:
+                os.truncate(self._log, 0)
 
-@contextmanager
-def _opened(log: Path | None) -> Iterator[int]:
-    """Yield a file descriptor to print to: of the log, or of nothing if there is none, or it cannot be written."""
-    with ExitStack() as stack:
-        output = subprocess.DEVNULL
+
+def _open_log(log: Path | None) -> BinaryIO:
+    """Open the log, or the null device if there is none, or it cannot be written."""
+    with suppress(OSError):
         if log:
-            with suppress(OSError):
-                log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(log.open("ab")).fileno()
-        yield output
+            log.parent.mkdir(parents=True, exist_ok=True)
+            return log.open("ab")
+    return open(os.devnull, "ab")

@@ -10,17 +10,15 @@ import math
 import os
 import platform
 import resource
-import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from qurl_ray.sandbox.held import descendants
+from qurl_ray.sandbox.descendants import adopt_orphans, descendants, kill_descendants
 
 _FORBIDDEN = {
     "x86_64": (41, 62, 101, 129, 200, 234, 297, 311, 424, 425),
@@ -32,9 +30,8 @@ _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 _OTHER_ABI = 0x40000000  # first number of x32's calls, the same ones under other numbers
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # linux/bpf_common.h
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM  # linux/seccomp.h
-_PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 22, 36, 38
+_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _FILE_BYTES = 16 << 20
-_PAUSE_S = 0.002
 
 SUPPORTED = sys.platform == "linux" and platform.machine() in _FORBIDDEN
 
@@ -65,8 +62,8 @@ def run_program(
     """
     if not SUPPORTED:
         raise OSError("programs of a policy run only on Linux, on x86-64 and arm64: elsewhere nothing holds them")
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)  # whose parent ends is ours
-    there = set(descendants(os.getpid()))
+    adopt_orphans()
+    others = descendants(os.getpid())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as out:
         try:
             process = subprocess.Popen(
@@ -77,7 +74,7 @@ def run_program(
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_Limits(cpu_s=math.ceil(timeout_s) + 1, memory_bytes=memory_bytes),
+                preexec_fn=partial(_set_limits, cpu_s=math.ceil(timeout_s) + 1, memory_bytes=memory_bytes),
             )
         except subprocess.SubprocessError as error:
             raise OSError(f"the limits of a program cannot be set here: {error}") from error
@@ -86,30 +83,26 @@ def run_program(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process, there)
+            process.kill()
+            process.wait()
+            kill_descendants(keep=others)
         out.seek(0)
         text = out.read(4 * most_characters + 1).decode(errors="replace")
     return Ran(output=text[:most_characters], cut=len(text) > most_characters, code=code)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """Sets the limits of a new process, before its program begins."""
-
-    cpu_s: int
-    memory_bytes: int
-
-    def __call__(self) -> None:
-        for limit, most in (
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_CPU, self.cpu_s),
-            (resource.RLIMIT_FSIZE, _FILE_BYTES),
-            (resource.RLIMIT_DATA, self.memory_bytes),
-        ):
-            hard = resource.getrlimit(limit)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(limit, (most, most))
-        refuse_calls(_FORBIDDEN[platform.machine()])
+def _set_limits(*, cpu_s: int, memory_bytes: int) -> None:
+    """Set the limits of this process, which is new, before its program begins."""
+    for limit, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_FSIZE, _FILE_BYTES),
+        (resource.RLIMIT_DATA, memory_bytes),
+    ):
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    refuse_calls(_FORBIDDEN[platform.machine()])
 
 
 def refuse_calls(numbers: Sequence[int]) -> None:
@@ -134,20 +127,3 @@ def refuse_calls(numbers: Sequence[int]) -> None:
     for option, first, second in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, 2, ctypes.addressof(pointer))):
         if libc.prctl(option, ctypes.c_ulong(first), ctypes.c_ulong(second), 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "seccomp")
-
-
-def _end(process: subprocess.Popen, there: set[int]) -> None:
-    """Kill a program and all that came from it, until nothing is left."""
-    while True:
-        left = set(descendants(os.getpid())) - there
-        if process.poll() is None:
-            left.add(process.pid)
-        if not left:
-            return
-        for one in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(one, signal.SIGKILL)
-            if one != process.pid:
-                with suppress(ChildProcessError):  # not a child of ours yet
-                    os.waitpid(one, os.WNOHANG)
-        time.sleep(_PAUSE_S)

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanContext, Status, StatusCode
 
 from qurl_ray.report.text import storable
 from qurl_ray.runs.files import finite
-from qurl_ray.runs.values import flatten, number, plain
+from qurl_ray.runs.values import plain
 from qurl_ray.tracking.numbers import event_numbers
 from qurl_ray.types import Event
 
@@ -33,14 +33,10 @@ _Sample = Mapping[str, Any]
 
 
 def event_metrics(event: Event, at: float) -> list[Metric]:
-    """Return the numbers of an event as metrics; `at` is unix time in seconds."""
-    return to_metrics(event_numbers(event), step=event.step, at=at)
-
-
-def to_metrics(values: Mapping[str, Any], *, step: int, at: float) -> list[Metric]:
-    """Return the numbers in `values` under names that MLflow accepts; NaN stays NaN. `at` is unix time in seconds."""
-    leaves = ((key, number(value)) for key, value in flatten(values, "/"))
-    return [Metric(metric_name(key), value, int(at * 1000), step) for key, value in leaves if value is not None]
+    """Return the numbers of an event as metrics, under names that MLflow accepts; NaN stays NaN. `at` is unix time in
+    seconds."""
+    numbers = event_numbers(event).items()
+    return [Metric(metric_name(name), value, int(at * 1000), event.step) for name, value in numbers]
 
 
 def metric_name(key: str) -> str:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,6 +33,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the c
 from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, Run, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.rest_store import RestStore
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 from mlflow.utils.validation import (
@@ -56,23 +57,21 @@ from qurl_ray.runs.recorded import events, message_lines, samples
 from qurl_ray.runs.values import flatten, plain
 from qurl_ray.tracking import mlflow_policy
 from qurl_ray.tracking.background import Background
-from qurl_ray.tracking.machine import MachineWatch
 from qurl_ray.tracking.mlflow_records import (
     event_metrics,
     metric_name,
     param_text,
-    to_metrics,
     trace_id,
     trace_info,
     trace_spans,
 )
-from qurl_ray.tracking.mlflow_view import COLORS, KIND_TAG, VIEW_TAG, view_path, view_value
 from qurl_ray.types import Event, Outcome
 
 _STATUS = {"finished": RunStatus.FINISHED, "failed": RunStatus.FAILED, "interrupted": RunStatus.KILLED}
 _ARTIFACTS = ("summary.json", "samples.jsonl", "metrics.jsonl", "report.html")
 RUN_ID_FILE = "mlflow_run_id"
-_COLOR_TAG = "mlflow.runColor"
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""Tags of an experiment of training runs. As there are traces, too, MLflow would take it for one of prompts."""
 _UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens by default
 _DRAIN_S = 30.0
 _GIT_S = 5.0
@@ -182,10 +181,8 @@ class MlflowSink:
         self._resolved = resolved
         self._drain_s = drain_s
         self._open_run: _OpenRun | None = None
-        self._viewed = False
-        """The experiment has its view."""
         self._settled = threading.Event()
-        self._warnings = self._step = 0
+        self._warnings = 0
         self._began = next((at for _, at in events(run_dir)), None)
         self._ended: float | None = None
         self._known: set[tuple[str, int]] | None = None
@@ -193,8 +190,9 @@ class MlflowSink:
         recourse = f"{run_dir} has all of them: qurl track {shlex.quote(str(run_dir))} sends them"
         self._background = Background(self.name, first=self._open, is_transient=is_transient, recourse=recourse)
         self._background.submit(self._log_plan)
-        self._background.submit(self._settle_view)
-        self._watch = MachineWatch(self._take_readings) if watch else None
+        self._monitor: SystemMetricsMonitor | None = None
+        if watch:
+            self._background.submit(self._watch_machine)
 
     def run_id(self, timeout_s: float) -> str | None:
         """Id of the MLflow run; None if it cannot be opened within `timeout_s` seconds."""
@@ -207,10 +205,10 @@ class MlflowSink:
         if not self._open_run or not self.uri.startswith(("http", "sqlite")):
             return None
         server = shown_address(self.uri).rstrip("/") if self.uri.startswith("http") else _UI
-        return server + view_path(self._open_run.experiment_id, viewed=self._viewed)
+        return f"{server}/#/experiments/{self._open_run.experiment_id}/runs?compareRunsMode=CHART"
 
     def handle(self, event: Event, at: float) -> None:
-        self._step, self._ended = max(self._step, event.step), at
+        self._ended = at
         if event.kind == "samples":
             self._background.offer(lambda: self._log_samples(event, at), _WAITING_SAMPLES)
         elif event.kind in _NUMBERS:
@@ -221,18 +219,13 @@ class MlflowSink:
         return own + self._background.notices()
 
     def close(self, outcome: Outcome) -> None:
-        if self._watch:
-            self._watch.stop()
+        self._background.submit(self._stop_monitor)
         self._background.submit(self._make_good)
         self._background.submit(self._log_artifacts)
         self._background.submit(lambda: self._end(outcome))
         if outcome != "failed":
             self._background.submit(self._register_policy)  # last, because only copying a policy may take long
         self._background.drain(self._drain_s)
-
-    def _take_readings(self, values: dict[str, float]) -> None:
-        metrics = to_metrics(values, step=self._step, at=time.time())
-        self._background.offer(lambda: self._run().log(metrics))
 
     # --- in the background thread ------------------------------------------------------------------
 
@@ -284,32 +277,28 @@ class MlflowSink:
             run.client.log_batch(run.run_id, params=batch)
         run.tag(self._plan.tags)
 
-    def _settle_view(self) -> None:
-        """Give the run a colour that the runs before it do not have, and the experiment its view, if it has none."""
+    def _watch_machine(self) -> None:
+        """Start MLflow's own monitor of this machine. It stops at the first request that its server does not answer."""
         run = self._run()
-        if not run.earlier or _COLOR_TAG not in run.earlier.data.tags:
-            before = run.client.search_runs([run.experiment_id], max_results=len(COLORS), order_by=["start_time DESC"])
-            used = [known.data.tags.get(_COLOR_TAG) for known in before]
-            # The one that was used longest ago, if all are in use.
-            free = [color for color in COLORS if color not in used] or [color for color in reversed(used) if color]
-            run.tag({_COLOR_TAG: free[0]})
-        tags = run.client.get_experiment(run.experiment_id).tags
-        if VIEW_TAG not in tags:
-            run.client.set_experiment_tag(run.experiment_id, VIEW_TAG, view_value(int(1000 * time.time())))
-        if KIND_TAG[0] not in tags:
-            run.client.set_experiment_tag(run.experiment_id, *KIND_TAG)
-        self._viewed = True
+        self._monitor = SystemMetricsMonitor(
+            run.run_id, resume_logging=run.earlier is not None, tracking_uri=run.client.tracking_uri
+        )
+        self._monitor.start()
+
+    def _stop_monitor(self) -> None:
+        if self._monitor:
+            self._monitor.finish()
 
     def _log_problems(self, event: Event) -> None:
         """Log the problems of the run as its data set, if the event tells of them."""
-        if found := event.values.get("problems"):
+        if problems := event.values.get("problems"):
             name, source = self._plan.problems
             dataset = Dataset(
                 name=name,
-                digest=str(found["digest"])[:MAX_DATASET_DIGEST_SIZE],
+                digest=str(problems["digest"])[:MAX_DATASET_DIGEST_SIZE],
                 source_type="qurl-ray task",
                 source=source,
-                profile=json.dumps(plain(found)),
+                profile=json.dumps(plain(problems)),
             )
             context = InputTag("mlflow.data.context", "train")
             self._run().client.log_inputs(self._run().run_id, [DatasetInput(dataset, [context])])
@@ -343,7 +332,11 @@ class MlflowSink:
         for event, _ in recorded:
             self._log_problems(event)  # again is no harm
         traced = run.traced()
-        missing = (found for found in samples(self._run_dir) if trace_id(run.run_id, found[0], found[2]) not in traced)
+        missing = (
+            (step, at, sample)
+            for step, at, sample in samples(self._run_dir)
+            if trace_id(run.run_id, step, sample) not in traced
+        )
         for batch in _batches(missing, _WAITING_SAMPLES):
             run.trace(batch)
         if warnings := [event.message for event, _ in recorded if event.kind == "warning"]:
@@ -356,9 +349,9 @@ class MlflowSink:
             if (self._run_dir / name).is_file():
                 run.client.log_artifact(run.run_id, str(self._run_dir / name))
         settings = {"config.yaml": read_config(self._run_dir), "config.json": plain(shown(self._resolved))}
-        for name, found in settings.items():
-            if found:
-                run.client.log_dict(run.run_id, found, name)
+        for name, values in settings.items():
+            if values:
+                run.client.log_dict(run.run_id, values, name)
         if messages := "".join(message_lines(self._run_dir)):
             run.client.log_text(run.run_id, messages, "events.jsonl")
         for name, drawing in plots(self._run_dir).items():
@@ -402,15 +395,15 @@ class _OpenRun:
         names = self.client.get_run(self.run_id).data.metrics
         return {(m.key, m.step) for name in names for m in self.client.get_metric_history(self.run_id, name)}
 
-    def trace(self, found: Iterable[tuple[int, float, dict[str, Any]]]) -> None:
+    def trace(self, records: Sequence[tuple[int, float, dict[str, Any]]]) -> None:
         """Write one trace per (step, unix time, sample). An existing trace is overwritten."""
-        tracing, found = TracingClient(self.client.tracking_uri), list(found)
-        for step, at, sample in found:
+        tracing = TracingClient(self.client.tracking_uri)
+        for step, at, sample in records:
             tracing.start_trace(trace_info(self.run_id, self.experiment_id, step, sample, at))
         try:
             tracing.log_spans(
                 self.experiment_id,
-                [span for step, at, sample in found for span in trace_spans(self.run_id, step, sample, at)],
+                [span for step, at, sample in records for span in trace_spans(self.run_id, step, sample, at)],
             )
         except NotImplementedError as error:
             if "could not identify" not in str(error):
@@ -445,18 +438,18 @@ def is_transient(error: Exception) -> bool:
 
 
 def _experiment_id(client: MlflowClient, plan: RunPlan) -> str:
-    found: Experiment | None = client.get_experiment_by_name(plan.experiment)
-    if found:
-        return found.experiment_id
+    experiment: Experiment | None = client.get_experiment_by_name(plan.experiment)
+    if experiment:
+        return experiment.experiment_id
     location = plan.artifact_root.as_uri() if plan.artifact_root else None
     try:
-        return client.create_experiment(plan.experiment, artifact_location=location)
+        return client.create_experiment(plan.experiment, artifact_location=location, tags=_EXPERIMENT_TAGS)
     except MlflowException:
         # Another run that started at the same time may have created it.
-        found = client.get_experiment_by_name(plan.experiment)
-        if not found:
+        experiment = client.get_experiment_by_name(plan.experiment)
+        if not experiment:
             raise
-        return found.experiment_id
+        return experiment.experiment_id
 
 
 def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import multiprocessing.shared_memory
 import numbers
 import os
 import re
@@ -229,77 +228,23 @@ def tells_its_process(answer, problem):
     return os.getpid()
 
 
-def _ancestor(generations):
-    """1 is the keeper, 2 the warden, 3 the process that uses VerifierProcess."""
-    process = os.getpid()
-    for _ in range(generations):
-        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    return process
-
-
 def kills_its_caller(answer, problem):
+    """The keeper's parent is the process that uses VerifierProcess."""
     if answer == "kill caller":
-        os.kill(_ancestor(3), signal.SIGKILL)
+        keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+        os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
         time.sleep(600)
     time.sleep(0.005)
     return _exact(answer, problem)
 
 
-def hurts_its_keepers(answer, problem):
-    """Such as "9 1": SIGKILL to the keeper, after it has started a process in its own session and one that left it."""
-    if " " in answer:
+def stops_its_keeper(answer, problem):
+    if answer == "stop":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         _daemon()
-        number, generations = map(int, answer.split())
-        os.kill(_ancestor(generations), number)
+        os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(600)
     return _exact(answer, problem)
-
-
-def fills_files_in_memory(answer, problem):
-    """Ten files of 20 MiB, each written in about 50 ms."""
-    chunk, name = b"x" * 2**20, os.environ["QURL_TEST_MARK"]
-    folder = Path("/dev/shm")
-    if answer == "folder":
-        folder = Path(tempfile.mkdtemp(prefix=name, dir=folder))
-    for number in range(10):
-        if answer == "memfd":
-            fd = os.memfd_create("big")
-            for _ in range(20):
-                os.write(fd, chunk)
-        if answer in ("shm", "folder"):
-            with (folder / f"{name}-{number}").open("wb") as file:
-                for _ in range(20):
-                    file.write(chunk)
-                    time.sleep(0.002)
-        if answer == "deleted":
-            file = tempfile.TemporaryFile(dir="/dev/shm")  # noqa: SIM115
-            file.write(chunk * 20)
-            file.flush()
-            _KEPT.append(file)
-    if answer != "2":
-        time.sleep(600)
-    return _exact(answer, problem)
-
-
-_KEPT = []
-
-
-def uses_files_in_memory(answer, problem):
-    """Maps 80 MiB that it also has open, and leaves 1 MiB. Reads and writes files of others, which the answer names."""
-    shared = multiprocessing.shared_memory.SharedMemory(create=True, size=80 * 2**20)
-    for at in range(0, shared.size, 2**20):
-        shared.buf[at : at + 2**20] = b"x" * 2**20
-    own = Path(f"/dev/shm/{os.environ['QURL_TEST_MARK']}-own").open("wb")  # noqa: SIM115
-    own.write(b"x" * 2**20)
-    own.flush()
-    read, written = answer.split()
-    with open(read, "rb") as first, open(written, "r+b") as second:
-        second.write(first.read(1))
-        time.sleep(0.5)
-    shared.close()
-    shared.unlink()
-    return 1.0
 
 
 def _spin():
@@ -319,8 +264,6 @@ def leaves_threads(answer, problem):
             threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
     if answer == "pool":
         _POOL.submit(sum, range(1000)).result()
-    if answer == "exit 98":
-        os._exit(98)
     time.sleep(0.001)
     return float(os.getpid())
 

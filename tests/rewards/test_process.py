@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from qurl_ray.errors import RewardError
-from qurl_ray.rewards import process
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.sandbox import process as sandbox
 from qurl_ray.types import Problem
@@ -126,7 +125,7 @@ def test_a_reward_that_returns_twice_answers_once():
 def test_a_daemon_that_an_answer_leaves_behind_goes_with_the_process(mark):
     with VerifierProcess("bad_rewards:leaves_a_daemon", 5.0) as verifier:
         assert statuses(verifier.judge_many([("return", PROBLEM), ("2", PROBLEM)])) == [WRONG, GOOD]
-        assert len(alive(mark)) == 4  # warden, keeper, judge, daemon: that this test can see it
+        assert len(alive(mark)) == 3  # keeper, judge, daemon: that this test can see it
 
 
 def test_more_processes_than_any_reward_needs_are_killed(monkeypatch):
@@ -136,20 +135,10 @@ def test_more_processes_than_any_reward_needs_are_killed(monkeypatch):
     assert "too many processes" in verdicts[0].detail
 
 
-@pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("generations", [1, 2], ids=["keeper", "warden"])
-def test_a_hurt_keeper_costs_its_answer_and_leaves_no_process(hurt, generations, mark):
-    with VerifierProcess("bad_rewards:hurts_its_keepers", 3.0) as verifier:
-        verifier.check()
-        verdicts = verifier.judging([(f"{hurt:d} {generations}", PROBLEM)])
-        status = "timeout" if (hurt, generations) == (signal.SIGSTOP, 2) else "error"
-        assert statuses(verdicts) == [(0.0, status)]
-        assert wait_for(lambda: not alive(mark)), "orphans"
-        assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
-
-
-def test_a_stopped_keeper_is_named():
-    assert "had been stopped" in judge("hurts_its_keepers", [f"{signal.SIGSTOP:d} 1"], timeout_s=5)[0].detail
+def test_an_answer_that_stops_its_keeper_times_out_and_leaves_no_process(mark):
+    verdicts = judge("stops_its_keeper", ["stop", "2"], timeout_s=3.0)
+    assert statuses(verdicts) == [(0.0, "timeout"), GOOD]
+    assert wait_for(lambda: not alive(mark)), "orphans"
 
 
 def test_memory_is_bounded_without_being_asked_for():
@@ -177,37 +166,6 @@ def test_temporary_files_are_bounded_and_taken_away(answer, detail, tmp_path, mo
     assert statuses(verdicts) == [GOOD, (0.0, "error"), GOOD]
     assert detail in verdicts[1].detail
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("answer", ["memfd", "shm", "folder", "deleted"])
-def test_files_in_memory_are_bounded_and_given_back(answer, mark):
-    verdicts = judge("fills_files_in_memory", ["2", answer, "2"], timeout_s=10, memory_gb=0.125)
-    assert statuses(verdicts) == [GOOD, (0.0, "error"), GOOD]
-    assert "held more than 0.125 GiB" in verdicts[1].detail
-    while list(Path("/dev/shm").glob(f"{mark}*")):  # until another process has removed them; or for pytest's timeout
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def others_files(mark):
-    """Names of two files in /dev/shm: one is there before the judge, the other comes later."""
-    paths = [Path(f"/dev/shm/{mark}-before"), Path(f"/dev/shm/{mark}-after")]
-    yield paths
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def test_files_in_memory_count_once_and_those_of_others_stay(mark, others_files):
-    before, after = others_files
-    before.write_bytes(b"x" * 100 * 2**20)
-    with VerifierProcess("bad_rewards:uses_files_in_memory", 10, memory_gb=0.15) as verifier:
-        verifier.check()
-        after.write_bytes(b"x" * 100 * 2**20)
-        assert statuses(verifier.judge_many([(f"{after} {before}", PROBLEM)])) == [GOOD]
-        assert Path(f"/dev/shm/{mark}-own").exists()
-    assert not Path(f"/dev/shm/{mark}-own").exists()
-    assert before.exists()
-    assert after.exists()
 
 
 @pytest.fixture
@@ -244,11 +202,6 @@ def test_answers_after_one_that_left_busy_threads_are_judged_by_one_process_with
 def test_an_idle_pool_of_threads_keeps_its_process(threads, caplog):
     assert len({judged_by(threads, "pool") for _ in range(30)}) == 1
     assert not caplog.records
-
-
-def test_an_exit_with_the_code_of_left_threads_is_an_error():
-    """And not judged for ever."""
-    assert [verdict.status for verdict in judge("leaves_threads", ["exit 98", "2"])] == ["error", "ok"]
 
 
 def test_every_answer_has_the_whole_deadline():
@@ -290,9 +243,9 @@ def test_no_answers_need_no_process():
 
 def test_a_warm_process_is_sent_many_answers_at_a_time(monkeypatch):
     """512 take about 30 ms. Nobody waits for a process between two answers."""
-    asked, ask = [], process._Child.ask
+    asked, ask = [], VerifierProcess.ask
     monkeypatch.setattr(
-        process._Child, "ask", lambda child, window, *args: asked.append(len(window)) or ask(child, window, *args)
+        VerifierProcess, "ask", lambda verifier, calls, *args: asked.append(len(calls)) or ask(verifier, calls, *args)
     )
     with VerifierProcess("exact", 5.0) as verifier:
         verifier.check()
@@ -339,7 +292,7 @@ def test_a_module_that_hangs_on_import_is_an_error(monkeypatch):
 def test_a_process_killed_between_calls_is_replaced():
     with VerifierProcess("exact", 5.0) as verifier:
         assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
-        os.kill(verifier._child._process.pid, signal.SIGKILL)
+        os.kill(verifier._keeper.pid, signal.SIGKILL)
         assert wait_for(lambda: not verifier.running)
         assert statuses(verifier.judge_many([("2", PROBLEM)])) == [GOOD]
 
@@ -362,12 +315,12 @@ def test_a_module_in_the_working_directory_can_be_used(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "answer", "processes"),  # parent, warden, keeper and judge, and what the reward starts
+    ("function", "answer", "processes"),  # parent, keeper and judge, and what the reward starts
     [
-        ("hangs", "hang", 4),
-        ("forks_and_hangs", "fork", 6),
-        ("leaves_a_daemon", "hang", 5),
-        ("holds_the_interpreter_lock", "hang", 4),
+        ("hangs", "hang", 3),
+        ("forks_and_hangs", "fork", 5),
+        ("leaves_a_daemon", "hang", 4),
+        ("holds_the_interpreter_lock", "hang", 3),
     ],
 )
 def test_all_go_when_the_parent_is_killed_in_the_middle_of_an_answer(function, answer, processes, mark):
@@ -397,9 +350,9 @@ def test_whoever_wants_no_more_verdicts_leaves_a_process_that_goes_on():
         for _ in range(3):
             verdicts = verifier.judging([("2", problem), ("3", problem)] * 20)
             assert next(verdicts).reward == 1
-            child = verifier._child
+            keeper = verifier._keeper
             verdicts.close()
-            assert verifier._child is child
+            assert verifier._keeper is keeper
         assert [v.reward for v in verifier.judge_many([("2", problem), ("3", problem)])] == [1, 0]
 
 

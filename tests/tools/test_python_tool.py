@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qurl_ray.sandbox.held import descendants
+from qurl_ray.sandbox.descendants import descendants
 from qurl_ray.sandbox.program import SUPPORTED
 from qurl_ray.tools.python import Python
 

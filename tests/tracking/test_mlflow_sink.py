@@ -1,4 +1,3 @@
-import base64
 import errno
 import json
 import math
@@ -8,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import time
-import zlib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,13 +17,11 @@ from hypothesis import strategies as st
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.tracking import TrackingConfig
-from qurl_ray.report.catalog import TURNS
 from qurl_ray.tracking import Tracker
 from qurl_ray.types import Event
 
 sink = pytest.importorskip("qurl_ray.tracking.mlflow_sink")
 mlflow = pytest.importorskip("mlflow")
-COLORS = pytest.importorskip("qurl_ray.tracking.mlflow_view").COLORS
 TRACKING = TrackingConfig(console="none")
 NO_MLFLOW = TrackingConfig(console="none", mlflow=False)
 
@@ -122,7 +118,9 @@ def test_names_of_metrics_stay():
 
     names = set(STABLE.split())
     assert metric_names() == names
-    assert {metric.key for metric in sink.to_metrics(dict.fromkeys(names, 1.0), step=1, at=1.0)} == names
+    assert {
+        m.key for m in sink.event_metrics(Event(kind="step", step=1, values=dict.fromkeys(names, 1.0)), 1.0)
+    } == names
 
 
 def test_accuracy_as_rolled_out_has_names_of_its_own():
@@ -153,46 +151,13 @@ def test_two_runs_share_an_experiment_also_in_a_folder_with_odd_characters(tmp_p
     assert len(list((folder / "mlartifacts").rglob("config.json"))) == 2
 
 
-def test_runs_have_colors_of_their_own_and_the_experiment_a_view(tmp_path):
-    runs = []
-    for number in range(len(COLORS) + 1):
-        run = open_sink(tmp_path / str(number))
-        runs.append(run.run_id(30.0))
-        run.close("finished")
-        assert run.notices() == []
-    client = client_of(tmp_path / "0")
-    colors = [client.get_run(run_id).data.tags["mlflow.runColor"] for run_id in runs]
-    assert colors == [*COLORS, COLORS[0]]
-    experiment = client.get_experiment_by_name("qurl-ray")
-    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
-    assert run.page() == (
-        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs"
-        "?viewStateShareKey=qurl-ray&compareRunsMode=CHART"
-    )
-    view = json.loads(experiment.tags["mlflow.sharedViewState.qurl-ray"])
-    state = json.loads(zlib.decompress(base64.b64decode(view["state"].removeprefix("deflate;"))))
-    sections = {section["uuid"]: section for section in state["compareRunSections"]}
-    charts = state["compareRunCharts"]
-    assert 25 <= len(charts) <= 35
-    folded = {sections[c["metricSectionId"]]["name"] for c in charts if not sections[c["metricSectionId"]]["display"]}
-    assert folded == {TURNS}
-    shown = {name for chart in charts for name in chart["selectedMetricKeys"]}
-    assert set(STABLE.split()) <= shown
-    assert {"eval/accuracy", "eval/low", "eval_rollout/reward_high"} <= shown
-
-
-def test_a_color_or_view_that_somebody_chose_stays(tmp_path):
+def test_the_page_of_a_run_shows_the_charts_of_all_training_runs_of_its_experiment(tmp_path):
     run = open_sink(tmp_path / "demo")
-    run_id = run.run_id(30.0)
-    run.close("interrupted")
-    client = client_of(tmp_path / "demo")
-    client.set_tag(run_id, "mlflow.runColor", "#000000")
-    client.set_experiment_tag(client.get_run(run_id).info.experiment_id, "mlflow.sharedViewState.qurl-ray", "theirs")
-    run = open_sink(tmp_path / "demo")
+    assert run.run_id(30.0)
     run.close("finished")
-    assert client.get_run(run_id).data.tags["mlflow.runColor"] == "#000000"
-    experiment = client.get_experiment_by_name("qurl-ray")
-    assert experiment.tags["mlflow.sharedViewState.qurl-ray"] == "theirs"
+    experiment = client_of(tmp_path / "demo").get_experiment_by_name("qurl-ray")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert run.page() == (f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?compareRunsMode=CHART")
 
 
 def test_the_problems_of_a_run_are_its_data_set(tmp_path):
@@ -313,7 +278,6 @@ def test_the_machines_use_is_recorded_under_mlflows_names(tmp_path, monkeypatch)
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     run_dir = tmp_path / "demo"
     run = open_sink(run_dir)
-    run.handle(step(7, 0.5), 1.0)
     deadline = time.monotonic() + 120
     name = "system/cpu_utilization_percentage"
     client = client_of(run_dir) if run.run_id(30.0) else None
@@ -323,7 +287,6 @@ def test_the_machines_use_is_recorded_under_mlflows_names(tmp_path, monkeypatch)
     assert run.notices() == []
     metrics = client.get_run(run.run_id(0.0)).data.metrics
     assert {name, "system/system_memory_usage_megabytes", "system/network_receive_megabytes"} <= set(metrics)
-    assert {m.step for m in client.get_metric_history(run.run_id(0.0), name)} <= {0, 7}  # of the training
 
 
 def test_the_reports_charts_are_pictures_that_show_by_themselves(tmp_path):
