@@ -1,34 +1,32 @@
-"""The planner against published figures and measurements here: python benchmarks/planner.py (about 25 minutes).
+"""The planner against published figures and measurements here: python benchmarks/planner.py (about ten minutes).
 
 Writes benchmarks/results/planner.json and planner.md. `--part` makes one of these parts, and keeps the others' results:
 
 - published: figures that others published, which takes no time;
-- sync: seconds of a sync through Ray's object store, predicted from the rates of this host (two minutes);
-- memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (ten minutes);
-- runs: `--measure` against runs. The machine is measured before and after each run, and the mean of the two predictions
-  is compared with the run's own phase times. Lengths of answers, and the share of groups that dynamic sampling kept,
-  are those of the run.
+- host: what hosts compute in a sync, as rates of this one (seconds);
+- memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (ten minutes).
 
 Nothing else should use the machine during this time.
 """
 
+import gc
 import json
+import mmap
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import ray
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 import typer
+from published import NAMED, Point, fitted_points, points
+from random_policy import shape_spec, trajectory
 from rich.console import Console
 from shared import RESULTS, machine
 from torch import distributed
@@ -36,152 +34,49 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.config.load import load_config
-from qurl_ray.config.quantization import QuantizationConfig
-from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.planning.machines import Host
-from qurl_ray.planning.measure import Machine, measure, measure_host, shape_spec, trajectory
+from qurl_ray.planning.machines import CONSTANTS
 from qurl_ray.planning.memory import BUCKET, Stage, learner_bytes
-from qurl_ray.planning.published import SOURCES, Point, fitted_points, points
-from qurl_ray.planning.shapes import SHAPES, Shape, configured_shape
-from qurl_ray.planning.show import as_point, figure
-from qurl_ray.planning.sync import cpu_sync_parts, sent_weights
-from qurl_ray.planning.workload import Workload, configured_workload
-from qurl_ray.policy.load import empty_model, tied_head
+from qurl_ray.planning.shapes import SHAPES, Shape
+from qurl_ray.planning.workload import Workload
+from qurl_ray.policy.load import empty_model
+from qurl_ray.quant.fingerprint import fingerprint
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.linear import weight_max_code
+from qurl_ray.quant.quantize import quantize
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import PolicySpec
-from qurl_ray.weights.local import chosen_codes
-from qurl_ray.weights.receiver import decode_buckets
-from qurl_ray.weights.stream import Publisher, assemble_manifest
+from qurl_ray.weights.delta import encode_delta
 
-ROOT = Path(__file__).parents[1]
-RUNS = {
-    "quickstart": {"steps": 24, "prompt": 6, "mean": 3.6, "kept": 0.85},
-    "smollm2_135m": {"steps": 5, "prompt": 36, "mean": 13.0, "kept": 0.3},
-}
-"""Number of steps that are run, and their approximate workload, which the measurement before a run uses."""
-PHASES = ("rollout", "logprob", "update", "sync")
-_WARM = 1  # warm-up steps, which do not count
+# --- the host ----------------------------------------------------------------------------------------------------
+
+_WEIGHT, _TIMES = (8192, 4096), 5  # shape of the weight on which a host is timed, beyond caches, and repetitions
+_CHANGED = 0.01  # share of codes that change between two versions that a delta is timed with
 
 
-def run(preset: str, steps: int, folder: Path) -> list[dict[str, float]]:
-    """Run a preset, and return the metrics of each step that counts."""
-    command = [
-        sys.executable,
-        "jobs/qurl_dapo.py",
-        "--config",
-        f"qurl_ray/configs/{preset}.yaml",
-        "--fresh",
-        f"steps={steps + _WARM}",
-        f"output_dir={folder}",
-        "tracking.mlflow=false",
-        "tracking.console=plain",
-        "evaluation.problems=1",
-        "evaluation.every=0",
-        "evaluation.target_reward=null",
-        "checkpoint.every=0",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / preset / "metrics.jsonl").read_text().splitlines()
-    found = [event["values"] for event in map(json.loads, lines) if event["kind"] == "step"]
-    return found[_WARM:]
+def measure_host() -> dict[str, float]:
+    """Return the rates of this host that Constants has, in B/s, on a weight that no cache holds."""
+    weight = torch.randn(_WEIGHT) * 0.02
+    q = quantize(weight, get_format("int8", weight_max_code(get_format("int8"), weight.device)))
+    codes = q.codes.view(torch.uint8).numpy()
+    others, moved, size = codes.copy(), codes + (np.random.default_rng(0).random(codes.shape) < _CHANGED), weight.nbytes
+    delta = encode_delta(codes, moved)
+    assert delta, "so few changes are packed"
+    rounded, copied, flat = weight.to(torch.bfloat16).float, weight.clone(), weight.numpy().reshape(-1)
 
+    def rate(amount: float, call: Callable[[], object]) -> float:
+        call()
+        return amount / statistics.median(timeit.repeat(call, gc.enable, number=1, repeat=_TIMES))
 
-def compare(preset: str, folder: Path) -> dict[str, Any]:
-    """Return predicted and measured seconds of a step's phases, in INT8."""
-    config, about = load_config(ROOT / "qurl_ray" / "configs" / f"{preset}.yaml"), RUNS[preset]
-    shape = configured_shape(config.model)
-    guess = {"prompt": about["prompt"], "mean": about["mean"], "kept": about["kept"]}
-    work = replace(configured_workload(config), **guess)
-    found = [measure(shape, work)]
-    steps = run(preset, about["steps"], folder)
-    found.append(measure(shape, work))
-    real = as_drawn(work, steps)
-    predicted = {name: statistics.mean(one.phases(real, "int8")[name] for one in found) for name in PHASES}
-    measured = {name: statistics.median(step[f"time/{name}"] for step in steps) for name in PHASES}
     return {
-        "preset": preset,
-        "steps": len(steps),
-        "lengths": {"prompt": real.prompt, "mean": real.answer, "kept": real.kept},
-        "predicted": predicted,
-        "measured": measured,
-        "error": {name: predicted[name] / measured[name] - 1 for name in PHASES},
-        "share": {name: measured[name] / sum(measured.values()) for name in PHASES},
-        "before_over_after": drift(found, real),
-        "measuring_s": [one.seconds for one in found],
-        "predicted_float32": {
-            name: statistics.mean(one.phases(real, "none")[name] for one in found) for name in PHASES
-        },
+        "fingerprint": rate(size, lambda: fingerprint(weight)),
+        "compare": rate(codes.nbytes, lambda: np.count_nonzero(codes != others)),
+        "copy": rate(size, lambda: copied.copy_(weight)),
+        "put": rate(size, lambda: np.copyto(np.frombuffer(mmap.mmap(-1, size), np.float32), flat)),
+        "changes": rate(delta.nbytes, lambda: encode_delta(codes, moved)),
+        "convert": rate(size, rounded),
     }
-
-
-def as_drawn(work: Workload, steps: list[dict[str, float]]) -> Workload:
-    """Return `work` with the lengths of answers, and the share of samples that was kept, of these steps."""
-    samples = statistics.mean(step["rollout/samples"] for step in steps)
-    mean = statistics.mean(step["rollout/mean_length"] for step in steps)
-    return replace(work, mean=min(float(work.response), mean), kept=min(1.0, work.sequences / samples))
-
-
-def drift(found: list[Machine], work: Workload) -> float:
-    """Ratio of the machine's predicted step time before the run to that after it."""
-    before, after = (sum(one.phases(work, "int8").values()) for one in found)
-    return before / after
-
-
-# --- syncs -------------------------------------------------------------------------------------------------------
-
-SYNCED = ("SmolLM2-135M", "Qwen2.5-0.5B")
-_SYNCS, _MOVED = 5, 2e-6  # syncs that are timed, and how far each moves the weights
-
-
-def compare_syncs() -> dict[str, Any]:
-    """Return predicted and measured seconds of a sync of each shape and format, with the rates before and after."""
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    before, rows = measure_host(), []
-    for name in SYNCED:
-        for format_name in ("int8", "none"):
-            rows.append({"shape": name, "format": format_name, "measured": sync_seconds(SHAPES[name], format_name)})
-    after = measure_host()
-    ray.shutdown()
-    for row in rows:
-        # codes and bfloat16 beside them, or everything in float32
-        precision, width = ("int8", 2) if row["format"] == "int8" else ("bf16", 4)
-        sent = sent_weights(SHAPES[row["shape"]], precision, width)
-        parts = [cpu_sync_parts(sent, host) for host in (before, after)]
-        row["parts"] = {part: statistics.mean(one[part] for one in parts) for part in parts[0]}
-        row["predicted"] = sum(row["parts"].values())
-    return {"machine": machine(), "host": asdict(mean_host(before, after)), "rows": rows}
-
-
-def mean_host(*hosts: Host) -> Host:
-    rates = {name: statistics.mean(getattr(one, name) for one in hosts) for name in Host.__dataclass_fields__}
-    return Host(**rates | {"threads": hosts[0].threads})
-
-
-def sync_seconds(shape: Shape, format_name: str) -> float:
-    """Median seconds of a whole sync, without a probe, after each weight has moved."""
-    with tempfile.TemporaryDirectory() as folder:
-        spec = shape_spec(shape, Workload(), Path(folder))
-        model, engine = empty_model(spec), TorchEngine(spec, slots=1)
-        fmt, quantized = chosen_codes(engine, model, format_name, QuantizationConfig().keep)
-        publisher, seconds = Publisher(quantized, tied=tied_head(model)), []
-        for version in range(1, _SYNCS + 2):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(torch.empty_like(parameter).uniform_(-1, 1), alpha=_MOVED)
-            started = time.perf_counter()
-            records, refs = [], []
-            for bucket in publisher.prepare(
-                model.named_parameters(), fmt, version=version, unquantized="bfloat16" if fmt else "float32"
-            ):
-                refs.append(ray.put(bucket.payloads))
-                records.append(bucket.records)
-            manifest = assemble_manifest(version, fmt, records)
-            engine.load(manifest, decode_buckets(map(ray.get, refs), manifest, engine.resident))
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])  # the first has nothing to compare with
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -281,25 +176,21 @@ def _of_gloo(event: Any) -> bool:
 # --- report ------------------------------------------------------------------------------------------------------
 
 
-def within(share: float, answers: int) -> list[bool]:
-    """Return for each figure that was not fitted whether the prediction is within 15 %.
-
-    Args:
-        share: mean length of an answer over its limit.
-        answers: answers that an engine draws at a time.
-    """
-    return [abs(point.error()) <= 0.15 for point in points(share, answers) if not point.fitted]
+def as_point(point: Point) -> dict[str, Any]:
+    """Return the point as plain values."""
+    names = ("source", "what", "unit", "low", "high", "fitted")
+    return {name: getattr(point, name) for name in names} | {"planner": point.predict(), "error": point.error()}
 
 
-def sensitivity() -> list[str]:
-    """Return a Markdown table of how much the result depends on values that the sources leave out."""
-    counts = (64, 128, 256)
-    lines = ["| mean, of the limit | " + " | ".join(f"{count} answers an engine" for count in counts) + " |"]
-    lines.append("|" + "---|" * (1 + len(counts)))
-    for share in (0.15, 0.25, 0.35, 0.5):
-        found = [within(share, count) for count in counts]
-        lines.append(f"| {share:g} | " + " | ".join(f"{sum(one)} of {len(one)}" for one in found) + " |")
-    return lines
+def figure(point: Point) -> tuple[str, str]:
+    """Return the published figure and the planner's prediction, as text with the unit."""
+
+    def number(value: float) -> str:
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+    unit = point.unit if point.unit == "×" else f" {point.unit}"
+    published = number(point.low) + (f"–{number(point.high)}" if point.high > point.low else "")
+    return published, number(point.predict()) + unit
 
 
 def published_table(rows: list[Point]) -> list[str]:
@@ -315,32 +206,19 @@ def published_table(rows: list[Point]) -> list[str]:
         "",
         f"{len(fitted)} decode steps that the constants were fitted to: mean error {statistics.mean(fitted):.1%}, "
         f"largest {max(fitted):.1%}. Of {len(others)} figures not fitted {sum(e <= 0.15 for e in others)} are within "
-        "15 %:",
+        "15 %.",
         "",
-        *sensitivity(),
-        "",
-        *(f"- {name}: {text}" for name, text in SOURCES.items()),
+        *(f"- {name}: {text}" for name, text in NAMED.items()),
     ]
 
 
-def sync_table(found: dict[str, Any]) -> list[str]:
-    host = ", ".join(f"{name} {rate:.2g}" for name, rate in found["host"].items())
-    parts = list(found["rows"][0]["parts"])
-
-    def seconds(row: dict[str, Any]) -> str:
-        return " | ".join(f"{row['parts'][part]:.2f}" for part in parts)
-
+def host_table(found: dict[str, Any]) -> list[str]:
     return [
-        f"A sync through Ray's object store, one rank and one torch engine in one process, s. {found['machine']}. "
-        f"Rates of the host, B/s: {host}.",
+        f"Rates of a host, GB/s. {found['machine']}.",
         "",
-        f"| shape | format | {' | '.join(parts)} | predicted | measured | ratio |",
-        "|---|---|" + "---|" * (len(parts) + 3),
-        *(
-            f"| {row['shape']} | {row['format']} | {seconds(row)} "
-            f"| {row['predicted']:.2f} | {row['measured']:.2f} | {row['predicted'] / row['measured']:.2f} |"
-            for row in found["rows"]
-        ),
+        "| rate | measured | planned with |",
+        "|---|---|---|",
+        *(f"| {n} | {r / 1e9:.3g} | {getattr(CONSTANTS, n) / 1e9:.3g} |" for n, r in found["rates"].items()),
     ]
 
 
@@ -360,35 +238,14 @@ def memory_table(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def runs_table(runs: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for one in runs:
-        lines += [
-            f"| {one['preset']}, s of a step | predicted | measured | error | of the step |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {name} | {one['predicted'][name]:.3f} | {one['measured'][name]:.3f} | {one['error'][name]:+.0%} "
-            f"| {one['share'][name]:.0%} |"
-            for name in PHASES
-        ]
-        lines.append(
-            f"\nMedians of {one['steps']} steps. Measuring took {one['measuring_s'][0]:.0f} s before and "
-            f"{one['measuring_s'][1]:.0f} s after; before was {one['before_over_after']:.2f} times as slow as after.\n"
-        )
-    return lines
-
-
 class Part(StrEnum):
     PUBLISHED = "published"
-    SYNC = "sync"
+    HOST = "host"
     MEMORY = "memory"
-    RUNS = "runs"
 
 
 def main(
     part: Annotated[list[Part] | None, typer.Option(help="Parts to make; all if absent.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Presets to run; all if absent.")] = None,
     shape: Annotated[str, typer.Option(help="Model whose learners' memory is measured.")] = "SmolLM2-135M",
 ) -> None:
     """Compare the planner with published figures and with measurements; write benchmarks/results/planner.{json,md}."""
@@ -397,21 +254,15 @@ def main(
     values = json.loads(file.read_text()) if file.exists() else {}
     rows = points()
     values |= {"fitted_steps": [as_point(p) for p in fitted_points()], "points": [as_point(p) for p in rows]}
-    if Part.SYNC in parts:
-        values["sync"] = compare_syncs()
+    if Part.HOST in parts:
+        values["host"] = {"machine": machine(), "rates": measure_host()}
     if Part.MEMORY in parts:
         values["memory"] = compare_memory(shape)
-    if Part.RUNS in parts:
-        with tempfile.TemporaryDirectory(prefix="planner-") as folder:
-            values["runs"] = [compare(preset, Path(folder)) for preset in only or RUNS]
-        values["machine"] = machine()
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps(values, indent=2) + "\n")
     text = ["# The planner", "", "`python benchmarks/planner.py`, part by part (`--part`).", "", *published_table(rows)]
-    for name, table in (("sync", sync_table), ("memory", memory_table)):
+    for name, table in (("host", host_table), ("memory", memory_table)):
         text += ["", *table(values[name])] if name in values else []
-    if values.get("runs"):
-        text += ["", f"`--measure` against runs. {values['machine']}.", "", *runs_table(values["runs"])]
     (RESULTS / "planner.md").write_text("\n".join(text).rstrip() + "\n")
     Console().print((RESULTS / "planner.md").read_text(), highlight=False)
 

@@ -23,8 +23,8 @@ from simulation import Scenario, Simulation, call_cost
 
 from qurl_ray.config import load_config
 from qurl_ray.planning.machines import GPUS, NODE
-from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import find_shape
+from qurl_ray.planning.speed import EngineRoofline
 from qurl_ray.planning.workload import Workload
 from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import check_run, prepare

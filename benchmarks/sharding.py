@@ -39,13 +39,13 @@ import torch
 import torch.multiprocessing as mp
 import typer
 from matplotlib import pyplot as plt
+from random_policy import shape_spec
 from shared import RESULTS, ROOT, machine
 from torch import distributed
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import PolicyLearner, make_learner
-from qurl_ray.planning.measure import shape_spec
 from qurl_ray.planning.shapes import SHAPES, Shape
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import StoredWeights, empty_model, load_model, unloaded_model
@@ -55,16 +55,16 @@ from qurl_ray.types import PolicySpec, Trajectory
 Part = Literal["states", "answers", "steps"]
 EARLIER = "5eb22c3"
 """The last commit without FSDP2 and shared sequences."""
-STEP = """
+STEP = (
+    Path(__file__).with_name("random_policy.py").read_text()
+    + """
 import sys, tempfile, time
 from pathlib import Path
 import torch
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.planning.measure import shape_spec, trajectory
 from qurl_ray.planning.shapes import SHAPES
-from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import empty_model
 from qurl_ray.rl.objective import ObjectiveSettings
 torch.set_num_threads(int(sys.argv[1]))
@@ -84,6 +84,7 @@ for line in sys.stdin:
     learners[name].learn(share)
     print(time.perf_counter() - began, flush=True)
 """
+)
 """Program that reads names of shapes, and prints the seconds of a step of each."""
 SIZES, ROUNDS = ("SmolLM2-135M", "tiny"), 9
 STATES = replace(SHAPES["SmolLM2-135M"], name="217M", hidden=768, layers=24, heads=12, kv_heads=4, intermediate=2560)

@@ -31,9 +31,8 @@ from qurl_ray.actors.verifier import VerifierPool
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.planning.machines import CONSTANTS
-from qurl_ray.planning.phases import learn_s
-from qurl_ray.planning.roofline import EngineRoofline
-from qurl_ray.planning.sync import delta_bytes, sent_weights
+from qurl_ray.planning.speed import EngineRoofline, learn_s
+from qurl_ray.planning.sync import delta_bytes, sent_bytes
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.training.coordinator.coordinator import Coordinator
@@ -163,7 +162,7 @@ class Scenario:
     def load_s(self) -> float:
         """Seconds to load a version: once through the network, as a pipeline over nodes, and into the GPUs."""
         shape, precision = self.roofline.shape, self.roofline.precision
-        sent = delta_bytes(shape) if self.delta else sent_weights(shape, precision).bytes
+        sent = delta_bytes(shape) if self.delta else sent_bytes(shape, precision)
         nodes = self.gpus > 8
         seconds = (sent / self.network if nodes else 0.0) + sent / self.roofline.gpu.host
         return seconds / CONSTANTS.link

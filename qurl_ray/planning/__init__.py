@@ -1,13 +1,16 @@
-"""Estimate the cost of a run before it starts: python -m qurl_ray.planning --help, and docs/choosing.md.
+"""Memory and speed of a run before it starts, in two parts.
 
-    shapes, machines   shapes of models, data sheets of GPUs, and the constants of the formulas
-    workload           amount of work in one step
-    roofline, memory   seconds of one decode step or prefill; memory of engines, learners and hosts in each turn
-    phases, sync       seconds of rollouts, learning and turns; of a sync, by transport
-    plan, advice       the best layout of each format, and whether quantization pays
-    configured         whether a run's own layout can start
-    published          the same formulas compared with published measurements
-    measure            timings of this machine, instead of a data sheet
+What fits, which a run itself asks before it loads anything (training.rank.host_memory):
 
-All modules but `measure` are pure: of qurl_ray they import only planning, config and errors.
+    shapes, workload   shapes of models; amount of work in one step
+    machines           data sheets of GPUs, and the constants of the formulas
+    memory             bytes of learner, engines and hosts in each turn, and the limits that a layout exceeds
+
+The calculator, `qurl plan` (docs/choosing.md):
+
+    speed, sync        seconds of rollouts, learning and turns; of a sync, by transport
+    measured           figures that a GPU measured with this package, which replace formulas
+    plan, report       the best layout of each format; the table, the verdict and the settings
+
+All of it is pure: of qurl_ray it imports only planning, config and errors.
 """

@@ -1,8 +1,8 @@
 """Data-sheet figures of GPUs, and the few constants that say which share of them is reached.
 
 Each constant is set once, from one source, or is marked as assumed. All models and GPUs share the constants:
-docs/results.md. S and T (planning.published) are measurements of other software; what a GPU measured with this package
-is in planning.measured.
+docs/results.md. S and T (SOURCES) are measurements of other software; what a GPU measured with this package is in
+planning.measured.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,14 @@ from qurl_ray.errors import ConfigError
 
 Precision = Literal["bf16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8")
+EIGHT_BIT: tuple[Precision, ...] = ("int8", "fp8")
+BLOCK_BYTES: dict[Precision, int] = {"bf16": 2, "int8": 1, "fp8": 1}
+"""Bytes per weight of the block linears, by format."""
+SOURCES = {
+    "S": "github.com/tgarg01/silybench-data at 93e4887, CC BY 4.0: vLLM 0.30.0, one H100 SXM, Qwen3-8B",
+    "T": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B, 8 H100 limited to 500 W",
+}
+"""Measurements of other software that constants are fitted to."""
 NODE = 8
 """Number of GPUs in a node."""
 NETWORK = 50e9
@@ -37,54 +45,20 @@ class Gpu:
     host: float
     """Bandwidth to the host's memory, in one direction, in B/s."""
 
-    def peak(self, precision: Precision) -> float:
-        return self.flops.get(precision, self.flops["bf16"])
+
+def _flops(bf16: float, eight_bit: float) -> dict[Precision, float]:
+    return {"bf16": bf16, **dict.fromkeys(EIGHT_BIT, eight_bit)}
 
 
-EIGHT_BIT: tuple[Precision, ...] = ("int8", "fp8")
+_A100_FLOPS: dict[Precision, float] = {"bf16": 312e12, "int8": 624e12}
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(
-            name="h100",
-            memory=85.5e9,
-            bandwidth=3.35e12,
-            flops={"bf16": 989e12, **dict.fromkeys(EIGHT_BIT, 1979e12)},
-            link=450e9,
-            host=64e9,
-        ),
-        Gpu(
-            name="h200",
-            memory=150e9,
-            bandwidth=4.8e12,
-            flops={"bf16": 989e12, **dict.fromkeys(EIGHT_BIT, 1979e12)},
-            link=450e9,
-            host=64e9,
-        ),
-        Gpu(
-            name="a100",
-            memory=85.5e9,
-            bandwidth=2.039e12,
-            flops={"bf16": 312e12, "int8": 624e12},
-            link=300e9,
-            host=32e9,
-        ),
-        Gpu(
-            name="l40s",
-            memory=47.7e9,
-            bandwidth=864e9,
-            flops={"bf16": 362e12, **dict.fromkeys(EIGHT_BIT, 733e12)},
-            link=32e9,
-            host=32e9,
-        ),
-        Gpu(
-            name="b200",
-            memory=192e9,
-            bandwidth=8e12,
-            flops={"bf16": 2250e12, **dict.fromkeys(EIGHT_BIT, 4500e12)},
-            link=900e9,
-            host=64e9,
-        ),
+        Gpu(name="h100", memory=85.5e9, bandwidth=3.35e12, flops=_flops(989e12, 1979e12), link=450e9, host=64e9),
+        Gpu(name="h200", memory=150e9, bandwidth=4.8e12, flops=_flops(989e12, 1979e12), link=450e9, host=64e9),
+        Gpu(name="a100", memory=85.5e9, bandwidth=2.039e12, flops=_A100_FLOPS, link=300e9, host=32e9),
+        Gpu(name="l40s", memory=47.7e9, bandwidth=864e9, flops=_flops(362e12, 733e12), link=32e9, host=32e9),
+        Gpu(name="b200", memory=192e9, bandwidth=8e12, flops=_flops(2250e12, 4500e12), link=900e9, host=64e9),
     )
 }
 """GPUs by name, from NVIDIA's data sheets: SXM versions of H100, H200, A100 (80 GB), B200; the L40S has only PCIe."""
@@ -101,15 +75,13 @@ class Constants:
     flops_8: float = 0.54
     """Share of the 8-bit peak that an engine's products reach."""
     layer_s: float = 48e-6
-    """Seconds per layer of a decode step besides reads and products: norms, latency of attention. S, with CUDA
-    graphs."""
+    """Seconds per layer of a decode step besides reads and products: norms, latency of attention. S."""
     quantize_s: float = 4.3e-6
     """Seconds per layer of a decode step to quantize activations to FP8, fused with the operations before. S."""
     operation_s: float = 2.5e-6
     """Seconds of a small operation on the device that nothing fuses. Assumed."""
     launch_s: float = 10e-6
-    """Seconds of the host to start one operation without CUDA graphs. Assumed: 7B with 16 operations a linear then
-    takes 20 ms a decode step."""
+    """Seconds of the host to start one operation on the device. Assumed."""
     sequence_s: float = 8.7e-6
     """Seconds per sequence of a decode step: sampling, scheduling. S."""
     learner_flops: float = 0.33
@@ -141,48 +113,23 @@ class Constants:
     delta: float = 1 / 309
     """Size of a delta, as a share of all weights in bfloat16. Measured on a CPU."""
 
+    # Rates of one process on a host, in B/s of the result: an AMD EPYC (Zen 3) with 2 cores, alone, rounded from two
+    # measurements (benchmarks/planner.py --part host) on 2026-11-26. A GPU's host is taken to have the same.
+    fingerprint: float = 7e9
+    """Bytes that are fingerprinted, with one thread."""
+    compare: float = 4e9
+    """Codes that are compared with those sent before."""
+    copy: float = 1.1e10
+    """Bytes that are copied: to memory shared with workers, to where an engine holds them."""
+    put: float = 0.8e9
+    """Bytes that are put into the object store, whose pages are fresh each time."""
+    changes: float = 6.5e6
+    """Bytes of deltas that are packed, with one thread."""
+    convert: float = 1.6e10
+    """Float32 values that are rounded to bfloat16, or made from it."""
+
 
 CONSTANTS = Constants()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """Rates of one process on a host in B/s, by planning.measure.measure_host. Bytes are those of the result, but where
-    it says otherwise."""
-
-    quantize: float
-    """Float32 weights that are quantized, with all threads."""
-    fingerprint: float
-    """Bytes that are fingerprinted, with one thread."""
-    compare: float
-    """Codes that are compared with those sent before."""
-    copy: float
-    """Bytes that are copied: to memory shared with workers, to where an engine holds them."""
-    put: float
-    """Bytes that are put into the object store, whose pages are fresh each time."""
-    changes: float
-    """Bytes of deltas that are packed, with one thread."""
-    convert: float
-    """Float32 values that are rounded to bfloat16, or made from it."""
-    pack: float
-    """Codes that a CPU's kernel packs and reads back, with one thread."""
-    threads: int
-    """Threads that load and verify an engine's weights on a CPU."""
-
-
-HOST = Host(
-    quantize=3.6e9,
-    fingerprint=7e9,
-    compare=4e9,
-    copy=1.1e10,
-    put=0.8e9,
-    changes=6.5e6,
-    convert=1.6e10,
-    pack=0.064e9,
-    threads=2,
-)
-"""Rates of an AMD EPYC (family 25, model 1: Zen 3) with 2 cores, alone, rounded from two calls of measure_host on
-2026-11-26. The rates of a GPU's host are taken to be the same."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -194,7 +141,7 @@ def find_gpu(name: str) -> Gpu:
     if gpu := GPUS.get(name.lower()):
         return gpu
     if name.lower() == "cpu":
-        raise ConfigError("of a CPU nothing is known but what --measure finds: use that, with --model or --config")
+        raise ConfigError("the planner knows no CPU: start the run with a few steps, and read its time by phase")
     nearest = get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(f"no GPU {name!r} is known; {hint}there are {', '.join(GPUS)}")

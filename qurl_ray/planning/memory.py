@@ -1,4 +1,4 @@
-"""Memory of engines and learners on each GPU in each turn (training.rank.gpu_turns), and of their hosts.
+"""Memory of learner and engines on each GPU in each turn (training.rank.gpu_turns), of their hosts, and what fits.
 
 ZeRO shards as in https://arxiv.org/abs/1910.02054. Everything is float32 here. Bytes that each of n ranks holds of one
 parameter while it learns, with DeepSpeed 0.19.8 (learner.deepspeed_backend):
@@ -17,10 +17,13 @@ joins before they are reduced. FSDP2 gathers what is outside of blocks for a who
 one at a time. benchmarks/planner.py and benchmarks/sharding.py compare this with what is allocated.
 """
 
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from qurl_ray.planning.machines import HOST_MEMORY, NODE
-from qurl_ray.planning.roofline import BLOCK_BYTES, EngineRoofline
+from qurl_ray.config import RunConfig
+from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.placement import Placement
+from qurl_ray.planning.machines import BLOCK_BYTES, CONSTANTS, HOST_MEMORY, NODE, Constants, Gpu, Precision
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
@@ -37,12 +40,35 @@ FILE = 2_000_000_000
 """Bytes of a policy that its writer holds (policy.save.FILE_BYTES)."""
 _LOGITS = 0.6e9
 """Bytes of logits, their gradient and log-softmax of one chunk (policy.logprobs.HEAD_BYTES), and allocator overhead."""
+_HOST_LIMIT = HOST_MEMORY * CONSTANTS.memory
+"""Bytes of a node's host that can be planned with."""
+
+
+# --- the learner -------------------------------------------------------------------------------------------------
+
+
+def learner_stage(learner: LearnerConfig) -> Stage:
+    """Return how a learner is sharded."""
+    stages: dict[str, Stage] = {"torch": 0, "fsdp": "fsdp", "deepspeed": learner.zero_stage}
+    return stages[learner.backend]
 
 
 def state_bytes(shape: Shape, *, ranks: int, stage: Stage) -> float:
     """Bytes of parameters, gradients and moments on each rank."""
     whole, shared = _STATES[stage]
     return shape.params * (whole + shared / ranks)
+
+
+def activation_bytes(shape: Shape, work: Workload) -> float:
+    """Bytes kept for the backward pass of a micro-batch, which holds at least one whole sequence.
+
+    The residual stream is float32, activations inside a block are bfloat16 (float32 without autocast). With
+    checkpointing only the inputs of all blocks and the inside of one block are kept.
+    """
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    inside = (2 if work.autocast else 4) * (6 * shape.hidden + attention + 4 * shape.intermediate)
+    blocks = 1 if work.checkpointing else shape.layers
+    return work.pass_tokens * (4 * shape.hidden * shape.layers + inside * blocks)
 
 
 def learner_bytes(
@@ -57,102 +83,87 @@ def learner_bytes(
         offloads: it gives up its GPU while it does not learn. At stage 0, DeepSpeed cannot.
         overlaps: gradients are reduced during the backward pass, as on CUDA: stages 1 and 2 take two buffers.
     """
-    params = shape.params
-    states = state_bytes(shape, ranks=ranks, stage=stage)
-    if stage == "fsdp":
-        return _fsdp_bytes(shape, work, ranks=ranks, offloads=offloads)
+    params, states = shape.params, state_bytes(shape, ranks=ranks, stage=stage)
+    whole, share = 4 * params, 4 * params / ranks
+    logits = 3 * 4 * shape.vocab * work.pass_tokens  # float32, with gradient and log-softmax
+    kept = activation_bytes(shape, work) + min(_LOGITS, logits)
     cast = 2 * (shape.head_params if work.checkpointing else params) if work.autocast else 0
-    numbers = {0: _ALLREDUCED if ranks > 1 else 0, 3: BUCKET}.get(stage, 2 * BUCKET if overlaps else BUCKET)
-    buckets = 4 * numbers
-    fixed = buckets if stage == 3 else 0
-    gathered = 4 * min(params, _LIVE) if stage == 3 and ranks > 1 else 0
-    joined = 4 * min(params, BUCKET) if stage == 3 else 0
-    kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
-    forward = fixed + gathered + cast + kept
-    backward = buckets + joined + gathered + kept + cast + _second_gradient(shape)
-    step = fixed + (4 * (min(params, _GROUP) if stage == 3 else params) / ranks if stage else 0)
-    critic = states + fixed if work.critic else 0
-    reference = 4 * params if work.reference else 0
-    learning = states + max(forward, backward, step) + critic + reference
+    # Where the head is the embedding, each of the two has a gradient before these are added.
+    second_gradient = 4 * shape.head_params if shape.tied else 0
+    if stage == "fsdp":
+        # In a pass: outside of blocks parameters and gradient; of a block both, and each once more in the buffer of its
+        # collective.
+        outside, block = 4 * (params - shape.block_params), 4 * shape.block_params / shape.layers
+        passing = 2 * outside + second_gradient + 4 * block + cast + kept
+        reference = share if work.reference else 0
+        learning = states * (1 + work.critic) + passing + reference
+        start = share * (1 + work.critic) + reference
+    else:
+        numbers = {0: _ALLREDUCED if ranks > 1 else 0, 3: BUCKET}.get(stage, 2 * BUCKET if overlaps else BUCKET)
+        fixed = 4 * numbers if stage == 3 else 0
+        gathered = 4 * min(params, _LIVE) if stage == 3 and ranks > 1 else 0
+        joined = 4 * min(params, BUCKET) if stage == 3 else 0
+        forward = fixed + gathered + cast + kept
+        backward = 4 * numbers + joined + gathered + kept + cast + second_gradient
+        step = fixed + (4 * (min(params, _GROUP) if stage == 3 else params) / ranks if stage else 0)
+        critic = states + fixed if work.critic else 0
+        reference = whole if work.reference else 0
+        learning = states + max(forward, backward, step) + critic + reference
+        start = whole + critic + reference
     waits = offloads and stage != 0
-    whole = 4 * params
-    sync = whole / ranks + 4 * shape.head_params if stage == 3 else whole
+    sync = share + 4 * shape.head_params if stage in (3, "fsdp") else whole
     return {
-        "start": whole + critic + reference,
+        "start": start,
         "learn": learning,
         "sync": sync if waits else learning,
         "rollout": 0.0 if waits else learning,
     }
 
 
-def _fsdp_bytes(shape: Shape, work: Workload, *, ranks: int, offloads: bool) -> dict[TurnName, float]:
-    params, states = shape.params, state_bytes(shape, ranks=ranks, stage="fsdp")
-    outside, block = 4 * (params - shape.block_params), 4 * shape.block_params / shape.layers
-    cast = 2 * (shape.head_params if work.checkpointing else params) if work.autocast else 0
-    # In a pass: outside of blocks parameters and gradient; of a block both, and each once more in the buffer of its
-    # collective.
-    kept = activation_bytes(shape, work) + min(_LOGITS, logit_bytes(shape, work))
-    passing = 2 * outside + _second_gradient(shape) + 4 * block + cast + kept
-    reference = 4 * params / ranks if work.reference else 0
-    learning = states * (1 + work.critic) + passing + reference
-    start = 4 * params / ranks * (1 + work.critic) + reference
-    sync = 4 * params / ranks + 4 * shape.head_params
-    return {
-        "start": start,
-        "learn": learning,
-        "sync": sync if offloads else learning,
-        "rollout": 0.0 if offloads else learning,
-    }
-
-
-def _second_gradient(shape: Shape) -> float:
-    """Bytes of the embedding's gradient where the head, which has the same weights, already gave them one."""
-    return 4 * shape.head_params if shape.tied else 0.0
-
-
-def logit_bytes(shape: Shape, work: Workload) -> float:
-    """Bytes of the float32 logits of a micro-batch, their gradient and log-softmax, if they are not cut into pieces."""
-    return 3 * 4 * shape.vocab * _tokens(work)
-
-
-def _tokens(work: Workload) -> float:
-    """Tokens that a rank computes in a pass, which holds at least one whole sequence."""
-    return max(work.micro_tokens, (work.prompt + work.response) / work.sequence_parallel)
-
-
-def activation_bytes(shape: Shape, work: Workload) -> float:
-    """Bytes kept for the backward pass of a micro-batch, which holds at least one whole sequence.
-
-    The residual stream is float32, activations inside a block are bfloat16 (float32 without autocast). With
-    checkpointing only the inputs of all blocks and the inside of one block are kept.
-    """
-    tokens = _tokens(work)
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    inside = (2 if work.autocast else 4) * (6 * shape.hidden + attention + 4 * shape.intermediate)
-    blocks = 1 if work.checkpointing else shape.layers
-    return tokens * (4 * shape.hidden * shape.layers + inside * blocks)
+def host_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
+    """Bytes of a node's host: every rank there loads the whole models before it shards them, with FSDP2 its share. What
+    ranks give up for engines comes later, and so do two copies of what was sent, and a file of the policy
+    (policy.save)."""
+    here = min(ranks, NODE)
+    models = 1 + work.reference + work.critic
+    loading = here * models * 4 * shape.params / (ranks if stage == "fsdp" else 1)
+    running = here * state_bytes(shape, ranks=ranks, stage=stage) * (1 + work.critic) + 2 * 2 * shape.params
+    return max(loading, running + min(4 * shape.params, FILE))
 
 
 # --- engines -----------------------------------------------------------------------------------------------------
 
 
-def engine_bytes(engine: EngineRoofline) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """A vLLM engine with CUDA graphs and weights in one format, on `tensor_parallel` GPUs of a node."""
+
+    shape: Shape
+    gpu: Gpu
+    precision: Precision
+    tensor_parallel: int = 1
+    kv_bytes: float = 2
+    """Bytes of each element of keys and values."""
+    constants: Constants = CONSTANTS
+
+
+def weights_bytes(engine: EngineSpec) -> float:
+    """Bytes of an engine's weights on each of its GPUs."""
+    return engine.shape.weight_bytes(BLOCK_BYTES[engine.precision]) / engine.tensor_parallel
+
+
+def asleep_bytes(engine: EngineSpec) -> float:
+    """Bytes that an engine which sleeps leaves on each of its GPUs: CUDA's own, and its graphs."""
+    return engine.constants.context + engine.constants.graphs
+
+
+def engine_bytes(engine: EngineSpec) -> float:
     """Bytes of an engine on each of its GPUs, without keys and values: weights, activations and CUDA's own (both in
     `workspace`), graphs. Codes are allocated at once: nothing else was there before them."""
-    weights = engine.shape.weight_bytes(BLOCK_BYTES[engine.precision]) / engine.tensor_parallel
-    return weights + engine.constants.workspace + _graphs(engine)
+    return weights_bytes(engine) + engine.constants.workspace + engine.constants.graphs
 
 
-def asleep_bytes(engine: EngineRoofline) -> float:
-    """Bytes that an engine which sleeps leaves on each of its GPUs."""
-    return engine.constants.context + _graphs(engine)
-
-
-def _graphs(engine: EngineRoofline) -> float:
-    return engine.constants.graphs if engine.graphs else 0.0
-
-
-def kv_room(engine: EngineRoofline, beside: float = 0.0) -> float:
+def kv_room(engine: EngineSpec, beside: float = 0.0) -> float:
     """Bytes available for keys and values in all GPUs of an engine; negative if its weights alone do not fit.
 
     Args:
@@ -162,7 +173,7 @@ def kv_room(engine: EngineRoofline, beside: float = 0.0) -> float:
     return engine.tensor_parallel * (limit - engine_bytes(engine) - beside)
 
 
-def kv_slots(engine: EngineRoofline, work: Workload, room: float) -> int:
+def kv_slots(engine: EngineSpec, work: Workload, room: float) -> int:
     """Number of sequences that an engine can hold in `room` bytes at a time, at most `work.slots`.
 
     Each counts with the mean number of tokens at the moment of the largest total (see `held`). 0 if not even one
@@ -184,51 +195,162 @@ def held(work: Workload) -> float:
     return max(work.age, peak)
 
 
-# --- both --------------------------------------------------------------------------------------------------------
+# --- layouts -----------------------------------------------------------------------------------------------------
 
 
-def gpu_bytes(
-    engine: EngineRoofline, learner: dict[TurnName, float], kv: float, *, colocated: bool
-) -> dict[TurnName, float]:
-    """Bytes on a GPU in each turn: of rank and engine if they share it, else of a rank in `start` and `learn`, and of
-    an engine in `sync` and `rollout`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Assignment of GPUs to engines and learner ranks."""
+
+    placement: Placement
+    engines: int
+    tensor_parallel: int
+    ranks: int
+    stage: Stage
+    offloads: bool = True
+    """True if ranks that share their GPUs give them up while they do not learn (learner.offload_while_waiting)."""
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement == "colocated"
+
+    @property
+    def gpus(self) -> int:
+        rollout = self.engines * self.tensor_parallel
+        return self.ranks if self.colocated else self.ranks + rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Memory of a layout, in bytes, and what is in the way of its start."""
+
+    parts: dict[str, dict[str, float]]
+    """Bytes on a GPU in each turn, by holder."""
+    host: float
+    """Bytes of a node's host."""
+    room: float
+    """Bytes for keys and values in all GPUs of an engine."""
+    slots: int
+    """Answers of which an engine can hold keys and values at a time."""
+    engine: EngineSpec
+    """The engine that `room` is counted for."""
+    answer: float
+    """Bytes of keys and values of an answer of full length."""
+    activations: float
+    """Bytes that a rank keeps for the backward pass, a part of what the learner holds in `learn`."""
+
+    @property
+    def gpu(self) -> dict[str, float]:
+        """Bytes on a GPU in each turn."""
+        return {turn: sum(held.values()) for turn, held in self.parts.items()}
+
+    @property
+    def excess(self) -> float:
+        """Largest need as a multiple of what there is; above 1 if the layout cannot start."""
+        return max(self._needs().values())
+
+    @property
+    def problems(self) -> list[str]:
+        """Limits that fail, with their arithmetic, the worst first; none if the layout can start."""
+        needs = self._needs()
+        return [self._arithmetic(limit) for limit in sorted(needs, key=lambda name: -needs[name]) if needs[limit] > 1]
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a GPU that can be planned with."""
+        return self.engine.gpu.memory * self.engine.constants.memory
+
+    def _needs(self) -> dict[str, float]:
+        """Return by limit what is needed, as a multiple of what there is."""
+        turns = {turn: total / self.limit / (1 + 1e-9) for turn, total in self.gpu.items()}
+        missing = (self.answer - self.room) / self.engine.tensor_parallel
+        return turns | {"host": self.host / _HOST_LIMIT, "answer": 1 + missing / self.limit}
+
+    def _arithmetic(self, name: str) -> str:
+        """Return the sum that a limit does not hold, in GB."""
+        if name == "host":
+            return f"hosts need {self.host / 1e9:,.0f} GB, and {_HOST_LIMIT / 1e9:,.0f} can be planned with"
+        if name == "answer":
+            width = self.engine.tensor_parallel
+            beside = self.parts["rollout"] | {"engine": engine_bytes(self.engine), "keys and values": 0.0}
+            return (
+                f"an engine has no room for one answer of full length: its keys and values take "
+                f"{self.answer / width / 1e9:,.1f} GB of a GPU, and of {self.limit / 1e9:,.1f} are left "
+                f"{self.room / width / 1e9:,.1f} beside {_sum_of(beside)}"
+            )
+        held = self.parts[name]
+        if name == "learn":
+            held = held | {"learner": held["learner"] - self.activations, "activations": self.activations}
+        total = sum(held.values())
+        need = f"{name} takes {total / 1e9:,.1f} GB of a GPU, and {self.limit / 1e9:,.1f} can be planned with"
+        return f"{need}: {_sum_of(held)}"
+
+
+def _sum_of(parts: dict[str, float]) -> str:
+    """Return the parts in GB, without those below 50 MB."""
+    return " + ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size >= 5e7)
+
+
+def footprint(engine: EngineSpec, layout: Layout, work: Workload, room: float | None = None) -> Footprint:
+    """Return what a layout holds, and the limits that it exceeds.
+
+    Evaluations in full precision, and the guard's fallback to it, restart engines in bf16. On shared GPUs they then
+    have the same room for keys and values, so it is what bf16 leaves.
+
+    Args:
+        room: bytes for keys and values in all GPUs of an engine (rollout.vllm.kv_cache_gb); all that is left if absent.
+    """
+    shape, context, shared = engine.shape, engine.constants.context, layout.colocated
+    learner = learner_bytes(shape, work, ranks=layout.ranks, stage=layout.stage, offloads=layout.offloads)
+    full = replace(engine, precision="bf16") if shared else engine
+    if room is None:
+        room = kv_room(full, learner["sync"] + context if shared else 0.0)
+    return Footprint(
+        parts=gpu_parts(engine, learner, max(0.0, room) / engine.tensor_parallel, colocated=shared),
+        host=host_bytes(shape, work, ranks=layout.ranks, stage=layout.stage),
+        room=room,
+        slots=kv_slots(full, work, room),
+        engine=full,
+        answer=shape.kv_bytes(work.prompt + work.response, engine.kv_bytes),
+        activations=activation_bytes(shape, work),
+    )
+
+
+def gpu_parts(
+    engine: EngineSpec, learner: dict[TurnName, float], kv: float, *, colocated: bool
+) -> dict[str, dict[str, float]]:
+    """Bytes on a GPU in each turn, by holder: of rank and engine if they share it, else of a rank in `start` and
+    `learn`, and of an engine in `sync` and `rollout`.
 
     Args:
         learner: as learner_bytes returns it.
         kv: bytes of keys and values on each GPU. An engine that wakes up allocates them at once.
     """
-    ranks = {turn: held + engine.constants.context for turn, held in learner.items()}
-    awake = engine_bytes(engine) + kv
+    ranks = {turn: {"learner": held, "CUDA": engine.constants.context} for turn, held in learner.items()}
+    awake = {"engine": engine_bytes(engine), "keys and values": kv}
     if not colocated:
-        return ranks | {"sync": awake, "rollout": awake}
-    asleep = asleep_bytes(engine)
-    beside: dict[TurnName, float] = {"start": asleep, "learn": asleep, "sync": awake, "rollout": awake}
-    return {turn: ranks[turn] + beside[turn] for turn in beside}
+        return {"start": ranks["start"], "learn": ranks["learn"], "sync": awake, "rollout": awake}
+    asleep = {"sleeping engine": asleep_bytes(engine)}
+    return {turn: held | (asleep if turn in ("start", "learn") else awake) for turn, held in ranks.items()}
 
 
-def host_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
-    """Bytes of a node's host: every rank there loads the whole models before it shards them, with FSDP2 its share. What
-    ranks give up for engines comes later, and so do two copies of what was sent, and a file of the policy
-    (policy.save)."""
-    here = min(ranks, NODE)
-    models = 1 + work.reference + work.critic
-    loading = here * models * 4 * shape.params / (ranks if stage == "fsdp" else 1)
-    running = here * state_bytes(shape, ranks=ranks, stage=stage) * (1 + work.critic) + 2 * 2 * shape.params
-    return max(loading, running + min(4 * shape.params, FILE))
+def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig) -> Footprint:
+    """Return what a run's own layout on GPUs holds, and what is in the way of its start.
 
-
-def stages_that_fit(engine: EngineRoofline, work: Workload, *, ranks: int, colocated: bool) -> dict[Stage, float]:
-    """Return the ZeRO stages with which a learner fits, with the bytes that it leaves on its GPUs beside an engine.
+    Its engines count as bf16, in which an evaluation in full precision restarts them.
 
     Args:
-        engine: shares the learner's GPUs if `colocated`.
+        work: the run's workload, as configured_workload returns it.
     """
-    shape, gpu, c = engine.shape, engine.gpu, engine.constants
-    found: dict[Stage, float] = {}
-    for stage in STAGES if ranks > 1 else STAGES[:1]:
-        learner = learner_bytes(shape, work, ranks=ranks, stage=stage, offloads=colocated)
-        most = c.context + max(learner["start"], learner["learn"]) + (asleep_bytes(engine) if colocated else 0.0)
-        host = host_bytes(shape, work, ranks=ranks, stage=stage)
-        if most <= gpu.memory * c.memory and host <= HOST_MEMORY * c.memory:
-            found[stage] = learner["sync"] + c.context if colocated else 0.0
-    return found
+    rollout, learner, width = config.rollout, config.learner, config.rollout.processes
+    layout = Layout(
+        placement=config.placement,
+        engines=rollout.workers,
+        tensor_parallel=width,
+        ranks=learner.workers,
+        stage=learner_stage(learner),
+        offloads=learner.offload_while_waiting,
+    )
+    engine = EngineSpec(shape=shape, gpu=gpu, precision="bf16", tensor_parallel=width)
+    cache_gb = rollout.vllm.kv_cache_gb
+    return footprint(engine, layout, work, None if cache_gb is None else cache_gb * 2**30 * width)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -131,16 +131,14 @@ def configured_shape(model: ModelConfig) -> Shape:
         ConfigError: see find_shape.
     """
     if isinstance(model, TinyModel):
-        return Shape(
-            name="tiny",
+        return replace(
+            SHAPES["tiny"],
             hidden=model.hidden_size,
             layers=model.layers,
             heads=model.heads,
             kv_heads=model.kv_heads,
             head_dim=model.hidden_size // model.heads,
             intermediate=model.intermediate_size,
-            vocab=SHAPES["tiny"].vocab,
-            tied=True,
         )
     return find_shape(Path(model.path).name if isinstance(model, GgufModel) else model.path)
 

@@ -6,7 +6,6 @@ from typing import Literal, cast, get_args
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
 
-EngineName = Literal["vllm", "torch"]
 TransportName = Literal["object_store", "ipc", "nccl"]
 
 PROMPT = 256
@@ -52,9 +51,6 @@ class Workload:
     """Ranks that share the tokens of a sequence."""
     slots: int = 512
     """Most sequences that an engine decodes at a time."""
-    engine: EngineName = "vllm"
-    graphs: bool = True
-    """True if decode steps are CUDA graphs."""
     transport: TransportName = "object_store"
     """As sync.transport."""
     bucket: int = 32 << 20
@@ -63,10 +59,6 @@ class Workload:
     """Steps that rollouts may run ahead of the learner."""
     delta: bool | Literal["auto"] = "auto"
     """As sync.delta."""
-    probe_every: int = 8
-    """As sync.probe_every."""
-    lr: float = 1e-6
-    """Learning rate of an update. It determines how far weights move, and so the size of a delta."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "samples", "prompt", "response", "updates", "micro_tokens", "slots"):
@@ -76,9 +68,8 @@ class Workload:
             raise ConfigError(f"a mean answer of {self.mean:g} tokens must be between 1 and the limit, {self.response}")
         if not 0 < self.kept <= 1:
             raise ConfigError(f"a kept share of {self.kept:g} must be above 0 and at most 1")
-        for name, known in (("engine", get_args(EngineName)), ("transport", get_args(TransportName))):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} {getattr(self, name)!r} has no model here: there are {', '.join(known)}")
+        if self.transport not in (known := get_args(TransportName)):
+            raise ConfigError(f"transport {self.transport!r} has no model here: there are {', '.join(known)}")
         if self.staleness < 0:
             raise ConfigError(f"staleness is {self.staleness}, and must be at least 0")
         if self.updates > self.prompts:
@@ -126,6 +117,11 @@ class Workload:
         return self.sequences * (self.prompt + self.answer)
 
     @property
+    def pass_tokens(self) -> float:
+        """Tokens that a rank computes in a pass, which holds at least one whole sequence."""
+        return max(self.micro_tokens, (self.prompt + self.response) / self.sequence_parallel)
+
+    @property
     def attended(self) -> float:
         """Mean length of a token's sequence, averaged over tokens."""
         return (self.prompt**2 + 2 * self.prompt * self.answer + self.square) / (self.prompt + self.answer)
@@ -153,11 +149,10 @@ def configured_workload(config: RunConfig) -> Workload:
     """Return the workload of a run's settings.
 
     Settings do not give the mean lengths of prompts and answers, or the share of groups that dynamic sampling keeps.
-    Their defaults are PROMPT, a quarter of the limit, and DYNAMIC_KEPT. A run on CPUs is planned as one of vLLM engines
-    with CUDA graphs and a learner in bfloat16.
+    Their defaults are PROMPT, a quarter of the limit, and DYNAMIC_KEPT. Every run is planned with vLLM engines and CUDA
+    graphs, and one on CPUs with a learner in bfloat16.
     """
     rollout, algorithm, learner = config.rollout, config.algorithm, config.learner
-    on_gpus = rollout.device == "cuda"
     longest = getattr(config.model, "max_length", None)
     room = longest - rollout.max_new_tokens if longest else PROMPT
     return Workload(
@@ -172,8 +167,6 @@ def configured_workload(config: RunConfig) -> Workload:
         fp8_learner=config.precision_flow == "unified",
         autocast=learner.compute != "float32" or learner.device == "cpu",
         checkpointing=learner.gradient_checkpointing,
-        engine=cast(EngineName, rollout.engine if on_gpus else "vllm"),
-        graphs=rollout.graphs if on_gpus else True,
         transport=cast(TransportName, config.sync.transport),
         bucket=config.sync.bucket_mb << 20,
         micro_tokens=learner.tokens_per_micro_batch,
@@ -181,8 +174,6 @@ def configured_workload(config: RunConfig) -> Workload:
         slots=rollout.slots,
         staleness=rollout.max_staleness,
         delta=config.sync.delta,
-        probe_every=config.sync.probe_every,
-        lr=learner.lr,
     )
 
 

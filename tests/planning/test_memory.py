@@ -7,18 +7,20 @@ from hypothesis import strategies as st
 from qurl_ray.planning import memory
 from qurl_ray.planning.machines import CONSTANTS, GPUS, PRECISIONS
 from qurl_ray.planning.memory import (
+    STAGES,
+    Layout,
     activation_bytes,
     asleep_bytes,
-    gpu_bytes,
+    footprint,
+    gpu_parts,
     held,
     host_bytes,
     kv_room,
     kv_slots,
     learner_bytes,
-    stages_that_fit,
 )
-from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import SHAPES
+from qurl_ray.planning.speed import EngineRoofline
 from qurl_ray.planning.workload import Workload
 from qurl_ray.policy import save
 
@@ -39,7 +41,6 @@ def engine(precision="bf16", **changed):
 def test_room_for_keys_by_hand():
     weights = 2 * (LINEARS + 2 * HEAD)
     assert kv_room(engine()) == pytest.approx(0.9 * 85.5e9 - 4.6e9 - weights)  # 3.1 of activations, 1.5 of graphs
-    assert kv_room(engine(graphs=False)) == pytest.approx(0.9 * 85.5e9 - 3.1e9 - weights)
     assert kv_room(engine("int8"), beside=7e9) == pytest.approx(kv_room(engine()) + LINEARS - 7e9)
     pair = kv_room(engine(tensor_parallel=2), beside=7e9)
     assert pair == pytest.approx(2 * (0.9 * 85.5e9 - 4.6e9 - 7e9) - weights)
@@ -151,13 +152,18 @@ def test_checkpointing_keeps_blocks_inputs():
 def test_a_shared_gpu_holds_who_sleeps_and_who_is_awake():
     one, learner = engine("int8"), {"start": 30e9, "learn": 50e9, "sync": 5e9, "rollout": 0.0}
     awake = LINEARS + 4 * HEAD + 4.6e9 + 40e9
-    found = gpu_bytes(one, learner, 40e9, colocated=True)
+
+    def gpu_bytes(*, colocated):
+        parts = gpu_parts(one, learner, 40e9, colocated=colocated)
+        return {turn: sum(held.values()) for turn, held in parts.items()}
+
+    found = gpu_bytes(colocated=True)
     assert found == pytest.approx(
         {"start": 30e9 + 2.5e9, "learn": 50e9 + 2.5e9, "sync": 5.5e9 + awake, "rollout": 0.5e9 + awake}
     )
-    apart = gpu_bytes(one, learner, 40e9, colocated=False)
+    apart = gpu_bytes(colocated=False)
     assert apart == pytest.approx({"start": 30.5e9, "learn": 50.5e9, "sync": awake, "rollout": awake})
-    assert asleep_bytes(engine(graphs=False)) == CONSTANTS.context
+    assert asleep_bytes(one) == CONSTANTS.context + CONSTANTS.graphs
 
 
 def test_every_rank_of_a_host_loads_the_whole_model():
@@ -194,6 +200,15 @@ def test_ranks_that_share_a_sequence_share_its_activations():
 
     assert held_(4) == held_(1) / 4
     assert held_(16) == held_(32), "a micro-batch has that many tokens anyway"
+
+
+def stages_that_fit(one, work, *, ranks, colocated):
+    """Stages with which the learner starts and learns, whatever room engines find."""
+    placement = "colocated" if colocated else "disaggregated"
+    layouts = [Layout(placement=placement, engines=1, tensor_parallel=1, ranks=ranks, stage=stage) for stage in STAGES]
+    problems = {layout.stage: footprint(one, layout, work).problems for layout in layouts}
+    learns = ("start takes", "learn takes", "hosts need")
+    return [stage for stage, texts in problems.items() if not any(text.startswith(learns) for text in texts)]
 
 
 def test_what_does_not_fit_is_left_out():

@@ -7,8 +7,7 @@ import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
-from qurl_ray.planning.configured import learner_stage
-from qurl_ray.planning.memory import activation_bytes, state_bytes
+from qurl_ray.planning.memory import activation_bytes, learner_stage, state_bytes
 from qurl_ray.planning.shapes import configured_shape
 from qurl_ray.planning.workload import configured_workload
 

@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from qurl_ray.planning.machines import GPUS, Precision
+from qurl_ray.planning.machines import GPUS, SOURCES, Precision
 from qurl_ray.planning.memory import kv_room
-from qurl_ray.planning.phases import learn_s, rollout_s
-from qurl_ray.planning.roofline import EngineRoofline
 from qurl_ray.planning.shapes import SHAPES
+from qurl_ray.planning.speed import EngineRoofline, learn_s, rollout_s
 from qurl_ray.planning.workload import Workload
 
-SOURCES = {
-    "S": "github.com/tgarg01/silybench-data at 93e4887, CC BY 4.0: vLLM 0.30.0, one H100 SXM, Qwen3-8B",
-    "T": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B, 8 H100 limited to 500 W",
+NAMED = SOURCES | {
     "QuRL": "arXiv 2602.13953",
     "Jet-RL": "arXiv 2601.14243; the sizes to which the ends of its ranges belong are from reviews of it",
     "verl": "verl, docs/advance/fp8.md: Qwen3-8B, 8 H100, 96 × 16 answers of up to 20K tokens",
@@ -60,7 +57,7 @@ SHARE, ANSWERS = 0.25, 128
 """Mean length over limit, and answers per engine, for sources that do not give them."""
 
 
-def _works(share: float, answers: int) -> dict[str, Workload]:
+def _works() -> dict[str, Workload]:
     """Return the workloads of the sources, by name."""
 
     def work(prompts: int, samples: int, response: int, **more: float) -> Workload:
@@ -68,13 +65,13 @@ def _works(share: float, answers: int) -> dict[str, Workload]:
             "prompts": prompts,
             "samples": samples,
             "response": response,
-            "mean": share * response,
+            "mean": SHARE * response,
             "slots": 256,
         }
         return Workload(**(common | {"updates": 1, "micro_tokens": response} | more))
 
     return {
-        "unsaid": work(answers // 8, 8, 8192),
+        "unsaid": work(ANSWERS // 8, 8, 8192),
         "jet_rl": work(128, 8, 8192),
         "verl": work(96, 16, 20480),
         "nemo": work(64, 32, 4096, updates=4),
@@ -163,9 +160,9 @@ def _kv_tokens(precision: Precision) -> float:
     return kv_room(one) / one.shape.kv_bytes(1)
 
 
-def points(share: float = SHARE, answers: int = ANSWERS) -> list[Point]:
-    """Return the published figures, one point for each row. See SHARE and ANSWERS for the arguments."""
-    works = _works(share, answers)
+def points() -> list[Point]:
+    """Return the published figures, one point for each row."""
+    works = _works()
     unsaid, jet_rl, verl, nemo = works["unsaid"], works["jet_rl"], works["verl"], works["nemo"]
     own = _eighth(verl)
 
