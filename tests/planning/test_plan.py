@@ -54,7 +54,7 @@ def test_more_gpus_never_make_a_step_slower(work, model, gpus, more):
 
 @settings(max_examples=15, deadline=None)
 @given(workloads, st.sampled_from(["SmolLM2-135M", "Qwen2.5-7B"]), st.sampled_from(["a100", "h100", "b200"]))
-def test_gains_stay_within_amdahls_bounds(work, model, gpu):
+def test_a_format_is_chosen_only_if_it_pays(work, model, gpu):
     try:
         plan = make_plan(SHAPES[model], GPUS[gpu], 8, work)
     except ConfigError:
@@ -62,9 +62,6 @@ def test_gains_stay_within_amdahls_bounds(work, model, gpu):
     base = plan.best["bf16"]
     if base is None or base.overlapped:
         return
-    for precision in ("int8", "fp8"):  # with the other parts of the step as they are
-        gain = plan.rollout_gain(precision)
-        assert 1 / (1 - base.share + base.share / gain) <= 1 / (1 - base.share) + 1e-9
     assert plan.chosen == "bf16" or plan.gain(plan.chosen) >= PAYS
 
 

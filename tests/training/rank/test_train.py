@@ -44,7 +44,8 @@ def learner_of(tiny_spec, tmp_path, monkeypatch):
             "inputs": (),
             "run_dir": str(tmp_path),
         }
-        coordinator = SimpleNamespace(begin=SimpleNamespace(remote=lambda *_: None))
+        calls = ("begin", "tell")
+        coordinator = SimpleNamespace(**dict.fromkeys(calls, SimpleNamespace(remote=lambda *_: None)))
         with pytest.raises(Made) as raised:
             train.train_loop(context | {"coordinator": coordinator})
         return raised.value.args[0]
