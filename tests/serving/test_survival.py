@@ -132,6 +132,7 @@ def test_a_registered_model_takes_the_place_of_a_run(server, runs):
         assert server.swap("first").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_policy_that_cannot_be_loaded_changes_nothing(server, runs):
     save_run(runs, "broken", seed=3)
     (runs / "broken" / "policy-int8" / "model.safetensors").write_bytes(b"no tensors")
