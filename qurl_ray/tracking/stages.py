@@ -82,5 +82,5 @@ class Stages:
     def _tell(self, line: str, step: int) -> None:
         self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
         self._file.flush()
-        if self._show:
+        if self._show is not None:
             self._show(line, step)
