@@ -333,7 +333,7 @@ def _types_with(key: str) -> Iterator[str]:
     chosen = ""
     for row, *_ in describe():
         chosen = row if ".type=" in row else chosen
-        if row == key:
+        if row == key and key.startswith(chosen.partition("type=")[0]):
             yield chosen
 
 

@@ -91,7 +91,7 @@ def find_sites(model: nn.Module, kinds: tuple[Reader, ...] = ("self_attn", "mlp"
     normed = [site for block in blocks for site in _of_norms(names, block, kinds)]
     if not normed:
         raise QuantizationError(f"{type(model).__name__} has no decoder layers of a known kind")
-    return normed + [site for block in blocks for site in _of_gated_mlps(names, block) if "down" in kinds]
+    return normed + [site for block in blocks if "down" in kinds for site in _of_gated_mlps(names, block)]
 
 
 def _unit(name: str, linear: nn.Linear | QuantizedLinear) -> Unit:

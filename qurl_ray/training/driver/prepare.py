@@ -36,7 +36,7 @@ from qurl_ray.quant.uaq import folded_offsets
 from qurl_ray.quant.units import Unit, find_sites, units
 from qurl_ray.runs.checkpoint import Checkpoint
 from qurl_ray.tools.template import template_format
-from qurl_ray.training.driver.early import Early, check_model_folder
+from qurl_ray.training.driver.early import Early
 from qurl_ray.types import PolicySpec, Problem
 
 
@@ -166,14 +166,14 @@ def check_cache(config: RunConfig, task: Task) -> None:
 
 
 def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
-    """Return where the policy is. A GGUF file is converted if it was not yet.
+    """Return where the policy is. A GGUF file is converted if it was not yet; a folder was looked for already
+    (early.check_model_folder).
 
     Raises:
-        ConfigError: a folder or GGUF file is not there, or is damaged.
+        ConfigError: a GGUF file is not there, or is damaged.
     """
     if isinstance(model, GgufModel):
         return PolicySpec(source=str(cached_gguf_policy(model.path)), max_length=model.max_length)
-    check_model_folder(model)
     return PolicySpec(source=absolute(model.path), max_length=model.max_length, overrides=model.overrides)
 
 
