@@ -6,6 +6,7 @@ from qurl_ray.actors.placement import demand
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import announced_if_slow
 from qurl_ray.signals import StopRequests
 
 # What needs torch or Ray is imported where it is used: that takes seconds. --help does without it, and a mistake is
@@ -20,11 +21,12 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
     stops = StopRequests()
     try:
         with stops.caught(then_exit=True):
-            _say("checking folders, problems and functions", config)
-            from qurl_ray.training.driver.early import check_early
+            with announced_if_slow("the check of folders, problems and functions"):
+                from qurl_ray.training.driver.early import check_early
 
-            early = check_early(config)
-            _say("importing transformers, and checking the model", config)
+                early = check_early(config)
+            if config.tracking.console != "none":  # there is no console of the run yet
+                typer.echo("importing transformers, and checking the model", err=True)
             from qurl_ray.training.driver.prepare import check_run
 
             checked = check_run(early)
@@ -37,12 +39,6 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
     if result.summary["stopped_by_guard"]:
         return 3
     return stops.exit_status if result.interrupted else 0
-
-
-def _say(stage: str, config: RunConfig) -> None:
-    """Tell what the command is doing, before there is a console of the run that could."""
-    if config.tracking.console != "none":
-        typer.echo(stage, err=True)
 
 
 def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
