@@ -248,8 +248,6 @@ class EngineEntry(Entry):
     """An engine, and what the settings are checked against before it is imported. The defaults are those of engines
     from outside the package."""
 
-    stream: str | None = None
-    """Reference of the class through which the engine is served (serving.stream.Stream); None if it cannot be."""
     check: str | None = None
     """Reference of a function that is called before a run, with the names of the linears that will be quantized, and
     raises ConfigError if the engine cannot work here."""
@@ -272,8 +270,6 @@ class EngineEntry(Entry):
     """It can release memory on a CPU."""
     takes_free_memory: bool = False
     """It takes all free memory of its GPU for keys and values, unless their size is set."""
-    one_per_process: bool = False
-    """A process can hold only one."""
     transports: tuple[str, ...] = ()
     """Direct transports that it can receive from (engines.protocol.DirectEngine)."""
 
@@ -286,7 +282,6 @@ ENGINES = Table[EngineEntry](
         "torch": EngineEntry(
             reference="qurl_ray.engines.make:torch_engine",
             help="is this package's own, whose log-probs equal the learner's bit for bit on a CPU",
-            stream="qurl_ray.serving.stream:TorchStream",
             kv_cache=("full", "fp8"),
             equal_bits=True,
             captures=True,
@@ -295,7 +290,6 @@ ENGINES = Table[EngineEntry](
         "vllm": EngineEntry(
             reference="qurl_ray.engines.make:vllm_engine",
             help="is vLLM 0.32 with this package's quantization",
-            stream="qurl_ray.serving.vllm_stream:VllmStream",
             check="qurl_ray.engines.vllm.check:check",
             tensor_parallel=True,
             captures=True,
@@ -303,7 +297,6 @@ ENGINES = Table[EngineEntry](
             bfloat16_on_cpu=True,
             sleeps_on_cpu=False,
             takes_free_memory=True,
-            one_per_process=True,
             transports=("nccl", "ipc"),
         ),
     },

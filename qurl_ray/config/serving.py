@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from qurl_ray.config.cli import errors_told
 from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
@@ -17,7 +17,9 @@ from qurl_ray.config.section import Section
 from qurl_ray.config.tracking import MlflowUri, known_uri
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
-from qurl_ray.tables import ENGINES
+
+API_KEY = "QURL_API_KEY"
+"""Environment variable that holds the API key. Without it, only clients on this machine are answered, unless `open`."""
 
 
 class ServingConfig(Section):
@@ -35,45 +37,22 @@ class ServingConfig(Section):
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
     """Name of the model for clients; null means the run's or registered model's name. It stays when the policy is
     swapped."""
-    engine: str = "torch"
-    """Engine that generates, of those that can be served: `torch` is this package's own, whose answer on a CPU depends
-    only on the request; `vllm` is vLLM 0.32."""
     quantization: Literal["auto"] | FormatName = "auto"
     """Number format of the linears: `auto` takes a run's exported codes (policy-int8) if there are any, else what the
     folder holds; `none` is full precision; `int8`, `fp8`, `fp8_block` and `int4` are the formats of
     `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
-    kernel: Literal["auto", "emulation"] = "auto"
-    """How quantized linears are computed: `auto` uses the device's kernel for the format if there is one, else
-    emulation; `emulation` computes the reference in float32."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the engines: `cpu`, or `cuda`, which gives each replica `tensor_parallel` GPUs. Serving was not
-    tried on a GPU."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format of activations and of weights that are not quantized: `float32`, or `bfloat16` and `float16` (16
-    bits), which are for GPUs and for vLLM."""
-    tensor_parallel: int = Field(1, ge=1)
-    """Number of processes (one GPU each with device=cuda) that share the weights of one vLLM engine."""
-    kv_cache_gb: float | None = Field(None, gt=0)
-    """Memory for keys and values in each process of a vLLM engine, in GiB (2^30 bytes). null takes what `slots` full
-    contexts need on a CPU, and what is free on a GPU."""
     slots: int = Field(32, ge=1)
     """Answers that a replica generates at a time."""
     max_length: int | None = Field(None, ge=8)
     """Context length (prompt and answer together), in tokens. null means the model's own, at most 2048."""
     max_tokens: int = Field(1024, ge=1)
     """Largest number of tokens that a request may ask for in an answer (its max_tokens)."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """Largest length of a prompt, in tokens; null means what max_length leaves."""
     max_choices: int = Field(16, ge=1)
     """Largest number of answers to one request, which is n times its prompts."""
     max_body_kb: int = Field(1024, ge=1)
     """Largest size of a request's body, in KiB (1024 bytes)."""
-    body_timeout_s: float = Field(10.0, gt=0)
-    """Deadline for the body of a request to arrive, in seconds."""
     queue: int = Field(64, ge=0)
     """Number of answers that may wait for a slot of a replica; requests beyond that are refused with status 429."""
-    retry_after_s: int = Field(1, ge=1)
-    """Time after which a refused client is told to try again (Retry-After), in seconds."""
     silent_s: float = Field(60.0, gt=0)
     """Longest time without a token from an engine that has work, in seconds; after it the replica is unhealthy, and is
     restarted."""
@@ -82,40 +61,22 @@ class ServingConfig(Section):
     max_replicas: int | None = Field(None, ge=1)
     """Largest number of replicas: the app adds replicas up to it when more is asked than the `slots` of each can take,
     and removes them again. null means `replicas`."""
-    upscale_after_s: float = Field(10.0, ge=0)
-    """Time that more replicas must be needed before any are added, in seconds."""
-    downscale_after_s: float = Field(120.0, ge=0)
-    """Time that fewer replicas must be enough before any are removed, in seconds."""
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads of a replica, and of CPUs that it takes in Ray. null divides all cores by the largest
     number of replicas."""
     host: str = "127.0.0.1"
-    """Address to listen on. An address other than loopback needs a key in the environment, or `open=true`."""
+    """Address to listen on. An address other than loopback needs a key in $QURL_API_KEY, or `open=true`."""
     port: int = Field(8000, ge=0, le=65535)
     """TCP port to listen on."""
-    api_key_env: str = "QURL_API_KEY"
-    """Name of the environment variable that holds the API key. Without a key, only clients on this machine are
-    answered, unless `open` is true."""
     open: bool = False
     """Answer every client that can connect, from anywhere, if there is no key."""
     drain_s: float = Field(60.0, gt=0)
     """Time that answers in flight may take to end when a replica stops, or the server is asked to, in seconds."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Deadline for the replicas to load a policy, in seconds."""
-    follow_s: float | None = Field(None, gt=0)
-    """Time between two checks whether `policy` now means another policy, in seconds; if it does, the app swaps to it.
-    null does not check."""
     template: str = "{prompt}"
     r"""Prompt made from messages if the tokenizer has no chat template: {prompt} is replaced by their contents, joined
     by \n."""
-
-    @field_validator("engine")
-    @classmethod
-    def _engine_can_be_served(cls, engine: str) -> str:
-        if ENGINES[ENGINES.check(engine)].stream is None:
-            able = " or ".join(name for name, entry in ENGINES.entries.items() if entry.stream)
-            raise ValueError(f"engine {engine!r} has no stream, so it cannot be served: use {able}")
-        return engine
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "ServingConfig":
@@ -128,8 +89,6 @@ class ServingConfig(Section):
             )
         if "{prompt}" not in self.template:
             raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
-        if self.dtype != "float32" and self.device == "cpu" and not ENGINES[self.engine].bfloat16_on_cpu:
-            raise ValueError(f"dtype={self.dtype} needs device=cuda with engine={self.engine}")
         return self
 
     @property
@@ -141,8 +100,8 @@ class ServingConfig(Section):
         """Raise ConfigError if other machines could send requests without a key."""
         if not (key or self.open or is_loopback(self.host)):
             raise ConfigError(
-                f"host={self.host} lets other machines send requests: set an API key in ${self.api_key_env}, or "
-                "open=true to answer without a key"
+                f"host={self.host} lets other machines send requests: set an API key in ${API_KEY}, or open=true to "
+                "answer without a key"
             )
 
 

@@ -97,6 +97,5 @@ def vllm_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         kernel=options.kernel,
         threads=options.threads,
         sleep_mode=options.sleeps,
-        logprobs_mode="raw_logprobs" if options.policy_logprobs else "processed_logprobs",
         timeout_s=options.start_timeout_s,
     )

@@ -48,8 +48,6 @@ class EngineOptions:
     """Compile the operations between the products."""
     sleeps: bool = False
     """It must be able to sleep while a learner uses its device."""
-    policy_logprobs: bool = False
-    """Streams report the log-probs of the policy itself, whatever the temperature."""
     start_timeout_s: float = 600.0
     """Longest time that its start may take, in seconds."""
 
@@ -139,15 +137,4 @@ class DirectEngine(Engine, Protocol):
 
         Raises:
             SyncError: a tensor is missing or damaged. The engine stays STALE.
-        """
-
-
-class StreamingEngine(Engine, Protocol):
-    """An engine that can be served, through the stream that its entry in the table names."""
-
-    def reserve(self, slots: int, length: int) -> object:
-        """Allocate memory for so many answers at a time, each of so many tokens with its prompt. May take seconds.
-
-        Raises:
-            EngineError: there is not enough memory.
         """

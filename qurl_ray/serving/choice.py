@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.engines.torch.batch import Draw
-from qurl_ray.serving.text import Detokenizer, StopMatcher, TokenBytes, texts
+from qurl_ray.serving.text import Detokenizer, StopMatcher
 from qurl_ray.tools.calls import CallReader, Part, ToolCall, ToolFormat
 from qurl_ray.types import Finish
-
-_LEAST = -9999.0
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -34,6 +32,14 @@ class AnswerPart:
     """Calls of tools with their numbers in the answer, from 0. Their text is not in `text`."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+
+    def __add__(self, later: "AnswerPart") -> "AnswerPart":
+        return AnswerPart(
+            text=self.text + later.text,
+            calls=self.calls + later.calls,
+            logprobs=self.logprobs + later.logprobs,
+            finish=later.finish,
+        )
 
 
 class Choice:
@@ -117,44 +123,3 @@ class Choice:
                 self._calls += 1
             else:
                 part.text += one if isinstance(one, str) else one.text
-
-
-# --- log-probs, in OpenAI's format ---------------------------------------------------------------------------------
-
-
-def chat_logprobs(logprobs: Sequence[TokenLogprob], token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return the field `logprobs` of a choice in a chat completion."""
-    return {
-        "content": [
-            _chat_token(entry.draw.token, entry.draw.logprob, token_bytes)
-            | {"top_logprobs": [_chat_token(token, logprob, token_bytes) for token, logprob in entry.draw.top]}
-            for entry in logprobs
-        ],
-        "refusal": None,
-    }
-
-
-def _chat_token(token: int, logprob: float | None, token_bytes: TokenBytes) -> dict[str, Any]:
-    piece = token_bytes(token)
-    return {"token": texts([piece])[0], "logprob": _written(logprob), "bytes": list(piece)}
-
-
-def completion_logprobs(logprobs: Sequence[TokenLogprob], token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return the field `logprobs` of a choice in a completion. As at OpenAI, the likeliest include the drawn token."""
-    tokens = texts(token_bytes(entry.draw.token) for entry in logprobs)
-    tops = [
-        {texts([token_bytes(token)])[0]: _written(logprob) for token, logprob in entry.draw.top}
-        | {text: _written(entry.draw.logprob)}
-        for entry, text in zip(logprobs, tokens, strict=True)
-    ]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_written(entry.draw.logprob) for entry in logprobs],
-        "top_logprobs": tops,
-        "text_offset": [entry.at for entry in logprobs],
-    }
-
-
-def _written(logprob: float | None) -> float | None:
-    """Return the log-prob, at least -9999: JSON has no infinity, and OpenAI writes -9999 for very unlikely tokens."""
-    return None if logprob is None else max(logprob, _LEAST)

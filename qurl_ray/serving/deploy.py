@@ -5,12 +5,10 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -21,34 +19,31 @@ from ray.serve.schema import ApplicationStatus
 
 from qurl_ray.actors.cluster import attach, start
 from qurl_ray.config.load import runs_folder
-from qurl_ray.config.serving import ServingConfig, is_loopback
-from qurl_ray.errors import ConfigError, DeadlineExceeded, QurlError
-from qurl_ray.serving.gate import ENVIRONMENT
-from qurl_ray.serving.http import MOST_BODIES, digest
-from qurl_ray.serving.kept import keep, keep_only, keeping
+from qurl_ray.config.serving import API_KEY, ServingConfig, is_loopback
+from qurl_ray.errors import ConfigError, DeadlineExceeded
+from qurl_ray.serving.http import digest
 from qurl_ray.serving.policies import Pinned, pin, tracking_uri
+from qurl_ray.serving.record import AppRecord, recorded
 from qurl_ray.serving.replica import ReplicaDeployment
 from qurl_ray.signals import StopRequests
 
 logger = logging.getLogger(__name__)
 
 APP = "qurl"
-_SPARE = 32  # requests beyond slots, queue and bodies that a replica accepts, to reject them with OpenAI's errors
+_SPARE = 96  # requests beyond slots and queue that a replica accepts, to reject them with OpenAI's errors
 _WITHOUT_REPLICA = 1024  # requests that a proxy queues while no replica accepts any; it rejects more with its own 429
 _ASK_S = 5.0
 _PAUSE_S = 0.2
 _MARGIN_S = 5.0  # time for Serve to notice that a replica has nothing left to do
 _KEEP_ALIVE_S = 75
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+_RAY = {"namespace": "serve", "log_to_driver": False, "logging_level": "ERROR"}
 
 
-def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path | None = None) -> serve.Application:
+def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Application:
     """Return the app that serves a pinned policy under a name.
 
     The key is read from the environment of this process. Replicas get only its digest.
-
-    Args:
-        kept: folder with the policy's files, or links to them; see kept.keep.
 
     Raises:
         ConfigError: as api_key.
@@ -57,13 +52,7 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path 
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.most_replicas)
     places = {"output_dir": str(runs_folder(config.output_dir)), "mlflow_uri": tracking_uri(config)}  # with a password
     settings = config.model_dump(mode="json") | places
-    arguments = {
-        "name": name,
-        "key_digest": digest(key) if key else None,
-        "threads": threads,
-        "kept": str(kept) if kept else None,
-    }
-    gpus = config.tensor_parallel if config.device == "cuda" else 0
+    arguments = {"name": name, "key_digest": digest(key) if key else None, "threads": threads}
     scale: dict[str, Any] = {"num_replicas": config.replicas}
     if config.most_replicas > config.replicas:
         scale = {
@@ -71,8 +60,6 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path 
                 "min_replicas": config.replicas,
                 "max_replicas": config.most_replicas,
                 "target_ongoing_requests": config.slots,
-                "upscale_delay_s": config.upscale_after_s,
-                "downscale_delay_s": config.downscale_after_s,
             }
         }
     return ReplicaDeployment.options(
@@ -80,10 +67,9 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str, kept: Path 
         _internal=True,
         version=hashlib.sha256(json.dumps([settings | {"policy": None}, arguments]).encode()).hexdigest()[:16],
         user_config=asdict(pinned),
-        ray_actor_options={"num_cpus": threads, "num_gpus": gpus},
-        max_ongoing_requests=config.slots + config.queue + MOST_BODIES + _SPARE,
+        ray_actor_options={"num_cpus": threads},
+        max_ongoing_requests=config.slots + config.queue + _SPARE,
         max_queued_requests=_WITHOUT_REPLICA,
-        backpressure_config={"status_code": 429, "retry_after_s": config.retry_after_s},
         health_check_period_s=2.0,
         health_check_timeout_s=config.silent_s,
         max_constructor_retry_count=2,
@@ -100,117 +86,78 @@ def api_key(config: ServingConfig) -> str | None:
     Raises:
         ConfigError: no HTTP header can carry the key, or there is none and other machines could send requests.
     """
-    key = os.environ.get(config.api_key_env, "")
+    key = os.environ.get(API_KEY, "")
     if key and not re.fullmatch(r"[!-~]+", key.strip()):
-        raise ConfigError(f"the API key in ${config.api_key_env} must be of visible ASCII characters, without blanks")
+        raise ConfigError(f"the API key in ${API_KEY} must be of visible ASCII characters, without blanks")
     config.check_host(key=bool(key))
     return key.strip() or None
 
 
-@contextmanager
-def running(config: ServingConfig, stops: StopRequests) -> Iterator["App"]:
-    """Run the app, on the cluster of $RAY_ADDRESS or a Ray of its own. At the end requests in flight may finish, until
-    `stops` gets a second request to stop.
-
-    Raises:
-        QurlError: the policy cannot be found or loaded, or the port is taken.
-    """
-    with keeping(runs_folder(config.output_dir)) as kept:
-        pinned = pin(config, kept)
-        api_key(config)
-        try:
-            with stops.kept():
-                _start_ray(config)
-            _start_serve(config)
-            app = App(config, pinned, name=config.name or pinned.name, kept=kept)
-            try:
-                app.deploy(pinned)
-                yield app
-            finally:
-                stops.raising = len(stops.signals) < 2
-                app.end(config.drain_s + _MARGIN_S if stops.raising else 0.0)
-                stops.raising = False
-        finally:
-            ray.shutdown()  # ends a Ray of its own with all that runs in it; on a cluster, others may use Ray Serve
-
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class App:
-    """A deployed app.
+    """An app on the cluster that this process is attached to."""
 
-    Args:
-        pinned: policy that answers.
-        name: name of the model for clients, whatever the policy is.
-        kept: folder for the files of policies, if there can be one; see kept.keep.
-    """
-
-    def __init__(self, config: ServingConfig, pinned: Pinned, *, name: str, kept: Path | None) -> None:
-        self.config, self.pinned, self.name, self._kept = config, pinned, name, kept
-        self._swapping = threading.RLock()  # held while a policy is pinned, too: keep_only would remove its files
-        self._ending = False
+    config: ServingConfig
+    name: str
+    """Name of the model for clients, whatever the policy is."""
 
     def deploy(self, pinned: Pinned) -> None:
         """Deploy the app with this policy, and wait until all replicas run.
 
         Raises:
-            ConfigError: the replicas could not load the policy, or the app ends.
+            ConfigError: the replicas could not load the policy.
         """
-        if self._ending:
-            raise ConfigError("the app ends, and takes no other policy")
-        if self._kept:
-            keep(pinned, self._kept)
         try:
-            serve.run(application(self.config, pinned, name=self.name, kept=self._kept), name=APP, route_prefix="/")
+            serve.run(application(self.config, pinned, name=self.name), name=APP, route_prefix="/")
         except (RuntimeError, RayServeException) as error:
             app = serve.status().applications.get(APP)
-            told = [one.message for one in app.deployments.values()] if app else []
+            told = [deployment.message for deployment in app.deployments.values()] if app else []
             reason = _reason("\n".join([str(error), *told]))
             raise ConfigError(f"{pinned.source} cannot be served: {reason}") from None
 
-    def swap_to(self, policy: str) -> str:
-        """Swap to `policy`, given as in the setting, and return a message. Thread-safe. Raises as `swap`."""
-        with self._swapping:
-            pinned = pin(self.config.model_copy(update={"policy": policy}), self._kept)
-            began = time.monotonic()
-            self.swap(pinned)
-        return f"{self.name} now uses the policy {pinned.source} ({time.monotonic() - began:.1f} s)"
-
-    def swap(self, pinned: Pinned) -> None:
-        """Swap all replicas to another policy. Requests continue to be answered, each with one policy.
+    def swap(self, policy: str) -> str:
+        """Swap all replicas to `policy`, given as in the setting, and return a message. Requests continue to be
+        answered, each with one policy.
 
         Raises:
             ConfigError: the policy was refused; all replicas continue with the old one.
             DeadlineExceeded: the policy was not loaded within start_timeout_s.
         """
-        with self._swapping:
-            self.deploy(pinned)
-            try:
-                self._wait_for(pinned)
-            except ConfigError:
-                self.deploy(self.pinned)  # the policy that a restarted replica would load
-                raise
-            self.pinned = pinned
-            if self._kept:
-                keep_only(pinned, self._kept)
-
-    def _wait_for(self, pinned: Pinned) -> None:
-        deadline = time.monotonic() + self.config.start_timeout_s
-        while unsettled := [one for one in self.statuses() if one["pinned"] != asdict(pinned)]:
-            if refused := next((one["refused"] for one in unsettled if one["refused"]), None):
-                raise ConfigError(
-                    f"{pinned.source} could not be loaded, so {self.pinned.source} still answers: {refused}"
-                )
-            if time.monotonic() > deadline:
+        pinned = pin(self.config.model_copy(update={"policy": policy}))
+        began = time.monotonic()
+        before = next((status["pinned"] for status in self.statuses()), None)
+        self.deploy(pinned)
+        while not (statuses := self.statuses()) or any(status["pinned"] != asdict(pinned) for status in statuses):
+            if before and (refused := next((status["refused"] for status in statuses if status["refused"]), None)):
+                self.deploy(Pinned(**before))  # the policy that a restarted replica would load
+                source = before["source"]
+                raise ConfigError(f"{pinned.source} could not be loaded, so {source} still answers: {refused}")
+            if time.monotonic() > began + self.config.start_timeout_s:
                 raise DeadlineExceeded(
-                    f"waited {self.config.start_timeout_s:g} s for {len(unsettled)} replicas to load {pinned.source}"
+                    f"waited {self.config.start_timeout_s:g} s for the replicas to load {pinned.source}"
                 )
             time.sleep(_PAUSE_S)
+        return f"{self.name} now uses the policy {pinned.source} ({time.monotonic() - began:.1f} s)"
+
+    def record(self) -> AppRecord:
+        """Return what another process needs to swap the app."""
+        environment = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        if mode := os.environ.get("RAY_AUTH_MODE"):  # a Ray that was started here asks for this user's token
+            environment["RAY_AUTH_MODE"] = mode
+        return AppRecord(name=self.name, settings=self.config.model_dump(mode="json"), environment=environment)
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """Return the statuses of all replicas that are up; see Service.status."""
+        try:
+            return serve.get_app_handle(APP).broadcast("status").results(timeout_s=_ASK_S)
+        except (RayError, TimeoutError):  # one has just died
+            return []
 
     def end(self, wait_s: float) -> None:
         """Remove the app, and wait for its requests to end: serve.shutdown would close their connections.
 
         Says so if Ray Serve had to abort some, which it does after `drain_s`.
         """
-        self._ending = True
         began = time.monotonic()
         while app := serve.status().applications.get(APP):
             if app.status != ApplicationStatus.DELETING:  # also if a swap has deployed it again meanwhile
@@ -221,33 +168,57 @@ class App:
         if self.config.drain_s < time.monotonic() - began:
             logger.warning("requests that had not ended after drain_s=%g s were aborted", self.config.drain_s)
 
-    def statuses(self) -> list[dict[str, Any]]:
-        """Return the statuses of all replicas; see Service.status."""
-        return serve.get_app_handle(APP).broadcast("status").results(timeout_s=_ASK_S)
 
-    def follow(self, every_s: float) -> Iterator[str]:
-        """Resolve `config.policy` every `every_s` seconds. If it changed, swap and yield the result. Never ends."""
-        newest = self.pinned
-        while True:
-            time.sleep(every_s)
-            try:
-                with self._swapping:
-                    before, newest = newest, pin(self.config, self._kept, newest)
-                    if newest == before:  # also if it was refused: it is not tried again
-                        continue
-                    self.swap(newest)
-                yield f"{self.name} now uses the policy {newest.source}"
-            except QurlError as error:
-                yield str(error)
+@contextmanager
+def running(config: ServingConfig, stops: StopRequests) -> Iterator[Pinned]:
+    """Run the app, on the cluster of $RAY_ADDRESS or a Ray of its own, and yield its policy. At the end requests in
+    flight may finish, until `stops` gets a second request to stop.
+
+    Raises:
+        QurlError: the policy cannot be found or loaded, or the port is taken.
+    """
+    pinned = pin(config)
+    api_key(config)
+    try:
+        with stops.kept():
+            _start_ray(config)
+        _start_serve(config)
+        app = App(config=config, name=config.name or pinned.name)
+        try:
+            app.deploy(pinned)
+            with recorded(config.port, app.record()):
+                yield pinned
+        finally:
+            stops.raising = len(stops.signals) < 2
+            app.end(config.drain_s + _MARGIN_S if stops.raising else 0.0)
+            stops.raising = False
+    finally:
+        ray.shutdown()  # ends a Ray of its own with all that runs in it; on a cluster, others may use Ray Serve
+
+
+def metrics_address() -> str:
+    """Return the address of the page that this node's agent of Ray has for Prometheus. Each node has one."""
+    here = next(node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id())
+    return f"http://{here['NodeManagerAddress']}:{here['MetricsExportPort']}/metrics"
+
+
+def swap(record: AppRecord, policy: str) -> str:
+    """Swap a recorded app, from another process than the one that runs it. See App.swap."""
+    attach(**_RAY)
+    try:
+        return App(config=ServingConfig.model_validate(record.settings), name=record.name).swap(policy)
+    except (RayError, RayServeException) as error:
+        raise ConfigError(f"the swap failed: {_reason(str(error))}") from None
+    finally:
+        ray.shutdown()
 
 
 def _start_ray(config: ServingConfig) -> None:
     if os.environ.get("RAY_ADDRESS"):
-        attach(namespace="serve", log_to_driver=False, logging_level="ERROR")
+        attach(**_RAY)
         return
-    threads = config.threads or 1
-    cpus = max(os.cpu_count() or 1, config.most_replicas * threads)
-    start(num_cpus=cpus, namespace="serve", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    cpus = max(os.cpu_count() or 1, config.most_replicas * (config.threads or 1))
+    start(num_cpus=cpus, include_dashboard=False, **_RAY)
 
 
 def _start_serve(config: ServingConfig) -> None:
@@ -258,7 +229,6 @@ def _start_serve(config: ServingConfig) -> None:
             # Longer than clients keep connections: else they could send a request into one that is being closed.
             http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": _KEEP_ALIVE_S},
             logging_config=_LOGGING,
-            controller_options={"runtime_env": {"env_vars": ENVIRONMENT}},  # from which the proxies get it
         )
     except (RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {_reason(str(error))}") from None

@@ -1,7 +1,7 @@
 """Work of `qurl serve` after its settings are read."""
 
+import os
 import threading
-from typing import TYPE_CHECKING
 
 import typer
 import yaml
@@ -9,11 +9,8 @@ import yaml
 from qurl_ray.config.serving import ServingConfig, resolve_serving
 from qurl_ray.config.shown import shown
 from qurl_ray.errors import ConfigError
-from qurl_ray.serving.control import ask_to_swap, listening
+from qurl_ray.serving.record import read_record
 from qurl_ray.signals import StopRequests
-
-if TYPE_CHECKING:
-    from qurl_ray.serving.deploy import App
 
 
 def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
@@ -26,17 +23,13 @@ def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
     if dry:
         return _dry_run(config)
     if swap:
-        if config.policy is None:
-            raise ConfigError("--swap needs policy=…, the policy to swap to")
-        typer.echo(ask_to_swap(config.port, config.policy, timeout_s=config.start_timeout_s))
-        return 0
+        return _swap(config)
+    from qurl_ray.serving import deploy  # takes seconds to import; the cases above do not need it
+
     stops = StopRequests()
     try:
-        with stops.caught():
-            from qurl_ray.serving.deploy import running  # takes seconds to import; the cases above do not need it
-
-            with running(config, stops) as app, listening(config.port, app.swap_to):
-                _serve_until(stops, app)
+        with stops.caught(), deploy.running(config, stops) as pinned:
+            _serve_until(stops, config, pinned.source, deploy.metrics_address())
         if len(stops.signals) > 1:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -62,15 +55,22 @@ def _dry_run(config: ServingConfig) -> int:
     return 0
 
 
-def _serve_until(stops: StopRequests, app: "App") -> None:
-    config = app.config
+def _swap(config: ServingConfig) -> int:
+    if config.policy is None:
+        raise ConfigError("--swap needs policy=…, the policy to swap to")
+    record = read_record(config.port)
+    os.environ |= record.environment
+    from qurl_ray.serving.deploy import swap  # Ray reads the environment when it is imported
+
+    typer.echo(swap(record, config.policy))
+    return 0
+
+
+def _serve_until(stops: StopRequests, config: ServingConfig, source: str, metrics: str) -> None:
     try:
         stops.check()
-        typer.echo(f"{app.name}: {app.pinned.source}")
-        typer.echo(f"serving http://{config.host}:{config.port}/v1 (Ctrl-C ends it)")
-        if config.follow_s:
-            for sentence in app.follow(config.follow_s):
-                typer.echo(sentence)
+        typer.echo(f"serving {source}, metrics at {metrics}")
+        typer.echo(f"OpenAI's API at http://{config.host}:{config.port}/v1 (Ctrl-C ends it)")
         threading.Event().wait()
     except KeyboardInterrupt:
         typer.echo(f"{stops.signals[0].name}: requests in flight end first; once more aborts them", err=True)

@@ -3,8 +3,9 @@
 import hashlib
 import shlex
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,37 +22,27 @@ MODELS = "models:/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """A policy that no later run or version replaces. Small and plain, because it is sent to every replica."""
+    """A policy that no later run replaces. Small and plain, because it is sent to every replica."""
 
     source: str
     """Absolute path of a folder, or the URI of a registered version: models:/name/7."""
     name: str
     """Name of the run, the folder or the registered model."""
-    folder: str
-    """Absolute path of the folder that holds the files; empty if they are downloaded from MLflow."""
-    sha256: str
-    """SHA-256 of the names and contents of the files, since others may replace them."""
+    folder: str = ""
+    """Absolute path of the folder that holds the files; empty if replicas download them from MLflow."""
+    sha256: str = ""
+    """SHA-256 of the names and contents of the folder's files, since others may replace them."""
 
 
-def tracking_uri(config: ServingConfig) -> str:
-    """URI of MLflow's server or database. Raises as mlflow_address."""
-    return mlflow_address(config.mlflow_uri, runs_folder(config.output_dir))
-
-
-def pin(config: ServingConfig, kept: Path | None = None, known: Pinned | None = None) -> Pinned:
+def pin(config: ServingConfig) -> Pinned:
     """Return the policy that `config.policy` means now.
-
-    Args:
-        kept: folder for what is downloaded, in which replicas look for it; see kept.keep.
-        known: policy that was pinned before. If it is a version of the registry that `config.policy` still means, it is
-            returned, and not downloaded again.
 
     Raises:
         ConfigError: there is no such policy, or MLflow cannot be reached.
     """
     asked = config.policy
     if asked is not None and asked.startswith(MODELS):
-        return _registered(asked, tracking_uri(config), kept, known)
+        return _registered(asked, config)
     if asked is None:
         run = _latest_run(runs_folder(config.output_dir))
     elif (expanded(asked) / "config.json").is_file():
@@ -63,66 +54,52 @@ def pin(config: ServingConfig, kept: Path | None = None, known: Pinned | None = 
     return _in_folder(_of_run(run, config.quantization), run.name)
 
 
+@contextmanager
+def files_of(pinned: Pinned, config: ServingConfig) -> Iterator[Path]:
+    """Yield the folder with the policy's files on this machine. A registered version may be downloaded for that.
+
+    Raises:
+        ConfigError: the files are not there, or cannot be fetched; or they are not those that were pinned, before or
+            after they were read.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as aside:
+        folder = Path(pinned.folder) if pinned.folder else _download(pinned.source, config, aside)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{pinned.source} holds no policy: config.json is missing")
+        _check_files(pinned, folder)
+        yield folder
+        _check_files(pinned, folder)
+
+
+def tracking_uri(config: ServingConfig) -> str:
+    """Return the address of MLflow's server or database. Raises as mlflow_address."""
+    return mlflow_address(config.mlflow_uri, runs_folder(config.output_dir))
+
+
 def _in_folder(folder: Path, name: str) -> Pinned:
     return Pinned(source=str(folder), name=name, folder=str(folder), sha256=_sha256(folder))
 
 
-def folder_of(pinned: Pinned, uri: str, kept: Path | None) -> Path:
-    """Return the folder with the policy's files on this machine. A registered model is downloaded if needed.
-
-    Args:
-        kept: folder with the files, or links to them; see kept.keep.
-
-    Raises:
-        ConfigError: the files are not there, are not those that were pinned, or cannot be fetched.
-    """
-    if kept and (kept / pinned.sha256).is_dir():
-        folder = kept / pinned.sha256
-    else:
-        folder = Path(pinned.folder) if pinned.folder else _download(pinned.source, uri)
-    check_files(pinned, folder)
-    return folder
-
-
-def check_files(pinned: Pinned, folder: Path) -> None:
-    """Raise ConfigError unless the folder holds the files that were pinned. Files that have not changed since the last
-    check are not read again."""
-    _check_policy(pinned.source, folder)
-    if _sha256(folder) != pinned.sha256:
+def _check_files(pinned: Pinned, folder: Path) -> None:
+    if pinned.sha256 and _sha256(folder) != pinned.sha256:
         raise ConfigError(
             f"the files in {folder} have changed since {pinned.source} was chosen: swap to the policy that is meant "
             f"(--swap {shlex.quote(f'policy={pinned.source}')} takes it as it is now)"
         )
 
 
-def _check_policy(source: str, folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{source} holds no policy: config.json is missing")
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Return the files of a policy: those in the folder and below it that are not hidden."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-
-
 def _sha256(folder: Path) -> str:
+    """Digest of the names and contents of a policy's files: those in the folder and below it that are not hidden."""
     digest = hashlib.sha256()
     try:
-        for file in files_of(folder):
-            stat = file.stat()
-            content = _file_sha256(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-            digest.update(f"{file.relative_to(folder)} {content}\n".encode())
+        for file in sorted(folder.rglob("*")):
+            name = file.relative_to(folder)
+            if file.is_file() and not any(part.startswith(".") for part in name.parts):
+                with file.open("rb") as content:
+                    digest.update(f"{name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error}") from None
     return digest.hexdigest()
-
-
-@lru_cache(maxsize=1024)
-def _file_sha256(file: Path, *_: int) -> str:
-    """The other arguments tell contents apart, so that a server that follows a policy does not read it every time."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _latest_run(folder: Path) -> Path:
@@ -156,50 +133,37 @@ def _of_run(run: Path, quantization: str) -> Path:
     return run / "policy"
 
 
-def _registered(uri: str, tracking: str, kept: Path | None, known: Pinned | None) -> Pinned:
-    """Resolve models:/name/latest and models:/name@alias to models:/name/<version>, and pin its files. A server may
-    replace the files of a version, so the version alone does not pin them."""
-    from qurl_ray.tracking.mlflow_client import mlflow_at  # takes over a second, so only if needed
+# --- MLflow, which takes over a second to import, so only if needed --------------------------------------------------
+
+
+def _registered(uri: str, config: ServingConfig) -> Pinned:
+    """Resolve models:/name/latest and models:/name@alias to models:/name/<version>."""
+    from qurl_ray.tracking.mlflow_client import mlflow_at
 
     path = uri.removeprefix(MODELS)
-    with mlflow_at(tracking, f"find {uri} in") as client:
+    with mlflow_at(tracking_uri(config), f"find {uri} in") as client:
         if "@" in path:
             name, _, alias = path.rpartition("@")
-            found = client.get_model_version_by_alias(name, alias)
+            model = client.get_model_version_by_alias(name, alias)
         else:
             name, _, version = path.rpartition("/")
             if version == "latest":
                 versions = client.search_model_versions(f"name='{name}'")
                 version = str(max((int(one.version) for one in versions), default=0))
-            found = client.get_model_version(name, version)
-    source = f"{MODELS}{name}/{found.version}"
-    place = urlsplit(found.source)
+            model = client.get_model_version(name, version)
+    source = f"{MODELS}{name}/{model.version}"
+    place = urlsplit(model.source)
     folder = Path(unquote(place.path))
     if place.scheme in ("", "file") and folder.is_absolute() and folder.is_dir():
         return replace(_in_folder(folder, name), source=source)
-    if known and known.source == source and not known.folder:
-        return known
-    return Pinned(source=source, name=name, folder="", sha256=_fetch(source, tracking, kept))
+    return Pinned(source=source, name=name)
 
 
-def _fetch(uri: str, tracking: str, kept: Path | None) -> str:
-    """Download the files of a registered version, and return their SHA-256, which is the name of their folder in
-    `kept`. Without `kept` they are deleted: each replica downloads them again, and compares them."""
-    with tempfile.TemporaryDirectory(dir=kept, ignore_cleanup_errors=True) as aside:
-        folder = _download(uri, tracking, aside)
-        _check_policy(uri, folder)
-        sha256 = _sha256(folder)
-        if kept and not (kept / sha256).is_dir():
-            folder.chmod(0o755)  # replicas may be another user's
-            folder.rename(kept / sha256)
-    return sha256
-
-
-def _download(uri: str, tracking: str, into: str | None = None) -> Path:
-    """Download the files of a registered version into a folder, or into a new temporary one."""
+def _download(uri: str, config: ServingConfig, into: str) -> Path:
     from qurl_ray.tracking.mlflow_client import mlflow_at
 
     name, _, version = uri.removeprefix(MODELS).rpartition("/")
+    tracking = tracking_uri(config)
     with mlflow_at(tracking, f"fetch {uri} from") as client:
         from mlflow.artifacts import download_artifacts
 

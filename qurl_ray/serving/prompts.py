@@ -1,7 +1,7 @@
-"""Encode the prompt that a client sends as the tokens that a policy reads."""
+"""Encode the prompt that a client sends as the tokens that a policy reads, as training does."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -13,73 +13,65 @@ from qurl_ray.data.trained import kept_settings
 from qurl_ray.errors import DataError
 from qurl_ray.serving.protocol import ApiError
 
-Messages = Sequence[dict[str, Any]]
+
+def prompt_ids(prompt: str | Sequence[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the token ids of a text, or of ids, int32 [length].
+
+    Raises:
+        ApiError: 400: there are no tokens, ids are out of range, or the tokenizer refuses the text.
+    """
+    if isinstance(prompt, str):
+        return _ids(lambda: text_ids(prompt, tokenizer), "the tokenizer refuses the prompt", "prompt")
+    if prompt and not 0 <= min(prompt) <= max(prompt) < len(tokenizer):
+        raise ApiError(400, f"token ids must be in 0 … {len(tokenizer) - 1}", param="prompt")
+    return _ids(lambda: prompt, "", "prompt")
 
 
-def tokenize_prompt(
-    prompt: str | Sequence[int] | Messages,
+def chat_prompt_ids(
+    messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    template: str,
+    template: str = "{prompt}",
     tools: Sequence[dict[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """Return the token ids of a prompt, int32 [length], as training has them.
+    """Return the token ids of a chat, int32 [length].
 
     Args:
-        prompt: plain text, token ids, or messages of a chat. Messages go through the tokenizer's chat template. If it
-            has none, their contents, joined by newlines, replace {prompt} in `template`.
+        messages: they go through the tokenizer's chat template. If it has none, their contents, joined by newlines,
+            replace {prompt} in `template`.
         tools: descriptions for the chat template, in OpenAI's format.
         variables: of the chat template; they replace those that the policy was trained with.
 
     Raises:
-        ApiError: 400: the prompt has no tokens, ids are out of range, or the chat template or the tokenizer refuses it.
+        ApiError: 400: there are no tokens, or the chat template or the tokenizer refuses the messages.
     """
-    if isinstance(prompt, str):
-        ids = _ids(prompt, tokenizer, "prompt")
-    elif not prompt or isinstance(prompt[0], int):
-        ids = list(cast(Sequence[int], prompt))
-        if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
-            raise ApiError(400, f"token ids must be in 0 … {len(tokenizer) - 1}", param="prompt")
-    elif tokenizer.chat_template is not None:
-        ids = _chat(cast(Messages, prompt), tokenizer, tools, variables or {})
-    elif variables:
-        raise ApiError(400, "the policy has no chat template", param="chat_template_kwargs")
-    else:
-        said = "\n".join(message["content"] for message in cast(Messages, prompt))
-        ids = _ids(template.replace("{prompt}", said), tokenizer, "messages")
-    if len(ids) == 0:
-        raise ApiError(400, "the prompt has no tokens", param="prompt" if isinstance(prompt, str) else None)
-    return np.asarray(ids, dtype=np.int32)
-
-
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase, param: str) -> list[int]:
-    try:
-        return text_ids(text, tokenizer)
-    except Exception as error:  # tokenizers raise Exception itself, for text that their vocabulary cannot write
-        raise _refused(f"the tokenizer refuses the {param}", error, param) from None
-
-
-def _chat(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]],
-    variables: Mapping[str, Any],
-) -> list[int]:
-    if "tools" in variables:
+    if tokenizer.chat_template is None:
+        if variables:
+            raise ApiError(400, "the policy has no chat template", param="chat_template_kwargs")
+        text = template.replace("{prompt}", "\n".join(message["content"] for message in messages))
+        return _ids(lambda: text_ids(text, tokenizer), "the tokenizer refuses the messages", "messages")
+    if variables and "tools" in variables:
         raise ApiError(400, "tools are a parameter of the request", param="chat_template_kwargs")
     try:
-        check_variables(variables, tokenizer, "chat_template_kwargs")
+        check_variables(variables or {}, tokenizer, "chat_template_kwargs")
     except DataError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from None
     trained = kept_settings(tokenizer)
-    given = trained.variables | dict(variables) | ({"tools": list(tools)} if tools else {})
+    given = trained.variables | dict(variables or {}) | ({"tools": list(tools)} if tools else {})
+    return _ids(
+        lambda: chat_ids(conversation(messages, tokenizer, trained.system_prompt), tokenizer, given),
+        "the chat template refuses the messages",
+        "messages",
+    )
+
+
+def _ids(encode: Callable[[], Sequence[int]], refusal: str, param: str) -> np.ndarray:
     try:
-        return chat_ids(conversation(messages, tokenizer, trained.system_prompt), tokenizer, given)
-    except Exception as error:  # a template is a program of the policy's: it may raise anything
-        raise _refused("the chat template refuses the messages", error, "messages") from None
-
-
-def _refused(what: str, error: Exception, param: str) -> ApiError:
-    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-    return ApiError(400, f"{what}: {kind}{shortened(str(error))}", param=param)
+        ids = encode()
+    except Exception as error:  # a template is a program of the policy's, and tokenizers raise Exception itself
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise ApiError(400, f"{refusal}: {kind}{shortened(str(error))}", param=param) from None
+    if len(ids) == 0:
+        raise ApiError(400, "the prompt has no tokens", param=param)
+    return np.asarray(ids, dtype=np.int32)

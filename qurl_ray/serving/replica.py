@@ -1,11 +1,9 @@
 """A Ray Serve replica of the app: one process with one engine, and the whole HTTP API in front of it.
 
 There is one deployment, and no gateway in front of engines: with one, each token would pass through one more process.
-If a replica dies, serving.gate asks another one.
 """
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from starlette.types import ASGIApp
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.serving.http import http_app
-from qurl_ray.serving.meters import Meters, exposition
+from qurl_ray.serving.meters import Meters
 from qurl_ray.serving.policies import Pinned
 from qurl_ray.serving.service import Service
 
@@ -26,20 +24,19 @@ class Replica:
         settings: resolved settings of the app.
         key_digest: see http_app.
         threads: CPU threads of the engine.
-        kept: folder with the files of policies, if there is one; see kept.keep.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, settings: dict[str, Any], *, name: str, key_digest: str | None, threads: int, kept: str | None
+        self, settings: dict[str, Any], *, name: str, key_digest: str | None, threads: int
     ) -> None:
         torch.set_num_threads(threads)
         config = ServingConfig.model_validate(settings)
         self._key_digest = key_digest
-        self._service = Service(config, name=name, threads=threads, meters=Meters(), kept=Path(kept) if kept else None)
+        self._service = Service(config, name=name, meters=Meters())
         self._swaps: set[asyncio.Task] = set()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return http_app(self._service, key_digest=self._key_digest, exposition=exposition)
+        return http_app(self._service, key_digest=self._key_digest)
 
     async def reconfigure(self, policy: dict[str, Any]) -> None:
         """Swap to a policy. Serve calls this at the start, and whenever `user_config` changes.

@@ -1,4 +1,4 @@
-"""A served policy, with its engine's front, its tokenizer and its names; and the path of a request through them."""
+"""A served policy: its engine, its tokenizer and its names; and the way of a request through them."""
 
 import asyncio
 import itertools
@@ -6,46 +6,23 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.engines.requests import derive_seed
-from qurl_ray.extensions import import_reference
 from qurl_ray.serving.choice import AnswerPart, Choice
-from qurl_ray.serving.front import Front, Mailbox
 from qurl_ray.serving.load import LoadedPolicy
-from qurl_ray.serving.meters import Meters
-from qurl_ray.serving.prompts import tokenize_prompt
+from qurl_ray.serving.meters import AnswerMeter, Meters
+from qurl_ray.serving.prompts import chat_prompt_ids, prompt_ids
 from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage
-from qurl_ray.serving.stream import Ask, Stream
-from qurl_ray.serving.text import TokenBytes
-from qurl_ray.tables import ENGINES
+from qurl_ray.serving.stream import Ask, Mailbox, Stream
 from qurl_ray.tools.template import template_format
 from qurl_ray.types import Request, SamplingParams
 
-_BRIEF = 8192  # most bytes of a body whose prompt is encoded on the event loop: a thread would take longer
-_VERSION_DIGITS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
-    """A request with its prompts as tokens, which fit the context."""
-
-    request: ChatRequest | CompletionRequest
-    prompts: list[np.ndarray]
-    max_tokens: list[int]
-    """Token limit of the answers to each prompt."""
-
-    @property
-    def count(self) -> int:
-        """Number of answers requested."""
-        return len(self.prompts) * self.request.n
-
 
 class Served:
-    """A policy that answers requests, on one event loop. Call `close` after `front.drained()`.
+    """A policy that answers requests, on one event loop. Call `close` after `stream.drained()`.
 
     Args:
         name: name of the model for clients, whatever its version is.
@@ -53,34 +30,19 @@ class Served:
 
     def __init__(self, loaded: LoadedPolicy, config: ServingConfig, *, name: str, meters: Meters) -> None:
         self._config, self._loaded, self.meters = config, loaded, meters
-        self.name, self.fingerprint = name, loaded.fingerprint
-        self.model = f"{name}@{loaded.fingerprint[:_VERSION_DIGITS]}"
+        self.name, self.fingerprint, self.tokenizer = name, loaded.fingerprint, loaded.tokenizer
+        self.model = f"{name}@{loaded.fingerprint[:8]}"
         """Name of this version of the model: name@fingerprint, shortened."""
         self.created = int(time.time())
-        self.length = loaded.length
         self.kernels = loaded.engine.kernels()
-        self.token_bytes = TokenBytes(loaded.tokenizer)
         self._tool_format = template_format(loaded.tokenizer)
-        self.front = Front(slots=config.slots, queue=config.queue, retry_after_s=config.retry_after_s)
+        self.stream = Stream(loaded.engine, slots=config.slots, queue=config.queue, length=loaded.length)
         self._uids = itertools.count()
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self.front.stream = self._stream(loaded)
-
-    def _stream(self, loaded: LoadedPolicy) -> Stream:
-        stream = ENGINES[self._config.engine].stream
-        assert stream, "checked with the settings"
-        return import_reference(stream)(
-            loaded.engine,
-            slots=self._config.slots,
-            length=loaded.length,
-            loop=asyncio.get_running_loop(),
-            deliver=self.front.deliver,
-            fail=self.front.fail,
-        )
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")  # the event loop does not wait for it
 
     def close(self) -> None:
         """Stop the engine. Blocks. No request may be running."""
-        self.front.stream.close()
+        self.stream.close()
         self._encoder.shutdown()
 
     def check_model(self, asked: str) -> None:
@@ -88,114 +50,89 @@ class Served:
         if asked not in (self.name, self.model):
             raise ApiError(404, "no such model: GET /v1/models lists the models", param="model", code="model_not_found")
 
-    async def encode(self, request: ChatRequest | CompletionRequest, *, size: int) -> Encoded:
-        """Encode the prompts of a request as tokens.
-
-        Args:
-            size: size of the body, in bytes; prompts of large bodies are encoded in a thread.
+    async def encode(self, request: ChatRequest | CompletionRequest) -> list[np.ndarray]:
+        """Return the prompts of a request as tokens.
 
         Raises:
-            ApiError: 404 for another model; 400 if a limit is exceeded, or a prompt is invalid or does not fit.
+            ApiError: 404 for another model; 400 if a limit is exceeded, or a prompt is invalid.
         """
         self.check_model(request.model)
-        prompts = request.prompts()
-        if not prompts:
-            raise ApiError(400, "there is no prompt", param="prompt")
-        if len(prompts) * request.n > self._config.max_choices:
-            raise ApiError(
-                400,
-                f"a request can have at most {self._config.max_choices} answers, which are n times its prompts",
-                param="n",
-            )
+        prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
+        most = self._config.max_choices
+        if not 0 < prompts * request.n <= most:
+            raise ApiError(400, f"a request has 1 to {most} answers, which are n times its prompts", param="n")
         if (request.limit or 0) > self._config.max_tokens:
-            raise ApiError(
-                400, f"max_tokens can be at most {self._config.max_tokens} on this server", param="max_tokens"
-            )
-        if request.top_k and request.top_k > len(self._loaded.tokenizer):
+            message = f"max_tokens can be at most {self._config.max_tokens} on this server"
+            raise ApiError(400, message, param="max_tokens")
+        if request.top_k > len(self.tokenizer):
             raise ApiError(400, "top_k exceeds the vocabulary", param="top_k")
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, self._encoded, request)
 
-        if request.calls and self._tool_format is None:
+    def _encoded(self, request: ChatRequest | CompletionRequest) -> list[np.ndarray]:
+        if isinstance(request, CompletionRequest):
+            return [prompt_ids(prompt, self.tokenizer) for prompt in request.prompts]
+        if request.callable_tools and self._tool_format is None:
             message = "this policy's chat template writes no calls of tools that are known here (hermes, llama)"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        tools = request.described() if request.calls else []
+        ids = chat_prompt_ids(
+            request.messages,
+            self.tokenizer,
+            template=self._config.template,
+            tools=request.callable_tools,
+            variables=request.chat_template_kwargs,
+        )
+        return [ids]
 
-        def all_encoded() -> list[np.ndarray]:
-            return [
-                tokenize_prompt(
-                    prompt,
-                    self._loaded.tokenizer,
-                    template=self._config.template,
-                    tools=tools,
-                    variables=request.variables,
-                )
-                for prompt in prompts
-            ]
+    def open(self, request: ChatRequest | CompletionRequest, prompts: Sequence[np.ndarray]) -> "Answer":
+        """Start to answer a request whose prompts are encoded.
 
-        if size <= _BRIEF:
-            ids = all_encoded()
-        else:
-            ids = await asyncio.get_running_loop().run_in_executor(self._encoder, all_encoded)
-        return Encoded(request=request, prompts=ids, max_tokens=[self._room(request, len(prompt)) for prompt in ids])
+        Raises:
+            ApiError: 400 if a prompt does not fit the context; 429 if too many answers wait; 503 if the engine is
+                broken.
+        """
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        asks = [
+            Ask(request=self._request(request, prompt, derive_seed("serving", seed, number)), top=request.top)
+            for prompt in prompts
+            for number in range(request.n)  # the seed depends on it alone: additional prompts change nothing
+        ]
+        reads_calls = isinstance(request, ChatRequest) and request.callable_tools
+        choices = [
+            Choice(
+                self.tokenizer,
+                stops=request.stop,
+                stop_ids=self._loaded.stop_ids,
+                logprobs=request.top is not None,
+                calls=self._tool_format if reads_calls else None,
+            )
+            for _ in asks
+        ]
+        return Answer(self.stream.ask(asks), choices, prompt_tokens=sum(map(len, prompts)), served=self)
 
-    def _room(self, request: ChatRequest | CompletionRequest, prompt: int) -> int:
-        """Return the token limit of an answer to a prompt of `prompt` tokens. Raise ApiError 400 if it does not fit."""
-        most = self._config.max_prompt_tokens or self.length - 1
-        left = self.length - prompt
+    def _request(self, request: ChatRequest | CompletionRequest, prompt: np.ndarray, seed: int) -> Request:
+        sampling = SamplingParams(
+            temperature=request.sampling_temperature,
+            top_p=request.top_p or 1.0,
+            top_k=request.top_k,
+            max_new_tokens=self._answer_limit(request, len(prompt)),
+            stop_ids=self._loaded.stop_ids,
+            ignore_eos=request.ignore_eos,
+        )
+        return Request(uid=str(next(self._uids)), prompt_ids=prompt, seed=seed, sampling=sampling)
+
+    def _answer_limit(self, request: ChatRequest | CompletionRequest, prompt: int) -> int:
+        """Return the token limit of an answer to a prompt of `prompt` tokens."""
+        left = self._loaded.length - prompt
         wanted = request.limit or min(self._config.max_tokens, left)
-        if prompt > most or wanted > left or left < 1:
+        if wanted > left or left < 1:
             raise ApiError(
                 400,
-                f"the context has {self.length} tokens, of which a prompt can have at most "
-                f"{min(most, self.length - 1)}: this prompt has {prompt}, and {max(wanted, 1)} were requested for the "
-                "answer",
+                f"the context has {self._loaded.length} tokens: this prompt has {prompt}, and {max(wanted, 1)} were "
+                "requested for the answer",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
         return wanted
-
-    def open(self, encoded: Encoded) -> "Answer":
-        """Start to answer.
-
-        Raises:
-            ApiError: 429 if too many answers wait; 503 if the engine is broken.
-        """
-        request = encoded.request
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        asks = []
-        for prompt, limit in zip(encoded.prompts, encoded.max_tokens, strict=True):
-            sampling = SamplingParams(
-                temperature=request.heat,
-                top_p=request.top_p or 1.0,
-                top_k=request.top_k,
-                max_new_tokens=limit,
-                stop_ids=self._loaded.stop_ids,
-                ignore_eos=request.ignore_eos,
-            )
-            # The seed of a choice depends on its number, not on its prompt: additional prompts change nothing.
-            asks += [
-                Ask(
-                    request=Request(
-                        uid=str(next(self._uids)),
-                        prompt_ids=prompt,
-                        seed=derive_seed("serving", seed, number),
-                        sampling=sampling,
-                    ),
-                    top=request.top,
-                )
-                for number in range(request.n)
-            ]
-        choices = [
-            Choice(
-                self._loaded.tokenizer,
-                stops=request.stop,
-                stop_ids=self._loaded.stop_ids,
-                logprobs=request.top is not None,
-                calls=self._tool_format if request.calls else None,
-            )
-            for _ in asks
-        ]
-        prompt_tokens = sum(map(len, encoded.prompts))
-        return Answer(self.front.ask(asks), choices, prompt_tokens=prompt_tokens, served=self)
 
 
 class Answer:
@@ -220,10 +157,10 @@ class Answer:
         Raises:
             EngineError: the engine has died.
         """
-        meter = self.served.meters.answer(self.served.model)
+        meter = AnswerMeter(self.served.meters, self.served.model)
         with self._mailbox as mailbox:
             while not all(choice.finish for choice in self._choices):
-                found: dict[int, AnswerPart] = {}
+                parts: dict[int, AnswerPart] = {}
                 drawn = 0
                 for index, news in await mailbox.take():
                     choice = self._choices[index]
@@ -231,11 +168,11 @@ class Answer:
                     if choice.finish:
                         continue  # draws after its stop sequence, until the engine releases it
                     part = choice.feed(news.draws, news.finish)
-                    found[index] = part if index not in found else _joined(found[index], part)
+                    parts[index] = parts[index] + part if index in parts else part
                     if choice.finish and news.finish is None:
                         mailbox.stop(index)
-                meter.drew(drawn, len(found))
-                yield list(found.items())
+                meter.drew(drawn, len(parts))
+                yield list(parts.items())
         meter.ended(self.usage)
 
     async def whole(self) -> list[AnswerPart]:
@@ -243,14 +180,5 @@ class Answer:
         parts = [AnswerPart() for _ in self._choices]
         async for news in self.parts():
             for index, part in news:
-                parts[index] = _joined(parts[index], part)
+                parts[index] += part
         return parts
-
-
-def _joined(first: AnswerPart, then: AnswerPart) -> AnswerPart:
-    return AnswerPart(
-        text=first.text + then.text,
-        calls=first.calls + then.calls,
-        logprobs=first.logprobs + then.logprobs,
-        finish=then.finish,
-    )

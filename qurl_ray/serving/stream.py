@@ -1,8 +1,6 @@
-"""Engines that answer requests as they arrive: each joins the running batch, and its tokens are sent step by step.
+"""The torch engine as a stream: requests join the running batch as they arrive, and tokens are sent step by step.
 
-    submit, cancel ──► inbox ──► thread: admit, step, news ──► deliver (once a step, on the event loop)
-
-The loop of the torch engine is here. vLLM has its own loop, in engines/vllm/server.py.
+Stream.ask ──► inbox ──► engine's thread: admit, step ──► news (once a step, on the event loop) ──► mailboxes
 """
 
 import asyncio
@@ -11,11 +9,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
 
 from qurl_ray.engines.torch.batch import Draw, OpenBatch
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import EngineError
+from qurl_ray.serving.protocol import ApiError, unavailable
 from qurl_ray.types import Finish, Request
 
 _PREFILL_TOKENS = 2048  # prompt tokens that join in one step: running requests wait for them
@@ -40,39 +39,175 @@ class News:
     """Finish reason, if this is the last news; else None."""
 
 
-Deliver = Callable[[Sequence[News]], None]
-"""Function that receives news. It is called on the event loop."""
-Fail = Callable[[Exception], None]
-"""Function that receives the error after which the engine cannot be used. It is called on the event loop."""
-
-
-class Stream(Protocol):
-    """Interface of an engine for the front. The table of engines names a class for each engine that can be served; it
-    takes what TorchStream takes."""
-
-    def submit(self, asks: Sequence[Ask]) -> None:
-        """Start to answer requests, which fit the context. May be called from any thread."""
-
-    def cancel(self, uids: Iterable[str]) -> None:
-        """Cancel requests; unknown uids are ignored. May be called from any thread."""
-
-    def close(self) -> None:
-        """Stop the engine. Blocks."""
-
-
-class TorchStream:
-    """Stream of the torch engine: a thread that runs it step by step.
+class Stream:
+    """All requests in one engine. Used on one event loop, but for `close`.
 
     The tokens of a request depend only on its own prompt, seed and sampling, not on its time of arrival or on other
     requests: the engine is batch-invariant.
 
     Args:
-        engine: engine with verified weights; from now on only this thread uses it.
-        slots: sequences decoded at a time.
+        engine: engine with verified weights; from now on only the stream's thread uses it.
+        slots: answers that the engine generates at a time.
+        queue: additional answers that may wait.
         length: most tokens of prompt and answer together.
 
     Raises:
         EngineError: there is not enough memory for the keys and values.
+    """
+
+    def __init__(self, engine: TorchEngine, *, slots: int, queue: int, length: int) -> None:
+        self._slots, self._queue = slots, queue
+        self._loop = asyncio.get_running_loop()
+        self._owners: dict[str, tuple[Mailbox, int]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.error: Exception | None = None
+        """Error after which the engine cannot be used any more; None while it can."""
+        self._last_news = self._loop.time()  # or of the last request while it was idle
+        engine.reserve(slots, length)
+        self._thread = _EngineThread(engine, slots=slots, length=length, tell=self._tell, fail=self._fail)
+
+    @property
+    def running(self) -> int:
+        return min(len(self._owners), self._slots)
+
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self._owners) - self._slots)
+
+    def check(self, silent_s: float) -> None:
+        """Raise EngineError if the engine has died, or has had work for `silent_s` seconds without sending news."""
+        if self.error is not None:
+            raise EngineError(f"the engine has died: {self.error}")
+        if self._owners and (silent := self._loop.time() - self._last_news) >= silent_s:
+            raise EngineError(f"the engine has work, but has sent no token for {silent:.1f} s")
+
+    def ask(self, asks: Sequence[Ask]) -> "Mailbox":
+        """Start to answer. News of asks[i] arrive in the returned mailbox as (i, news).
+
+        Raises:
+            ApiError: 429 if too many answers wait already; 503 if the engine is broken.
+        """
+        if self.error is not None:
+            raise unavailable()
+        if len(self._owners) + len(asks) > self._slots + self._queue:
+            message = "all slots are taken and too many requests wait: try again"
+            raise ApiError(429, message, kind="requests", code="rate_limit_exceeded")
+        if not self._owners:
+            self._last_news = self._loop.time()
+        mailbox = Mailbox(self._thread.cancel, [ask.request.uid for ask in asks])
+        self._owners |= {ask.request.uid: (mailbox, index) for index, ask in enumerate(asks)}
+        self._idle.clear()
+        self._thread.submit(asks)
+        return mailbox
+
+    async def drained(self) -> None:
+        """Wait until nothing runs, or the engine has died."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """End the engine and its thread. Blocks."""
+        self._thread.close()
+
+    # --- called by the engine's thread -----------------------------------------------------------------------------
+
+    def _tell(self, news: Sequence[News]) -> None:
+        self._call(self._deliver, news)
+
+    def _fail(self, error: Exception) -> None:
+        self._call(self._break, error)
+
+    def _call(self, function: Callable, *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            assert self._loop.is_closed(), "the only reason"  # the process ends, and nobody waits for tokens
+
+    # --- on the event loop -----------------------------------------------------------------------------------------
+
+    def _deliver(self, news: Sequence[News]) -> None:
+        self._last_news = self._loop.time()
+        for item in news:
+            mailbox, index = self._owners[item.uid]
+            if item.finish is not None:
+                del self._owners[item.uid]
+            mailbox.put(index, item)
+        if not self._owners:
+            self._idle.set()
+
+    def _break(self, error: Exception) -> None:
+        self.error = error
+        for mailbox, _ in self._owners.values():
+            mailbox.fail(error)
+        self._owners.clear()
+        self._idle.set()
+
+
+class Mailbox:
+    """Mailbox for the news of one request's answers. Leaving the context before the end cancels the remaining answers,
+    which keep their slots until the engine has released them.
+
+    Example:
+        with stream.ask(asks) as mailbox:
+            while mailbox.open:
+                for index, news in await mailbox.take(): ...
+    """
+
+    def __init__(self, cancel: Callable[[Iterable[str]], None], uids: Sequence[str]) -> None:
+        self._cancel, self._uids = cancel, list(uids)
+        self._news: list[tuple[int, News]] = []
+        self._arrived = asyncio.Event()
+        self._error: Exception | None = None
+        self._left = set(uids)
+
+    @property
+    def open(self) -> bool:
+        """True if more news will arrive, or some have not been taken."""
+        return bool(self._left or self._news)
+
+    def put(self, index: int, news: News) -> None:
+        if news.finish is not None:
+            self._left.discard(news.uid)
+        self._news.append((index, news))
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._arrived.set()
+
+    async def take(self) -> list[tuple[int, News]]:
+        """Wait for news, and return all that have arrived.
+
+        Raises:
+            EngineError: the engine has died.
+        """
+        await self._arrived.wait()
+        if self._error:
+            raise EngineError("the engine has died") from self._error
+        self._arrived.clear()
+        news, self._news = self._news, []
+        return news
+
+    def stop(self, index: int) -> None:
+        """Cancel the answer with this index."""
+        self._cancel([self._uids[index]])
+
+    def __enter__(self) -> "Mailbox":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._left:
+            self._cancel(list(self._left))
+
+
+class _EngineThread:
+    """Thread that runs the engine step by step, while there is work.
+
+    Args:
+        tell: called in the thread with the news of a step.
+        fail: called in the thread with the error that ended it.
     """
 
     def __init__(
@@ -81,18 +216,16 @@ class TorchStream:
         *,
         slots: int,
         length: int,
-        loop: asyncio.AbstractEventLoop,
-        deliver: Deliver,
-        fail: Fail,
+        tell: Callable[[Sequence[News]], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         assert engine.version is not None, "weights come first"
-        self._engine, self._loop, self._deliver, self._fail = engine, loop, deliver, fail
+        self._engine, self._tell, self._fail = engine, tell, fail
         self._inbox: queue.SimpleQueue[Sequence[Ask] | set[str] | None] = queue.SimpleQueue()
         self._batch = OpenBatch(places=slots, longest=length, version=engine.version)
         self._waiting: deque[Ask] = deque()
         self._running: dict[int, str] = {}
         """Uid of the running request in each place of the batch."""
-        engine.reserve(slots, length)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -100,6 +233,7 @@ class TorchStream:
         self._inbox.put(asks)
 
     def cancel(self, uids: Iterable[str]) -> None:
+        """Cancel requests; unknown uids are ignored."""
         self._inbox.put(set(uids))
 
     def close(self) -> None:
@@ -108,40 +242,36 @@ class TorchStream:
         self._engine.close()
 
     def _run(self) -> None:
-        """Run step after step while there is work.
-
-        consumes:  asks and cancels   from self._inbox    waits for one when nothing runs
-        produces:  news of a step     for self._deliver   waits for nothing
-        ends:      at close, or on the first error, which goes to self._fail
-        """
         try:
             while (cancelled := self._read()) is not None:
                 admitted = self._admit()
                 self._engine.step(self._batch, admitted, cancelled=cancelled)
                 if not self._batch.finite:
                     raise EngineError("log-probs are not finite: the engine's weights or its kernel are broken")
-                self._tell()
+                news = []
+                for place, draws, finish in self._batch.news():
+                    uid = self._running[place] if finish is None else self._running.pop(place)
+                    news.append(News(uid=uid, draws=draws, finish=finish))
+                if news:
+                    self._tell(news)
         except Exception as error:  # after any error nothing can be answered any more, and it must be reported
-            self._call(self._fail, error)
+            self._fail(error)
 
     def _read(self) -> list[int] | None:
-        """Empty the inbox. Return the places of cancelled requests; None at the end of the stream."""
+        """Empty the inbox, waiting for it if nothing runs. Return the places of cancelled requests; None at the end."""
         cancelled: set[str] = set()
         while True:
-            idle = not (self._batch.count or self._waiting or cancelled)
             try:
-                item = self._inbox.get(block=idle)
+                item = self._inbox.get(block=not (self._batch.count or self._waiting or cancelled))
             except queue.Empty:
                 break
             if item is None:
                 return None
             if isinstance(item, set):
                 cancelled |= item
-                dropped = [ask.request.uid for ask in self._waiting if ask.request.uid in item]
-                self._waiting = deque(ask for ask in self._waiting if ask.request.uid not in item)
-                if dropped:
-                    ended = [News(uid=uid, draws=(), finish="cancelled") for uid in dropped]
-                    self._call(self._deliver, ended)
+                if dropped := [ask.request.uid for ask in self._waiting if ask.request.uid in item]:
+                    self._waiting = deque(ask for ask in self._waiting if ask.request.uid not in item)
+                    self._tell([News(uid=uid, draws=(), finish="cancelled") for uid in dropped])
             else:
                 self._waiting.extend(item)
         return [place for place, uid in self._running.items() if uid in cancelled]
@@ -158,17 +288,3 @@ class TorchStream:
             self._running[place] = ask.request.uid
             admitted.append((place, ask.request))
         return admitted
-
-    def _tell(self) -> None:
-        found = []
-        for place, draws, finish in self._batch.news():
-            uid = self._running[place] if finish is None else self._running.pop(place)
-            found.append(News(uid=uid, draws=draws, finish=finish))
-        if found:
-            self._call(self._deliver, found)
-
-    def _call(self, function: Callable, *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            assert self._loop.is_closed(), "the only reason"  # the process ends, and nobody waits for tokens

@@ -1,15 +1,12 @@
 """Convert tokens to text as they arrive: characters may span tokens, and stop sequences may span both."""
 
-import re
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.tools.calls import overlap
 
 _UNFINISHED = "\ufffd"  # a decoder's output for bytes that are not a whole character yet
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer:
@@ -71,44 +68,3 @@ class StopMatcher:
         """Return the text that was held back, at the end."""
         told, self._held = self._held, ""
         return told
-
-
-class TokenBytes:
-    """Function that returns the bytes of a single token, for log-probs. A token may be only part of a character."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
-        self._byte_level = backend is not None and "ByteLevel" in repr(backend.decoder)
-        self._special = set(tokenizer.all_special_ids)
-
-    def __call__(self, token: int) -> bytes:
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # ids beyond the vocabulary, with which some models pad their heads
-            return b""
-        if token not in self._special and self._byte_level and all(char in _bytes_of_characters() for char in piece):
-            return bytes(_bytes_of_characters()[char] for char in piece)
-        if match := _BYTE.fullmatch(piece):
-            return bytes([int(match[1], 16)])
-        if piece.startswith("▁"):
-            return piece.replace("▁", " ").encode()
-        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
-
-
-@lru_cache(maxsize=1)
-def _bytes_of_characters() -> dict[str, int]:
-    """Byte of each character in byte-level vocabularies: printable bytes as themselves, the others from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def texts(pieces: Iterable[bytes]) -> list[str]:
-    """Return the bytes of tokens as strings. Incomplete characters are written as OpenAI does: bytes:\\xe4\\xb8."""
-    found = []
-    for piece in pieces:
-        try:
-            found.append(piece.decode())
-        except UnicodeDecodeError:
-            found.append("bytes:" + "".join(f"\\x{byte:02x}" for byte in piece))
-    return found

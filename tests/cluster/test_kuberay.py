@@ -12,7 +12,6 @@ from ray.serve.schema import ServeDeploySchema
 
 from qurl_ray import __version__
 from qurl_ray.config.load import load_config
-from qurl_ray.config.serving import load_serving
 from tests.cluster.pins import pins
 
 ROOT = Path(__file__).parents[2]
@@ -132,33 +131,18 @@ def test_the_job_is_one_of_the_repository_and_fits():
     assert config.learner.workers <= gpus * workers["maxReplicas"]
 
 
-def test_the_app_is_one_that_serve_and_the_package_take():
+def test_the_app_is_one_that_ray_serve_takes_with_the_codes_that_the_run_exports():
+    """tests/serving/test_vllm.py runs it, on a CPU."""
     deployed = ServeDeploySchema.model_validate(yaml.safe_load(manifest("serve")["spec"]["serveConfigV2"]))
     (application,) = deployed.applications
-    assert application.import_path == "qurl_ray.serving:app"
-    assert all(isinstance(value, str) for value in application.args.values())
-    config = load_serving(None, [f"{key}={value}" for key, value in application.args.items()])
-    port = deployed.http_options.port
-    head, worker = containers("serve")
-    assert port in [one["containerPort"] for one in head["ports"]]
-    assert config.device == "cuda"
-    assert config.threads <= int(worker["resources"]["requests"]["cpu"])
-    assert config.most_replicas <= cluster("serve")["workerGroupSpecs"][0]["maxReplicas"]
-
-
-def test_strangers_need_a_key():
-    serve = yaml.safe_load(manifest("serve")["spec"]["serveConfigV2"])
-    arguments = serve["applications"][0]["args"]
-    config = load_serving(None, [f"{key}={value}" for key, value in arguments.items()])
-    config.check_host(key=True)
-    assert not config.open
-    for container in containers("serve"):
-        (key,) = [one for one in container["env"] if one["name"] == config.api_key_env]
-        assert "secretKeyRef" in key["valueFrom"]
-
-
-def test_the_policy_that_is_served_is_the_one_that_is_trained():
-    file = shlex.split(manifest("train")["spec"]["entrypoint"])[-1]
-    arguments = yaml.safe_load(manifest("serve")["spec"]["serveConfigV2"])["applications"][0]["args"]
+    (llm,) = application.args["llm_configs"]
+    trained = load_config(Path(shlex.split(manifest("train")["spec"]["entrypoint"])[-1]))
     environment = {one["name"]: one.get("value") for one in containers("train")[0]["env"]}
-    assert arguments["policy"] == f"{environment['QURL_RUNS']}/{load_config(Path(file)).name}"
+    exported = trained.export.format(trained.rollout.quantization)
+    assert llm["model_loading_config"]["model_source"] == (
+        f"{environment['QURL_RUNS']}/{trained.name}/policy-{exported}"
+    )
+    head, _ = containers("serve")
+    assert deployed.http_options.port in [one["containerPort"] for one in head["ports"]]
+    replicas = llm["deployment_config"]["autoscaling_config"]["max_replicas"]
+    assert replicas <= cluster("serve")["workerGroupSpecs"][0]["maxReplicas"]

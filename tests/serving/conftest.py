@@ -8,7 +8,7 @@ import pytest
 from tests.serving.apps import save_run, serving
 
 SLOTS, QUEUE = 4, 8
-LIMITS = (f"slots={SLOTS}", f"queue={QUEUE}", "max_body_kb=64", "body_timeout_s=1", "max_choices=8")
+LIMITS = (f"slots={SLOTS}", f"queue={QUEUE}", "max_body_kb=64", "max_choices=8")
 
 
 @pytest.fixture(scope="package")

@@ -43,13 +43,13 @@ def damaged(seed: int) -> bytes:
     path = draw.choice(list(BODIES))
     lines = {"host": b"x", "authorization": b"Bearer " + KEY.encode(), "content-type": b"application/json"}
     line, body = f"POST /v1/{path} HTTP/1.1".encode(), written(BODIES[path])
-    kind = draw.choice([_bytes, _encoding, _values, _structure, _messages, _headers, _content_type, _size, _line])
+    kind = draw.choice([_bytes, _encoding, _values, _structure, _messages, _content_type, _size, _line])
     if kind is _bytes:
         body = _bytes(draw, body)
     elif kind in (_encoding, _values, _structure, _messages):
         body = kind(draw, path)
     lines["content-length"] = str(len(body)).encode()
-    if kind in (_headers, _content_type, _size):
+    if kind in (_content_type, _size):
         lines, body = kind(draw, lines, body)
     elif kind is _line:
         line = _line(draw, line)
@@ -153,36 +153,6 @@ def _messages(draw: random.Random, path: str) -> bytes:
     ]
     prompt = [message["content"] for message in messages]
     return written(BODIES[path] | ({"messages": messages} if "messages" in BODIES[path] else {"prompt": prompt}))
-
-
-def _headers(draw: random.Random, lines: dict, body: bytes) -> tuple[dict, bytes]:
-    serve = ["x-request-id", "serve_multiplexed_model_id", "x-session-id", "x-request-timeout-seconds", "traceparent"]
-    plain = [
-        "authorization",
-        "host",
-        "origin",
-        "accept",
-        "accept-encoding",
-        "content-encoding",
-        "expect",
-        "te",
-        "cookie",
-    ]
-    values = [
-        b"",
-        b"\xff\xfe",
-        b"\xed\xa0\x80",
-        "ключ".encode(),
-        b"0",
-        b"-1",
-        b"nan",
-        b"1e999",
-        b"9" * 9000,
-        b"a,b;c=d",
-    ]
-    named = {draw.choice(serve + plain): draw.choice(values) for _ in range(draw.randint(1, 3))}
-    upgrade = {"upgrade": b"websocket", "sec-websocket-key": b"x" * 24, "sec-websocket-version": b"13"}
-    return lines | named | (upgrade if draw.random() < 0.05 else {}), body
 
 
 def _content_type(draw: random.Random, lines: dict, body: bytes) -> tuple[dict, bytes]:

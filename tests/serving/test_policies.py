@@ -1,5 +1,6 @@
 """Which policy is meant: by folder, run, default or MLflow; and the settings around it."""
 
+import copy
 import os
 import shutil
 from dataclasses import replace
@@ -11,10 +12,9 @@ from qurl_ray.config.serving import ServingConfig, load_serving, serving_app
 from qurl_ray.errors import ConfigError
 from qurl_ray.serving.deploy import api_key
 from qurl_ray.serving.job import serve
-from qurl_ray.serving.kept import keep, keep_only, keeping
 from qurl_ray.serving.load import fingerprint_of, load_policy
-from qurl_ray.serving.policies import Pinned, folder_of, pin, tracking_uri
-from qurl_ray.serving.prompts import tokenize_prompt
+from qurl_ray.serving.policies import Pinned, files_of, pin, tracking_uri
+from qurl_ray.serving.prompts import chat_prompt_ids
 from qurl_ray.serving.protocol import ApiError
 from qurl_ray.types import Manifest, TensorRecord
 from tests.mlflow_server import Server
@@ -74,50 +74,15 @@ def test_other_weights_in_the_same_folder_are_another_policy(runs, run):
     assert pinned(runs, "changing").source == before.source
 
 
-def test_what_is_kept_outlives_the_folder_that_it_came_from(runs, run):
-    with keeping(runs) as kept:
-        before = pinned(runs, "changing")
-        keep(before, kept)
-        weights = (run / "policy-int8" / "model.safetensors").read_bytes()
-        run.rename(runs / "changing.1")
-        shutil.copytree(runs / "second", run)
-        folder = folder_of(before, "", kept)
-        assert (folder / "model.safetensors").read_bytes() == weights
-        with pytest.raises(ConfigError, match=r"have changed since .* was chosen"):
-            folder_of(before, "", None)
-        after = pinned(runs, "changing")
-        assert after != before
-        keep(after, kept)
-        keep_only(after, kept)
-        shutil.rmtree(run)
-        assert folder_of(after, "", kept).is_dir()
-        with pytest.raises(ConfigError, match=r"config\.json is missing"):
-            folder_of(before, "", kept)
-    assert not kept.exists()
-    (runs / "changing.1").rename(run)
-
-
-def test_files_that_are_written_in_place_are_not_taken_for_those_that_were_chosen(runs, run):
-    with keeping(runs) as kept:
-        before = pinned(runs, "changing")
-        keep(before, kept)
-        with (run / "policy-int8" / "model.safetensors").open("r+b") as weights:
-            weights.seek(-1, os.SEEK_END)
-            weights.write(b"!")
-        with pytest.raises(ConfigError, match=r"have changed since .* was chosen"):
-            folder_of(before, "", kept)
-
-
-def test_links_of_jobs_that_were_killed_are_removed_and_those_of_others_stay(runs, tmp_path):
-    left = runs / ".served-left"
-    left.mkdir()
-    (left / "lock").touch()
-    with keeping(runs) as mine, keeping(runs) as other:
-        assert not left.exists()
-        assert mine.is_dir()
-        assert other.is_dir()
-    with keeping(tmp_path / "nowhere") as kept:
-        assert kept is None
+def test_files_that_are_not_those_that_were_chosen_are_refused_before_and_after_they_are_read(runs, run):
+    before = pinned(runs, "changing")
+    weights = run / "policy-int8" / "model.safetensors"
+    config = ServingConfig()
+    with files_of(before, config) as folder:
+        assert folder == run / "policy-int8"
+    for _ in range(2):  # while it is read, and before
+        with pytest.raises(ConfigError, match=r"have changed since .* was chosen"), files_of(before, config):
+            weights.write_bytes(weights.read_bytes()[:-1] + b"!")
 
 
 @pytest.mark.parametrize(
@@ -167,8 +132,9 @@ def test_an_mlflow_that_cannot_be_reached_is_named_soon_and_without_its_password
             pinned(runs, policy, mlflow_uri=uri)
         assert str(caught.value).startswith(f"cannot find {policy} in MLflow at {uri.replace('me:sesame', '…')}: ")
         assert "sesame" not in str(caught.value)
-    with pytest.raises(ConfigError, match="cannot fetch models:/x/1 from MLflow at") as caught:
-        folder_of(Pinned(source="models:/x/1", name="x", folder="", sha256=""), uri, None)
+    registered = files_of(Pinned(source="models:/x/1", name="x"), ServingConfig(mlflow_uri=uri))
+    with pytest.raises(ConfigError, match="cannot fetch models:/x/1 from MLflow at") as caught, registered:
+        pytest.fail("it was fetched")
     assert "sesame" not in str(caught.value)
 
 
@@ -197,10 +163,6 @@ def test_a_registered_model_is_pinned_to_its_version_and_fetched(runs):
     latest = pinned(runs, "models:/qurl-ray-first/latest")
     assert (latest.source, latest.name) == ("models:/qurl-ray-first/2", "qurl-ray-first")
     assert pinned(runs, "models:/qurl-ray-first@champion").source == "models:/qurl-ray-first/1"
-    folder = folder_of(latest, uri, None)
-    assert (folder / "model.safetensors").read_bytes() == (
-        runs / "second" / "policy" / "model.safetensors"
-    ).read_bytes()
     assert latest == replace(pinned(runs, "second", quantization="none"), source=latest.source, name=latest.name)
 
 
@@ -215,8 +177,7 @@ def mlflow_uri(request, tmp_path):
     server.kill()
 
 
-def test_a_version_that_is_downloaded_is_pinned_by_its_files(runs, tmp_path, mlflow_uri):
-    """Its artifact is replaced after it was pinned, as by a run that resumes."""
+def test_a_version_is_downloaded_where_it_is_loaded(runs, tmp_path, mlflow_uri):
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(mlflow_uri, registry_uri=mlflow_uri)
@@ -227,27 +188,12 @@ def test_a_version_that_is_downloaded_is_pinned_by_its_files(runs, tmp_path, mlf
     artifact = f"runs:/{run_id}/policy" if place else f"{client.get_run(run_id).info.artifact_uri}/policy"
     client.create_model_version("sums", artifact, run_id=run_id)
     config = ServingConfig(output_dir=runs, policy="models:/sums/latest", mlflow_uri=mlflow_uri)
-    weights = {name: (runs / name / "policy-int8" / "model.safetensors").read_bytes() for name in ("first", "second")}
-    with keeping(runs) as kept:
-        before = pin(config, kept)
-        assert before == Pinned(source="models:/sums/1", name="sums", folder="", sha256=before.sha256)
-        assert pin(config) == before
-        assert sorted(path.name for path in kept.iterdir()) == sorted(["lock", before.sha256])
-
-        client.log_artifacts(run_id, str(runs / "second" / "policy-int8"), "policy")
-        keep(before, kept)
-        folder = folder_of(before, mlflow_uri, kept)
-        assert (folder / "model.safetensors").read_bytes() == weights["first"]
-        with pytest.raises(ConfigError, match=r"have changed since models:/sums/1 was chosen"):
-            folder_of(before, mlflow_uri, None)
-        assert pin(config, kept, before) is before, "who follows the registry does not download again"
-
-        after = pin(config, kept)
-        assert after != before
-        folder = folder_of(after, mlflow_uri, None)
-        assert (folder / "model.safetensors").read_bytes() == weights["second"]
-        keep_only(after, kept)
-        assert sorted(path.name for path in kept.iterdir()) == sorted(["lock", after.sha256])
+    chosen = pin(config)
+    assert chosen == Pinned(source="models:/sums/1", name="sums")
+    weights = (runs / "first" / "policy-int8" / "model.safetensors").read_bytes()
+    with files_of(chosen, config) as folder:
+        assert (folder / "model.safetensors").read_bytes() == weights
+    assert not folder.exists()
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -258,20 +204,20 @@ def test_policies_and_formats_have_fingerprints_of_their_own(runs):
     for name in ("first", "second"):
         for folder, quantization in (("policy", "auto"), ("policy", "int8"), ("policy-int8", "auto")):
             config = ServingConfig(quantization=quantization, slots=1)
-            loaded = load_policy(runs / name / folder, config, threads=1)
+            loaded = load_policy(runs / name / folder, config)
             found[name, folder, quantization] = loaded.fingerprint
             assert bool(loaded.engine.kernels()) == (quantization == "int8" or folder == "policy-int8")
     assert len(set(found.values())) == 4
     assert found["first", "policy", "int8"] == found["first", "policy-int8", "auto"], "the same codes"
     with pytest.raises(ConfigError, match="holds int8 codes: it cannot be served in fp8"):
-        load_policy(runs / "first" / "policy-int8", ServingConfig(quantization="fp8"), threads=1)
+        load_policy(runs / "first" / "policy-int8", ServingConfig(quantization="fp8"))
 
 
 def test_a_served_policy_ends_answers_at_every_token_that_its_files_list(runs, tmp_path):
     for name in ("policy", "policy-int8"):
         folder = shutil.copytree(runs / "first" / name, tmp_path / name)
         (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5, 7]}')
-        assert load_policy(folder, ServingConfig(slots=1), threads=1).stop_ids == (1, 5, 7)
+        assert load_policy(folder, ServingConfig(slots=1)).stop_ids == (1, 5, 7)
 
 
 def test_a_fingerprint_is_of_every_tensor():
@@ -291,28 +237,21 @@ def test_a_fingerprint_is_of_every_tensor():
 
 def test_messages_without_a_chat_template_are_what_they_say(tokenizer):
     messages = [{"role": "user", "content": "12+"}, {"role": "user", "content": "34="}]
-    plain = tokenize_prompt(messages[:1], tokenizer, template="{prompt}")
-    assert tokenizer.decode(plain) == "12+"
-    assert (
-        tokenizer.decode(tokenize_prompt(messages, tokenizer, template="0{prompt}1"), skip_special_tokens=True)
-        == "012+34=1"
-    )
+    assert tokenizer.decode(chat_prompt_ids(messages[:1], tokenizer)) == "12+"
+    both = chat_prompt_ids(messages, tokenizer, template="0{prompt}1")
+    assert tokenizer.decode(both, skip_special_tokens=True) == "012+34=1"
 
 
 def test_a_chat_template_may_refuse_messages(tokenizer):
-    import copy
-
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ApiError, match="the chat template refuses the messages: roles must alternate") as caught:
-        tokenize_prompt([{"role": "user", "content": "1"}], strict, template="{prompt}")
+        chat_prompt_ids([{"role": "user", "content": "1"}], strict)
     assert caught.value.status == 400
     strict.chat_template = (
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    assert (
-        tokenizer.decode(tokenize_prompt([{"role": "user", "content": "1+2"}], strict, template="{prompt}")) == "1+2="
-    )
+    assert tokenizer.decode(chat_prompt_ids([{"role": "user", "content": "1+2"}], strict)) == "1+2="
 
 
 # --- settings ------------------------------------------------------------------------------------------------------

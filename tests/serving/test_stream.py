@@ -10,9 +10,8 @@ import torch
 
 from qurl_ray.errors import EngineError
 from qurl_ray.policy.logprobs import log_softmax
-from qurl_ray.serving.front import Front
 from qurl_ray.serving.protocol import ApiError
-from qurl_ray.serving.stream import Ask, TorchStream
+from qurl_ray.serving.stream import Ask, Stream
 from tests.conftest import requests_for
 from tests.engines.test_torch_engine import engine_with
 
@@ -20,15 +19,13 @@ SLOTS, LENGTH = 4, 64
 
 
 @contextlib.asynccontextmanager
-async def fronted(engine, *, slots: int = SLOTS, queue: int = 100):
-    """A front with the engine's thread behind it."""
-    front = Front(slots=slots, queue=queue, retry_after_s=1)
-    calls = {"loop": asyncio.get_running_loop(), "deliver": front.deliver, "fail": front.fail}
-    front.stream = TorchStream(engine, slots=slots, length=LENGTH, **calls)
+async def streamed(engine, *, slots: int = SLOTS, queue: int = 100):
+    """A stream with the engine's thread behind it."""
+    stream = Stream(engine, slots=slots, queue=queue, length=LENGTH)
     try:
-        yield front
+        yield stream
     finally:
-        front.stream.close()
+        stream.close()
 
 
 async def drawn(mailbox):
@@ -60,12 +57,12 @@ def test_arrivals_join_mid_flight_and_draw_what_they_draw_alone(tiny_spec, token
     together = []
 
     async def main():
-        async with fronted(engine) as front:
+        async with streamed(engine) as stream:
 
             async def one(ask):
                 await asyncio.sleep(float(rng.uniform(0, 0.05)))
-                found = (await drawn(front.ask([ask])))[0]
-                together.append(front.stream._batch.count)
+                found = (await drawn(stream.ask([ask])))[0]
+                together.append(stream._thread._batch.count)
                 return found
 
             return await asyncio.gather(*(one(ask) for ask in asks_for(requests, top=2)))
@@ -81,8 +78,8 @@ def test_log_probs_are_the_policys_own_whatever_the_temperature(tiny_spec, token
     (request,) = requests_for(tokenizer, 1, 1, max_new_tokens=10, temperature=0.5, ignore_eos=True)
 
     async def main():
-        async with fronted(engine_with(tiny_spec, model, "none", slots=SLOTS)) as front:
-            return (await drawn(front.ask(asks_for([request], top=3))))[0][0]
+        async with streamed(engine_with(tiny_spec, model, "none", slots=SLOTS)) as stream:
+            return (await drawn(stream.ask(asks_for([request], top=3))))[0][0]
 
     draws = asyncio.run(main())
     ids = torch.tensor([[*request.prompt_ids.tolist(), *(draw.token for draw in draws)]])
@@ -101,14 +98,14 @@ def test_who_leaves_gives_the_slot_back(tiny_spec, tokenizer, model, monkeypatch
     monkeypatch.setattr(engine, "step", lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs)))
 
     async def main():
-        async with fronted(engine, slots=2) as front:
+        async with streamed(engine, slots=2) as stream:
             asks = asks_for(requests)
-            left = front.ask(asks[:4])  # two run, two wait
+            left = stream.ask(asks[:4])  # two run, two wait
             with left:
                 await left.take()
-            finished = await drawn(front.ask(asks[4:5]))
-            await front.drained(5)
-            return finished, front.running + front.waiting, front.stream._batch.free
+            finished = await drawn(stream.ask(asks[4:5]))
+            await stream.drained()
+            return finished, stream.running + stream.waiting, stream._thread._batch.free
 
     ((draws, finish),), left_over, free = asyncio.run(main())
     assert (len(draws), finish, left_over, free) == (50, "length", 0, 2)
@@ -119,8 +116,8 @@ def test_one_answer_of_several_can_be_stopped(tiny_spec, tokenizer, model):
     requests = requests_for(tokenizer, 2, 1, max_new_tokens=55, ignore_eos=True)
 
     async def main():
-        async with fronted(engine_with(tiny_spec, model, "none", slots=SLOTS)) as front:
-            mailbox = front.ask(asks_for(requests))
+        async with streamed(engine_with(tiny_spec, model, "none", slots=SLOTS)) as stream:
+            mailbox = stream.ask(asks_for(requests))
             mailbox.stop(1)
             return await drawn(mailbox)
 
@@ -133,18 +130,18 @@ def test_what_does_not_fit_the_queue_is_turned_away_whole(tiny_spec, tokenizer, 
     requests = requests_for(tokenizer, 9, 1, max_new_tokens=40, ignore_eos=True)
 
     async def main():
-        async with fronted(engine_with(tiny_spec, model, "none", slots=2), slots=2, queue=3) as front:
+        async with streamed(engine_with(tiny_spec, model, "none", slots=2), slots=2, queue=3) as stream:
             asks = asks_for(requests)
-            taken = front.ask(asks[:4])
+            taken = stream.ask(asks[:4])
             with pytest.raises(ApiError) as caught:
-                front.ask(asks[4:6])
-            one_more = front.ask(asks[6:7])
+                stream.ask(asks[4:6])
+            one_more = stream.ask(asks[6:7])
             await drawn(taken)
             await drawn(one_more)
             return caught.value
 
     refused = asyncio.run(main())
-    assert (refused.status, refused.retry_after_s, refused.code) == (429, 1, "rate_limit_exceeded")
+    assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
 
 
 def test_an_engine_that_dies_tells_everybody(tiny_spec, tokenizer, model, monkeypatch):
@@ -160,11 +157,11 @@ def test_an_engine_that_dies_tells_everybody(tiny_spec, tokenizer, model, monkey
     monkeypatch.setattr(engine, "step", breaks)
 
     async def main():
-        async with fronted(engine, slots=2) as front:
-            found = await asyncio.gather(*(drawn(front.ask([a])) for a in asks_for(requests)), return_exceptions=True)
+        async with streamed(engine, slots=2) as stream:
+            found = await asyncio.gather(*(drawn(stream.ask([a])) for a in asks_for(requests)), return_exceptions=True)
             with pytest.raises(ApiError) as refused:
-                front.ask(asks_for(requests))
-            return found, front.error, refused.value.status
+                stream.ask(asks_for(requests))
+            return found, stream.error, refused.value.status
 
     found, error, status = asyncio.run(main())
     assert [type(one) for one in found] == [EngineError] * 3
@@ -180,9 +177,9 @@ def test_log_probs_that_are_no_numbers_end_the_engine(tiny_spec, tokenizer, mode
         engine._model.get_output_embeddings().weight.fill_(torch.nan)
 
     async def main():
-        async with fronted(engine, slots=1) as front:
+        async with streamed(engine, slots=1) as stream:
             with pytest.raises(EngineError):
-                await drawn(front.ask(asks_for([request])))
+                await drawn(stream.ask(asks_for([request])))
 
     asyncio.run(main())
 
@@ -193,9 +190,9 @@ def test_many_temperatures_one_after_the_other_leave_no_trace(tiny_spec, tokeniz
     expected = [engine.generate([request], version=1)[0].token_ids.tolist() for request in warm]
 
     async def main():
-        async with fronted(engine, slots=2) as front:
-            found = await asyncio.gather(*(drawn(front.ask([ask])) for ask in asks_for(warm)))
-            return [[draw.token for draw in draws] for ((draws, _),) in found], len(front.stream._batch._kinds)
+        async with streamed(engine, slots=2) as stream:
+            found = await asyncio.gather(*(drawn(stream.ask([ask])) for ask in asks_for(warm)))
+            return [[draw.token for draw in draws] for ((draws, _),) in found], len(stream._thread._batch._kinds)
 
     found, kinds = asyncio.run(main())
     assert found == expected

@@ -162,27 +162,8 @@ def test_a_replica_that_is_killed_costs_retries_and_no_request(server):
 
 
 @pytest.mark.slow
-def test_requests_in_a_killed_replica_are_answered_by_the_next(server):
-    async def main():
-        async with server.async_client(timeout=120) as client:
-            asked = [asyncio.ensure_future(client.chat.completions.create(**LONG, seed=seed)) for seed in range(4)]
-            streams = [await client.chat.completions.create(**LONG, stream=True) for _ in range(2)]
-            for stream in streams:
-                await anext(aiter(stream))
-            (killed,) = server.replicas()
-            os.kill(killed, signal.SIGKILL)
-            for stream in streams:
-                with pytest.raises(openai.APIError, match="the policy is not available: try again"):
-                    async for _ in stream:
-                        pass
-            return await asyncio.gather(*asked)
-
-    assert [reply.usage.completion_tokens for reply in asyncio.run(main())] == [LONG["max_tokens"]] * 4
-
-
-@pytest.mark.slow
-def test_a_replica_that_starts_again_has_the_weights_that_were_chosen(server, runs):
-    """Also if a new run of the same name has moved them, and put others in their place."""
+def test_a_replica_that_starts_again_has_no_other_weights_than_were_chosen(server, runs):
+    """If a new run of the same name has put others in their place, it answers nothing."""
     save_run(runs, "again", seed=3)
     with server.client(max_retries=20) as client:
         assert server.swap("again").returncode == 0
@@ -191,11 +172,15 @@ def test_a_replica_that_starts_again_has_the_weights_that_were_chosen(server, ru
         save_run(runs, "again", seed=4)
         (killed,) = server.replicas()
         os.kill(killed, signal.SIGKILL)
-        wait_for(lambda: len(set(server.replicas()) - {killed}) == 1, 90, "no new replica")
-        assert versions(client) == chosen
+        wait_for(lambda: "have changed since" in "".join(map(logged, server.logs())), 120, "it was not refused")
         assert server.swap("again").returncode == 0
+        wait_for(lambda: server.replicas(), 90, "no new replica")
         assert versions(client) != chosen
         assert server.swap("first").returncode == 0
+
+
+def logged(path) -> str:
+    return path.read_text(errors="replace")
 
 
 def ended(server, number: signal.Signals, *, group: bool = False) -> int:
@@ -228,13 +213,12 @@ def test_what_was_asked_is_answered_before_the_server_ends(runs, number):
         reply = await client.chat.completions.create(**asked, seed=seed)
         return reply.usage.completion_tokens
 
-    async def refused(server) -> str:
-        """Retry-After of those who come now."""
+    async def refused(server) -> int:
+        """Status for those who come now."""
         async with httpx.AsyncClient(base_url=server.url, headers={"authorization": f"Bearer {KEY}"}) as client:
             while (found := await client.get("/v1/models")).status_code == 200:
                 await asyncio.sleep(0.05)
-        assert found.status_code == 503
-        return found.headers["retry-after"]
+        return found.status_code
 
     async def main(server):
         async with server.async_client(timeout=220) as client:
@@ -242,7 +226,7 @@ def test_what_was_asked_is_answered_before_the_server_ends(runs, number):
             streams = await asyncio.gather(*(client.chat.completions.create(**asked, stream=True) for _ in range(35)))
             began = time.monotonic()
             status = asyncio.ensure_future(asyncio.to_thread(ended, server, number, group=True))
-            assert await refused(server) == "1"
+            assert await refused(server) in (404, 503)
             finishes = [[chunk async for chunk in stream][-1].choices[0].finish_reason for stream in streams]
             took = time.monotonic() - began
             return await asyncio.gather(*wholes), finishes, took, await status
@@ -292,25 +276,12 @@ def test_a_signal_while_the_server_starts_ends_it(runs, number, process):
 
 @pytest.mark.slow
 def test_replicas_come_with_what_is_asked_and_go_with_it(runs):
-    settings = ("replicas=1", "max_replicas=2", "upscale_after_s=1", "downscale_after_s=3")
+    settings = ("replicas=1", "max_replicas=2")
     with serving(runs, "policy=first", *SETTINGS, *settings) as server:
         assert len(server.replicas()) == 1
         with Load(server, clients=16, retries=3, tokens=400) as load:
             wait_for(lambda: len(server.replicas()) == 2, 90, "no second replica")
         assert load.lost == []
-        wait_for(lambda: len(server.replicas()) == 1, 120, "the second replica stays")
+        wait_for(lambda: len(server.replicas()) == 1, 900, "the second replica stays")  # Ray Serve waits ten minutes
         with server.client() as client:
             assert client.chat.completions.create(model="first", messages=SUM, max_tokens=4).choices
-
-
-@pytest.mark.slow
-def test_a_server_that_follows_answers_with_the_latest_run(runs, tmp_path):
-    save_run(tmp_path, "first", seed=1)
-    with serving(tmp_path, "follow_s=0.5", *SETTINGS) as server, server.client() as client:
-        before = [model.id for model in client.models.list()]
-        assert before[0] == "first"
-        save_run(tmp_path, "second", seed=2)
-        wait_for(lambda: [model.id for model in client.models.list()] != before, 60, "it did not follow")
-        after = [model.id for model in client.models.list()]
-        assert after[0] == "first", "clients need not know"
-        wait_for(lambda: "now uses the policy" in server.log.read_text(), 30, "nothing was said of it")

@@ -8,15 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qurl_ray.engines.torch.batch import Draw
-from qurl_ray.serving.choice import Choice, chat_logprobs, completion_logprobs
-from qurl_ray.serving.text import Detokenizer, StopMatcher, TokenBytes, _bytes_of_characters, texts
+from qurl_ray.serving.choice import Choice
+from qurl_ray.serving.replies import _chat_logprobs, _completion_logprobs, token_text
+from qurl_ray.serving.text import Detokenizer, StopMatcher
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level vocabulary of single bytes: token i < 256 is byte i; <eos> is 256."""
-    characters = {byte: char for char, byte in _bytes_of_characters().items()}
+    characters = bytes_to_unicode()
     vocabulary = {characters[byte]: byte for byte in range(256)} | {"<eos>": 256}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -139,7 +141,7 @@ def test_log_probs_go_with_the_text_that_they_begin():
     _, parts = choice_of(b"a#b", stops=["#c"])
     assert [part.text for part in parts] == ["a", "", "#b"]
     assert [[chr(entry.draw.token) for entry in part.logprobs] for part in parts] == [["a"], [], ["#", "b"]]
-    written = completion_logprobs([entry for part in parts for entry in part.logprobs], TokenBytes(BYTES))
+    written = _completion_logprobs([entry for part in parts for entry in part.logprobs], BYTES)
     assert written["tokens"] == ["a", "#", "b"]
     assert written["text_offset"] == [0, 1, 2]
     assert written["top_logprobs"][0] == {"a": -0.5}
@@ -153,11 +155,10 @@ def test_an_answer_that_was_cut_short_says_length(finish):
 def test_the_impossible_can_be_written_as_json():
     draw = Draw(token=65, logprob=-math.inf, top=((66, -math.inf),))
     entries = Choice(BYTES, stops=(), stop_ids=(), logprobs=True).feed([draw], "length").logprobs
-    for write in (chat_logprobs, completion_logprobs):
-        assert "-9999.0" in json.dumps(write(entries, TokenBytes(BYTES)), allow_nan=False)
+    for write in (_chat_logprobs, _completion_logprobs):
+        assert "-9999.0" in json.dumps(write(entries, BYTES), allow_nan=False)
 
 
-def test_bytes_of_tokens():
-    assert texts(map(TokenBytes(BYTES), [*"中".encode(), 65])) == [r"bytes:\xe4", r"bytes:\xb8", r"bytes:\xad", "A"]
-    assert list(map(TokenBytes(WORDS), [0, 1, 5 + 0xE4])) == [b" he", b"llo", b"\xe4"]
-    assert TokenBytes(BYTES)(100_000) == b""
+def test_the_text_of_a_token_keeps_its_space_and_replaces_parts_of_characters():
+    assert [token_text(BYTES, token) for token in (65, "中".encode()[0], 100_000)] == ["A", "\ufffd", ""]
+    assert [token_text(WORDS, token) for token in (0, 1)] == [" he", "llo"]

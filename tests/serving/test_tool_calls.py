@@ -85,16 +85,14 @@ def asked(config: ServingConfig, ask):
     """What `ask` finds with a client of a service."""
 
     async def main():
-        service = Service(config, name="policy", threads=1, meters=Meters())
+        service = Service(config, name="policy", meters=Meters())
         await service.swap(pin(config))
-        transport = httpx.ASGITransport(
-            http_app(service, key_digest=None, exposition=lambda: ""), client=("127.0.0.1", 1)
-        )
+        transport = httpx.ASGITransport(http_app(service, key_digest=None), client=("127.0.0.1", 1))
         try:
             async with httpx.AsyncClient(transport=transport) as http:
                 return await ask(openai.AsyncOpenAI(api_key="x", base_url="http://app/v1", http_client=http))
         finally:
-            await service.current.front.drained(10)
+            await service.current.stream.drained()
             service.current.close()
 
     return asyncio.run(main())
@@ -146,14 +144,10 @@ def test_with_tool_choice_none_there_are_no_calls(calling):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "multiply"}}}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tools": [{"type": "function", "function": {"name": "no blanks"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
-        ({"messages": [{"role": "user"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [
-            {"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]}, "messages[0]"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [
-            {"id": "1", "function": {"name": "f", "arguments": "[]"}}]}]},
-         "messages[0].tool_calls[0].function.arguments"),
+            {"id": "1", "function": {"name": "f", "arguments": "[]"}}]}]}, "messages"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_refused_by_name(calling, options, param):

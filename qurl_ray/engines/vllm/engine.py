@@ -19,7 +19,7 @@ import torch
 
 from qurl_ray.engines.protocol import Buffers
 from qurl_ray.engines.requests import check_requests
-from qurl_ray.engines.vllm.server import OnOutput, VllmServer
+from qurl_ray.engines.vllm.server import VllmServer
 from qurl_ray.engines.vllm.shards import TensorShard, join_fingerprints, join_shards
 from qurl_ray.errors import EngineError, QuantizationError, SyncError
 from qurl_ray.policy.load import context_length, empty_model
@@ -56,8 +56,6 @@ class VllmEngine:
         kernel: "auto" or "emulation", as in the torch engine.
         threads: number of CPU threads of each worker on a CPU; None leaves the choice to vLLM.
         sleep_mode: make `sleep` possible, on CUDA.
-        logprobs_mode: vLLM's option; with "raw_logprobs", `stream` reports the policy's own log-probs, whatever the
-            temperature.
         timeout_s: longest time that the start, or any other call to vLLM but `generate`, may take.
 
     Example:
@@ -81,7 +79,6 @@ class VllmEngine:
         kernel: str = "auto",
         threads: int | None = None,
         sleep_mode: bool = False,
-        logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 600.0,
     ) -> None:
         self.version: int | None = None
@@ -116,7 +113,7 @@ class VllmEngine:
             "enable_sleep_mode": sleep_mode,
             "quantization": "qurl",
             "load_format": "dummy",  # the first load sends the weights
-            "logprobs_mode": logprobs_mode,
+            "logprobs_mode": "processed_logprobs",
             "max_logprobs": 20,
             "enforce_eager": not graphs,
             "skip_tokenizer_init": True,
@@ -313,9 +310,6 @@ class VllmEngine:
         """Return the kernels of the linears now: "fbgemm", "emulation of fp8", … or [] in full precision."""
         return sorted({name for names in self._server.workers("kernels") for name in names})
 
-    def reserve(self, slots: int, length: int) -> None:
-        """Do nothing: vLLM has reserved its memory at the start."""
-
     # --- generation ------------------------------------------------------------------------------------------------
 
     def generate(
@@ -333,18 +327,6 @@ class VllmEngine:
         check_requests(requests, held=self.version, version=version, context=self._context)
         self._check_awake()
         return self._server.generate(requests, version, deadline_s) if requests else []
-
-    def stream(
-        self, request: Request, *, logprobs: int | None, on_output: OnOutput, on_error: Callable[[Exception], None]
-    ) -> None:
-        """Start to answer a request; see VllmServer.stream.
-
-        Raises:
-            EngineError: the engine holds no verified weights, or the request does not fit the context.
-        """
-        check_requests([request], held=self.version, version=self.version or 0, context=self._context)
-        self._check_awake()
-        self._server.stream(request, logprobs=logprobs, on_output=on_output, on_error=on_error)
 
     def cancel(self, uids: Collection[str]) -> None:
         """End these requests, which return the tokens drawn so far; see engines.protocol.Engine."""

@@ -25,9 +25,6 @@ from qurl_ray.engines.requests import derive_seed
 from qurl_ray.errors import DeadlineExceeded, EngineError
 from qurl_ray.types import Completion, Finish, Request
 
-OnOutput = Callable[[Any], None]
-"""Callback that takes vLLM's CompletionOutput."""
-
 _SHUTDOWN_S = 10.0  # time until processes that do not end by themselves are killed
 _ABORT_S = 30.0  # time that vLLM may take to return aborted requests
 _ABORT_AGAIN_S = 0.02
@@ -166,37 +163,10 @@ class VllmServer:
 
     async def _one(self, request: Request, own: str) -> Any:
         """Return vLLM's final output for a request: all of its tokens, whether it ended or was aborted."""
-        params = _params(request, logprobs=0, streamed=False)  # log-probs of the drawn token only
+        params = _params(request)
         try:
             answers = self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own)
             return [answer.outputs[0] async for answer in answers][-1]
-        finally:
-            self._running.pop(own, None)
-
-    def stream(
-        self, request: Request, *, logprobs: int | None, on_output: OnOutput, on_error: Callable[[Exception], None]
-    ) -> None:
-        """Start to answer a request, from any thread. Both callbacks are called on vLLM's thread.
-
-        Args:
-            logprobs: number of likeliest tokens whose log-probs are returned, besides the drawn token's; None returns
-                no log-probs.
-            on_output: called with vLLM's own output for each few tokens; the last one holds how the answer ended.
-            on_error: called instead if vLLM fails.
-        """
-        asyncio.run_coroutine_threadsafe(self._stream(request, logprobs, on_output, on_error), self._loop)
-
-    async def _stream(
-        self, request: Request, logprobs: int | None, on_output: OnOutput, on_error: Callable[[Exception], None]
-    ) -> None:
-        own = f"{request.uid}#{next(self._counter)}"
-        self._running[own] = request.uid
-        try:
-            params = _params(request, logprobs=logprobs, streamed=True)
-            async for answer in self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own):
-                on_output(answer.outputs[0])
-        except Exception as error:  # vLLM's own types are many, and no caller waits for an exception here
-            on_error(error)
         finally:
             self._running.pop(own, None)
 
@@ -234,8 +204,8 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _params(request: Request, *, logprobs: int | None, streamed: bool) -> Any:
-    """Return vLLM's sampling parameters. If `streamed`, answers are returned as they grow, else at their end."""
+def _params(request: Request) -> Any:
+    """Return vLLM's sampling parameters."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     asked = request.sampling
@@ -249,9 +219,9 @@ def _params(request: Request, *, logprobs: int | None, streamed: bool) -> Any:
         stop_token_ids=[] if asked.ignore_eos else list(asked.stop_ids),
         ignore_eos=True,  # only stop_ids end an answer, not what vLLM finds in the model's folder
         seed=seed & (2**63 - 1),  # vLLM's seeds are signed
-        logprobs=logprobs,
+        logprobs=0,  # of the drawn token only
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
