@@ -1,6 +1,7 @@
 """Connection to a Ray cluster, and queries of its resources, its autoscaler, and this process's GPUs and log file."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 import ray
 from ray._common.utils import get_default_ray_temp_dir
-from ray._private import services
+from ray._private import services, worker
 from ray._private.gcs_utils import create_gcs_channel
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import state
@@ -27,9 +28,12 @@ from qurl_ray.config.shown import reason
 from qurl_ray.errors import ConfigError, PlacementError, QurlError
 from qurl_ray.files import why_unwritable
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_S, _ANSWER_S = 10.0, 30.0
 _SESSION = "%Y-%m-%d_%H-%M-%S_%f"
 """Time in the name of the folder of a Ray."""
+_STARTS, _LATE = 3, "timed out during startup"
 _LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
 """Largest number of bytes in the path of a socket."""
 _ASK = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -127,12 +131,24 @@ def start(**settings: Any) -> str:
     that a closing terminal, `timeout` or the first process of a container sends to it, and end at once. On Linux the
     kernel kills them if this process is killed; elsewhere a process of Ray's does so, by their group.
 
-    If the start fails or is interrupted, all of them are killed here: their agents would go on for up to a minute.
+    If the start fails or is interrupted, all of them are killed here: their agents would go on for up to a minute. Ray
+    gives its own processes 30 s; on a machine that is busy with others it is tried again.
 
     Raises:
         ConfigError: Ray does not start; the message has Ray's reason.
     """
     check_folder()
+    for _ in range(_STARTS - 1):
+        try:
+            return _start(settings)
+        except ConfigError as error:
+            if _LATE not in str(error):
+                raise
+            logger.warning("Ray has not started within its 30 s, as on a busy machine: it is tried again")
+    return _start(settings)
+
+
+def _start(settings: dict[str, Any]) -> str:
     popen, started = services.ConsolePopen, []
 
     def start_one(*arguments: Any, **options: Any) -> Any:
@@ -157,12 +173,34 @@ def start(**settings: Any) -> str:
 
 def kill_actors(class_name: str) -> None:
     """Kill the processes on this node of this job's actors of a class. For actors whose handles Ray keeps to itself."""
+    for pid in _processes(class_name, "ALIVE"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def last_lines(class_name: str, count: int = 5) -> list[str]:
+    """Return a message for each process on this node of this job's actors of a class: its log file and the last lines
+    in it."""
+    logs, messages = Path(worker._global_node.get_logs_dir_path()), []
+    for pid in _processes(class_name, "ALIVE", "PENDING_CREATION", "RESTARTING"):
+        for path in sorted(logs.glob(f"worker-*-{pid}.err")) + sorted(logs.glob(f"worker-*-{pid}.out")):
+            lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()][-count:]
+            if lines:
+                messages.append("\n  ".join([f"last lines of {class_name} (process {pid}) in {path}:", *lines]))
+    return messages
+
+
+def _processes(class_name: str, *states: str) -> list[int]:
     context = ray.get_runtime_context()
-    for actor in state.actor_table(None).values():
-        ours = (actor["JobID"], actor["Address"]["NodeID"]) == (context.get_job_id(), context.get_node_id())
-        if ours and actor["ActorClassName"] == class_name and actor["State"] == "ALIVE":
-            with suppress(ProcessLookupError):
-                os.kill(actor["Pid"], signal.SIGKILL)
+    place = (context.get_job_id(), context.get_node_id())
+    return [
+        actor["Pid"]
+        for actor in state.actor_table(None).values()
+        if (actor["JobID"], actor["Address"]["NodeID"]) == place
+        and actor["ActorClassName"] == class_name
+        and actor["State"] in states
+        and actor["Pid"]
+    ]
 
 
 def check_room(asked: Demand) -> None:

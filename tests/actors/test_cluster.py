@@ -1,6 +1,7 @@
 """The start of a Ray on this machine."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -36,6 +37,26 @@ def test_an_interrupted_start_stays_an_interrupt(monkeypatch):
 
     monkeypatch.setattr(ray, "init", interrupt)
     with pytest.raises(KeyboardInterrupt):
+        cluster.start(num_cpus=1)
+
+
+def test_a_start_that_is_late_on_a_busy_machine_is_tried_again(monkeypatch):
+    """Ray gives its processes 30 seconds, which cannot be set."""
+    late = "The current node timed out during startup. This could happen because the GCS has become overloaded."
+    starts = []
+
+    def init(*_, **settings):
+        starts.append(settings)
+        if len(starts) < 3:
+            raise Exception(late)
+        return SimpleNamespace(dashboard_url="127.0.0.1:8265")
+
+    monkeypatch.setattr(ray, "init", init)
+    assert cluster.start(num_cpus=1) == "127.0.0.1:8265"
+    assert starts == [{"num_cpus": 1}] * 3
+    monkeypatch.setattr(cluster, "_STARTS", 1)
+    starts.clear()
+    with pytest.raises(ConfigError, match="timed out during startup"):
         cluster.start(num_cpus=1)
 
 

@@ -458,6 +458,7 @@ def samples_of(played: list[Played]) -> list[Trajectory]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.equal_bits
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("format_name", ["none", "int8", "fp8"])

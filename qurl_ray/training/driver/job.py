@@ -8,6 +8,10 @@ from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import announced_if_slow
 from qurl_ray.signals import StopRequests
+from qurl_ray.training.deadlines import stage_deadline
+
+_PROBLEMS_S = 3600.0  # a data set may be downloaded
+_MODEL_S = 1800.0  # a model's files may be downloaded, and a cold disk reads packages slowly
 
 # What needs torch or Ray is imported where it is used: that takes seconds. --help does without it, and a mistake is
 # told before later checks import more.
@@ -21,16 +25,19 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
     stops = StopRequests()
     try:
         with stops.caught(then_exit=True):
-            with announced_if_slow("the check of folders, problems and functions"):
+            checking = "the check of folders, problems and functions"
+            with announced_if_slow(checking), stage_deadline(checking, _PROBLEMS_S):
                 from qurl_ray.training.driver.early import check_early
 
                 early = check_early(config)
+            stage = "importing transformers, and checking the model"
             if config.tracking.console != "none":  # there is no console of the run yet
-                typer.echo("importing transformers, and checking the model", err=True)
-            from qurl_ray.training.driver.prepare import check_run
+                typer.echo(stage, err=True)
+            with stage_deadline(stage, _MODEL_S):
+                from qurl_ray.training.driver.prepare import check_run
 
-            checked = check_run(early)
-            from qurl_ray.training.driver.run import run_until
+                checked = check_run(early)
+                from qurl_ray.training.driver.run import run_until
 
             result = run_until(stops, checked, fresh=fresh, extend=extend)
     except KeyboardInterrupt as aborted:

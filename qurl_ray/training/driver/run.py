@@ -19,7 +19,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from qurl_ray.actors.cluster import attach, check_room, start
+from qurl_ray.actors.cluster import attach, check_room, last_lines, start
 from qurl_ray.actors.environments import end_environments, start_environments
 from qurl_ray.actors.placement import demand
 from qurl_ray.actors.verifier import VerifierPool, start_verifiers
@@ -29,6 +29,7 @@ from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.data.tasks import Task
 from qurl_ray.environment import MEMORY
+from qurl_ray.errors import DeadlineExceeded
 from qurl_ray.numerics.selfcheck import VARIABLES
 from qurl_ray.policy.load import context_length, load_tokenizer, stop_ids
 from qurl_ray.report.report import write_report
@@ -39,7 +40,7 @@ from qurl_ray.tracking.callback import Callback, CallbackSink
 from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handles
-from qurl_ray.training.deadlines import collection_deadline
+from qurl_ray.training.deadlines import collection_deadline, stage_deadline
 from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
 from qurl_ray.training.driver.room import check_disk
@@ -53,6 +54,8 @@ from qurl_ray.training.totals import RunTotals
 from qurl_ray.types import Event, Outcome
 
 _ROLLOUTS_BYTES = 32 << 20  # limit of samples.jsonl; above it, `qurl report` writes the pages on request
+_RAY_S = 300.0
+_MARGIN_S = 120.0
 _CALLS = 1000  # calls that may wait in the coordinator at a time, in addition to two per rank: they hold no threads
 
 
@@ -221,12 +224,13 @@ def _train(
         transport=config.sync.transport,
         colocated=config.placement == "colocated",
     )
-    worker_group.start()
     judging, logs = config.task, place.path / "logs"
-    verifiers = start_verifiers(
-        judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb, logs
-    )
-    environments = start_environments(config.environment, logs)
+    with stage_deadline("placing and starting rollout workers", config.rollout.start_limit_s + _MARGIN_S):
+        worker_group.start()
+        verifiers = start_verifiers(
+            judging.verifiers, prepared.task.reward, judging.reward_timeout_s, judging.reward_memory_gb, logs
+        )
+        environments = start_environments(config.environment, logs)
     coordinator: ActorHandle | None = None
     fit: Fit | None = None
     tokenizer = load_tokenizer(prepared.spec)
@@ -255,6 +259,9 @@ def _train(
         _phase("placing and starting the learner's ranks", totals.steps, tracker)
         fit = _fit_in_thread(config, context, place.path)
         return Watch(config, coordinator, worker_group, totals, tracker, stops).until_over(fit)
+    except DeadlineExceeded:
+        _announce([*last_lines("RolloutWorker"), *last_lines("RayTrainWorker")], "warning", tracker)
+        raise
     finally:
         try:
             if fit:
@@ -309,7 +316,7 @@ def _cluster(config: RunConfig, stops: StopRequests) -> Iterator[str]:
     variables["TOKENIZERS_PARALLELISM"] = "false"
     before = dict(os.environ)
     try:
-        with stops.kept():
+        with stage_deadline("starting Ray", _RAY_S), stops.kept():
             if os.environ.get("RAY_ADDRESS"):
                 attach(runtime_env={"env_vars": variables}, log_to_driver=False)
             else:

@@ -74,6 +74,8 @@ class Watch:
         self._looked, self._short = 0.0, 0
         """Time of the last check for room for the ranks, and number of checks in a row that found none."""
         self._log = "not known yet"
+        self._begun = False
+        """True once a rank has begun."""
 
     def until_over(self, fit: Fit) -> RunTotals:
         """Return the totals of the whole run, once the learner has ended.
@@ -83,6 +85,8 @@ class Watch:
             KeyboardInterrupt: stopping was asked for twice, or took longer than the grace period.
         """
         self._stops.raising = False
+        begin_s = 2 * self._config.learner.timeout_s + self._config.rollout.start_limit_s  # placed, and one waits
+        ranks_late = time.monotonic() + begin_s
         while True:
             alive = fit.is_alive()
             if alive:
@@ -93,7 +97,11 @@ class Watch:
             if not alive:
                 break
             if found:
+                if isinstance(found.failure, DeadlineExceeded):  # the rank that has told it may never end
+                    raise found.failure
                 self._complete_fleet(found)
+            if time.monotonic() > ranks_late and not self._begun:
+                raise DeadlineExceeded(f"placing and starting the learner's ranks: none has begun within {begin_s:g} s")
             time.sleep(_POLL_S)
         if found and isinstance(found.failure, ExtensionError):
             raise ExtensionError(f"{found.failure} (during step {self._totals.steps + 1})")
@@ -127,6 +135,7 @@ class Watch:
             self._totals = RunTotals.of(state) if state else RunTotals()
             self._tracker.rewind(event.step, self._totals.evaluations)
         else:
+            self._begun |= event.kind == "phase"
             self._totals.add(event)
             self._tracker.handle(event)
 

@@ -13,8 +13,8 @@ import socket
 import time
 import traceback
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch.distributed import DistError
 
 from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.config import RunConfig
-from qurl_ray.errors import ConfigError, CoordinatorDied, QurlError
+from qurl_ray.errors import ConfigError, CoordinatorDied, DeadlineExceeded, QurlError
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
@@ -37,7 +37,7 @@ from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_h
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import Unit, units
 from qurl_ray.spans import STEPS, Spans, rank_lane
-from qurl_ray.training.deadlines import collection_deadline, sync_deadline
+from qurl_ray.training.deadlines import Watchdog, collection_deadline, sync_deadline
 from qurl_ray.training.messages import Directive, Start, WeightsWanted
 from qurl_ray.training.rank.gpu_turns import Turn, Turns
 from qurl_ray.training.rank.host_memory import check_memory
@@ -53,6 +53,7 @@ from qurl_ray.weights.transports.protocol import Link
 
 _FAIL_S = 30.0
 _RETRY_S = 0.5
+_SAVE_S = 3600.0  # hundreds of gigabytes on a slow disk
 
 
 def train_loop(context: dict[str, Any]) -> None:
@@ -79,11 +80,17 @@ def train_loop(context: dict[str, Any]) -> None:
         if rank == 0:
             coordinator.tell.remote(Event(kind="phase", step=start.resume.step if start.resume else 0, message=stage))
 
+    def late(error: DeadlineExceeded) -> None:  # this rank may never end: the driver ends the run
+        coordinator.fail.remote(DeadlineExceeded(f"rank {rank} of the learner, {error}"))
+
+    watchdog = Watchdog(late=late, folder=Path(context["run_dir"]) / "logs")
     tell("loading the policy into the learner's ranks")
+    watchdog.begin("loading the policy", config.learner.timeout_s)
     check_same_files(spec)
     check_memory(config, ray.train.get_context().get_local_world_size())
     load = unloaded_model if sharded else load_model
     model = load(spec)
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: watchdog.progress())
     rollouts, resume = config.rollout.quantization, start.resume
     tied = tied_head(model)
     quantized: dict[str, Unit] = {}
@@ -120,6 +127,7 @@ def train_loop(context: dict[str, Any]) -> None:
     )
     if folded and sharded:  # its weights have been read now
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
+    watchdog.rest()
     publisher = Publisher(
         quantized=quantized, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied
     )
@@ -142,7 +150,7 @@ def train_loop(context: dict[str, Any]) -> None:
         offload=config.learner.offload_while_waiting,
         timeout_s=config.sync.timeout_s,
     )
-    loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive)
+    loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive, watchdog)
 
     tell("waiting for the engines to start, and sending the first weights")
     if resume:
@@ -165,11 +173,11 @@ def train_loop(context: dict[str, Any]) -> None:
             reward = loop.evaluate("during", step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             turns.take(Turn.LEARN)
-            with loop.spanning("checkpoint"):
+            with loop.saving():
                 saver.checkpoint(step, reward)
             saved = step
     turns.take(Turn.LEARN)
-    with loop.spanning("checkpoint"):
+    with loop.saving():
         if saved < done < config.steps:  # the run ends early: the same command resumes from here
             saver.checkpoint(done, None)
         if done:
@@ -245,8 +253,10 @@ class RankLoop:
         coordinator: ActorHandle,
         rank: int,
         directive: Directive,
+        watchdog: Watchdog,
     ) -> None:
         self._config, self._learner, self._sender, self._coordinator = config, learner, sender, coordinator
+        self._watchdog = watchdog
         self._turns, self._rank, self._directive = turns, rank, directive
         self._resent = 0
         """Number of calls that were answered with WeightsWanted."""
@@ -255,6 +265,14 @@ class RankLoop:
     def spanning(self, name: str) -> AbstractContextManager:
         """Record the block as a span of this rank, for the timeline."""
         return self.spans.during(rank_lane(self._rank), name)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Record the block as one that writes a checkpoint or the policy."""
+        self._watchdog.begin("writing a checkpoint", max(self._config.learner.timeout_s, _SAVE_S))
+        with self.spanning("checkpoint"):
+            yield
+        self._watchdog.rest()
 
     def step(self, step: int) -> bool:
         """Make one step: rollouts in, update, weights out. Returns False if the run ends before this step."""
@@ -267,7 +285,9 @@ class RankLoop:
             return False
         self.spans.step = step
         self._turns.take(Turn.LEARN)
+        self._watchdog.begin(f"learning in step {step}", config.learner.timeout_s)
         result = self._learner.learn(mini_batches)
+        self._watchdog.rest()
         self.spans.phases(rank_lane(self._rank), result.seconds)
         self._turns.take(Turn.SYNC)
         call = self._coordinator.report.remote(step, self._rank, result)

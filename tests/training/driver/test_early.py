@@ -20,6 +20,7 @@ print(*(name for name in ("torch", "transformers", "ray.train") if name in sys.m
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dry", "given", "message", "imported"),
     [
