@@ -301,6 +301,7 @@ def test_answers_are_compared_up_to_where_they_part():
     assert compared(one, other) == {"same_tokens": 2 / 16, "largest_difference": 0.5}
 
 
+@pytest.mark.slow
 def test_loads_are_compared_with_a_fresh_engine_and_with_the_learner(figures):
     for name in TINY.formats:
         one = figures["loads"][f"torch, {name}"]
@@ -310,6 +311,7 @@ def test_loads_are_compared_with_a_fresh_engine_and_with_the_learner(figures):
         assert one["fresh"] == {"same_tokens": 1.0, "largest_difference": 0.0}
 
 
+@pytest.mark.slow
 def test_growth_is_what_stays_and_not_what_libraries_allocate_at_first(figures):
     assert grown([0.0] * 20 + [500.0] * 180) == 0
     assert grown([2.0 * cycle for cycle in range(200)]) == 320 > LIMIT_MIB
@@ -318,6 +320,7 @@ def test_growth_is_what_stays_and_not_what_libraries_allocate_at_first(figures):
     assert one["seconds"].keys() == {"sleep", "wake", "load"}
 
 
+@pytest.mark.slow
 def test_the_page_has_the_figures_and_loads_nothing(figures):
     spoilt = figures | {"errors": {"vllm: all of it": "<script>alert(1)</script> & more"}}
     text = page(spoilt)

@@ -136,6 +136,7 @@ def test_the_package_ships_its_types_and_is_cited_by_its_version():
     assert (citation["title"], citation["version"]) == ("qurl-ray", qurl_ray.__version__)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("given", "found"), [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )

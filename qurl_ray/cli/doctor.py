@@ -5,17 +5,18 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from packaging.requirements import Requirement
 
 from qurl_ray import __version__
 from qurl_ray.cache import cache_root
+from qurl_ray.cli.finding import Finding
 from qurl_ray.config.load import runs_folder
 from qurl_ray.config.shown import shown_address
 from qurl_ray.config.tracking import mlflow_address
@@ -27,36 +28,37 @@ _LEAST_SHM, _LEAST_DISK = 2 << 30, 5 << 30
 _PORTS = {8265: "Ray's dashboard", 8000: "qurl serve", 5000: "mlflow server"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the page."""
-
-    what: str
-    found: str
-    problem: str = ""
-    """Sentence on what does not work because of it, and the remedy; "" if nothing."""
-    fatal: bool = False
-    """True if no run can start."""
-
-
-def main() -> None:
+def main(
+    gpu: Annotated[bool, typer.Option("--gpu", help="Try what a run on GPUs needs, too. Takes a minute.")] = False,
+) -> None:
     """Print versions, devices, kernels, and what would be refused here. The exit status is 1 if no run could start."""
-    findings = []
-    for title, part in (
-        ("Software", software()),
-        ("Machine", machine()),
-        ("Computing", computing()),
-        ("Places", places()),
-    ):
+    fatal = 0
+    for title, part in parts(gpu):
         typer.echo(title)
-        for finding in part:
-            findings.append(finding)
+        for finding in part():
+            fatal += finding.fatal
             typer.echo(f"  {finding.what:22}{finding.found}")
             if finding.problem:
                 typer.echo(f"  {'':22}{'!!' if finding.fatal else '!'} {finding.problem}")
-    fatal = sum(finding.fatal for finding in findings)
     typer.echo(f"{fatal} problem{'s' * (fatal != 1)} that would stop any run")
     raise typer.Exit(1 if fatal else 0)
+
+
+def parts(gpu: bool) -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:
+    """Yield titles and the parts of the page."""
+    yield "Software", software
+    yield "Machine", machine
+    yield "Computing", computing
+    yield "Places", places
+    if gpu:
+        import torch
+
+        if torch.cuda.is_available():
+            from qurl_ray.cli.doctor_gpu import trials
+
+            yield from trials(torch.device("cuda"))
+        else:
+            yield "GPUs", lambda: iter([Finding("GPUs", "none", "nothing of them was tried", fatal=True)])
 
 
 def software() -> Iterator[Finding]:

@@ -968,3 +968,12 @@ def test_every_objective_takes_credit_of_turns(load, objective):
 def test_evaluations_never_restart_an_engine_unless_that_is_asked_for(settings, full, evaluated):
     config = load_config(None, settings)
     assert (config.evaluates_full_precision, config.evaluated_format) == (full, evaluated)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_an_engine_that_holds_one_format_at_a_time_starts_once_in_a_run_of_any_preset(path):
+    """Else it would start for the first weights, for an evaluation, and for the rollouts again: minutes each."""
+    config = load_config(path)
+    if config.rollout.restarts_for_formats:
+        first = "none" if config.evaluates_full_precision else config.rollout.quantization
+        assert {first, config.rollout.quantization, config.evaluated_format} == {config.rollout.quantization}

@@ -63,6 +63,7 @@ def engine_of(
     return engine, passes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_cache", ["full", "fp8"])
 @pytest.mark.parametrize("format_name", ["none", "int8"])

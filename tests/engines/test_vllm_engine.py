@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -588,6 +589,22 @@ def test_a_failed_start_says_where_vllm_printed_the_cause(spec, tmp_path):
 
 
 @pytest.mark.equal_bits
+def assert_over(processes: list[psutil.Process]) -> None:
+    """All of them end. On a busy machine one may be killed so late that its parent has stopped to wait for it: a zombie
+    has ended, too."""
+
+    def is_over(process: psutil.Process) -> bool:
+        try:
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    until = time.monotonic() + 300
+    while not all(map(is_over, processes)):
+        assert time.monotonic() < until, processes
+        time.sleep(0.1)
+
+
 def test_close_leaves_no_process_and_nobody_waiting(engine, spec, tokenizer):
     engine.call("load", *weights_of(policy(spec), "none"))
     processes = engine.processes()
@@ -598,8 +615,7 @@ def test_close_leaves_no_process_and_nobody_waiting(engine, spec, tokenizer):
     engine.call("close")
     with contextlib.suppress(EngineError):  # where vLLM did not hand back what it aborted
         assert_cut_short(engine.result(ticket, 20), "cancelled")
-    _, left = psutil.wait_procs(processes[1:], timeout=20)
-    assert left == []
+    assert_over(processes[1:])
     with pytest.raises(EngineError, match="closed"):
         engine.call("kernels")
 
@@ -610,8 +626,7 @@ def test_vllms_processes_do_not_outlive_a_killed_owner(spec, ranks):
     with EngineProcess(spec, slots=2, threads=1, tensor_parallel=ranks) as process:
         processes = process.processes()
         process.start("die")
-        _, left = psutil.wait_procs(processes[1:], timeout=30)
-        assert left == []
+        assert_over(processes[1:])
 
 
 @pytest.mark.slow

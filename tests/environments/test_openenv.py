@@ -145,6 +145,7 @@ def test_no_answer_breaks_a_session(session, answer):
     assert session.step("a", answer).messages == said(f"8: {answer}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("answer", "kind", "detail"),
     [

@@ -150,6 +150,7 @@ def test_what_would_change_what_the_policy_saw_or_drew_is_refused():
         assert "rewrites the prompt" in failed.detail
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("params", "message"),
     [

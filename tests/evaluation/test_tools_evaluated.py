@@ -54,6 +54,7 @@ def test_the_template_gets_the_tools_unless_the_prompt_has_them_or_the_settings_
     assert "tools" not in checked(settings(policy, tmp_path, described=False)).task.chat_template_args
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("template", "error", "message"),
     [

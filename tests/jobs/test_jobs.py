@@ -24,6 +24,7 @@ def job(name: str, *arguments: object, cwd: Path = ROOT) -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["qurl_dapo.py", "qurl_grpo.py", "qurl_ppo.py", "jet_rl.py", "serve.py"])
 def test_help_begins_with_what_the_job_does_and_an_example_and_shows_what_is_named(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -39,6 +39,7 @@ def flat(trained: PolicyLearner) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1).clone() for _, parameter in both])
 
 
+@pytest.mark.slow
 def test_the_value_model_learns_what_answers_are_worth(tiny_spec):
     trained = learner(tiny_spec, lr=1e-12)
     errors = []

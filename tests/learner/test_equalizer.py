@@ -92,6 +92,7 @@ def test_the_learner_scores_what_engines_draw_to_the_bit(tiny_spec, tokenizer, m
             model.base_model.layers[0].input_layernorm.weight[version] *= 100  # a range that moves its factor
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("format_name", BACKWARDS)
 def test_a_unified_flow_trains_the_equalized_network_to_the_bit(tiny_spec, tokenizer, model, format_name):

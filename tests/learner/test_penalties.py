@@ -52,6 +52,7 @@ def perturbed(spec):
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_a_kl_loss_draws_the_policy_back_to_its_reference(tiny_spec, estimator):
     settings = replace(SETTINGS, kl_coef=1.0, kl_estimator=estimator)
@@ -240,6 +241,7 @@ def test_ppos_returns_lose_the_kl_of_every_token_that_is_still_to_come(tiny_spec
 SHARED = Credit(lr=1.0, gamma=1.0, lam=1.0, value_clip=None, coef=1.0)
 
 
+@pytest.mark.slow
 def test_a_shared_value_model_learns_and_stays_out_of_what_engines_get(tiny_spec, tmp_path):
     single = [[replace(group[0], reward=float(group[0].token_ids[0] % 2))] for group in numbered(12)]
     trained = learner(tiny_spec, lr=3e-3, credit=SHARED)

@@ -183,7 +183,9 @@ def test_a_layout_that_cannot_start_says_why(settings, model, says):
     assert any(says in problem for problem in checked(CONFIGS / "dapo_7b_math.yaml", *settings, model=model).problems)
 
 
-@pytest.mark.parametrize("preset", ["dapo_7b_math", "deepscaler_grpo", "gsm8k_ppo", "jet_rl_qwen3_8b"])
+@pytest.mark.parametrize(
+    "preset", ["dapo_7b_math", "deepscaler_grpo", "gsm8k_ppo", "jet_rl_qwen3_8b", "qwen3_8b_1node"]
+)
 def test_what_is_recommended_can_start(preset):
     path = CONFIGS / f"{preset}.yaml"
     found = json.loads(CliRunner().invoke(app, ["--config", str(path), "--json"]).output)

@@ -91,6 +91,7 @@ def test_a_worked_problem_is_demonstrated_with_the_result_of_each_operator():
         assert REWARDS.load(task.reward)(said, problem) == 1.0
 
 
+@pytest.mark.slow
 def test_a_cold_start_on_worked_problems_learns_to_write_the_results_between():
     """Copies, written twice: what the policy then says has two numbers, and not the answer alone."""
     twice = [

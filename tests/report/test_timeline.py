@@ -255,6 +255,7 @@ def drawn(dom: Dom, classes: str) -> list[tuple[float, float]]:
     return [(float(a["x"]), float(a["width"])) for a in found]
 
 
+@pytest.mark.sampled(3)
 @needs_chromium
 @pytest.mark.parametrize(
     ("view", "seen", "steps", "dead"),

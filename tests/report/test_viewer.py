@@ -174,6 +174,7 @@ def five(tmp_path_factory) -> Path:
     return pages(tmp_path_factory.mktemp("five"), *FIVE, tokens_of(0.1, step=2)) / "step-1.html"
 
 
+@pytest.mark.sampled(3)
 @needs_chromium
 @pytest.mark.parametrize(
     ("view", "uids"),

@@ -95,6 +95,7 @@ def test_a_dead_server_delays_nothing_and_is_announced_once(tmp_path):
     assert [line["step"] for line in lines(tmp_path) if line["kind"] == "step"] == [1, 2, 3, 4]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "uri",
     [
