@@ -264,8 +264,6 @@ class EngineEntry(Entry):
     graphs_on_cuda: bool = False
     """On CUDA it captures decode steps unless the settings say otherwise, and holds one number format at a time: a load
     in another one restarts it."""
-    bfloat16_on_cpu: bool = False
-    """It computes in bfloat16 on a CPU, too."""
     sleeps_on_cpu: bool = True
     """It can release memory on a CPU."""
     takes_free_memory: bool = False
@@ -294,7 +292,6 @@ ENGINES = Table[EngineEntry](
             tensor_parallel=True,
             captures=True,
             graphs_on_cuda=True,
-            bfloat16_on_cpu=True,
             sleeps_on_cpu=False,
             takes_free_memory=True,
             transports=("nccl", "ipc"),

@@ -34,7 +34,6 @@ class Served:
         self.model = f"{name}@{loaded.fingerprint[:8]}"
         """Name of this version of the model: name@fingerprint, shortened."""
         self.created = int(time.time())
-        self.kernels = loaded.engine.kernels()
         self._tool_format = template_format(loaded.tokenizer)
         self.stream = Stream(loaded.engine, slots=config.slots, queue=config.queue, length=loaded.length)
         self._uids = itertools.count()

@@ -104,16 +104,8 @@ class Service:
         del self._leaving[old]
 
     def status(self) -> dict[str, object]:
-        """Return the policy that answers, its load, and the error of the last swap (None if it succeeded)."""
-        served = self._current
-        return {
-            "model": served.model if served else None,
-            "pinned": asdict(self._pinned) if self._pinned else None,
-            "refused": self._refused,
-            "running": served.stream.running if served else 0,
-            "waiting": served.stream.waiting if served else 0,
-            "kernels": served.kernels if served else [],
-        }
+        """Return the policy that answers, and the error of the last swap (None if it succeeded)."""
+        return {"pinned": asdict(self._pinned) if self._pinned else None, "refused": self._refused}
 
     def check_health(self) -> None:
         """Raise EngineError if an engine, also one that is leaving, has died, or sends no news for too long while it
