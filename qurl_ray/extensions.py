@@ -227,7 +227,10 @@ def described(error: BaseException) -> str:
     Example:
         "KeyError: 'x' (/home/me/rewards.py, line 12, in score; traceback in /home/me/runs/a/logs/reward-0-0.log)"
     """
-    text = f"{type(error).__name__}: {message_of(error)}".encode(errors="backslashreplace").decode()
+    told = message_of(error)
+    if isinstance(error, SyntaxError):  # whose own text has the file without its folder
+        told = f"{error.msg} ({error.filename}, line {error.lineno})"
+    text = f"{type(error).__name__}: {told}".encode(errors="backslashreplace").decode()
     text = printable(text, _MESSAGE_CHARS)
     ours = (_PACKAGE, _IMPORT, "<frozen")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]

@@ -148,6 +148,12 @@ def _made(given: FunctionName) -> Tool:
     return Tool(name.rpartition(":")[2], function)
 
 
+def _place(function: Callable[..., Any]) -> str:
+    """Where a function, or the method that answers the calls of an object, is defined."""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+
+
 def _model_of(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
     """Return the model of a function's arguments, and its JSON schema. Its fields are numbered, since a parameter may
     have any name."""
@@ -157,7 +163,8 @@ def _model_of(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel],
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise EnvironmentFailed(f"tool {name!r}: {parameter} cannot be given by its name")
         if parameter.annotation is parameter.empty:
-            raise EnvironmentFailed(f"tool {name!r}: the parameter {parameter.name} needs a type hint")
+            place = _place(function)
+            raise EnvironmentFailed(f"tool {name!r}: the parameter {parameter.name} needs a type hint{place}")
         default = ... if parameter.default is parameter.empty else parameter.default
         about = Field(default, alias=parameter.name, description=described.get(parameter.name))
         fields[f"p{number}"] = (parameter.annotation, about)

@@ -13,8 +13,8 @@ from qurl_ray.data.tasks import load_task
 from qurl_ray.data.trained import keep_settings
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.errors import DataError
-from qurl_ray.serving.prompts import tokenize_prompt
-from qurl_ray.serving.protocol import ApiError, ChatRequest, parse
+from qurl_ray.serving.prompts import chat_prompt_ids
+from qurl_ray.serving.protocol import ApiError, ChatRequest
 from qurl_ray.tools.messages import read_message, read_tools
 from tests.tools.templates import HERMES, tokenizer_with
 
@@ -65,10 +65,9 @@ def problems(path, rows, **fields):
 
 
 def served(messages, tokenizer, **more) -> list[int]:
-    request = parse(json.dumps({"model": "m", "messages": messages} | more).encode(), ChatRequest)
-    (prompt,) = request.prompts()
-    tools, variables = request.described(), request.variables
-    return tokenize_prompt(prompt, tokenizer, template="{prompt}", tools=tools, variables=variables).tolist()
+    request = ChatRequest.model_validate(json.loads(json.dumps({"model": "m", "messages": messages} | more)))
+    tools, variables = request.callable_tools, request.chat_template_kwargs
+    return chat_prompt_ids(request.messages, tokenizer, tools=tools, variables=variables).tolist()
 
 
 def with_calls(change):

@@ -175,8 +175,11 @@ class Session:
             message = f"{count} of {collected.samples} rewards ended in {status}; these samples are left out"
             self._events.warn(number, f"{message}. The first: {collected.details[status]}")
         if not collected.groups:
-            message = "no group is left to learn from (uniform or failed rewards): the step is skipped"
-            self._events.warn(number, message)
+            self._events.warn(
+                number,
+                f"no group is left to learn from: of {collected.all_groups} groups in {collected.rounds} round(s), "
+                f"{collected.uniform_groups} have equal rewards, the others failed; the step is skipped",
+            )
             return [[] for _ in range(config.learner.workers)]
         each = config.learner.sequence_parallel
         shares = plan(

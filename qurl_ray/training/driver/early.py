@@ -8,7 +8,7 @@ import ray
 
 from qurl_ray.actors.cluster import check_folder, check_ray
 from qurl_ray.config import RunConfig, resolve
-from qurl_ray.config.model import PretrainedModel
+from qurl_ray.config.model import PretrainedModel, TinyModel
 from qurl_ray.config.paths import absolute, expanded, is_path
 from qurl_ray.config.task import DatasetTask, TaskConfig
 from qurl_ray.data.files import hub_sources
@@ -54,6 +54,8 @@ def check_early(config: RunConfig, *, dry: bool = False) -> Early:
     check_writable(config)
     if isinstance(config.model, PretrainedModel):
         check_model_folder(config.model)
+    if isinstance(config.model, TinyModel):
+        check_tiny(config, config.model)
     if config.environment.type:
         with EnvironmentProcess.of(config.environment) as process:
             process.check()
@@ -65,6 +67,17 @@ def check_early(config: RunConfig, *, dry: bool = False) -> Early:
         return Early(config=config, task=None, judged=0.0)
     task, judged = prepare_task(config)
     return Early(config=config, task=task, judged=judged)
+
+
+def check_tiny(config: RunConfig, model: TinyModel) -> None:
+    """Raise ConfigError if the settings want of the tiny policy what it was not taught."""
+    if config.environment.type is not None and not model.calculator:
+        raise ConfigError(
+            "environment.type: the tiny policy knows the calculator alone, with model.calculator=true; other "
+            "environments need a pretrained policy, such as that of smollm2_135m"
+        )
+    if config.task.template != "{prompt}":
+        raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
 
 
 def check_model_folder(model: PretrainedModel) -> None:

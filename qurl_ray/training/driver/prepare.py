@@ -220,8 +220,6 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:
         ConfigError, DataError: the message names the template, or a prompt.
     """
     if isinstance(config.model, TinyModel):
-        if config.task.template != "{prompt}":
-            raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
         check_characters(task.train)
     notes = []
     for problems in map(list, (task.train, task.held_out)):  # each is made once
@@ -246,8 +244,6 @@ def check_environment(
     Raises:
         ConfigError, DataError, EnvironmentFailed: one of these.
     """
-    if isinstance(config.model, TinyModel) and not config.model.calculator:
-        raise ConfigError("environment.type: the tiny policy knows the calculator alone, with model.calculator=true")
     settings = config.environment
     turns = TurnEncoder(found.tokenizer, config.task, found.stop_ids)
     turns.check(problem, keep_history=settings.rewritten_history != "refuse")
