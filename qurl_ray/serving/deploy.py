@@ -150,7 +150,7 @@ class App:
         """Return the statuses of all replicas that are up; see Service.status."""
         try:
             return serve.get_app_handle(APP).broadcast("status").results(timeout_s=_ASK_S)
-        except (RayError, TimeoutError):  # one has just died
+        except (RayError, RayServeException, TimeoutError):  # none is up, or one has just died
             return []
 
     def end(self, wait_s: float) -> None:
