@@ -24,6 +24,8 @@ from qurl_ray.serving.service import Service
 logger = logging.getLogger(__name__)
 
 _OPEN = "/health"  # needs no key, because a load balancer has none; the page reveals nothing
+_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+"""JSON's names of values."""
 _NAMES = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 
 
@@ -167,19 +169,26 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
 
 def _explained(items: Sequence[Any]) -> ApiError:
     """Return the error of the parameter that was read furthest: a value may be one of several types, and pydantic tells
-    an error for each."""
+    an error for each. If several were read as far, the error names what came, and all that could have."""
     item = max(items, key=lambda item: len(item["loc"]))
     if item["type"] == "json_invalid" or (item["loc"] == ("body",) and item["type"] != "value_error"):
         return ApiError(400, "the body must be a JSON object in UTF-8, with the content type application/json")
     if item["type"] == "extra_forbidden":
         name = shortened(str(item["loc"][-1]))
         return ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
-    # pydantic puts the types of a union into the path: prompt, list[int], 0
-    path = [part for part in item["loc"][1:] if isinstance(part, int) or part in _NAMES]
-    param = "".join(f"[{part}]" if isinstance(part, int) else part for part in path) or None
-    message = item["msg"].removeprefix("Value error, ")
+    param, message = _param(item), item["msg"].removeprefix("Value error, ")
+    types = [other for other in items if (_param(other), len(other["loc"])) == (param, len(item["loc"]))]
+    if len(types) > 1:
+        wanted = dict.fromkeys(other["msg"].removeprefix("Input should be ") for other in types)
+        message = f"Input should be {' or '.join(wanted)}, not {_KINDS.get(type(item['input']), 'this')}"
     code = "missing_required_parameter" if item["type"] == "missing" else None
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def _param(item: Any) -> str | None:
+    """Return the place of an error, such as prompt[0], without the types of a union, which pydantic puts into it."""
+    path = [part for part in item["loc"][1:] if isinstance(part, int) or part in _NAMES]
+    return "".join(f"[{part}]" if isinstance(part, int) else part for part in path) or None
 
 
 async def _not_routed(request: Request, error: HTTPException) -> Response:

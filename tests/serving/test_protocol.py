@@ -111,11 +111,19 @@ def test_a_content_of_another_kind_is_refused_for_what_it_is(content, named):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "param"),
-    [(5, "prompt"), (["a", 1], "prompt[1]"), ([[1], [2, "a"]], "prompt[1][1]"), ([None], "prompt[0]")],
+    ("prompt", "param", "message"),
+    [
+        (5, "prompt", "valid string or a valid list, not a number"),
+        ({"a": 1}, "prompt", "valid string or a valid list, not an object"),
+        (["a", 1], "prompt[1]", "a valid string"),
+        ([[1], [2, "a"]], "prompt[1][1]", "Input should be a valid integer"),
+        ([None], "prompt[0]", "a valid string"),
+    ],
 )
-def test_a_prompt_of_another_kind_is_refused_with_its_place(prompt, param):
-    assert refusal(completion, prompt=prompt).param == param
+def test_a_prompt_of_another_kind_is_refused_with_its_place_and_what_came(prompt, param, message):
+    error = refusal(completion, prompt=prompt)
+    assert error.param == param
+    assert message in error.message
 
 
 def test_parts_of_a_message_are_joined_and_developers_are_the_system():
