@@ -91,6 +91,7 @@ def test_gradients_are_timed_and_compared_by_product(figures):
         assert one["not_used"] == {"scaled_mm": "scaled_mm_block needs a device of type cuda, not cpu"}
 
 
+@pytest.mark.slow
 def test_steps_are_measured_with_few_layers_and_extrapolated(figures):
     assert figures["step"].keys() == {"tiny, packed", "tiny, padded"}
     for one in figures["step"].values():
@@ -104,6 +105,7 @@ def test_steps_are_measured_with_few_layers_and_extrapolated(figures):
         assert one["extrapolated_seconds"]["bfloat16"] == pytest.approx(few + 3 * (more - few))  # 4 layers of 1 and 2
 
 
+@pytest.mark.slow
 def test_rollouts_are_measured_by_format_and_batch(figures):
     assert figures["rollout"].keys() == {f"tiny, eager, batch {count}" for count in TINY.batches}
     for one in figures["rollout"].values():

@@ -36,6 +36,7 @@ def test_versions_that_do_not_fit_are_named(monkeypatch, version, fits):
     assert ("vllm 0.32.0 asks for torch==2.11.0" in finding.problem) is not fits
 
 
+@pytest.mark.slow
 def test_two_processes_share_memory_or_it_is_said(monkeypatch):
     (finding,) = doctor_gpu.processes(CPU)
     assert (finding.found.startswith("works"), finding.problem) == (True, "")

@@ -6,6 +6,7 @@ import pytest
 
 from qurl_ray.config import load_config
 from qurl_ray.learner.backend import Resident
+from qurl_ray.training.deadlines import Watchdog
 from qurl_ray.training.messages import Directive, WeightsWanted
 from qurl_ray.training.rank.gpu_turns import Turn, Turns, resident
 from qurl_ray.training.rank.train import RankLoop
@@ -100,7 +101,7 @@ def rank_end(monkeypatch):
             offload=offload,
             timeout_s=config.sync.timeout_s,
         )
-        return gpu, turns, RankLoop(config, gpu, gpu, turns, coordinator, 0, Directive())
+        return gpu, turns, RankLoop(config, gpu, gpu, turns, coordinator, 0, Directive(), Watchdog(late=pytest.fail))
 
     return make
 
