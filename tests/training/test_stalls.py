@@ -163,13 +163,7 @@ STALLS = {
         "qurl_ray.engines.torch.engine:TorchEngine.__init__ die",
         {},
         ["rollout.start_timeout_s=30"],
-        "waited 30 s for all rollout workers to start",
-    ),
-    "weights": (
-        "qurl_ray.engines.torch.engine:TorchEngine.load sleep",
-        {},
-        ["sync.timeout_s=10"],
-        "load and verify weights",
+        "waited 30 s for any rollout worker to come back",
     ),
     "evaluation": (
         "qurl_ray.engines.torch.engine:TorchEngine.generate sleep",
