@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import re
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -50,14 +52,20 @@ def versions() -> Iterator[Finding]:
     if torch.cuda.is_available():
         told = _DRIVER.read_text().splitlines()[0] if _DRIVER.is_file() else "driver of unknown version"
         yield Finding("CUDA", f"torch {torch.version.cuda}; {told}")
-        needed = "sm_{}{}".format(*torch.cuda.get_device_capability())
-        if needed not in torch.cuda.get_arch_list():
-            yield Finding("architecture", needed, f"torch is built for {torch.cuda.get_arch_list()}", fatal=True)
+        built = torch.cuda.get_arch_list()
+        if not runs_on(built, torch.cuda.get_device_capability()):
+            yield Finding("architecture", f"torch is built for {built}", "none runs on this GPU", fatal=True)
     for package, of in (("torch", "vllm"), ("triton", "torch")):
         yield from wanted_version(package, of)
     for module, cost in _OPTIONAL.items():
         there = importlib.util.find_spec(module) is not None
         yield Finding(module, "installed" if there else "missing", "" if there else cost)
+
+
+def runs_on(built: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Return True if code for one of these architectures runs on a GPU: the same major version, no later minor one."""
+    found = [divmod(int(match[1]), 10) for name in built if (match := re.fullmatch(r"sm_(\d+)[a-z]?", name))]
+    return any(major == capability[0] and minor <= capability[1] for major, minor in found)
 
 
 def wanted_version(package: str, of: str) -> Iterator[Finding]:
@@ -183,8 +191,6 @@ def _reduce(rank: int, count: int, port: int) -> None:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

@@ -51,11 +51,10 @@ class Watchdog:
 
     Example:
         watchdog = Watchdog(late=report, folder=run_dir / "logs")
-        watchdog.begin("learning", 600)
-        for batch in batches:
-            watchdog.progress()
-            ...
-        watchdog.rest()
+        with watchdog.during("learning", 600):
+            for batch in batches:
+                watchdog.progress()
+                ...
 
     Args:
         late: called once, in the watchdog's thread, with an error that says where the other thread is.
@@ -82,6 +81,15 @@ class Watchdog:
     def rest(self) -> None:
         """End the stage. What follows has deadlines of its own."""
         self.begin("", float("inf"))
+
+    @contextmanager
+    def during(self, stage: str, limit_s: float) -> Iterator[None]:
+        """Make the block a stage."""
+        self.begin(stage, limit_s)
+        try:
+            yield
+        finally:
+            self.rest()
 
     def close(self) -> None:
         with self._changed:
@@ -122,11 +130,14 @@ def stage_deadline(stage: str, limit_s: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ended, errors = threading.Event(), []
+    ended, errors, ending = threading.Event(), [], threading.Lock()
 
     def late(error: DeadlineExceeded) -> None:
         errors.append(error)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)  # also ends calls of the system
+        with ending:  # after the end, nothing handles the signal
+            if ended.is_set():
+                return
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)  # also ends calls of the system
         if not ended.wait(_GIVE_UP_S):
             sys.stderr.write(f"error: {error}\n")
             os._exit(1)
@@ -140,6 +151,7 @@ def stage_deadline(stage: str, limit_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        with ending:
+            ended.set()
         watchdog.close()
         signal.signal(signal.SIGUSR2, before)

@@ -27,6 +27,13 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch):
     assert all(finding.fatal and "WRONG" in finding.problem for finding in found)
 
 
+@pytest.mark.parametrize(
+    ("capability", "fits"), [((9, 0), True), ((8, 9), True), ((8, 0), True), ((7, 5), False), ((10, 0), False)]
+)
+def test_a_gpu_runs_code_of_its_major_version(capability, fits):
+    assert doctor_gpu.runs_on(["sm_80", "sm_86", "sm_90a", "compute_90"], capability) is fits
+
+
 @pytest.mark.parametrize(("version", "fits"), [("2.11.0+cu130", True), ("2.10.0", False)])
 def test_versions_that_do_not_fit_are_named(monkeypatch, version, fits):
     monkeypatch.setattr(importlib.metadata, "version", {"torch": version, "vllm": "0.32.0"}.get)

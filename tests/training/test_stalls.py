@@ -157,7 +157,7 @@ STALLS = {
         "qurl_ray.engines.torch.engine:TorchEngine.__init__ sleep",
         {},
         ["rollout.start_timeout_s=30"],
-        "waited 30 s for all rollout workers to start",
+        "waited 30 s for any rollout worker to come back",
     ),
     "engine that dies": (
         "qurl_ray.engines.torch.engine:TorchEngine.__init__ die",

@@ -269,10 +269,9 @@ class RankLoop:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Record the block as one that writes a checkpoint or the policy."""
-        self._watchdog.begin("writing a checkpoint", max(self._config.learner.timeout_s, _SAVE_S))
-        with self.spanning("checkpoint"):
+        limit_s = max(self._config.learner.timeout_s, _SAVE_S)
+        with self._watchdog.during("writing a checkpoint", limit_s), self.spanning("checkpoint"):
             yield
-        self._watchdog.rest()
 
     def step(self, step: int) -> bool:
         """Make one step: rollouts in, update, weights out. Returns False if the run ends before this step."""
@@ -285,9 +284,8 @@ class RankLoop:
             return False
         self.spans.step = step
         self._turns.take(Turn.LEARN)
-        self._watchdog.begin(f"learning in step {step}", config.learner.timeout_s)
-        result = self._learner.learn(mini_batches)
-        self._watchdog.rest()
+        with self._watchdog.during(f"learning in step {step}", config.learner.timeout_s):
+            result = self._learner.learn(mini_batches)
         self.spans.phases(rank_lane(self._rank), result.seconds)
         self._turns.take(Turn.SYNC)
         call = self._coordinator.report.remote(step, self._rank, result)
