@@ -29,6 +29,7 @@ from qurl_ray.weights.messages import LoadReport
 _MARGIN_S = 30.0  # engines check their deadline between two tokens
 _TICK_S = 0.25  # between two calls to a worker that restarts, or that is being interrupted
 _HEARTBEAT_S = 0.002  # between any two heartbeats: those of thousands of workers must not overload the coordinator
+_LOAD_FAILURES = 3  # in a row: a worker that dies or hangs whenever it loads weights would do so forever
 _SLOTFULS = 4  # requests of a chunk, per slot of an engine: enough to keep slots filled, few enough to repeat
 _DIED_FOR_GOOD = (ActorDiedError, ActorUnschedulableError)  # it cannot be created at all, or not where it should be
 _DIED = (RayActorError, ActorUnschedulableError)
@@ -231,7 +232,7 @@ class Fleet:
         if not member.alive:  # it died meanwhile
             return
         member.turn(Health.HEALTHY)
-        member.refusals = 0
+        member.refusals = member.failed_loads = 0
         if (lost := self._lost_at.pop(member.index, None)) is not None:
             self.recovery_seconds.append(time.monotonic() - lost)
             seconds = self.recovery_seconds[-1]
@@ -457,6 +458,8 @@ class Fleet:
             await asyncio.sleep(max(self._config.heartbeat_s, _HEARTBEAT_S * len(self.members)))
 
     def _heard(self, member: Member, heartbeat: Heartbeat) -> None:
+        if heartbeat.boot == member.ended:  # the last answer of a process that was ended meanwhile
+            return
         silent, member.heard = time.monotonic() - member.heard, time.monotonic()
         if (
             member.heartbeat
@@ -486,9 +489,15 @@ class Fleet:
             member.turn(Health.SUSPECT)
             self._log("warning", f"{member.where()} has not answered for {seconds:.0f} s")
         elif member.health is Health.SUSPECT and seconds > self._config.silent_s:
-            ray.kill(member.actor, no_restart=False)
-            self._lost(member, f"it did not answer for {seconds:.0f} s and is ended", None)
+            self._end(member, f"it did not answer for {seconds:.0f} s and is ended")
         self._notify()
+
+    def _end(self, member: Member, reason: str) -> None:
+        """End a worker's process; Ray starts another one."""
+        if member.heartbeat:
+            member.ended = member.heartbeat.boot
+        ray.kill(member.actor, no_restart=False)
+        self._lost(member, reason, None)
 
     def _lost(self, member: Member, consequence: str, error: Exception | None) -> None:
         """Record that a worker's process is gone; Ray starts another one."""
@@ -503,6 +512,14 @@ class Fleet:
         member.heard = time.monotonic()
         self._notify()
 
+    def _failed_load(self, member: Member) -> None:
+        """Count that a worker was lost while it loaded weights, and leave it out if that happens each time."""
+        member.failed_loads += 1
+        if member.failed_loads == _LOAD_FAILURES and member.health is not Health.OUT:
+            self.leave_out(member)
+            self._log("warning", f"{member.where()} is left out: lost in {_LOAD_FAILURES} loads of weights in a row")
+            self._notify()
+
     # --- waiting ------------------------------------------------------------------------------------------------
 
     async def _gather(self, calls: dict[int, ObjectRef], timeout_s: float, what: str, span: str) -> dict[int, Any]:
@@ -516,11 +533,14 @@ class Fleet:
                     async with asyncio.timeout(timeout_s):
                         return await call
             except TimeoutError:
-                ray.kill(member.actor, no_restart=False)
-                self._lost(member, f"it was not done within {timeout_s:g} s and is ended", None)
+                self._end(member, f"it was not done within {timeout_s:g} s and is ended")
+                if span == "load":
+                    self._failed_load(member)
                 return DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {what}")
             except _DIED as error:
                 self._lost(member, "it is being restarted", error)
+                if span == "load":
+                    self._failed_load(member)
                 return EngineError(f"{member.where()} died while it was to {what}")
             except RayTaskError as error:
                 if isinstance(error.cause, QurlError):

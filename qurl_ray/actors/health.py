@@ -5,7 +5,8 @@
        │  └───answers────┘                           └───── its process ended ────┘ │
        └──────────────────── refused weights, or failed the probe ──────────────────┘
 
-OUT is final: the worker failed to take the same weights twice, or cannot be started.
+OUT is final: the worker failed to take the same weights twice, was lost in several loads in a row, or cannot be
+started.
 """
 
 import time
@@ -57,6 +58,8 @@ class Member:
     health: Health = Health.RESTARTING
     heartbeat: Heartbeat | None = None
     """Last heartbeat; None before the first."""
+    ended: str | None = None
+    """`boot` of the process that the fleet ended last."""
     heard: float = field(default_factory=time.monotonic)
     """Time of the last heartbeat, start or death, in seconds of the monotonic clock."""
     doing: str = "starting"
@@ -64,6 +67,8 @@ class Member:
     """True if it may hold the memory that `sleep` releases."""
     refusals: int = 0
     """Number of times that it failed to take the version that it is to hold."""
+    failed_loads: int = 0
+    """Number of loads of weights, since the last that was verified, in which it died or was late."""
 
     def turn(self, health: Health) -> None:
         """Change to another state, or stay; ValueError if the transition is not allowed."""

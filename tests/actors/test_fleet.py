@@ -376,6 +376,50 @@ def test_a_silent_worker_is_suspect_then_ended(monkeypatch):
     run(scenario())
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_worker_lost_in_every_load_is_left_out_and_one_that_loads_is_not(monkeypatch, dies):
+    manifest = Manifest(version=1, precision="int8", weight_max_code=127, tensors=())
+    loads = ["lost", "lost", "done", "lost", "lost", "lost"]
+
+    class Loads(Worker):
+        async def commit(self, *_):
+            return await self.living(self._load(loads.pop(0)))
+
+        async def _load(self, end):
+            if end == "lost":
+                if dies:
+                    kill()
+                await asyncio.sleep(9)
+
+    async def scenario():
+        nonlocal rig
+        rig = Rig(Loads())
+        await rig.fleet.started()
+        while loads:
+            await rig.fleet.some_alive()
+            (member,) = rig.fleet.takers()
+            done = loads[0] == "done"
+            found = await rig.fleet.commit([member], manifest, None, [], 0.1)
+            assert isinstance(found[0], EngineError if dies else DeadlineExceeded) is not done
+            if done:
+                rig.fleet.holds(member, 1)
+            while loads and member.health is Health.RESTARTING:
+                await asyncio.sleep(0.01)
+        assert rig.fleet.hopeless
+        assert "rollout worker 0 (pid 5, load; log log) is left out: lost in 3 loads of weights in a row" in rig.said
+        with pytest.raises(EngineError, match="no rollout worker is left"):
+            await rig.fleet.some_alive()
+
+    rig: Rig | None = None
+    kills = []
+
+    def kill(*_, **__):
+        kills.append(asyncio.ensure_future(rig.kill(0)))
+
+    monkeypatch.setattr("qurl_ray.actors.fleet.ray.kill", kill)
+    run(scenario())
+
+
 def test_a_short_silence_is_forgiven():
     async def scenario():
         rig = Rig(Worker())

@@ -165,11 +165,23 @@ STALLS = {
         ["rollout.start_timeout_s=30"],
         "waited 30 s for any rollout worker to come back",
     ),
+    "weights": (
+        "qurl_ray.engines.torch.engine:TorchEngine.load sleep",
+        {},
+        ["sync.timeout_s=10", "rollout.start_timeout_s=60"],
+        "no rollout worker could take weights 1: waited 10 s",
+    ),
+    "probe": (
+        "qurl_ray.engines.torch.engine:TorchEngine.generate socket",
+        {},
+        ["sync.timeout_s=10", "rollout.start_timeout_s=60"],
+        "no rollout worker could take weights 1: waited 10 s",
+    ),
     "evaluation": (
-        "qurl_ray.engines.torch.engine:TorchEngine.generate sleep",
+        "qurl_ray.actors.rollout_worker:RolloutWorker.generate sleep",
         {},
         ["rollout.timeout_s=5", "rollout.start_timeout_s=60"],
-        "for rollouts",
+        "waited 5 s for rollouts",
     ),
     "learning": (
         "qurl_ray.learner.learner:PolicyLearner.learn sleep",
