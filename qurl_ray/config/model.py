@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from qurl_ray.config.section import Section
 
+TINY_CHARACTERS = "0123456789+-*= "
+"""Characters that the tiny policy reads, besides the calculator's signs."""
+
 
 class TinyModel(Section):
     """A small Qwen2-architecture policy with a character-level tokenizer, made on this machine."""

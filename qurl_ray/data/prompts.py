@@ -3,12 +3,13 @@
 import heapq
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from qurl_ray.config.model import TINY_CHARACTERS
 from qurl_ray.config.task import TaskConfig
 from qurl_ray.errors import DataError
 from qurl_ray.types import Problem
@@ -183,8 +184,15 @@ def check_variables(names: Iterable[str], tokenizer: Any, where: str) -> None:
             raise DataError(f"{where}: the tokenizer's chat template has no variable {name!r}{hint}")
 
 
+def check_characters(problems: Sequence[Problem]) -> None:
+    """Raise DataError if a problem has characters that the tiny policy does not read."""
+    unknown = sorted(set("".join(p.prompt + p.answer for p in problems)) - set(TINY_CHARACTERS))
+    if unknown:
+        raise DataError(f"the tiny policy reads {TINY_CHARACTERS!r} only, the task also has {''.join(unknown)!r}")
+
+
 def check_lengths(
-    problems: Sequence[Problem], encode: Callable[[Problem], np.ndarray], *, max_new_tokens: int, context: int
+    problems: Sequence[Problem], encode: Callable[[Problem], Sized], *, max_new_tokens: int, context: int
 ) -> None:
     """Check that every prompt leaves room for max_new_tokens in the context. All lengths are in tokens.
 

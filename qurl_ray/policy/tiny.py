@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qurl_ray.cache import cache_root
-from qurl_ray.config.model import TinyModel
+from qurl_ray.config.model import TINY_CHARACTERS, TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
 from qurl_ray.policy.load import Outline, with_row_rules
@@ -32,7 +32,6 @@ from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.types import Problem
 
-CHARACTERS = "0123456789+-*= "
 CALCULATOR_CHARACTERS = "[]?"
 _RECIPE = 2  # raise when a change below alters the result of a cold start
 _BATCH = 128
@@ -47,9 +46,9 @@ Progress = Callable[[int, float], None]
 
 
 def make_tokenizer(*, calculator: bool = False) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character of `CHARACTERS`, and <pad>, <eos> and <unk>. With `calculator` it
-    has the calculator's signs, too."""
-    characters = CHARACTERS + (CALCULATOR_CHARACTERS if calculator else "")
+    """Return a tokenizer with one token per character of `TINY_CHARACTERS`, and <pad>, <eos> and <unk>. With
+    `calculator` it has the calculator's signs, too."""
+    characters = TINY_CHARACTERS + (CALCULATOR_CHARACTERS if calculator else "")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -98,9 +97,8 @@ def cached_tiny_policy(
         device: of the cold start: `cpu`, or `cuda`, in bfloat16.
 
     Raises:
-        ConfigError: a problem has characters outside `CHARACTERS`, or the accuracy is not reached.
+        ConfigError: the accuracy is not reached.
     """
-    check_characters(problems)
     if made := cached_tiny(config, problems):
         return made
     folder = _folder(config, problems)
@@ -123,13 +121,6 @@ def tiny_outline(config: TinyModel) -> Outline:
     tokenizer = make_tokenizer(calculator=config.calculator)
     with torch.device("meta"):
         return Outline(model=make_model(config, tokenizer), tokenizer=tokenizer, context=config.max_length)
-
-
-def check_characters(problems: Sequence[Problem]) -> None:
-    """Raise ConfigError if a problem has characters that the tiny policy does not read."""
-    unknown = sorted(set("".join(p.prompt + p.answer for p in problems)) - set(CHARACTERS))
-    if unknown:
-        raise ConfigError(f"the tiny policy reads {CHARACTERS!r} only, the task also has {''.join(unknown)!r}")
 
 
 def cold_start(
@@ -238,7 +229,7 @@ def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:
     settings = config.model_dump()
     if not config.calculator:  # so that policies from before this setting are found
         del settings["calculator"]
-    recipe = hashlib.sha256(json.dumps([_RECIPE, CHARACTERS, settings]).encode())
+    recipe = hashlib.sha256(json.dumps([_RECIPE, TINY_CHARACTERS, settings]).encode())
     if config.cold_start:
         recipe.update("\n".join(p.prompt + p.meta.get("worked", p.answer) for p in problems).encode())
     return recipe.hexdigest()[:16]

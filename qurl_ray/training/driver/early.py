@@ -12,6 +12,7 @@ from qurl_ray.config.model import PretrainedModel, TinyModel
 from qurl_ray.config.paths import absolute, expanded, is_path
 from qurl_ray.config.task import DatasetTask, TaskConfig
 from qurl_ray.data.files import hub_sources
+from qurl_ray.data.prompts import check_characters, check_lengths, is_chat
 from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.environments.process import EnvironmentProcess
 from qurl_ray.errors import ConfigError, RewardError
@@ -66,6 +67,8 @@ def check_early(config: RunConfig, *, dry: bool = False) -> Early:
         find_reward(config.task)
         return Early(config=config, task=None, judged=0.0)
     task, judged = prepare_task(config)
+    if isinstance(config.model, TinyModel):
+        check_tiny_problems(config, config.model, task)
     return Early(config=config, task=task, judged=judged)
 
 
@@ -78,6 +81,20 @@ def check_tiny(config: RunConfig, model: TinyModel) -> None:
         )
     if config.task.template != "{prompt}":
         raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
+
+
+def check_tiny_problems(config: RunConfig, model: TinyModel, task: Task) -> None:
+    """Check that the tiny policy reads the problems, and that they and their answers fit into its context: it has a
+    token per character, and no chat template.
+
+    Raises:
+        DataError: a problem has other characters, or a prompt is too long.
+    """
+    check_characters(task.train)
+    for problems in (task.train, task.held_out):
+        texts = [problem for problem in problems if not is_chat(problem, config.task)]
+        most = config.rollout.max_new_tokens
+        check_lengths(texts, lambda problem: problem.prompt, max_new_tokens=most, context=model.max_length)
 
 
 def check_model_folder(model: PretrainedModel) -> None:

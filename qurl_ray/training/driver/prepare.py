@@ -30,7 +30,7 @@ from qurl_ray.policy.layers import window_of
 from qurl_ray.policy.load import Outline, load_tokenizer, outline
 from qurl_ray.policy.save import policy_folder
 from qurl_ray.policy.settings import head_dim
-from qurl_ray.policy.tiny import cached_tiny, cached_tiny_policy, check_characters, tiny_outline
+from qurl_ray.policy.tiny import cached_tiny, cached_tiny_policy, tiny_outline
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.uaq import folded_offsets
 from qurl_ray.quant.units import Unit, find_sites, units
@@ -219,8 +219,6 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:
     Raises:
         ConfigError, DataError: the message names the template, or a prompt.
     """
-    if isinstance(config.model, TinyModel):
-        check_characters(task.train)
     notes = []
     for problems in map(list, (task.train, task.held_out)):  # each is made once
         check_chat(config.task, found.tokenizer, problems)
