@@ -109,6 +109,25 @@ def _vllm(found: Figures) -> Iterator[str]:
             _, way, name = key.split(", ")
             lines[name, way] = [(float(b), one["tokens_per_second"]) for b, one in found[key]["batches"].items()]
         yield chart(f"{shape}, vLLM: tokens per second by batch", _by_way(lines))
+        if rows := [row for key in keys for row in _beside_limits(key, found[key])]:
+            yield table(f"{shape}, vLLM: milliseconds of a decode step, and the least that the data sheet allows", rows)
+
+
+def _beside_limits(key: str, figures: Figures) -> Iterator[Mapping[str, str]]:
+    """Yield a row for each batch whose limits are known."""
+    _, _, name = key.split(", ", 2)
+    for count, one in figures["batches"].items():
+        if limits := one.get("limit_ms"):
+            on_gpu, share = one.get("on_the_gpu_ms", {}).get("all"), one.get("saved_share")
+            yield {
+                "format": name,
+                "sequences": count,
+                "measured": f"{one['ms']:.2f}",
+                "of it on the GPU": "" if on_gpu is None else f"{on_gpu:.2f}",
+                "at best": f"{limits['all']:.2f}",
+                **{part: f"{ms:.2f}" for part, ms in limits.items() if part != "all"},
+                "saved, of the saved bytes' time": "" if share is None else f"{share:.2f}",
+            }
 
 
 def _by_shape(found: Figures) -> Iterator[tuple[str, list[str]]]:
@@ -196,6 +215,16 @@ def bars(title: str, values: Mapping[str, float]) -> str:
         content.append(f'<rect class="bar c{_color(label)}" x="300" y="{y + 3}" width="{width:.1f}" height="16"/>')
         content.append(f'<text x="{306 + width:.1f}" y="{y + 15}">{short(value)}</text>')
     return _drawing(title, (700, 22 * len(values)), "".join(content))
+
+
+def table(title: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """Draw a table of rows with equal columns."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row.values())}</tr>" for row in rows)
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></figure>"
+    )
 
 
 def chart(title: str, lines: Sequence[Line]) -> str:

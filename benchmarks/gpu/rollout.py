@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.gpu.bench import VOCABULARY, Bench, Call, Figures, policy_of, ratio, whole
+from benchmarks.gpu.roofline import gpu_named, limit_ms
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.engines.torch.batch import RunningBatch
 from qurl_ray.engines.torch.engine import TorchEngine
@@ -110,6 +111,8 @@ def timed(bench: Bench, shape: Shape, count: int, calls: dict[tuple[str, int], C
             "extrapolated_ms": step,
             "extrapolated_tokens_per_second": 1000 * count / step,
         }
+        if gpu := gpu_named(bench.figures["machine"]["device"]):
+            found[name]["limit_ms"] = sum(limit_ms(shape, gpu, name, count, bench.scale.prompt).values())
     for name, one in found.items() if "none" in found else ():
         one["measured_times_as_fast"] = ratio(seconds["none", layers[1]], seconds[name, layers[1]])
         one["extrapolated_times_as_fast"] = found["none"]["extrapolated_ms"] / one["extrapolated_ms"]

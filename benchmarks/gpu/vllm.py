@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.gpu.bench import Bench, Figures, lacks
 from benchmarks.gpu.child import call
 from benchmarks.gpu.engines import Setup, setup_of
+from benchmarks.gpu.roofline import add_limits
 from qurl_ray.engines.vllm import engine as vllm_engine
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.types import Request, SamplingParams
@@ -75,6 +76,16 @@ def beside(bench: Bench, shape: Shape, way: str, names: Sequence[str]) -> None:
                 plain = figures if name == "none" else bench.figures["vllm"].get(f"{shape.name}, {way}, none")
                 if plain:
                     compare(figures, plain)
+                format_name, options = VARIANTS.get(name, (name, {}))
+                add_limits(
+                    figures["batches"],
+                    plain["batches"] if plain else {},
+                    shape,
+                    bench.figures["machine"]["device"],
+                    format_name,
+                    context=bench.scale.prompt + bench.scale.vllm_steps // 2,
+                    key_bytes=1 if "kv_cache_dtype" in options else 2,
+                )
                 bench.add(key, figures, summary(figures))
 
 
@@ -204,5 +215,6 @@ def summary(figures: Figures) -> str:
     parts = []
     for count, one in figures["batches"].items():
         speed = f", ×{one['times_as_fast']:.2f}" if "times_as_fast" in one else ""
-        parts.append(f"batch {count} {one['ms']:.2f} ms{speed}")
+        limit = f", {one['limit_ms']['all']:.2f} at best" if "limit_ms" in one else ""
+        parts.append(f"batch {count} {one['ms']:.2f} ms{speed}{limit}")
     return f"{'; '.join(parts)}; started in {figures['start_seconds']:.0f} s"

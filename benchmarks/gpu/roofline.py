@@ -1,0 +1,136 @@
+"""Shortest possible time of a decode step, by part, from a GPU's data sheet: what a measured step is compared with.
+
+    linears, head = max(bytes / bandwidth, flops / peak)
+    keys, activations, sampling = bytes / bandwidth
+
+A product that reads its weights once takes at least the longer of the two (the roofline of
+https://doi.org/10.1145/1498765.1498785). Activations are written by the operation that makes them, with quantization
+fused into it, and read by each product. Sampling writes the logits in 16 bits and reads them once.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.gpu.bench import Figures
+from qurl_ray.planning.machines import BLOCK_BYTES, GPUS, Gpu, Precision
+from qurl_ray.planning.shapes import SHAPES, Shape
+
+BATCHES = (1, 8, 32, 128, 256, 512)
+PRECISIONS: dict[str, Precision] = {"none": "bf16", "fp8": "fp8", "int8": "int8", "fp8_block": "fp8"}
+"""The planner's name of each number format."""
+
+
+def gpu_named(device: str) -> Gpu | None:
+    """Return the data sheet of a device, such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
+    return next((gpu for name, gpu in GPUS.items() if name in device.lower()), None)
+
+
+def limit_ms(
+    shape: Shape, gpu: Gpu, format_name: str, batch: int, context: int, *, key_bytes: int = 2
+) -> dict[str, float]:
+    """Return milliseconds of each part of a decode step of `batch` sequences of `context` tokens on one GPU.
+
+    Args:
+        key_bytes: bytes of each number in keys and values.
+    """
+    precision = PRECISIONS[format_name]
+    each = BLOCK_BYTES[precision]
+    # Of a layer: the inputs of q/k/v, gate/up, o and down, with the bytes of their codes; what products write, in 16
+    # bits; and the residual, which two norms read and write.
+    inputs = 2 * shape.hidden + shape.heads * shape.head_dim + shape.intermediate
+    outputs = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 2 * shape.hidden + 2 * shape.intermediate
+    activations = shape.layers * batch * (2 * each * inputs + 2 * 2 * outputs + 4 * 2 * shape.hidden)
+    peak = gpu.flops.get(precision, gpu.flops["bf16"])  # codes that it cannot multiply are multiplied in bfloat16
+    seconds = {
+        "linears": max(shape.block_params * each / gpu.bandwidth, 2 * shape.block_params * batch / peak),
+        "head": max(2 * shape.head_params / gpu.bandwidth, 2 * shape.head_params * batch / gpu.flops["bf16"]),
+        "keys": batch * shape.kv_bytes(context, key_bytes) / gpu.bandwidth,
+        "activations": activations / gpu.bandwidth,
+        "sampling": 2 * 2 * batch * shape.vocab / gpu.bandwidth,
+    }
+    return {part: 1000 * value for part, value in seconds.items()}
+
+
+def saved_share(
+    shape: Shape,
+    gpu: Gpu,
+    format_name: str,
+    batch: int,
+    context: int,
+    *,
+    ms: float,
+    plain_ms: float,
+    key_bytes: int = 2,
+) -> float | None:
+    """Return the milliseconds that a format saves, over those that the saved bytes of weights and keys take at the data
+    sheet's bandwidth; None if it saves no bytes. 1 is all of it; more says that the baseline is slow."""
+    fewer = shape.block_params * (BLOCK_BYTES["bf16"] - BLOCK_BYTES[PRECISIONS[format_name]])
+    fewer += batch * shape.kv_bytes(context, 2 - key_bytes)
+    return (plain_ms - ms) / (1000 * fewer / gpu.bandwidth) if fewer else None
+
+
+def add_limits(
+    batches: Mapping[str, Figures],
+    plain: Mapping[str, Figures],
+    shape: Shape,
+    device: str,
+    format_name: str,
+    *,
+    context: int,
+    key_bytes: int = 2,
+) -> None:
+    """Add to the figures of each batch ("ms") the limits of its step, and the share of the saved bytes' time that it
+    saves over those in full precision. Nothing is added for a GPU without a data sheet.
+
+    Args:
+        plain: the same in full precision; {} if they were not measured.
+    """
+    if not (gpu := gpu_named(device)):
+        return
+    for count, figures in batches.items():
+        parts = limit_ms(shape, gpu, format_name, int(count), context, key_bytes=key_bytes)
+        figures["limit_ms"] = {"all": sum(parts.values()), **parts}
+        if count in plain and "ms" in figures:
+            figures["saved_share"] = saved_share(
+                shape,
+                gpu,
+                format_name,
+                int(count),
+                context,
+                ms=figures["ms"],
+                plain_ms=plain[count]["ms"],
+                key_bytes=key_bytes,
+            )
+
+
+def main() -> None:
+    """Print the limits of decode steps, and beside them the steps that a file of figures has."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.roofline", description=main.__doc__)
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("--shapes", nargs="+", default=["Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-32B"])
+    parser.add_argument("--context", type=int, default=512, help="tokens of each sequence (512)")
+    parser.add_argument("--figures", type=Path, help="file of figures of this GPU, whose part vllm is compared")
+    options = parser.parse_args()
+    measured = json.loads(options.figures.read_text())["vllm"] if options.figures else {}
+    gpu, titles = GPUS[options.gpu], ("all", "linears", "head", "keys", "activations", "sampling")
+    print(
+        "| shape | format | sequences | limit, ms | linears | head | keys | activations | sampling | measured | saved |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for name in options.shapes:
+        for format_name in ("none", "fp8", "int8"):
+            steps = measured.get(f"{name}, graphs, {format_name}", {}).get("batches", {})
+            batches = {count: dict(steps.get(count, {})) for count in map(str, BATCHES)}
+            plain = measured.get(f"{name}, graphs, none", {}).get("batches", {}) if steps else {}
+            add_limits(batches, plain, SHAPES[name], gpu.name, format_name, context=options.context)
+            for count, figures in batches.items():
+                limits = " | ".join(f"{figures['limit_ms'][title]:.2f}" for title in titles)
+                ms, share = figures.get("ms"), figures.get("saved_share")
+                told = f"{'' if ms is None else f'{ms:.2f}'} | {'' if share is None else f'{share:.2f}'}"
+                print(f"| {name} | {format_name} | {count} | {limits} | {told} |")
+
+
+if __name__ == "__main__":
+    main()
