@@ -10,8 +10,8 @@ from qurl_ray.tables import OBJECTIVES
 
 def idle_settings(config: RunConfig) -> list[str]:
     """Return one sentence for each setting that has no effect: what was given, why it has none, and what to do."""
-    found = (_corrections, _objectives, _learner, _sampling, _environment)
-    return [sentence for of in found for sentence in of(config)]
+    checks = (_corrections, _objectives, _learner, _sampling, _environment)
+    return [sentence for check in checks for sentence in check(config)]
 
 
 def _corrections(config: RunConfig) -> Iterator[str]:
@@ -113,7 +113,7 @@ def _learner(config: RunConfig) -> Iterator[str]:
             f"learner.zero_stage={learner.zero_stage} has no effect with learner.backend={learner.backend}, which "
             f"shards {shards}; remove it or choose deepspeed"
         )
-    if learner.backend == "deepspeed" and learner.zero_stage == 0 and learner.offload_while_waiting:
+    if learner.backend == "deepspeed" and learner.zero_stage == 0 and learner.offload_while_waiting is True:
         yield (
             f"{offload} has no effect with learner.zero_stage=0, because DeepSpeed can move no state at this stage; "
             "choose stage 1, 2 or 3"

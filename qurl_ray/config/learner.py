@@ -63,10 +63,10 @@ class LearnerConfig(Section):
     offload_optimizer: bool = False
     """Keep the optimizer's states on the CPU, and make its step there; needs backend=deepspeed and `zero_stage` 1 to
     3."""
-    offload_while_waiting: bool = False
+    offload_while_waiting: bool | Literal["auto"] = False
     """Move optimizer, gradients and parameters to the CPU during rollouts, for engines that share the GPU. With
-    `placement=colocated` it is on unless it is set to false, and everything except the parameters is moved during
-    syncs, too."""
+    `placement=colocated` everything except the parameters is moved during syncs, too, and the default is `auto`: on,
+    unless learner and engine fit into the GPU's memory at the same time, as the planner computes and the run says."""
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads of a rank. null divides the cores of the rank's machine by the number of ranks."""
     timeout_s: float = Field(600.0, gt=0)

@@ -12,13 +12,16 @@ Placement = Literal["disaggregated", "colocated"]
 
 
 def with_offload(settings: Any) -> Any:
-    """Set learner.offload_while_waiting with placement=colocated, unless the settings give it."""
-    if not isinstance(settings, dict) or settings.get("placement") != "colocated":
-        return settings
-    learner = settings.get("learner") or {}
+    """Set learner.offload_while_waiting: `auto` with placement=colocated, unless the settings give it; false in place
+    of `auto` elsewhere, where nothing shares a GPU."""
+    learner = (settings.get("learner") or {}) if isinstance(settings, dict) else None
     if not isinstance(learner, dict):
         return settings
-    return settings | {"learner": {"offload_while_waiting": True} | learner}
+    if settings.get("placement") == "colocated":
+        return settings | {"learner": {"offload_while_waiting": "auto"} | learner}
+    if learner.get("offload_while_waiting") == "auto":
+        return settings | {"learner": learner | {"offload_while_waiting": False}}
+    return settings
 
 
 def check_placement(placement: Placement, rollout: RolloutConfig, learner: LearnerConfig, sync: SyncConfig) -> None:

@@ -47,9 +47,9 @@ class RunConfig(Section):
     rollout.quantization=int8."""
     placement: Placement = "disaggregated"
     """GPUs of engines and learner: `disaggregated` gives engines GPUs of their own; `colocated` puts them on the GPUs
-    of the learner's ranks, where they take turns: engines sleep while the learner trains, and the learner's states are
-    in host memory while engines generate. `colocated` needs rollout.workers × tensor_parallel = learner.workers. It
-    has run on one H200, with vLLM."""
+    of the learner's ranks. Unless these hold both at the same time, they take turns: engines sleep while the learner
+    trains, and the learner's states are in host memory while engines generate. `colocated` needs rollout.workers ×
+    tensor_parallel = learner.workers. It has run on one H200, with vLLM."""
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     quantization: QuantizationConfig = QuantizationConfig()

@@ -5,7 +5,7 @@ parameter while it learns, with DeepSpeed 0.19.8 (learner.deepspeed_backend):
 
 | stage | whole | a share of 1/n |
 |---|---|---|
-| 0 | parameter, gradient, two moments: 16 | |
+| 0, and backend=torch | parameter, gradient, two moments: 16 | |
 | 1 | parameter, gradient: 8 | parameter again, two moments: 12 |
 | 2 | parameter: 4 | parameter again, gradient, two moments: 16 |
 | 3 | | parameter twice, gradient, two moments: 20 |
@@ -27,11 +27,18 @@ from qurl_ray.planning.machines import BLOCK_BYTES, CONSTANTS, HOST_MEMORY, NODE
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
 
-Stage = Literal[0, 1, 2, 3, "fsdp"]
-"""Stage of ZeRO with DeepSpeed, 0 also for backend=torch; or FSDP2."""
+Stage = Literal[0, 1, 2, 3, "fsdp", "torch"]
+"""Stage of ZeRO with DeepSpeed, or another backend. backend=torch shards nothing, and can move its states."""
 STAGES: tuple[Stage, ...] = (0, 1, 2, "fsdp", 3)
 TurnName = Literal["start", "learn", "sync", "rollout"]
-_STATES: dict[Stage, tuple[int, int]] = {0: (16, 0), 1: (8, 12), 2: (4, 16), 3: (0, 20), "fsdp": (0, 16)}
+_STATES: dict[Stage, tuple[int, int]] = {
+    0: (16, 0),
+    "torch": (16, 0),
+    1: (8, 12),
+    2: (4, 16),
+    3: (0, 20),
+    "fsdp": (0, 16),
+}
 """Bytes of one parameter's states: those that every rank holds, and those that ranks share."""
 BUCKET, _ALLREDUCED, _LIVE, _GROUP = 50_000_000, 500_000_000, 1_000_000_000, 1_000_000_000
 """Elements: the learner's reduce_bucket_size (learner.deepspeed_backend), and DeepSpeed's own buffer without ZeRO, its
@@ -49,7 +56,7 @@ _HOST_LIMIT = HOST_MEMORY * CONSTANTS.memory
 
 def learner_stage(learner: LearnerConfig) -> Stage:
     """Return how a learner is sharded."""
-    stages: dict[str, Stage] = {"torch": 0, "fsdp": "fsdp", "deepspeed": learner.zero_stage}
+    stages: dict[str, Stage] = {"torch": "torch", "fsdp": "fsdp", "deepspeed": learner.zero_stage}
     return stages[learner.backend]
 
 
@@ -99,13 +106,15 @@ def learner_bytes(
         learning = states * (1 + work.critic) + passing + reference
         start = share * (1 + work.critic) + reference
     else:
-        numbers = {0: _ALLREDUCED if ranks > 1 else 0, 3: BUCKET}.get(stage, 2 * BUCKET if overlaps else BUCKET)
+        several = ranks > 1  # backend=torch joins all gradients to reduce them
+        whole_model = {0: _ALLREDUCED if several else 0, "torch": params if several else 0}
+        numbers = (whole_model | {3: BUCKET}).get(stage, 2 * BUCKET if overlaps else BUCKET)
         fixed = 4 * numbers if stage == 3 else 0
-        gathered = 4 * min(params, _LIVE) if stage == 3 and ranks > 1 else 0
+        gathered = 4 * min(params, _LIVE) if stage == 3 and several else 0
         joined = 4 * min(params, BUCKET) if stage == 3 else 0
         forward = fixed + gathered + cast + kept
         backward = 4 * numbers + joined + gathered + kept + cast + second_gradient
-        step = fixed + (4 * (min(params, _GROUP) if stage == 3 else params) / ranks if stage else 0)
+        step = fixed if stage in whole_model else fixed + 4 * (min(params, _GROUP) if stage == 3 else params) / ranks
         critic = states + fixed if work.critic else 0
         reference = whole if work.reference else 0
         learning = states + max(forward, backward, step) + critic + reference
@@ -209,6 +218,8 @@ class Layout:
     stage: Stage
     offloads: bool = True
     """True if ranks that share their GPUs give them up while they do not learn (learner.offload_while_waiting)."""
+    sleeps: bool = True
+    """True if engines that share their GPUs release them while ranks learn."""
 
     @property
     def colocated(self) -> bool:
@@ -304,9 +315,10 @@ def footprint(engine: EngineSpec, layout: Layout, work: Workload, room: float | 
     learner = learner_bytes(shape, work, ranks=layout.ranks, stage=layout.stage, offloads=layout.offloads)
     full = replace(engine, precision="bf16") if shared else engine
     if room is None:
-        room = kv_room(full, learner["sync"] + context if shared else 0.0)
+        beside = learner["sync" if layout.sleeps else "learn"] + context if shared else 0.0
+        room = kv_room(full, beside)
     return Footprint(
-        parts=gpu_parts(engine, learner, max(0.0, room) / engine.tensor_parallel, colocated=shared),
+        parts=gpu_parts(engine, learner, max(0.0, room) / engine.tensor_parallel, layout),
         host=host_bytes(shape, work, ranks=layout.ranks, stage=layout.stage),
         room=room,
         slots=kv_slots(full, work, room),
@@ -317,7 +329,7 @@ def footprint(engine: EngineSpec, layout: Layout, work: Workload, room: float | 
 
 
 def gpu_parts(
-    engine: EngineSpec, learner: dict[TurnName, float], kv: float, *, colocated: bool
+    engine: EngineSpec, learner: dict[TurnName, float], kv: float, layout: Layout
 ) -> dict[str, dict[str, float]]:
     """Bytes on a GPU in each turn, by holder: of rank and engine if they share it, else of a rank in `start` and
     `learn`, and of an engine in `sync` and `rollout`.
@@ -328,19 +340,21 @@ def gpu_parts(
     """
     ranks = {turn: {"learner": held, "CUDA": engine.constants.context} for turn, held in learner.items()}
     awake = {"engine": engine_bytes(engine), "keys and values": kv}
-    if not colocated:
+    if not layout.colocated:
         return {"start": ranks["start"], "learn": ranks["learn"], "sync": awake, "rollout": awake}
     asleep = {"sleeping engine": asleep_bytes(engine)}
-    return {turn: held | (asleep if turn in ("start", "learn") else awake) for turn, held in ranks.items()}
+    resting = {"start": asleep, "learn": asleep if layout.sleeps else awake, "sync": awake, "rollout": awake}
+    return {turn: held | resting[turn] for turn, held in ranks.items()}
 
 
-def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig) -> Footprint:
+def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig, *, together: bool = False) -> Footprint:
     """Return what a run's own layout on GPUs holds, and what is in the way of its start.
 
     Its engines count as bf16, in which an evaluation in full precision restarts them.
 
     Args:
         work: the run's workload, as configured_workload returns it.
+        together: ranks and engines that share GPUs stay there at the same time.
     """
     rollout, learner, width = config.rollout, config.learner, config.rollout.processes
     layout = Layout(
@@ -349,7 +363,8 @@ def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig) -> F
         tensor_parallel=width,
         ranks=learner.workers,
         stage=learner_stage(learner),
-        offloads=learner.offload_while_waiting,
+        offloads=bool(learner.offload_while_waiting) and not together,
+        sleeps=not together,
     )
     engine = EngineSpec(shape=shape, gpu=gpu, precision="bf16", tensor_parallel=width)
     cache_gb = rollout.vllm.kv_cache_gb

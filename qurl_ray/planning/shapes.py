@@ -171,10 +171,6 @@ def _from_folder(folder: Path) -> Shape:
         head_dim=count("head_dim", max(1, hidden // heads)),
         intermediate=count("intermediate_size"),
         vocab=count("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", _ties(config))),
+        # Files of Gemma need not say that the head is tied, and those of Llama and Qwen that it is not.
+        tied=bool(config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith("gemma"))),
     )
-
-
-def _ties(config: dict[str, Any]) -> bool:
-    """Default if the file does not say whether the head is tied: True for Gemma, False for Llama and Qwen."""
-    return str(config.get("model_type", "")).startswith("gemma")

@@ -153,15 +153,14 @@ def test_a_shared_gpu_holds_who_sleeps_and_who_is_awake():
     one, learner = engine("int8"), {"start": 30e9, "learn": 50e9, "sync": 5e9, "rollout": 0.0}
     awake = LINEARS + 4 * HEAD + 4.6e9 + 40e9
 
-    def gpu_bytes(*, colocated):
-        parts = gpu_parts(one, learner, 40e9, colocated=colocated)
-        return {turn: sum(held.values()) for turn, held in parts.items()}
+    def gpu_bytes(placement, **changed):
+        layout = Layout(placement=placement, engines=1, tensor_parallel=1, ranks=1, stage=0, **changed)
+        return {turn: sum(held.values()) for turn, held in gpu_parts(one, learner, 40e9, layout).items()}
 
-    found = gpu_bytes(colocated=True)
-    assert found == pytest.approx(
-        {"start": 30e9 + 2.5e9, "learn": 50e9 + 2.5e9, "sync": 5.5e9 + awake, "rollout": 0.5e9 + awake}
-    )
-    apart = gpu_bytes(colocated=False)
+    turns = {"start": 30e9 + 2.5e9, "learn": 50e9 + 2.5e9, "sync": 5.5e9 + awake, "rollout": 0.5e9 + awake}
+    assert gpu_bytes("colocated") == pytest.approx(turns)
+    assert gpu_bytes("colocated", sleeps=False) == pytest.approx(turns | {"learn": 50.5e9 + awake})
+    apart = gpu_bytes("disaggregated")
     assert apart == pytest.approx({"start": 30.5e9, "learn": 50.5e9, "sync": awake, "rollout": awake})
     assert asleep_bytes(one) == CONSTANTS.context + CONSTANTS.graphs
 

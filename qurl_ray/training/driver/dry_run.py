@@ -10,6 +10,7 @@ from qurl_ray.config.task import DatasetTask
 from qurl_ray.data.files import hub_sources
 from qurl_ray.data.tasks import Task
 from qurl_ray.environments.process import EnvironmentProcess
+from qurl_ray.planning.on_gpu import beyond, fit_on_gpu
 from qurl_ray.policy.gguf import converted, gguf_outline
 from qurl_ray.policy.load import Outline, local_copy, outline
 from qurl_ray.policy.tiny import tiny_outline
@@ -27,7 +28,7 @@ from qurl_ray.training.driver.prepare import (
     try_prompts,
     unequalized,
 )
-from qurl_ray.training.driver.room import check_disk, missing_here
+from qurl_ray.training.driver.room import check_disk, gpu_bytes, missing_here
 from qurl_ray.training.driver.run_dir import look_at_run_dir, settings_text
 
 _SHOWN = (1500, 500)
@@ -61,46 +62,51 @@ def dry_run(early: Early, *, fresh: bool, extend: bool = False) -> DryRun:
         QurlError: a run would end in this error.
     """
     config, task, judged = early.config, early.task, early.judged
-    found = DryRun(settings=settings_text(shown(config.model_dump(mode="json"))))
+    result = DryRun(settings=settings_text(shown(config.model_dump(mode="json"))))
     folder, resume = look_at_run_dir(config, fresh=fresh, extend=extend)
-    found.checked += ["settings", "functions", folder]
+    result.checked += ["settings", "functions", folder]
     if isinstance(config.task, DatasetTask) and (hub := hub_sources(config.task)):
-        found.unchecked.append(f"problems and prompts, as {' and '.join(hub)} would come from the hub")
+        result.unchecked.append(f"problems and prompts, as {' and '.join(hub)} would come from the hub")
     elif task:
         check_problems(task, resume)
         check_cache(config, task)
         counts = f"{len(task.train)} training and {len(task.held_out)} held-out problems"
-        found.checked.append(f"{counts} with reward {task.reward}")
-        found.notes += task.notes
-    policy = _outline(config.model, found)
+        result.checked.append(f"{counts} with reward {task.reward}")
+        result.notes += task.notes
+    policy = _outline(config.model, result)
     if policy is None:
-        found.unchecked.append("the model and prompts, as model.path would come from the hub")
+        result.unchecked.append("the model and prompts, as model.path would come from the hub")
     else:
         check_model(config, policy.model)
         check_saving(config, policy)
-        found.notes += unequalized(config, policy.model)
-        found.checked += [f"the model ({type(policy.model).__name__})", "saving of the policy"]
-        found.checked.append(check_disk(config, policy.model))
+        result.notes += unequalized(config, policy.model)
+        result.checked += [f"the model ({type(policy.model).__name__})", "saving of the policy"]
+        result.checked.append(check_disk(config, policy.model))
         ends = ", ".join(f"{policy.tokenizer.decode([token])!r} ({token})" for token in policy.stop_ids)
-        found.checked.append(f"the tokens that end an answer: {ends}")
+        result.checked.append(f"the tokens that end an answer: {ends}")
         with read_only():
             invariance = row_invariance(config, policy.model)
-        found.invariance = invariance.sentence() if invariance else None
+        result.invariance = invariance.sentence() if invariance else None
     if task and policy:
         trial = try_prompts(config, task, policy)
-        found.notes += trial.notes
-        found.checked.append(f"lengths of prompts and answers in a context of {policy.context} tokens")
-        found.example = _example(task, judged, policy, trial)
+        result.notes += trial.notes
+        result.checked.append(f"lengths of prompts and answers in a context of {policy.context} tokens")
+        result.example = _example(task, judged, policy, trial)
     elif config.environment.type:
         with EnvironmentProcess.of(config.environment) as process:
             play_turn(process, task.train[0]) if task else process.check()
     if config.environment.type:
         turn = "one turn of " if task else "the import of "
-        found.checked.append(f"{turn}environment {config.environment.type}")
+        result.checked.append(f"{turn}environment {config.environment.type}")
+    memory = gpu_bytes()
+    if fit := fit_on_gpu(config, memory) if memory else None:
+        result.checked.append(str(fit))
+        result.notes += filter(None, [beyond(config, fit)])
+    unknown = "placement" if fit else "memory, placement"
     answers = "the reward and the environment" if config.environment.type else "the reward"
-    found.unchecked.append(f"memory, placement, and what answers of the policy do to {answers}: the run shows these")
-    found.missing = missing_here(config)
-    return found
+    result.unchecked.append(f"{unknown}, and what answers of the policy do to {answers}: the run shows these")
+    result.missing = missing_here(config)
+    return result
 
 
 def _example(task: Task, judged: float, policy: Outline, trial: Trial) -> list[str]:
@@ -125,13 +131,13 @@ def _example(task: Task, judged: float, policy: Outline, trial: Trial) -> list[s
     return lines
 
 
-def _outline(model: ModelConfig, found: DryRun) -> Outline | None:
-    """Return the policy without its weights; None if it is of the hub and not here. Say in `found` if its tensors are
+def _outline(model: ModelConfig, result: DryRun) -> Outline | None:
+    """Return the policy without its weights; None if it is of the hub and not here. Say in `result` if its tensors are
     not checked."""
     if isinstance(model, TinyModel):
         return tiny_outline(model)
     if isinstance(model, GgufModel) and not converted(model.path):
-        found.unchecked.append("the tensors of the GGUF file, as the run would convert it")
+        result.unchecked.append("the tensors of the GGUF file, as the run would convert it")
         return gguf_outline(model.path, model.max_length)
     spec = find_policy(model)
     here = local_copy(spec.source)

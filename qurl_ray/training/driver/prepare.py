@@ -24,6 +24,7 @@ from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, Quantizat
 from qurl_ray.extensions import import_reference
 from qurl_ray.files import why_unwritable
 from qurl_ray.numerics.invariance import BatchInvariance, invariance_for
+from qurl_ray.planning.on_gpu import fit_on_gpu
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy, converted
 from qurl_ray.policy.layers import window_of
@@ -37,6 +38,7 @@ from qurl_ray.quant.units import Unit, find_sites, units
 from qurl_ray.runs.checkpoint import Checkpoint
 from qurl_ray.tools.template import template_format
 from qurl_ray.training.driver.early import Early
+from qurl_ray.training.driver.room import gpu_bytes
 from qurl_ray.types import PolicySpec, Problem
 
 
@@ -75,12 +77,14 @@ def check_run(early: Early) -> Checked:
     assert task, "a run has loaded its problems"
     check_cache(config, task)
     spec = None if isinstance(config.model, TinyModel) else find_policy(config.model)
-    found = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
-    check_model(config, found.model)
-    check_saving(config, found)
-    trial = try_prompts(config, task, found)
+    policy = outline(spec) if spec else tiny_outline(cast(TinyModel, config.model))
+    check_model(config, policy.model)
+    if memory := gpu_bytes():
+        fit_on_gpu(config, memory)
+    check_saving(config, policy)
+    trial = try_prompts(config, task, policy)
     task = replace(task, notes=(*task.notes, *trial.notes))
-    return Checked(config=trial.config, task=task, spec=spec, model=found.model)
+    return Checked(config=trial.config, task=task, spec=spec, model=policy.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,7 @@ class Trial:
     """Reply of the environment to the expected answer as the first turn; None without an environment."""
 
 
-def try_prompts(config: RunConfig, task: Task, found: Outline) -> Trial:
+def try_prompts(config: RunConfig, task: Task, policy: Outline) -> Trial:
     """Check that the policy reads the prompts, and play one turn of the environment, if there is one.
 
     Raises:
@@ -105,15 +109,15 @@ def try_prompts(config: RunConfig, task: Task, found: Outline) -> Trial:
     """
     problem = task.train[0]
     if config.environment.type is None:
-        notes = check_prompts(config, task, found)
+        notes = check_prompts(config, task, policy)
         return Trial(
-            config=config, notes=notes, prompt=encode_prompt(problem, found.tokenizer, config.task), reply=None
+            config=config, notes=notes, prompt=encode_prompt(problem, policy.tokenizer, config.task), reply=None
         )
     with EnvironmentProcess.of(config.environment) as process:
         process.check()
         config = with_tools(config, process.traits)
-        notes = check_prompts(config, task, found)
-        prompt, reply = check_environment(config, process, problem, found)
+        notes = check_prompts(config, task, policy)
+        prompt, reply = check_environment(config, process, problem, policy)
     return Trial(config=config, notes=notes, prompt=prompt, reply=reply)
 
 
@@ -177,7 +181,7 @@ def find_policy(model: PretrainedModel | GgufModel) -> PolicySpec:
     return PolicySpec(source=absolute(model.path), max_length=model.max_length, overrides=model.overrides)
 
 
-def check_saving(config: RunConfig, found: Outline) -> None:
+def check_saving(config: RunConfig, policy: Outline) -> None:
     """Write what a run writes only with a checkpoint or at its end, without weights, and read it back. The folder is
     removed at once.
 
@@ -185,15 +189,15 @@ def check_saving(config: RunConfig, found: Outline) -> None:
         ConfigError: settings or tokenizer cannot be saved, or not be read again.
         QuantizationError: the format of `export.quantized` cannot be exported.
     """
-    kept = config.quantization.kept(found.model.config.num_hidden_layers)
+    kept = config.quantization.kept(policy.model.config.num_hidden_layers)
     exported = config.export.format(config.rollout.quantization)
     with TemporaryDirectory() as aside:
         folder = Path(aside, "policy")
         try:
-            with policy_folder(found.model, found.tokenizer, folder):
+            with policy_folder(policy.model, policy.tokenizer, folder):
                 pass
             if exported != "none":
-                with quantized_folder(found.model, found.tokenizer, folder, get_format(exported), kept):
+                with quantized_folder(policy.model, policy.tokenizer, folder, get_format(exported), kept):
                     pass
             load_tokenizer(PolicySpec(source=str(folder), quantized=True))
         except QuantizationError:
@@ -212,7 +216,7 @@ def row_invariance(config: RunConfig, model: PreTrainedModel) -> BatchInvariance
     return invariance_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
 
 
-def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:
+def check_prompts(config: RunConfig, task: Task, policy: Outline) -> list[str]:
     """Check that the policy reads the prompts, and that they and their answers fit into its context. Return sentences
     on prompts that may not be what they are meant to be.
 
@@ -221,19 +225,19 @@ def check_prompts(config: RunConfig, task: Task, found: Outline) -> list[str]:
     """
     notes = []
     for problems in map(list, (task.train, task.held_out)):  # each is made once
-        check_chat(config.task, found.tokenizer, problems)
+        check_chat(config.task, policy.tokenizer, problems)
         check_lengths(
             problems,
-            lambda problem: encode_prompt(problem, found.tokenizer, config.task),
+            lambda problem: encode_prompt(problem, policy.tokenizer, config.task),
             max_new_tokens=config.rollout.max_new_tokens,
-            context=found.context,
+            context=policy.context,
         )
-        notes += prompt_notes(problems, found.tokenizer, config.task)
+        notes += prompt_notes(problems, policy.tokenizer, config.task)
     return notes
 
 
 def check_environment(
-    config: RunConfig, process: EnvironmentProcess, problem: Problem, found: Outline
+    config: RunConfig, process: EnvironmentProcess, problem: Problem, policy: Outline
 ) -> tuple[np.ndarray, Step]:
     """Play one turn: an environment that cannot be made, fails or hangs fails here, and so does a chat template that
     cannot take its messages, or writes calls of its tools in another format. Return the tokens before the turn, and the
@@ -243,10 +247,10 @@ def check_environment(
         ConfigError, DataError, EnvironmentFailed: one of these.
     """
     settings = config.environment
-    turns = TurnEncoder(found.tokenizer, config.task, found.stop_ids)
+    turns = TurnEncoder(policy.tokenizer, config.task, policy.stop_ids)
     turns.check(problem, keep_history=settings.rewritten_history != "refuse")
     if process.traits.tools:
-        written, read = template_format(found.tokenizer), process.traits.tool_format
+        written, read = template_format(policy.tokenizer), process.traits.tool_format
         if written != read:
             way = f"set environment.params.format={written}" if written else "use another template"
             raise ConfigError(
@@ -254,7 +258,7 @@ def check_environment(
                 f"reads {read}: {way}"
             )
     said, reply = play_turn(process, problem)
-    prompt = turns.opening(problem, said) if said else encode_prompt(problem, found.tokenizer, config.task)
+    prompt = turns.opening(problem, said) if said else encode_prompt(problem, policy.tokenizer, config.task)
     drawn = np.zeros(0, dtype=np.int32)
     if reply.messages:
         turns.after(problem, drawn, reply.messages)

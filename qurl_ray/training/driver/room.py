@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from typing import TYPE_CHECKING
 
 import ray
@@ -14,6 +15,7 @@ from qurl_ray.files import why_unwritable
 if TYPE_CHECKING:
     from torch import nn
 
+_NVIDIA_SMI_S = 30.0
 _POLICY = 4
 """Bytes of a saved policy per parameter: FP32."""
 _CROWD = 8
@@ -80,6 +82,19 @@ def missing_here(config: RunConfig) -> str | None:
     missing = what_is_missing(asked, [asked.total | {"GPU": float(torch.cuda.device_count())}])
     way = "set $RAY_ADDRESS to a cluster, or learner.device=cpu and rollout.device=cpu"
     return f"this machine cannot hold the run: {missing}; {way}" if missing else None
+
+
+def gpu_bytes() -> float | None:
+    """Bytes of the smallest GPU of this machine, by nvidia-smi, which puts nothing on a GPU; None without GPUs, or if
+    the run attaches to a cluster, whose GPUs may be others."""
+    if os.environ.get("RAY_ADDRESS") or ray.is_initialized() or not (program := shutil.which("nvidia-smi")):
+        return None
+    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+        return min((float(mib) * 2**20 for mib in done.stdout.split()), default=None)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
 
 
 def _size(count: float) -> str:

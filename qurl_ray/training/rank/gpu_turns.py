@@ -5,7 +5,8 @@
     sleep              wake up to load them                   generate
 
 So an engine is awake only while no rank holds more than its parameters, which a sync needs. An engine wakes up when it
-is asked to load or to generate, and falls asleep when a rank wants to learn (`Coordinator.rest`). On its own GPUs
+is asked to load or to generate, and falls asleep when a rank wants to learn (`Coordinator.rest`). Where both fit into
+the GPU's memory together (planning.on_gpu), nothing is moved and no engine sleeps. On its own GPUs
 (placement=disaggregated) a learner holds everything all the time, unless `learner.offload_while_waiting`.
 """
 
@@ -50,14 +51,23 @@ class Turns:
     Args:
         colocated: engines share the learner's GPUs.
         offload: `learner.offload_while_waiting`.
+        together: learner and engines stay on the GPUs at the same time.
         timeout_s: deadline for the engines to fall asleep, in seconds.
     """
 
     def __init__(
-        self, learner: Learner, coordinator: ActorHandle, *, colocated: bool, offload: bool, timeout_s: float
+        self,
+        learner: Learner,
+        coordinator: ActorHandle,
+        *,
+        colocated: bool,
+        offload: bool,
+        together: bool,
+        timeout_s: float,
     ) -> None:
         self._learner, self._coordinator = learner, coordinator
-        self._colocated, self._offload, self._timeout_s = colocated, offload, timeout_s
+        self._colocated, self._offload, self._timeout_s = colocated, offload and not together, timeout_s
+        self._rests = colocated and not together
         self._turn, self._resident = Turn.LEARN, Resident.ALL
         self.seconds = 0.0
         """Seconds that changes of turn took since this was last set to 0."""
@@ -67,7 +77,7 @@ class Turns:
         if turn is self._turn:
             return
         started = time.perf_counter()
-        if self._colocated and turn is Turn.LEARN:
+        if self._rests and turn is Turn.LEARN:
             wait(self._coordinator.rest.remote(), self._timeout_s, "the engines to fall asleep")
         wanted = resident(turn, colocated=self._colocated, offload=self._offload)
         if wanted is not self._resident:

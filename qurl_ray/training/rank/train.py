@@ -40,7 +40,7 @@ from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.training.deadlines import Watchdog, collection_deadline, sync_deadline
 from qurl_ray.training.messages import Directive, Start, WeightsWanted
 from qurl_ray.training.rank.gpu_turns import Turn, Turns
-from qurl_ray.training.rank.host_memory import check_memory
+from qurl_ray.training.rank.host_memory import check_memory, tell_memory
 from qurl_ray.training.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
 from qurl_ray.training.rank.precision import fleet_weight_max_code, tell_gradients, unified_flow
 from qurl_ray.training.rank.saver import Saver, barrier, check_shared
@@ -87,7 +87,9 @@ def train_loop(context: dict[str, Any]) -> None:
     tell("loading the policy into the learner's ranks")
     watchdog.begin("loading the policy", config.learner.timeout_s)
     check_same_files(spec)
-    check_memory(config, ray.train.get_context().get_local_world_size())
+    fit = check_memory(config, ray.train.get_context().get_local_world_size())
+    if fit and rank == 0:
+        tell_memory(fit, config, coordinator)
     load = unloaded_model if sharded else load_model
     model = load(spec)
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: watchdog.progress())
@@ -147,7 +149,8 @@ def train_loop(context: dict[str, Any]) -> None:
         learner,
         coordinator,
         colocated=config.placement == "colocated",
-        offload=config.learner.offload_while_waiting,
+        offload=bool(config.learner.offload_while_waiting),
+        together=fit is not None and fit.together,
         timeout_s=config.sync.timeout_s,
     )
     loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive, watchdog)
@@ -198,10 +201,10 @@ def check_same_files(spec: PolicySpec) -> None:
         mine = files_digest(spec)
     except ConfigError as error:
         mine = str(error)
-    found: list[tuple[str, str]] = [("", "")] * distributed.get_world_size()
-    distributed.all_gather_object(found, (mine, socket.gethostname()))
-    if len({digest for digest, _ in found}) > 1:
-        seen = "; ".join(f"rank {rank} on {host}: {digest}" for rank, (digest, host) in enumerate(found))
+    digests: list[tuple[str, str]] = [("", "")] * distributed.get_world_size()
+    distributed.all_gather_object(digests, (mine, socket.gethostname()))
+    if len({digest for digest, _ in digests}) > 1:
+        seen = "; ".join(f"rank {rank} on {host}: {digest}" for rank, (digest, host) in enumerate(digests))
         raise ConfigError(
             f"model: the learner's ranks see different files in {spec.source} ({seen}): put the policy on storage that "
             "all nodes share, or the same revision on each"
@@ -216,9 +219,13 @@ def fail(context: dict[str, Any], error: QurlError) -> None:
 
 
 def repeated(context: dict[str, Any], error: Exception) -> QurlError | None:
-    """Report an error that is not ours to the coordinator. Return what ends the run if this rank had the same error, in
-    the same step, before it was restarted; else None."""
-    if _of_another_process(error):
+    """Report an error that is not ours to the coordinator. Return the error that ends the run if this rank had the
+    reported one, in the same step, before it was restarted; else None."""
+    if isinstance(error, RayError):
+        elsewhere = not isinstance(error, RayTaskError)
+    else:
+        elsewhere = isinstance(error, DistError) or "gloo" in str(error)  # whose errors are plain RuntimeErrors
+    if elsewhere:  # another process ended, or does not answer: the next time it may
         return None
     path = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     file, line = path[-1]
@@ -227,13 +234,6 @@ def repeated(context: dict[str, Any], error: Exception) -> QurlError | None:
         ray.train.get_context().get_world_rank(), repr((type(error), path)), told
     )
     return wait(call, _FAIL_S, "the coordinator to take an error")
-
-
-def _of_another_process(error: Exception) -> bool:
-    """Return True if an error says that another process ended, or does not answer: the next time it may."""
-    if isinstance(error, RayError):
-        return not isinstance(error, RayTaskError)
-    return isinstance(error, DistError) or "gloo" in str(error)  # whose errors are plain RuntimeErrors
 
 
 def _coordinator(context: dict[str, Any]) -> ActorHandle:
@@ -268,7 +268,7 @@ class RankLoop:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Record the block as one that writes a checkpoint or the policy."""
+        """Record the block as a writing of a checkpoint or the policy."""
         limit_s = max(self._config.learner.timeout_s, _SAVE_S)
         with self._watchdog.during("writing a checkpoint", limit_s), self.spanning("checkpoint"):
             yield
@@ -289,8 +289,12 @@ class RankLoop:
         self.spans.phases(rank_lane(self._rank), result.seconds)
         self._turns.take(Turn.SYNC)
         call = self._coordinator.report.remote(step, self._rank, result)
-        self._follow(wait(call, limit, f"the report of step {step}"))
-        rollouts = "none" if self._directive.full_precision else config.rollout.quantization
+        directive: Directive = wait(call, limit, f"the report of step {step}")
+        if directive.tighten != self._directive.tighten:
+            settings = objective_settings(config)
+            self._learner.adopt(tightened(settings) if directive.tighten else settings)
+        self._directive = directive
+        rollouts = "none" if directive.full_precision else config.rollout.quantization
         moved = bool(mini_batches) or self._sender.sent != rollouts
         seconds = {"wait": waited, "sync": self.send(rollouts) if moved else 0.0}
         seconds["step"] = time.perf_counter() - started
@@ -324,31 +328,24 @@ class RankLoop:
                     self.send(format_name)
                 self.evaluate(label, done)
 
-    def _follow(self, directive: Directive) -> None:
-        """Apply the guard's directive from now on."""
-        if directive.tighten != self._directive.tighten:
-            settings = objective_settings(self._config)
-            self._learner.adopt(tightened(settings) if directive.tighten else settings)
-        self._directive = directive
-
-    def _attend(self, ask: Callable[[int], ObjectRef], what: str) -> Any:
+    def _attend(self, ask: Callable[[int], ObjectRef], goal: str) -> Any:
         """Return the coordinator's answer. Each time it is WeightsWanted instead, resend the weights and repeat the
         call."""
         while True:
             self._turns.take(Turn.ROLLOUTS)
-            found = wait(ask(self._resent), collection_deadline(self._config), what)
-            if not isinstance(found, WeightsWanted):
-                return found
+            answer = wait(ask(self._resent), collection_deadline(self._config), goal)
+            if not isinstance(answer, WeightsWanted):
+                return answer
             self._resent += 1
             self._turns.take(Turn.SYNC)
             with self.spanning("sync"):
                 self._sender.resend()
 
 
-def _call(coordinator: ActorHandle, timeout_s: float, message: WeightMessage, what: str) -> Callable[[], Any]:
+def _call(coordinator: ActorHandle, timeout_s: float, message: WeightMessage, work: str) -> Callable[[], Any]:
     """Send a message about weights. Returns a function that waits for the reply."""
     call = coordinator.weights.remote(message)
-    return lambda: wait(call, timeout_s, f"the engines to {what}")
+    return lambda: wait(call, timeout_s, f"the engines to {work}")
 
 
 def _begin(ask: Callable[[], ObjectRef], timeout_s: float) -> Start:

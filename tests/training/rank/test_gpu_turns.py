@@ -89,7 +89,7 @@ def rank_end(monkeypatch):
     monkeypatch.setattr("qurl_ray.training.rank.gpu_turns.wait", lambda found, *_: found)
     monkeypatch.setattr("qurl_ray.training.rank.train.wait", lambda found, *_: found)
 
-    def make(*overrides, wanted=0):
+    def make(*overrides, wanted=0, together=False):
         gpu, config = Gpu(wanted), load_config(None, overrides)
         names = ("rest", "share", "evaluate", "report", "close")
         coordinator = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(gpu, name)) for name in names})
@@ -98,7 +98,8 @@ def rank_end(monkeypatch):
             gpu,
             coordinator,
             colocated=config.placement == "colocated",
-            offload=offload,
+            offload=bool(offload),
+            together=together,
             timeout_s=config.sync.timeout_s,
         )
         return gpu, turns, RankLoop(config, gpu, gpu, turns, coordinator, 0, Directive(), Watchdog(late=pytest.fail))
@@ -137,4 +138,16 @@ def test_with_gpus_of_its_own_a_learner_holds_everything(rank_end, monkeypatch):
     monkeypatch.setattr(Gpu, "send", lambda self, _: 0.0)
     gpu, _, end = rank_end()
     end.step(1)
+    assert gpu.story == ["learn"]
+
+
+def test_where_both_fit_nothing_is_moved_and_no_engine_sleeps(rank_end, monkeypatch):
+    monkeypatch.setattr(Gpu, "note", lambda self, what: self.story.append(what))
+    monkeypatch.setattr(Gpu, "share", lambda self, *_: ["a mini-batch"])
+    monkeypatch.setattr(Gpu, "send", lambda self, _: 0.0)
+    gpu, turns, end = rank_end("placement=colocated", together=True)
+    end.send("int8")
+    assert end.evaluate("before", 0) == 0.5
+    assert end.step(1)
+    turns.take(Turn.LEARN)
     assert gpu.story == ["learn"]
