@@ -48,12 +48,12 @@ def check_address() -> None:
         ConfigError: nothing listens there, or something that is no Ray, or it is no address.
     """
     address = os.environ.get("RAY_ADDRESS", "")
-    found = re.fullmatch(r"(ray://)?([^\s/]+):(\d+)", address)
-    if not found:
+    match = re.fullmatch(r"(ray://)?([^\s/]+):(\d+)", address)
+    if not match:
         if address in ("", "auto", "local") or ("://" in address and not address.startswith("http")):
             return  # Ray resolves them
         raise ConfigError(f"RAY_ADDRESS={address} is no address of a Ray cluster, such as 10.0.0.1:6379")
-    scheme, host, port = found.groups()
+    scheme, host, port = match.groups()
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:

@@ -38,6 +38,7 @@ _MOST_REPLAYS = 8
 Input = Problem | str
 """Input of a trajectory's environment: the problem at its reset, then the text of each turn."""
 _Outcome = Sequence[EnvironmentMessage] | Step | CallFailed
+_HOST_ENDED = CallFailed(kind="lost", detail="the process of its host ended")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReply:
-    """_Outcome of a call."""
+    """Reply to a call."""
 
     number: int
     outcome: _Outcome
@@ -96,18 +97,17 @@ class EnvironmentHost:
             if lane:
                 lane.inbox.put(call)
             else:
-                gone = CallFailed(kind="lost", detail="the process of its host ended")
-                self._replies.put(EnvironmentReply(number=call.number, outcome=gone, seconds=0.0))
+                self._replies.put(EnvironmentReply(number=call.number, outcome=_HOST_ENDED, seconds=0.0))
         return bool(self._lanes) and self._lanes[0].process.traits.deterministic
 
     def collect(self) -> list[EnvironmentReply]:
         """Return the replies that are there; wait a second for a first one."""
-        found = []
+        replies = []
         with suppress(queue.Empty):
-            found.append(self._replies.get(timeout=_COLLECT_S))
+            replies.append(self._replies.get(timeout=_COLLECT_S))
             while True:
-                found.append(self._replies.get_nowait())
-        return found
+                replies.append(self._replies.get_nowait())
+        return replies
 
     def close(self) -> None:
         """End all processes."""
@@ -118,7 +118,7 @@ class EnvironmentHost:
         if not self._lanes:
             self._new_lane().process.check()
         most = _SHARED if self._lanes[0].process.traits.deterministic else 1
-        lane = min(self._lanes, key=lambda one: one.trajectories)
+        lane = min(self._lanes, key=lambda lane: lane.trajectories)
         if lane.trajectories >= most:
             lane = self._new_lane()
         return lane
@@ -145,21 +145,19 @@ class _Lane:
     def _run(self) -> None:
         while True:
             call, began = self.inbox.get(), time.monotonic()
+            outcome: _Outcome | None = None
             try:
-                outcome = self._outcome(call)
+                if call.given is None:
+                    self.process.forget(call.trajectory)
+                elif isinstance(call.given, str):
+                    outcome = self.process.step(call.trajectory, call.given)
+                else:
+                    outcome = self.process.reset(call.trajectory, call.given)
             except Exception as error:  # such as no room for a process; the next call may find some
                 outcome = CallFailed(kind="error", detail=f"{type(error).__name__}: {error}")
             if outcome is not None:
                 seconds = time.monotonic() - began
                 self._replies.put(EnvironmentReply(number=call.number, outcome=outcome, seconds=seconds))
-
-    def _outcome(self, call: Call) -> "_Outcome | None":
-        if call.given is None:
-            self.process.forget(call.trajectory)
-            return None
-        if isinstance(call.given, str):
-            return self.process.step(call.trajectory, call.given)
-        return self.process.reset(call.trajectory, call.given)
 
 
 @dataclass(slots=True)
@@ -205,7 +203,7 @@ class EnvironmentPool:
 
     def host(self) -> _Host:
         """Return the host with the fewest trajectories."""
-        return min(self._hosts, key=lambda one: one.trajectories)
+        return min(self._hosts, key=lambda host: host.trajectories)
 
     async def call(self, host: _Host, trajectory: str, given: Input) -> EnvironmentReply:
         """Make a call. A host whose process ended gives CallFailed.
@@ -221,8 +219,8 @@ class EnvironmentPool:
             async with asyncio.timeout(self._deadline_s):
                 return await reply
         except TimeoutError:
-            what = f"waited {self._deadline_s:g} s for the environment of {trajectory}"
-            raise DeadlineExceeded(what) from None
+            message = f"waited {self._deadline_s:g} s for the environment of {trajectory}"
+            raise DeadlineExceeded(message) from None
         finally:
             host.open.pop(number, None)
 
@@ -242,11 +240,8 @@ class EnvironmentPool:
             except RayActorError:
                 self._lost(host)
                 await asyncio.sleep(_RETRY_S)  # Ray restarts it
-            except Exception as error:  # whatever it is, all who wait must hear of it
-                cause = error.cause if isinstance(error, RayTaskError) else None
-                for future in host.open.values():
-                    if not future.done():
-                        future.set_exception(cause if isinstance(cause, QurlError) else error)
+            except Exception as error:
+                self._failed(host, error)
 
     async def _collect(self, host: _Host) -> None:
         while host.open:
@@ -258,12 +253,21 @@ class EnvironmentPool:
             except RayActorError:
                 self._lost(host)
                 await asyncio.sleep(_RETRY_S)
+            except Exception as error:
+                self._failed(host, error)
+                return  # the next call to the host starts this again
+
+    def _failed(self, host: _Host, error: Exception) -> None:
+        """Give the error to all who wait for the host: whatever it is, they must hear of it."""
+        cause = error.cause if isinstance(error, RayTaskError) else None
+        for future in host.open.values():
+            if not future.done():
+                future.set_exception(cause if isinstance(cause, QurlError) else error)
 
     def _lost(self, host: _Host) -> None:
-        gone = CallFailed(kind="lost", detail="the process of its host ended")
         for number, future in host.open.items():
             if not future.done():
-                future.set_result(EnvironmentReply(number=number, outcome=gone, seconds=0.0))
+                future.set_result(EnvironmentReply(number=number, outcome=_HOST_ENDED, seconds=0.0))
 
 
 class EnvironmentLease:
@@ -286,8 +290,8 @@ class EnvironmentLease:
             if self._host is None:
                 self._host = self._pool.host()
                 self._host.trajectories += 1
-            for one in todo:
-                reply = await self._pool.call(self._host, self._trajectory, one)
+            for item in todo:
+                reply = await self._pool.call(self._host, self._trajectory, item)
                 if isinstance(reply.outcome, CallFailed):
                     break
             kind = reply.outcome.kind if isinstance(reply.outcome, CallFailed) else None

@@ -155,13 +155,13 @@ class Fleet:
         """True if all workers are left out for good."""
         return all(member.health is Health.OUT for member in self.members)
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+    async def _until(self, condition: Callable[[], bool], goal: str) -> None:
         try:
             async with asyncio.timeout(self._config.start_limit_s):
                 while not condition():
                     await self._changed.wait()
         except TimeoutError:
-            message = f"waited {self._config.start_limit_s:g} s for {what}: {self.roster()}"
+            message = f"waited {self._config.start_limit_s:g} s for {goal}: {self.roster()}"
             raise DeadlineExceeded(message) from None
 
     def roster(self) -> str:
@@ -192,10 +192,16 @@ class Fleet:
         member.turn(Health.OUT)
 
     async def weight_max_code(self, format_name: str) -> int:
-        """Return the largest weight code that every worker that is up can take."""
+        """Return the largest weight code that every worker that is up can take.
+
+        Raises:
+            QurlError: none of them has answered.
+        """
         calls = {m.index: m.actor.weight_max_code.remote(format_name) for m in self.members if m.alive}
-        found = await self._gather(calls, self._config.start_limit_s, "say what codes they take", "ask")
-        return min(value for value in found.values() if isinstance(value, int))
+        codes = await self._gather(calls, self._config.start_limit_s, "say what codes they take", "ask")
+        if taken := [code for code in codes.values() if isinstance(code, int)]:
+            return min(taken)
+        raise next(iter(codes.values()), EngineError(f"no rollout worker is up: {self.roster()}"))
 
     async def commit(
         self,
@@ -255,8 +261,8 @@ class Fleet:
         """Have the workers of these indices take a bucket of that version. Returns the errors of those that did not, by
         index."""
         calls = {index: self.members[index].actor.put.remote(bucket, index) for index in indices}
-        found = await self._gather(calls, timeout_s, f"take bucket {bucket.number}", "load")
-        return {index: error for index, error in found.items() if isinstance(error, QurlError)}
+        results = await self._gather(calls, timeout_s, f"take bucket {bucket.number}", "load")
+        return {index: result for index, result in results.items() if isinstance(result, QurlError)}
 
     # --- generation ---------------------------------------------------------------------------------------------
 
@@ -272,7 +278,12 @@ class Fleet:
         healthy = max(1, len(self.those(Health.HEALTHY)))
         work = Work(requests, size=min(-(-len(requests) // healthy), _SLOTFULS * self._config.slots))
         async with self._working(work):
-            await self._until_over(work)
+            began = time.monotonic()
+            while not work.over:
+                await _wait(self._changed, 1.0)
+                self._check_time(work, began)
+            if work.error:
+                raise work.error
         return work.answers()
 
     @asynccontextmanager
@@ -312,14 +323,6 @@ class Fleet:
             self.counts.repeated += work.repeated
             self.counts.hedged += work.hedged
 
-    async def _until_over(self, work: Work) -> None:
-        began = time.monotonic()
-        while not work.over:
-            await _wait(self._changed, 1.0)
-            self._check_time(work, began)
-        if work.error:
-            raise work.error
-
     def _check_time(self, work: Work, began: float) -> None:
         """Give the work an error if it has open requests for too long."""
         # Repeated requests may take twice as long, and wait for a worker to start.
@@ -345,12 +348,14 @@ class Fleet:
             EngineError: one cannot sleep. A worker that dies meanwhile has released its memory.
         """
         async with self._resting:
-            awake = [member for member in self.those(Health.HEALTHY, Health.STALE) if member.awake]
+            awake = [member for member in self.takers() if member.awake]
             if not awake:
                 return
             await self.pause()
-            found = await self._gather({m.index: m.actor.sleep.remote() for m in awake}, timeout_s, "sleep", "sleep")
-            _raise_first({m.index: found[m.index] for m in awake if m.alive})
+            results = await self._gather({m.index: m.actor.sleep.remote() for m in awake}, timeout_s, "sleep", "sleep")
+            for member in awake:
+                if member.alive and isinstance(results[member.index], QurlError):
+                    raise results[member.index]
             for member in awake:
                 member.awake = False
             self.resume()
@@ -375,22 +380,22 @@ class Fleet:
     async def _serve(self, member: Member) -> None:
         """Send a worker one chunk of requests after the other."""
         while True:
-            found = None if self._paused or member.health is not Health.HEALTHY else self._next(member)
-            if found is None:
+            job = None if self._paused or member.health is not Health.HEALTHY else self._next(member)
+            if job is None:
                 # By polling, stragglers are found, and what was left to a worker that is not healthy any more.
                 polls = any(work.running or work.waiting for work in self._works)
                 await _wait(self._offered, 1.0 if polls else None)
                 continue
-            self._busy[member.index] = found
+            self._busy[member.index] = job
             member.doing, member.awake = "generate", True
             try:
                 with self.spans.during(worker_lane(member.index), "generate", version=self.version) as figures:
-                    figures |= await self._answer(member, *found)
+                    figures |= await self._answer(member, *job)
             finally:
                 self._busy.pop(member.index, None)
                 member.doing = "idle"
                 self._notify()
-                if found[0].waiting:  # includes requests that this worker left unanswered
+                if job[0].waiting:  # includes requests that this worker left unanswered
                     self._offer()
 
     def _next(self, member: Member) -> tuple[Work, Chunk] | None:
@@ -424,8 +429,8 @@ class Fleet:
         late = [c for c in completions if c.finish == "deadline"]
         if late:
             drawn = max(len(c.token_ids) for c in late)
-            what = f"{len(late)} of {len(completions)} answers are unfinished, after up to {drawn} tokens"
-            work.error = DeadlineExceeded(f"waited {limit:g} s for rollouts by {member.where()}: {what}")
+            unfinished = f"{len(late)} of {len(completions)} answers are unfinished, after up to {drawn} tokens"
+            work.error = DeadlineExceeded(f"waited {limit:g} s for rollouts by {member.where()}: {unfinished}")
         others = [index for index in chunk.runners if index != member.index]
         work.take(chunk, member.index, completions, time.monotonic())
         if others and not late:  # two workers had this chunk: the slower one may stop
@@ -522,9 +527,9 @@ class Fleet:
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
-    async def _gather(self, calls: dict[int, ObjectRef], timeout_s: float, what: str, span: str) -> dict[int, Any]:
-        """Return each worker's result, or the error (QurlError) that explains why it has none. `span` is the name of
-        the call in the timeline."""
+    async def _gather(self, calls: dict[int, ObjectRef], timeout_s: float, task: str, span: str) -> dict[int, Any]:
+        """Return each worker's result, or the error (QurlError) that explains why it has none. `task` follows "to" in
+        errors, and `span` is the name of the call in the timeline."""
 
         async def outcome(index: int, call: ObjectRef) -> Any:
             member = self.members[index]
@@ -536,19 +541,19 @@ class Fleet:
                 self._end(member, f"it was not done within {timeout_s:g} s and is ended")
                 if span == "load":
                     self._failed_load(member)
-                return DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {what}")
+                return DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {task}")
             except _DIED as error:
                 self._lost(member, "it is being restarted", error)
                 if span == "load":
                     self._failed_load(member)
-                return EngineError(f"{member.where()} died while it was to {what}")
+                return EngineError(f"{member.where()} died while it was to {task}")
             except RayTaskError as error:
                 if isinstance(error.cause, QurlError):
                     return error.cause
                 raise
 
-        found = await asyncio.gather(*(outcome(index, call) for index, call in calls.items()))
-        return dict(zip(calls, found, strict=True))
+        outcomes = await asyncio.gather(*(outcome(index, call) for index, call in calls.items()))
+        return dict(zip(calls, outcomes, strict=True))
 
     def _notify(self) -> None:
         """Wake up all tasks that wait for a condition: it may hold now."""
@@ -561,8 +566,8 @@ class Fleet:
         self._offered.set()
         self._offered = asyncio.Event()
 
-    def _spawn(self, what: Coroutine) -> asyncio.Task:
-        task = asyncio.ensure_future(what)
+    def _spawn(self, coroutine: Coroutine) -> asyncio.Task:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -580,9 +585,3 @@ async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
-
-
-def _raise_first(found: dict[int, Any]) -> None:
-    for value in found.values():
-        if isinstance(value, QurlError):
-            raise value

@@ -52,8 +52,8 @@ class LocalMethod:
         try:
             if self._threaded:
                 return await asyncio.to_thread(self._function, *arguments)
-            found = self._function(*arguments)
-            return await found if asyncio.iscoroutine(found) else found
+            result = self._function(*arguments)
+            return await result if asyncio.iscoroutine(result) else result
         except QurlError as error:
             raise RayTaskError("a local actor", "", error) from None
 

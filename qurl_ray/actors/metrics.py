@@ -26,7 +26,9 @@ class RayMetrics:
             return
         self._step = max(self._step, event.step)
         for name, value in {**event_numbers(event), "step": float(self._step)}.items():
-            self._gauge(name).set(value, {"run": self._run})
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(gauge_name(name), description=name, tag_keys=("run",))
+            self._gauges[name].set(value, {"run": self._run})
 
     def notices(self) -> list[str]:
         """Return nothing: what goes wrong is raised."""
@@ -34,8 +36,3 @@ class RayMetrics:
 
     def close(self, outcome: Outcome) -> None:
         """Leave the last values: they end with the driver's process."""
-
-    def _gauge(self, name: str) -> Gauge:
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(gauge_name(name), description=name, tag_keys=("run",))
-        return self._gauges[name]

@@ -52,7 +52,8 @@ class Demand:
         each = f"{self.shared} GPU" if self.shared else "1 CPU"
         engines = f"{_plural(self.workers, 'rollout worker')} of {each}"
         how = f"and {engines} (disaggregated)" if self.worker else f"with {engines} on the same (colocated)"
-        return f"{_plural(self.ranks, 'learner rank')} of {_each(self.rank)} {how}: {counts(self.total)}"
+        rank = f"{self.rank['GPU']:g} GPU" if "GPU" in self.rank else f"{self.rank['CPU']:g} CPU"  # the scarcest kind
+        return f"{_plural(self.ranks, 'learner rank')} of {rank} {how}: {counts(self.total)}"
 
 
 def demand(config: RunConfig) -> Demand:
@@ -86,12 +87,12 @@ def what_is_missing(asked: Demand, nodes: Sequence[Resources]) -> str | None:
     short = {kind: count for kind, count in asked.total.items() if total[kind] < count}
     if short:
         return f"{counts(short)} are asked for, and it has {counts({kind: total[kind] for kind in short})} in all"
-    for number, each, what in ((asked.workers, asked.worker, "rollout worker"), (asked.ranks, asked.rank, "rank")):
+    for number, each, role in ((asked.workers, asked.worker, "rollout worker"), (asked.ranks, asked.rank, "rank")):
         room = sum(_fit(each, node) for node in nodes) if each else number
         if room < number:
             largest = max((node.get("GPU", 0) for node in nodes), default=0)
             return (
-                f"{_plural(number, what)} of {counts(each)} are asked for, each on one node, and there is room for "
+                f"{_plural(number, role)} of {counts(each)} are asked for, each on one node, and there is room for "
                 f"{room}: no node has more than {largest:g} GPU"
             )
     return None
@@ -110,7 +111,7 @@ def engine_assignments(assignments: Sequence[GpuAssignment], each: int) -> list[
     of_node: dict[str, list[GpuAssignment]] = {}
     for assignment in assignments:
         of_node.setdefault(assignment.node, []).append(assignment)
-    if odd := {node[:8]: len(found) for node, found in of_node.items() if len(found) % each}:
+    if odd := {node[:8]: len(ranks) for node, ranks in of_node.items() if len(ranks) % each}:
         where = ", ".join(f"{count} on node {node}" for node, count in odd.items())
         raise PlacementError(
             f"engines of rollout.vllm.tensor_parallel={each} GPUs each need whole multiples of {each} learner ranks on "
@@ -118,10 +119,10 @@ def engine_assignments(assignments: Sequence[GpuAssignment], each: int) -> list[
         )
     return [
         GpuAssignment(
-            node=node, gpus=tuple(gpu for assignment in found[start : start + each] for gpu in assignment.gpus)
+            node=node, gpus=tuple(gpu for assignment in ranks[start : start + each] for gpu in assignment.gpus)
         )
-        for node, found in of_node.items()
-        for start in range(0, len(found), each)
+        for node, ranks in of_node.items()
+        for start in range(0, len(ranks), each)
     ]
 
 
@@ -134,14 +135,9 @@ def _of_one(gpus: int) -> dict[str, float]:
     return {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
 
 
-def _each(resources: Resources) -> str:
-    """Resources in words, by the scarcest kind: GPUs if there are any, else CPUs."""
-    return f"{resources['GPU']:g} GPU" if "GPU" in resources else f"{resources['CPU']:g} CPU"
-
-
 def _fit(each: Resources, node: Resources) -> int:
     return min(int(node.get(kind, 0) // count) for kind, count in each.items())
 
 
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"

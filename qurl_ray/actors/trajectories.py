@@ -126,11 +126,11 @@ class Played:
 
     def log(self) -> dict[str, Any]:
         """Return its times, the policy's turns and what the environment said, for samples.jsonl."""
-        said = [_rounded(asdict(one)) for one in self.said]
+        said = [_rounded(asdict(turn)) for turn in self.said]
         if self.failure and said:
             said[-1]["failed"] = f"{self.failure.kind}: {self.failure.detail}"
         times = _rounded({"began": self.began, "queued": self.queued, "seconds": self.seconds})
-        return {**times, "turns": [_rounded(asdict(one)) for one in self.drew], "said": said}
+        return {**times, "turns": [_rounded(asdict(turn)) for turn in self.drew], "said": said}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,10 +380,12 @@ def _told(uid: str, ids: np.ndarray) -> Completion:
 def verdicts_of(played: Sequence[Played], judged: Sequence[Verdict]) -> list[Verdict]:
     """Return the verdict of each trajectory: the environment's, or that on what `unjudged` returned."""
     rest = iter(judged)
-    return [one.verdict() or next(rest) for one in played]
+    return [trajectory.verdict() or next(rest) for trajectory in played]
 
 
 def unjudged(played: Sequence[Played], problems: Sequence[Problem]) -> tuple[list[Completion], list[Problem]]:
     """Return what the reward function is to judge: the last turns of trajectories without a reward."""
-    rest = [(one, problem) for one, problem in zip(played, problems, strict=True) if one.verdict() is None]
-    return [replace(one.completion, token_ids=one.last_turn) for one, _ in rest], [problem for _, problem in rest]
+    pairs = zip(played, problems, strict=True)
+    rest = [(trajectory, problem) for trajectory, problem in pairs if trajectory.verdict() is None]
+    answers = [replace(trajectory.completion, token_ids=trajectory.last_turn) for trajectory, _ in rest]
+    return answers, [problem for _, problem in rest]

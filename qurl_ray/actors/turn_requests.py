@@ -14,8 +14,8 @@ from qurl_ray.types import Completion, Request
 
 
 class TurnsWork(Work):
-    """Requests that are made one by one (Fleet.turns). Those that wait when a worker is free are sent to it together,
-    and none is sent to a second worker: chunks differ in size.
+    """Requests that are made one by one (Fleet.turns). Requests that wait when a worker is free are sent to it
+    together, and none is sent to a second worker: chunks differ in size.
 
     A worker keeps the keys and values of a row that may be continued (rollout.kept), so the next request of that row is
     left to it. Only a worker that would have nothing to do takes rows of others. The answer is the same.

@@ -192,20 +192,16 @@ def start_verifiers(
     # One thread for each chunk that the pool sends at once, and one for `close`.
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=_PROCESSES + 1)(Verifier)
     logs = [folder and folder / f"reward-{number}" for number in range(count)]
-    return VerifierPool(verifiers=tuple(actor.remote(carried(spec), timeout_s, memory_gb, one) for one in logs))
+    return VerifierPool(verifiers=tuple(actor.remote(carried(spec), timeout_s, memory_gb, log) for log in logs))
 
 
 async def _ask(verifier: "ActorHandle", items: Sequence[tuple[str, Problem]]) -> list[Verdict]:
     try:
         return await verifier.judge_many.remote(list(items))
     except RayActorError:
-        await _back(verifier)  # or all remaining chunks would fail, one after the other
-        return [failure("error", "the verifier died")] * len(items)
-
-
-async def _back(verifier: "ActorHandle") -> None:
-    while True:
-        try:
-            return await verifier.check.remote()
-        except RayActorError:
-            await asyncio.sleep(_RETRY_S)
+        while True:  # until it is back, or all remaining chunks would fail, one after the other
+            try:
+                await verifier.check.remote()
+                return [failure("error", "the verifier died")] * len(items)
+            except RayActorError:
+                await asyncio.sleep(_RETRY_S)

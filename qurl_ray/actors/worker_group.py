@@ -56,7 +56,7 @@ class WorkerGroup:
     """Placement group of one more worker, requested only to see whether there are free resources."""
     _asked: float = 0.0
     """Time of that request, in seconds of the monotonic clock."""
-    _found: int = 0
+    _successes: int = 0
     """Number of requests in a row for which there were free resources."""
 
     def start(self) -> None:
@@ -92,7 +92,11 @@ class WorkerGroup:
         self._dismiss(self.actors)
         self.assignments = tuple(assignments)
         for assignment in engine_assignments(assignments, max(1, gpus_of_worker(self.config))):
-            self.actors.append(self._make(self._at(assignment)))
+            where = NodeAffinitySchedulingStrategy(assignment.node, soft=False)
+            options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": where}
+            if assignment.gpus:  # Ray leaves CUDA_VISIBLE_DEVICES alone where an actor requests no GPU
+                options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(assignment.gpus)}}
+            self.actors.append(self._make(options))
 
     def grow(self) -> ActorHandle | None:
         """Add and return one worker, if `max_workers` allows it and there have been free resources for a while; else
@@ -111,10 +115,10 @@ class WorkerGroup:
         there = self._wanted.wait(_GLANCE_S)
         if not there and now - self._asked < _ASK_S:
             return None
-        self._found = self._found + 1 if there else 0
+        self._successes = self._successes + 1 if there else 0
         group, self._wanted = self._wanted, None
-        if self._found >= _TIMES:
-            self._found = 0
+        if self._successes >= _TIMES:
+            self._successes = 0
             return self._start_worker(group)
         remove_placement_group(group)
         return None
@@ -133,7 +137,7 @@ class WorkerGroup:
         """Withdraw the request for one more worker: others need the resources."""
         if self._wanted:
             remove_placement_group(self._wanted)
-        self._wanted, self._found = None, 0
+        self._wanted, self._successes = None, 0
 
     def stop(self) -> None:
         """End all workers and release their resources."""
@@ -160,15 +164,6 @@ class WorkerGroup:
         self.actors.append(actor)
         self._placements.append(group)
         return actor
-
-    def _at(self, assignment: GpuAssignment) -> dict[str, Any]:
-        """Options of a worker that uses GPUs which Ray has assigned to ranks. Ray leaves CUDA_VISIBLE_DEVICES alone
-        where an actor requests no GPU."""
-        where = NodeAffinitySchedulingStrategy(assignment.node, soft=False)
-        options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": where}
-        if not assignment.gpus:
-            return options
-        return options | {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(assignment.gpus)}}}
 
     def _make(self, options: dict[str, Any]) -> ActorHandle:
         return (

@@ -100,6 +100,27 @@ def test_a_host_without_ray_says_at_once_that_an_environment_cannot_be_imported(
         asyncio.run(asyncio.wait_for(talk(), 30))
 
 
+@pytest.mark.parametrize("method", ["submit", "collect"])
+def test_any_error_of_a_host_reaches_all_who_wait_for_it(method):
+    """Also one that no host should have."""
+
+    class Broken(EnvironmentHost):
+        pass
+
+    def fail(*_):
+        raise KeyError("lost its place")
+
+    setattr(Broken, method, fail)
+    settings = config("Counts")
+
+    async def talk():
+        pool = EnvironmentPool([LocalActor(Broken(settings), threaded=True)], settings)
+        return await asyncio.gather(*(conversation(pool, f"t{i}", ["end"]) for i in range(3)), return_exceptions=True)
+
+    errors = asyncio.run(asyncio.wait_for(talk(), 15))
+    assert [str(error) for error in errors] == ["'lost its place'"] * 3
+
+
 def test_no_more_trajectories_than_places_have_an_environment():
     settings = config("Misbehaves", concurrency=3)
 

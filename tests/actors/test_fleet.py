@@ -420,6 +420,22 @@ def test_a_worker_lost_in_every_load_is_left_out_and_one_that_loads_is_not(monke
     run(scenario())
 
 
+def test_where_no_worker_can_say_what_codes_it_takes_the_error_says_why():
+    class Dies(Worker):
+        async def weight_max_code(self, _):
+            raise ActorUnavailableError("killed", bytes(16))
+
+    async def scenario():
+        rig = Rig(Dies())
+        await rig.fleet.started()
+        with pytest.raises(EngineError, match=r"rollout worker 0 .* died while it was to say what codes they take"):
+            await rig.fleet.weight_max_code("int8")
+        with pytest.raises(EngineError, match="no rollout worker is up: rollout worker 0"):
+            await rig.fleet.weight_max_code("int8")
+
+    run(scenario())
+
+
 def test_a_short_silence_is_forgiven():
     async def scenario():
         rig = Rig(Worker())
