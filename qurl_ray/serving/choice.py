@@ -65,7 +65,7 @@ class Choice:
         self._stops = StopMatcher(stops)
         self._reader, self._calls = CallReader(calls) if calls else None, 0
         self._stop_ids, self._logprobs = frozenset(stop_ids), logprobs
-        self._known = self._told = 0  # characters drawn, and characters returned
+        self._known = self._released = 0  # characters drawn, and characters returned
         self._pending: list[TokenLogprob] = []
         self.tokens = 0
         """Number of tokens drawn until the end, including stop tokens."""
@@ -81,45 +81,39 @@ class Choice:
             self.tokens += 1
             if index == last and draw.token in self._stop_ids:
                 continue
-            self._read(draw, part)
+            if self._logprobs:
+                self._pending.append(TokenLogprob(draw=draw, at=self._known))
+            text = self._detokenizer.feed(draw.token)
+            self._known += len(text)
+            released, stopped = self._stops.feed(text)
+            self._release(part, released)
+            if stopped:
+                self._close(part, "stop")
         if finish and not self.finish:
-            self._end(part, "stop" if finish == "stop" else "length")
+            text, stopped = self._stops.feed(self._detokenizer.flush())
+            self._release(part, text if stopped else text + self._stops.flush())
+            if not stopped:
+                part.logprobs += self._pending  # tokens without text
+            self._close(part, "stop" if stopped or finish == "stop" else "length")
         return part
 
-    def _read(self, draw: Draw, part: AnswerPart) -> None:
-        if self._logprobs:
-            self._pending.append(TokenLogprob(draw=draw, at=self._known))
-        text = self._detokenizer.feed(draw.token)
-        self._known += len(text)
-        told, stopped = self._stops.feed(text)
-        self._tell(part, told)
-        if stopped:
-            self._close(part, "stop")
-
-    def _tell(self, part: AnswerPart, text: str) -> None:
+    def _release(self, part: AnswerPart, text: str) -> None:
         self._add(part, self._reader.feed(text) if self._reader else [text])
-        self._told += len(text)
+        self._released += len(text)
         # A log-prob is returned with the first character of its token.
-        count = next((i for i, entry in enumerate(self._pending) if entry.at >= self._told), len(self._pending))
+        count = next((i for i, entry in enumerate(self._pending) if entry.at >= self._released), len(self._pending))
         part.logprobs += self._pending[:count]
         del self._pending[:count]
-
-    def _end(self, part: AnswerPart, finish: FinishReason) -> None:
-        text, stopped = self._stops.feed(self._detokenizer.flush())
-        self._tell(part, text if stopped else text + self._stops.flush())
-        if not stopped:
-            part.logprobs += self._pending  # tokens without text
-        self._close(part, "stop" if stopped else finish)
 
     def _close(self, part: AnswerPart, finish: FinishReason) -> None:
         if self._reader:
             self._add(part, self._reader.end())
         self.finish = part.finish = "tool_calls" if self._calls and finish == "stop" else finish
 
-    def _add(self, part: AnswerPart, found: Sequence[Part]) -> None:
-        for one in found:
-            if isinstance(one, ToolCall):
-                part.calls.append((self._calls, one))
+    def _add(self, part: AnswerPart, pieces: Sequence[Part]) -> None:
+        for piece in pieces:
+            if isinstance(piece, ToolCall):
+                part.calls.append((self._calls, piece))
                 self._calls += 1
             else:
-                part.text += one if isinstance(one, str) else one.text
+                part.text += piece if isinstance(piece, str) else piece.text

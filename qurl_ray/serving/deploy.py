@@ -181,7 +181,11 @@ def running(config: ServingConfig, stops: StopRequests) -> Iterator[Pinned]:
     api_key(config)
     try:
         with stops.kept():
-            _start_ray(config)
+            if os.environ.get("RAY_ADDRESS"):
+                attach(**_RAY)
+            else:
+                cpus = max(os.cpu_count() or 1, config.most_replicas * (config.threads or 1))
+                start(num_cpus=cpus, include_dashboard=False, **_RAY)
         _start_serve(config)
         app = App(config=config, name=config.name or pinned.name)
         try:
@@ -211,14 +215,6 @@ def swap(record: AppRecord, policy: str) -> str:
         raise ConfigError(f"the swap failed: {_reason(str(error))}") from None
     finally:
         ray.shutdown()
-
-
-def _start_ray(config: ServingConfig) -> None:
-    if os.environ.get("RAY_ADDRESS"):
-        attach(**_RAY)
-        return
-    cpus = max(os.cpu_count() or 1, config.most_replicas * (config.threads or 1))
-    start(num_cpus=cpus, include_dashboard=False, **_RAY)
 
 
 def _start_serve(config: ServingConfig) -> None:

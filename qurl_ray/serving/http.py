@@ -4,20 +4,21 @@ import hashlib
 import hmac
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qurl_ray.config.serving import ServingConfig, is_loopback
 from qurl_ray.config.shown import shortened
 from qurl_ray.errors import EngineError
 from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, unavailable
-from qurl_ray.serving.replies import Reply, event
+from qurl_ray.serving.replies import Reply
 from qurl_ray.serving.served import Served
 from qurl_ray.serving.service import Service
 
@@ -41,14 +42,9 @@ def http_app(service: Service, *, key_digest: str | None) -> ASGIApp:
         key_digest: digest of the key that clients must send, on all paths but /health. None means that there is no key;
             then only clients on this machine are answered, unless `config.open`.
     """
-    handlers = {
-        ApiError: _refused,
-        RequestValidationError: _invalid,
-        HTTPException: _not_routed,
-        EngineError: _broken,
-        Exception: _unforeseen,
-    }
-    app = FastAPI(openapi_url=None, exception_handlers=cast(Any, handlers))  # the API is OpenAI's, described there
+    kinds = (ApiError, RequestValidationError, HTTPException, EngineError, Exception)
+    handlers = cast(Any, dict.fromkeys(kinds, _error_response))
+    app = FastAPI(openapi_url=None, exception_handlers=handlers)  # the API is OpenAI's, described there
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest) -> Response:
@@ -86,25 +82,17 @@ async def _answered(service: Service, request: ChatRequest | CompletionRequest) 
     return EventStream(reply.events()) if request.stream else JSONResponse(await reply.whole())
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Response of server-sent events, which are sent as they arrive."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except EngineError:
-            error = event(unavailable().body())
-            await send({"type": "http.response.body", "body": error, "more_body": True})
-        finally:
-            await self._events.aclose()  # now, not at garbage collection: the engine releases what is left
-        await send({"type": "http.response.body", "body": b""})
+        # Ray Serve cancels this when the client leaves, so nothing listens for that here.
+        async with aclosing(self._events):  # now, not at garbage collection: the engine releases what is left
+            await self.stream_response(send)
 
 
 class _Guard:
@@ -157,14 +145,22 @@ def _response(error: ApiError) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-async def _refused(request: Request, error: ApiError) -> Response:
-    if error.status == 400:
-        logger.warning("%s: refused with 400: %r", request.url.path, error.message)
-    return _response(error)
-
-
-async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    return await _refused(request, _explained(error.errors()))
+async def _error_response(request: Request, error: Exception) -> Response:
+    """Return the response to a request that failed."""
+    if isinstance(error, HTTPException):
+        reasons = {404: "unknown path", 405: f"{request.method} is not allowed here"}
+        response = _response(ApiError(error.status_code, reasons.get(error.status_code, "the body cannot be read")))
+        response.headers.update(error.headers or {})
+        return response
+    if isinstance(error, EngineError):
+        return _response(unavailable())
+    refusal = _explained(error.errors()) if isinstance(error, RequestValidationError) else error
+    if not isinstance(refusal, ApiError):
+        logger.error("a request failed", exc_info=error)
+        return _response(ApiError(500, "internal error", kind="server_error"))
+    if refusal.status == 400:
+        logger.warning("%s: refused with 400: %r", request.url.path, refusal.message)
+    return _response(refusal)
 
 
 def _explained(items: Sequence[Any]) -> ApiError:
@@ -189,19 +185,3 @@ def _param(item: Any) -> str | None:
     """Return the place of an error, such as prompt[0], without the types of a union, which pydantic puts into it."""
     path = [part for part in item["loc"][1:] if isinstance(part, int) or part in _NAMES]
     return "".join(f"[{part}]" if isinstance(part, int) else part for part in path) or None
-
-
-async def _not_routed(request: Request, error: HTTPException) -> Response:
-    reasons = {404: "unknown path", 405: f"{request.method} is not allowed here"}
-    response = _response(ApiError(error.status_code, reasons.get(error.status_code, "the body cannot be read")))
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _broken(_: Request, __: EngineError) -> Response:
-    return _response(unavailable())
-
-
-async def _unforeseen(_: Request, error: Exception) -> Response:
-    logger.error("a request failed", exc_info=error)
-    return _response(ApiError(500, "internal error", kind="server_error"))

@@ -29,7 +29,14 @@ def serve(config: ServingConfig, *, dry: bool, swap: bool) -> int:
     stops = StopRequests()
     try:
         with stops.caught(), deploy.running(config, stops) as pinned:
-            _serve_until(stops, config, pinned.source, deploy.metrics_address())
+            metrics = deploy.metrics_address()
+            try:
+                stops.check()
+                typer.echo(f"serving {pinned.source}, metrics at {metrics}")
+                typer.echo(f"OpenAI's API at http://{config.host}:{config.port}/v1 (Ctrl-C ends it)")
+                threading.Event().wait()
+            except KeyboardInterrupt:
+                typer.echo(f"{stops.signals[0].name}: requests in flight end first; once more aborts them", err=True)
         if len(stops.signals) > 1:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -64,13 +71,3 @@ def _swap(config: ServingConfig) -> int:
 
     typer.echo(swap(record, config.policy))
     return 0
-
-
-def _serve_until(stops: StopRequests, config: ServingConfig, source: str, metrics: str) -> None:
-    try:
-        stops.check()
-        typer.echo(f"serving {source}, metrics at {metrics}")
-        typer.echo(f"OpenAI's API at http://{config.host}:{config.port}/v1 (Ctrl-C ends it)")
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        typer.echo(f"{stops.signals[0].name}: requests in flight end first; once more aborts them", err=True)

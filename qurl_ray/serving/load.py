@@ -10,7 +10,7 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
+from qurl_ray.policy.export import is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
 from qurl_ray.types import Manifest, PolicySpec
 from qurl_ray.weights.local import quantize_into, with_codes
@@ -47,7 +47,10 @@ def load_policy(folder: Path, config: ServingConfig) -> LoadedPolicy:
         return TorchEngine(spec, slots=config.slots, kernel=kernel)
 
     if spec.quantized:
-        engine, manifest = with_codes(engine_of, "auto", _stored(folder, config))
+        stored = read_quantized(folder)
+        if config.quantization not in ("auto", stored.fmt.name):
+            raise ConfigError(f"{folder} holds {stored.fmt.name} codes: it cannot be served in {config.quantization}")
+        engine, manifest = with_codes(engine_of, "auto", stored)
     else:
         fmt = "none" if config.quantization == "auto" else config.quantization
         engine = engine_of("auto")
@@ -68,10 +71,3 @@ def fingerprint_of(manifest: Manifest) -> str:
     for record in sorted(manifest.tensors, key=lambda record: record.name):
         digest.update(f"{record.name} {record.format} {record.fingerprint:016x}\n".encode())
     return digest.hexdigest()
-
-
-def _stored(folder: Path, config: ServingConfig) -> QuantizedPolicy:
-    stored = read_quantized(folder)
-    if config.quantization not in ("auto", stored.fmt.name):
-        raise ConfigError(f"{folder} holds {stored.fmt.name} codes: it cannot be served in {config.quantization}")
-    return stored

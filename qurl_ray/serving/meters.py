@@ -1,10 +1,10 @@
 """Metrics of serving, as Ray metrics: Ray's agents export them beside Ray Serve's own (docs/serving.md)."""
 
 import time
+from collections.abc import Mapping
+from functools import partial
 
 from ray.serve import metrics
-
-from qurl_ray.serving.protocol import Usage
 
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
 _TAGS = ("version",)
@@ -14,28 +14,20 @@ class Meters:
     """Metrics of one replica. The tag `version` is the model's full name, name@fingerprint."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = metrics.Counter(
-            "qurl_serving_prompt_tokens", "Number of prompt tokens of finished requests.", tag_keys=_TAGS
-        )
-        self.tokens = metrics.Counter(
-            "qurl_serving_tokens", "Number of tokens generated for finished requests.", tag_keys=_TAGS
-        )
-        self.first_token = metrics.Histogram(
+        counter, gauge = partial(metrics.Counter, tag_keys=_TAGS), partial(metrics.Gauge, tag_keys=_TAGS)
+        histogram = partial(metrics.Histogram, boundaries=_SECONDS, tag_keys=_TAGS)
+        self.prompt_tokens = counter("qurl_serving_prompt_tokens", "Number of prompt tokens of finished requests.")
+        self.tokens = counter("qurl_serving_tokens", "Number of tokens generated for finished requests.")
+        self.first_token = histogram(
             "qurl_serving_first_token_seconds",
             "Time from the arrival of a request at its engine to its first token, in seconds.",
-            boundaries=_SECONDS,
-            tag_keys=_TAGS,
         )
-        self.next_token = metrics.Histogram(
+        self.next_token = histogram(
             "qurl_serving_next_token_seconds",
             "Time between two tokens of an answer, as its client receives them, in seconds.",
-            boundaries=_SECONDS,
-            tag_keys=_TAGS,
         )
-        self.running = metrics.Gauge(
-            "qurl_serving_running", "Number of answers that are being generated.", tag_keys=_TAGS
-        )
-        self.waiting = metrics.Gauge("qurl_serving_waiting", "Number of answers that wait for a slot.", tag_keys=_TAGS)
+        self.running = gauge("qurl_serving_running", "Number of answers that are being generated.")
+        self.waiting = gauge("qurl_serving_waiting", "Number of answers that wait for a slot.")
 
 
 class AnswerMeter:
@@ -58,7 +50,7 @@ class AnswerMeter:
             self._meters.next_token.observe((now - self._last) * max(1, answers) / tokens, self._tags)
         self._last = now
 
-    def ended(self, usage: Usage) -> None:
-        self._meters.prompt_tokens.inc(usage.prompt_tokens, self._tags)
-        if usage.completion_tokens:
-            self._meters.tokens.inc(usage.completion_tokens, self._tags)
+    def ended(self, usage: Mapping[str, int]) -> None:
+        self._meters.prompt_tokens.inc(usage["prompt_tokens"], self._tags)
+        if usage["completion_tokens"]:
+            self._meters.tokens.inc(usage["completion_tokens"], self._tags)

@@ -107,18 +107,13 @@ def _latest_run(folder: Path) -> Path:
         finished = [
             (path.stat().st_mtime, path.parent)
             for path in folder.glob("*/summary.json")
-            if (path.parent / "policy" / "config.json").is_file() and _finished(path.parent)
+            if (path.parent / "policy" / "config.json").is_file() and has_finished(read_summary(path.parent) or {})
         ]
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}; set policy") from None
     if not finished:
         raise ConfigError(f"no run in {folder} has finished: set policy, or output_dir")
     return max(finished)[1]
-
-
-def _finished(run: Path) -> bool:
-    summary = read_summary(run)
-    return summary is not None and has_finished(summary)
 
 
 def _of_run(run: Path, quantization: str) -> Path:
@@ -149,7 +144,7 @@ def _registered(uri: str, config: ServingConfig) -> Pinned:
             name, _, version = path.rpartition("/")
             if version == "latest":
                 versions = client.search_model_versions(f"name='{name}'")
-                version = str(max((int(one.version) for one in versions), default=0))
+                version = str(max((int(entry.version) for entry in versions), default=0))
             model = client.get_model_version(name, version)
     source = f"{MODELS}{name}/{model.version}"
     place = urlsplit(model.source)

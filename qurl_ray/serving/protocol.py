@@ -1,6 +1,5 @@
 """OpenAI's requests, with validation, and OpenAI's errors. Independent of HTTP and of engines."""
 
-from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -179,14 +178,3 @@ class CompletionRequest(_Request):
         if self.prompt and isinstance(self.prompt[0], int):
             return cast(list[list[int]], [self.prompt])
         return cast(list[str] | list[list[int]], self.prompt)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Token counts of a request. Tokens of a prompt count once, whatever n is."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self) | {"total_tokens": self.prompt_tokens + self.completion_tokens}

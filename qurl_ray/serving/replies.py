@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from qurl_ray.errors import EngineError
 from qurl_ray.serving.choice import AnswerPart, TokenLogprob
-from qurl_ray.serving.protocol import ChatRequest, CompletionRequest
+from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, unavailable
 from qurl_ray.serving.served import Answer
 from qurl_ray.tools.calls import ToolCall
 
@@ -39,32 +40,36 @@ class Reply:
         """Return the whole reply. Raise EngineError if the engine dies."""
         choices = []
         for index, part in enumerate(await self._answer.whole()):
+            content: dict[str, Any] = {"text": part.text}
             if self._chat:
                 message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
                 if part.calls:
                     message |= {"content": part.text or None, "tool_calls": [_call(call) for _, call in part.calls]}
-                choices.append(self._choice(index, {"message": message}, part))
-            else:
-                choices.append(self._choice(index, {"text": part.text}, part))
-        return self._head | {"choices": choices, "usage": self._answer.usage.as_dict()}
+                content = {"message": message}
+            choices.append(self._choice(index, content, part))
+        return self._head | {"choices": choices, "usage": self._answer.usage}
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the bytes of one or more new events at a time. Raise EngineError if the engine dies."""
+        """Yield the bytes of one or more new events at a time. If the engine dies, the last event is the error."""
         if self._chat:
             self._head["object"] = "chat.completion.chunk"
             first = {"delta": {"role": "assistant", "content": ""}}
             yield b"".join(self._event([self._choice(i, first, AnswerPart())]) for i in range(self._answer.count))
-        async for news in self._answer.parts():
-            told = [(index, part) for index, part in news if part.text or part.calls or part.logprobs or part.finish]
-            if told:
-                yield b"".join(self._event([self._choice(index, self._delta(part), part)]) for index, part in told)
+        try:
+            async for news in self._answer.parts():
+                told = [(i, part) for i, part in news if part.text or part.calls or part.logprobs or part.finish]
+                if told:
+                    yield b"".join(self._event([self._choice(i, self._delta(part), part)]) for i, part in told)
+        except EngineError:
+            yield event(unavailable().body())
+            return
         if self._request.include_usage:
             yield self._event([])
         yield b"data: [DONE]\n\n"
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         """Return the event of a choice; without one, the last event, which has the usage."""
-        usage = {"usage": None if choices else self._answer.usage.as_dict()} if self._request.include_usage else {}
+        usage = {"usage": None if choices else self._answer.usage} if self._request.include_usage else {}
         return event(self._head | {"choices": choices} | usage)
 
     def _delta(self, part: AnswerPart) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from qurl_ray.serving.choice import AnswerPart, Choice
 from qurl_ray.serving.load import LoadedPolicy
 from qurl_ray.serving.meters import AnswerMeter, Meters
 from qurl_ray.serving.prompts import chat_prompt_ids, prompt_ids
-from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest
 from qurl_ray.serving.stream import Ask, Mailbox, Stream
 from qurl_ray.tools.template import template_format
 from qurl_ray.types import Request, SamplingParams
@@ -109,29 +110,25 @@ class Served:
         return Answer(self.stream.ask(asks), choices, prompt_tokens=sum(map(len, prompts)), served=self)
 
     def _request(self, request: ChatRequest | CompletionRequest, prompt: np.ndarray, seed: int) -> Request:
-        sampling = SamplingParams(
-            temperature=request.sampling_temperature,
-            top_p=request.top_p or 1.0,
-            top_k=request.top_k,
-            max_new_tokens=self._answer_limit(request, len(prompt)),
-            stop_ids=self._loaded.stop_ids,
-            ignore_eos=request.ignore_eos,
-        )
-        return Request(uid=str(next(self._uids)), prompt_ids=prompt, seed=seed, sampling=sampling)
-
-    def _answer_limit(self, request: ChatRequest | CompletionRequest, prompt: int) -> int:
-        """Return the token limit of an answer to a prompt of `prompt` tokens."""
-        left = self._loaded.length - prompt
+        left = self._loaded.length - len(prompt)
         wanted = request.limit or min(self._config.max_tokens, left)
         if wanted > left or left < 1:
             raise ApiError(
                 400,
-                f"the context has {self._loaded.length} tokens: this prompt has {prompt}, and {max(wanted, 1)} were "
-                "requested for the answer",
+                f"the context has {self._loaded.length} tokens: this prompt has {len(prompt)}, and {max(wanted, 1)} "
+                "were requested for the answer",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
             )
-        return wanted
+        sampling = SamplingParams(
+            temperature=request.sampling_temperature,
+            top_p=request.top_p or 1.0,
+            top_k=request.top_k,
+            max_new_tokens=wanted,
+            stop_ids=self._loaded.stop_ids,
+            ignore_eos=request.ignore_eos,
+        )
+        return Request(uid=str(next(self._uids)), prompt_ids=prompt, seed=seed, sampling=sampling)
 
 
 class Answer:
@@ -145,10 +142,10 @@ class Answer:
         return len(self._choices)
 
     @property
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self._prompt_tokens, completion_tokens=sum(choice.tokens for choice in self._choices)
-        )
+    def usage(self) -> dict[str, int]:
+        """Token counts in OpenAI's form. Tokens of a prompt count once, whatever n is."""
+        prompt, drawn = self._prompt_tokens, sum(choice.tokens for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
     async def parts(self) -> AsyncIterator[list[tuple[int, AnswerPart]]]:
         """Yield (index, new part) of choices as they arrive. The engine releases the choices if the caller stops early.
@@ -157,7 +154,7 @@ class Answer:
             EngineError: the engine has died.
         """
         meter = AnswerMeter(self.served.meters, self.served.model)
-        with self._mailbox as mailbox:
+        with closing(self._mailbox) as mailbox:
             while not all(choice.finish for choice in self._choices):
                 parts: dict[int, AnswerPart] = {}
                 drawn = 0

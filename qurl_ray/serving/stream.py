@@ -4,12 +4,11 @@ Stream.ask ──► inbox ──► engine's thread: admit, step ──► news
 """
 
 import asyncio
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from queue import Empty, SimpleQueue
 
 from qurl_ray.engines.torch.batch import Draw, OpenBatch
 from qurl_ray.engines.torch.engine import TorchEngine
@@ -56,6 +55,7 @@ class Stream:
     """
 
     def __init__(self, engine: TorchEngine, *, slots: int, queue: int, length: int) -> None:
+        assert engine.version is not None, "weights come first"
         self._slots, self._queue = slots, queue
         self._loop = asyncio.get_running_loop()
         self._owners: dict[str, tuple[Mailbox, int]] = {}
@@ -65,7 +65,18 @@ class Stream:
         """Error after which the engine cannot be used any more; None while it can."""
         self._last_news = self._loop.time()  # or of the last request while it was idle
         engine.reserve(slots, length)
-        self._thread = _EngineThread(engine, slots=slots, length=length, tell=self._tell, fail=self._fail)
+        self._inbox: SimpleQueue[Sequence[Ask] | set[str] | None] = SimpleQueue()
+        """Requests, uids of requests to cancel, and None at the end, for the engine's thread. `_engine`, `_batch`,
+        `_unadmitted` and `_uids` belong to this thread alone."""
+        self._engine = engine
+        self._batch = OpenBatch(places=slots, longest=length, version=engine.version)
+        self._unadmitted: deque[Ask] = deque()
+        self._uids: dict[int, str] = {}
+        """Uid of the running request in each place of the batch."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # --- on the event loop -----------------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
@@ -95,35 +106,15 @@ class Stream:
             raise ApiError(429, message, kind="requests", code="rate_limit_exceeded")
         if not self._owners:
             self._last_news = self._loop.time()
-        mailbox = Mailbox(self._thread.cancel, [ask.request.uid for ask in asks])
+        mailbox = Mailbox(self._inbox.put, [ask.request.uid for ask in asks])
         self._owners |= {ask.request.uid: (mailbox, index) for index, ask in enumerate(asks)}
         self._idle.clear()
-        self._thread.submit(asks)
+        self._inbox.put(asks)
         return mailbox
 
     async def drained(self) -> None:
         """Wait until nothing runs, or the engine has died."""
         await self._idle.wait()
-
-    def close(self) -> None:
-        """End the engine and its thread. Blocks."""
-        self._thread.close()
-
-    # --- called by the engine's thread -----------------------------------------------------------------------------
-
-    def _tell(self, news: Sequence[News]) -> None:
-        self._call(self._deliver, news)
-
-    def _fail(self, error: Exception) -> None:
-        self._call(self._break, error)
-
-    def _call(self, function: Callable, *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            assert self._loop.is_closed(), "the only reason"  # the process ends, and nobody waits for tokens
-
-    # --- on the event loop -----------------------------------------------------------------------------------------
 
     def _deliver(self, news: Sequence[News]) -> None:
         self._last_news = self._loop.time()
@@ -142,28 +133,85 @@ class Stream:
         self._owners.clear()
         self._idle.set()
 
+    # --- in a thread of the caller's -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the engine and its thread. Blocks."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._engine.close()
+
+    # --- in the engine's thread, which makes steps while there is work ---------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (cancelled := self._read()) is not None:
+                admitted = self._admit()
+                self._engine.step(self._batch, admitted, cancelled=cancelled)
+                if not self._batch.finite:
+                    raise EngineError("log-probs are not finite: the engine's weights or its kernel are broken")
+                news = []
+                for place, draws, finish in self._batch.news():
+                    uid = self._uids[place] if finish is None else self._uids.pop(place)
+                    news.append(News(uid=uid, draws=draws, finish=finish))
+                if news:
+                    self._call(self._deliver, news)
+        except Exception as error:  # after any error nothing can be answered any more, and it must be reported
+            self._call(self._break, error)
+
+    def _read(self) -> list[int] | None:
+        """Empty the inbox, waiting for it if nothing runs. Return the places of cancelled requests; None at the end."""
+        cancelled: set[str] = set()
+        while True:
+            try:
+                item = self._inbox.get(block=not (self._batch.count or self._unadmitted or cancelled))
+            except Empty:
+                break
+            if item is None:
+                return None
+            if isinstance(item, set):
+                cancelled |= item
+                if dropped := [ask.request.uid for ask in self._unadmitted if ask.request.uid in item]:
+                    self._unadmitted = deque(ask for ask in self._unadmitted if ask.request.uid not in item)
+                    self._call(self._deliver, [News(uid=uid, draws=(), finish="cancelled") for uid in dropped])
+            else:
+                self._unadmitted.extend(item)
+        return [place for place, uid in self._uids.items() if uid in cancelled]
+
+    def _admit(self) -> list[tuple[int, Request]]:
+        admitted: list[tuple[int, Request]] = []
+        tokens = 0
+        while self._unadmitted and self._batch.free:
+            tokens += len(self._unadmitted[0].request.prompt_ids)
+            if admitted and tokens > _PREFILL_TOKENS:
+                break
+            ask = self._unadmitted.popleft()
+            place = self._batch.enter(ask.request, top=ask.top)
+            self._uids[place] = ask.request.uid
+            admitted.append((place, ask.request))
+        return admitted
+
+    def _call(self, function: Callable, *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            assert self._loop.is_closed(), "the only reason"  # the process ends, and nobody waits for tokens
+
 
 class Mailbox:
-    """Mailbox for the news of one request's answers. Leaving the context before the end cancels the remaining answers,
-    which keep their slots until the engine has released them.
+    """Mailbox for the news of one request's answers.
 
     Example:
-        with stream.ask(asks) as mailbox:
-            while mailbox.open:
-                for index, news in await mailbox.take(): ...
+        with closing(stream.ask(asks)) as mailbox:
+            for index, news in await mailbox.take(): ...
     """
 
-    def __init__(self, cancel: Callable[[Iterable[str]], None], uids: Sequence[str]) -> None:
+    def __init__(self, cancel: Callable[[set[str]], None], uids: Sequence[str]) -> None:
         self._cancel, self._uids = cancel, list(uids)
         self._news: list[tuple[int, News]] = []
         self._arrived = asyncio.Event()
         self._error: Exception | None = None
         self._left = set(uids)
-
-    @property
-    def open(self) -> bool:
-        """True if more news will arrive, or some have not been taken."""
-        return bool(self._left or self._news)
 
     def put(self, index: int, news: News) -> None:
         if news.finish is not None:
@@ -190,101 +238,9 @@ class Mailbox:
 
     def stop(self, index: int) -> None:
         """Cancel the answer with this index."""
-        self._cancel([self._uids[index]])
-
-    def __enter__(self) -> "Mailbox":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._left:
-            self._cancel(list(self._left))
-
-
-class _EngineThread:
-    """Thread that runs the engine step by step, while there is work.
-
-    Args:
-        tell: called in the thread with the news of a step.
-        fail: called in the thread with the error that ended it.
-    """
-
-    def __init__(
-        self,
-        engine: TorchEngine,
-        *,
-        slots: int,
-        length: int,
-        tell: Callable[[Sequence[News]], None],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        assert engine.version is not None, "weights come first"
-        self._engine, self._tell, self._fail = engine, tell, fail
-        self._inbox: queue.SimpleQueue[Sequence[Ask] | set[str] | None] = queue.SimpleQueue()
-        self._batch = OpenBatch(places=slots, longest=length, version=engine.version)
-        self._waiting: deque[Ask] = deque()
-        self._running: dict[int, str] = {}
-        """Uid of the running request in each place of the batch."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    def submit(self, asks: Sequence[Ask]) -> None:
-        self._inbox.put(asks)
-
-    def cancel(self, uids: Iterable[str]) -> None:
-        """Cancel requests; unknown uids are ignored."""
-        self._inbox.put(set(uids))
+        self._cancel({self._uids[index]})
 
     def close(self) -> None:
-        self._inbox.put(None)
-        self._thread.join()
-        self._engine.close()
-
-    def _run(self) -> None:
-        try:
-            while (cancelled := self._read()) is not None:
-                admitted = self._admit()
-                self._engine.step(self._batch, admitted, cancelled=cancelled)
-                if not self._batch.finite:
-                    raise EngineError("log-probs are not finite: the engine's weights or its kernel are broken")
-                news = []
-                for place, draws, finish in self._batch.news():
-                    uid = self._running[place] if finish is None else self._running.pop(place)
-                    news.append(News(uid=uid, draws=draws, finish=finish))
-                if news:
-                    self._tell(news)
-        except Exception as error:  # after any error nothing can be answered any more, and it must be reported
-            self._fail(error)
-
-    def _read(self) -> list[int] | None:
-        """Empty the inbox, waiting for it if nothing runs. Return the places of cancelled requests; None at the end."""
-        cancelled: set[str] = set()
-        while True:
-            try:
-                item = self._inbox.get(block=not (self._batch.count or self._waiting or cancelled))
-            except queue.Empty:
-                break
-            if item is None:
-                return None
-            if isinstance(item, set):
-                cancelled |= item
-                if dropped := [ask.request.uid for ask in self._waiting if ask.request.uid in item]:
-                    self._waiting = deque(ask for ask in self._waiting if ask.request.uid not in item)
-                    self._tell([News(uid=uid, draws=(), finish="cancelled") for uid in dropped])
-            else:
-                self._waiting.extend(item)
-        return [place for place, uid in self._running.items() if uid in cancelled]
-
-    def _admit(self) -> list[tuple[int, Request]]:
-        admitted: list[tuple[int, Request]] = []
-        tokens = 0
-        while self._waiting and self._batch.free:
-            tokens += len(self._waiting[0].request.prompt_ids)
-            if admitted and tokens > _PREFILL_TOKENS:
-                break
-            ask = self._waiting.popleft()
-            place = self._batch.enter(ask.request, top=ask.top)
-            self._running[place] = ask.request.uid
-            admitted.append((place, ask.request))
-        return admitted
+        """Cancel the answers that have not ended. They keep their slots until the engine has released them."""
+        if self._left:
+            self._cancel(set(self._left))

@@ -56,9 +56,9 @@ class StopMatcher:
     def feed(self, text: str) -> tuple[str, bool]:
         """Return (text to release, True if a stop sequence is complete). Text that may become one is held back."""
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            told, self._held = self._held[: min(found)[1]], ""
+        matches = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            told, self._held = self._held[: min(matches)[1]], ""
             return told, True
         kept = max((overlap(self._held, stop) for stop in self._stops), default=0)
         told, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]

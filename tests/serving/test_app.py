@@ -68,7 +68,8 @@ def test_a_chat_is_answered_with_what_the_engine_draws_alone(client, loaded):
     reply = chat(client)
     assert reply.choices[0].message.content == text_of(loaded, tokens)
     assert reply.choices[0].finish_reason in ("stop", "length")
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (6, len(tokens))
+    usage = reply.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (6, len(tokens), 6 + len(tokens))
     assert reply.model == f"first@{loaded.fingerprint[:8]}"
     assert reply.system_fingerprint == f"fp_{loaded.fingerprint}"
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from qurl_ray.serving.http import _explained
-from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest, Usage
+from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "12+34="}]}
 TEXT = {"model": "m", "prompt": "12+34="}
@@ -138,10 +138,6 @@ def test_an_error_names_the_parameter_and_repeats_little():
     assert len(error.message) < 300
     assert error.code == "unsupported_parameter"
     assert refusal(lambda: parse({}, ChatRequest)).code == "missing_required_parameter"
-
-
-def test_usage_adds_up():
-    assert Usage(prompt_tokens=6, completion_tokens=3).as_dict()["total_tokens"] == 9
 
 
 values = st.recursive(

@@ -147,7 +147,7 @@ def test_requests_in_flight_end_with_the_policy_that_they_began_with(runs):
             new = (await client.post("/v1/chat/completions", json=long)).json()
             before = [(await one).json() for one in running]
             await asyncio.wait_for(asyncio.gather(*service._leaving.values()), 10)
-            assert old.stream._thread._engine.version is None, "the old engine was not closed"
+            assert old.stream._engine.version is None, "the old engine was not closed"
             return alone, before, new
 
     alone, before, new = asyncio.run(main())
@@ -210,7 +210,7 @@ def test_a_dead_engine_is_told_of_and_makes_the_replica_unhealthy(runs, monkeypa
     async def main():
         async with service_of(runs) as service, client_of(service) as client:
             service.check_health()
-            engine = service.current.stream._thread._engine
+            engine = service.current.stream._engine
             monkeypatch.setattr(engine, "step", lambda *_, **__: 1 / 0)
             whole = await client.post("/v1/chat/completions", json=ASKED)
             stream = await client.post("/v1/chat/completions", json=ASKED | {"stream": True})
@@ -227,7 +227,7 @@ def test_a_dead_engine_is_told_of_and_makes_the_replica_unhealthy(runs, monkeypa
 def test_an_engine_that_dies_in_the_middle_of_a_stream_ends_it_with_an_error(runs, monkeypatch):
     async def main():
         async with service_of(runs) as service, client_of(service) as client:
-            engine = service.current.stream._thread._engine
+            engine = service.current.stream._engine
             step, left = engine.step, iter(range(4))
 
             def breaks(*args, **kwargs):
@@ -253,8 +253,8 @@ async def unhealthy(service) -> None:
 
 def hanging(stream, monkeypatch) -> threading.Event:
     """Make an engine hang in its next step, until the event is set."""
-    step, wakes = stream._thread._engine.step, threading.Event()
-    monkeypatch.setattr(stream._thread._engine, "step", lambda *args, **kwargs: (wakes.wait(20), step(*args, **kwargs)))
+    step, wakes = stream._engine.step, threading.Event()
+    monkeypatch.setattr(stream._engine, "step", lambda *args, **kwargs: (wakes.wait(20), step(*args, **kwargs)))
     return wakes
 
 

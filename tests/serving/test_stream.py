@@ -32,8 +32,8 @@ async def drawn(mailbox):
     """(tokens, finish) of each answer, and all draws."""
     draws: dict[int, list] = {}
     ends: dict[int, str] = {}
-    with mailbox:
-        while mailbox.open:
+    with contextlib.closing(mailbox):
+        while len(ends) < len(mailbox._uids):
             for index, news in await mailbox.take():
                 draws.setdefault(index, []).extend(news.draws)
                 if news.finish:
@@ -62,7 +62,7 @@ def test_arrivals_join_mid_flight_and_draw_what_they_draw_alone(tiny_spec, token
             async def one(ask):
                 await asyncio.sleep(float(rng.uniform(0, 0.05)))
                 found = (await drawn(stream.ask([ask])))[0]
-                together.append(stream._thread._batch.count)
+                together.append(stream._batch.count)
                 return found
 
             return await asyncio.gather(*(one(ask) for ask in asks_for(requests, top=2)))
@@ -100,12 +100,11 @@ def test_who_leaves_gives_the_slot_back(tiny_spec, tokenizer, model, monkeypatch
     async def main():
         async with streamed(engine, slots=2) as stream:
             asks = asks_for(requests)
-            left = stream.ask(asks[:4])  # two run, two wait
-            with left:
+            with contextlib.closing(stream.ask(asks[:4])) as left:  # two run, two wait
                 await left.take()
             finished = await drawn(stream.ask(asks[4:5]))
             await stream.drained()
-            return finished, stream.running + stream.waiting, stream._thread._batch.free
+            return finished, stream.running + stream.waiting, stream._batch.free
 
     ((draws, finish),), left_over, free = asyncio.run(main())
     assert (len(draws), finish, left_over, free) == (50, "length", 0, 2)
@@ -192,7 +191,7 @@ def test_many_temperatures_one_after_the_other_leave_no_trace(tiny_spec, tokeniz
     async def main():
         async with streamed(engine, slots=2) as stream:
             found = await asyncio.gather(*(drawn(stream.ask([ask])) for ask in asks_for(warm)))
-            return [[draw.token for draw in draws] for ((draws, _),) in found], len(stream._thread._batch._kinds)
+            return [[draw.token for draw in draws] for ((draws, _),) in found], len(stream._batch._kinds)
 
     found, kinds = asyncio.run(main())
     assert found == expected
