@@ -114,7 +114,14 @@ class Table(Generic[E]):
             for package in entry.needs:
                 self._import(package, name, entry.install)
         module_name, _, attribute = self._reference(name).partition(":")
-        function = self._attribute(self._import(module_name, name), attribute, name)
+        module = self._import(module_name, name)
+        function = getattr(module, attribute, None)
+        if not callable(function):
+            functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
+            problem = f"{module.__name__} has no {attribute}"
+            if hasattr(module, attribute):
+                problem = f"{attribute} is {type(function).__name__}, not a function"
+            raise self.error(f"{self.kind} {name!r}: {problem}{did_you_mean(attribute, functions)}")
         self.check_arguments(function, name)
         return function
 
@@ -123,7 +130,7 @@ class Table(Generic[E]):
         return {point.name: f"{point.module}:{point.attr}" for point in metadata.entry_points(group=self.group)}
 
     def help(self) -> str:
-        """The entries with their clauses, and what else may be given, for --help."""
+        """Return the entries with their clauses, and the form of a reference, for --help."""
         known = "; ".join(f"`{name}` {entry.help}" for name, entry in self.entries.items())
         return f"{known}; or give `package.module:function`"
 
@@ -150,21 +157,6 @@ class Table(Generic[E]):
             message = f"{self.kind} {name!r}: cannot import {module}: {described(error)}{remedy}"
             raise self.error(message) from error
 
-    def _attribute(self, module: Any, attribute: str, name: str) -> Callable[..., Any]:
-        if not hasattr(module, attribute):
-            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
-            raise self.error(
-                f"{self.kind} {name!r}: {module.__name__} has no {attribute}{did_you_mean(attribute, there)}"
-            )
-        function = getattr(module, attribute)
-        if not callable(function):
-            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
-            raise self.error(
-                f"{self.kind} {name!r}: {attribute} is {type(function).__name__}, not a function"
-                f"{did_you_mean(attribute, there)}"
-            )
-        return function
-
     def check_arguments(self, function: Callable[..., Any], name: str) -> None:
         """Raise a QurlError of the table's kind unless the function takes the table's arguments."""
         if self.arguments is None:
@@ -181,14 +173,14 @@ class Table(Generic[E]):
 
 
 def import_reference(reference: str) -> Any:
-    """Import and return what `package.module:name` of the package's own tables refers to."""
+    """Import and return the object to which `package.module:name`, of the package's own tables, refers."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def call_extension(kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that a setting names. What one from outside the package raises becomes an error that ends the
-    run: a restart would not mend it.
+    """Call a function that a setting names. An exception of a function from outside the package becomes an error that
+    ends the run: a restart would not mend it.
 
     Raises:
         ExtensionError: the function raised; the message names it.
@@ -204,13 +196,13 @@ def call_extension(kind: str, function: Callable[..., Any], *arguments: Any) -> 
 
 
 @contextmanager
-def announced_if_slow(what: str) -> Iterator[None]:
-    """Tell on the terminal, every ten seconds, that `what` has not returned yet."""
+def announced_if_slow(activity: str) -> Iterator[None]:
+    """Tell on the terminal, every ten seconds, that the activity has not ended yet."""
     done, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not done.wait(_SLOW_S):
-            sys.stderr.write(f"{what} has been running for {time.monotonic() - began:.0f} s\n")
+            sys.stderr.write(f"{activity} has been running for {time.monotonic() - began:.0f} s\n")
             sys.stderr.flush()
 
     threading.Thread(target=tell, name="announcer", daemon=True).start()
@@ -221,16 +213,16 @@ def announced_if_slow(what: str) -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """Return what a user's code raised, for a message: type and text of the error, the place in that code, and the file
-    that has the traceback, which is written here.
+    """Return a description of an error that a user's code raised: its type and text, the place in that code, and the
+    file that has the traceback, which is written here.
 
     Example:
         "KeyError: 'x' (/home/me/rewards.py, line 12, in score; traceback in /home/me/runs/a/logs/reward-0-0.log)"
     """
-    told = message_of(error)
-    if isinstance(error, SyntaxError):  # whose own text has the file without its folder
-        told = f"{error.msg} ({error.filename}, line {error.lineno})"
-    text = f"{type(error).__name__}: {told}".encode(errors="backslashreplace").decode()
+    message = message_of(error)
+    if isinstance(error, SyntaxError):  # its own text has the file without its folder
+        message = f"{error.msg} ({error.filename}, line {error.lineno})"
+    text = f"{type(error).__name__}: {message}".encode(errors="backslashreplace").decode()
     text = printable(text, _MESSAGE_CHARS)
     ours = (_PACKAGE, _IMPORT, "<frozen")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
@@ -263,7 +255,7 @@ def keep_traceback(error: BaseException) -> str | None:
     try:
         if path is None or os.path.getsize(path) > _TRACEBACKS_BYTES:
             return None
-        # Through the same descriptor: what is printed later would overwrite what another one appends.
+        # Through the same descriptor: text that is printed later would overwrite text that another one appends.
         with open(
             2 if printed else path, "a", encoding="utf-8", errors="backslashreplace", closefd=not printed
         ) as file:
@@ -313,5 +305,5 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
     Args:
         cutoff: least similarity, 0 to 1, as in difflib.
     """
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    nearest = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -32,8 +32,8 @@ class StopRequests:
         self.signals: list[signal.Signals] = []
         """The requests so far, the oldest first."""
         self.raising = True
-        """True if the next request raises KeyboardInterrupt. It can be set: a process that drains lets the second one
-        raise, one that finishes a step lets none."""
+        """True if the next request raises KeyboardInterrupt. It can be set: a process that drains lets the second
+        request raise, a process that finishes a step lets none."""
 
     @property
     def exit_status(self) -> int:
@@ -91,7 +91,9 @@ class StopRequests:
             signal.signal(number, self._record)
 
     def _record(self, number: int, _frame: object) -> None:
-        _disarm()
+        # Cancel the alarm that Ray's C++ handler has set. A longer one is somebody else's.
+        if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= _RAY_ABORTS_S:
+            signal.alarm(0)
         if _forks:
             threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, number)).start()
             return
@@ -101,16 +103,11 @@ class StopRequests:
             raise KeyboardInterrupt
 
 
-def _disarm() -> None:
-    """Cancel the alarm that Ray's C++ handler has set. A longer one is somebody else's."""
-    if 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= _RAY_ABORTS_S:
-        signal.alarm(0)
-
-
 @cache
 def _watch_forks() -> None:
-    """Note forks of the main thread from now on. Python drops what a handler raises while it runs the hooks of a fork,
-    such as logging's, so the handler comes back a moment later. Hooks that are registered later are not covered."""
+    """Note forks of the main thread from now on. Python drops an exception that a handler raises in a hook of a fork,
+    such as logging's, so the handler sends the signal again a moment later. Hooks that are registered later are not
+    covered."""
 
     def note(change: Callable[[], object]) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -25,7 +25,7 @@ NEWEST = 4
 _FEWEST = 2
 _FULL = ("full-precision rollouts", "full", "rollout.quantization=none quantization.uaq_scale=1")
 _QUANTIZED = ("INT8 rollouts", "int8", "rollout.quantization=int8")
-"""The other run of a pair: what it has, the end of its name, and its settings."""
+"""The other run of a pair: its rollouts in words, the end of its name, and its settings."""
 
 
 def main(
@@ -48,8 +48,7 @@ def main(
     """
     with errors_told():
         place = runs_folder(folder)
-        found = chosen(names or [], experiment, uri, place)
-        comparison = compare(found, difference)
+        comparison = compare(chosen(names or [], experiment, uri, place), difference)
         path = expanded(out or place / "compare.html").resolve()
         try:
             write_whole(path, render_comparison(comparison, experiment or "Comparison of runs"))
@@ -84,14 +83,14 @@ def chosen(names: list[str], experiment: str | None, given: str | None, folder: 
 
 
 def _wants_another(names: list[str], folder: Path) -> str:
-    """Return what to say where there are less than two runs: the command that makes another one."""
+    """Return the message where there are less than two runs: the command that makes another one."""
     if not names:
         return f"there are no runs in {folder}; `qurl train quickstart` makes one"
     (run,) = read_runs(names, folder)
     path = Path(names[0]) if (Path(names[0]) / "config.yaml").is_file() else folder / names[0]
     known = dict(flatten(run.record.config, "."))
     quantized = known.get("rollout.quantization") != "none"
-    what, end, changed = _FULL if quantized else _QUANTIZED
+    rollouts, end, changed = _FULL if quantized else _QUANTIZED
     changes = {
         "precision_flow": "rollout_only" if known.get("precision_flow") not in (None, "rollout_only") else None,
         "quantization.backward": "auto" if known.get("quantization.backward") not in (None, "auto") else None,
@@ -102,7 +101,7 @@ def _wants_another(names: list[str], folder: Path) -> str:
     changed += "".join(f" {key}={value}" for key, value in changes.items() if value is not None)
     config = shlex.quote(str(path / "config.yaml"))
     return (
-        f"one run, {run.name}, is not enough to compare; the same with {what} is made by `qurl train {config} "
+        f"one run, {run.name}, is not enough to compare; the same with {rollouts} is made by `qurl train {config} "
         f"name={run.name}_{end} {changed}`"
     )
 

@@ -1,4 +1,4 @@
-"""qurl doctor: what this machine has, what it promises, and what a run would refuse or emulate here."""
+"""qurl doctor: software and hardware of this machine, and the settings that a run would refuse or emulate here."""
 
 import os
 import platform
@@ -62,7 +62,7 @@ def parts(gpu: bool) -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:
 
 
 def software() -> Iterator[Finding]:
-    """Yield the versions of this package and of what it requires; those that are optional only where installed."""
+    """Yield the versions of this package and of its requirements; optional requirements only where installed."""
     yield Finding("qurl-ray", f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
     for line in metadata.requires("qurl-ray") or ():
@@ -140,39 +140,33 @@ def places() -> Iterator[Finding]:
     """Yield the folders that runs write to, addresses that the environment names, and ports."""
     try:
         runs = runs_folder(None)
-        for what, folder in (("runs", runs), ("cache", cache_root())):
-            yield _folder(what, folder)
+        for name, folder in (("runs", runs), ("cache", cache_root())):
+            if reason := why_unwritable(folder):
+                problem = f"it cannot be written: {reason}; set $QURL_{name.upper()}"
+                yield Finding(name, str(folder), problem, fatal=True)
+                continue
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            room = shutil.disk_usage(existing).free
+            problem = "little room for checkpoints" if room < _LEAST_DISK else ""
+            yield Finding(name, f"{folder}, {_gb(room)} free", problem)
         yield Finding("MLflow", shown_address(mlflow_address(None, runs)))
     except QurlError as error:
         yield Finding("settings", "of the environment", str(error), fatal=True)
     if address := os.environ.get("RAY_ADDRESS"):
         yield Finding("Ray", f"RAY_ADDRESS={address}")
     else:
-        yield _local_ray()
+        from qurl_ray.actors.cluster import check_folder  # which imports Ray
+
+        start = "is started here for each run (RAY_ADDRESS is unset)"
+        try:
+            check_folder()
+            yield Finding("Ray", start)
+        except QurlError as error:
+            yield Finding("Ray", start, str(error), fatal=True)
     for port, user in _PORTS.items():
         with socket.socket() as probe:
             free = probe.connect_ex(("127.0.0.1", port)) != 0
         yield Finding(f"port {port}", f"{'free' if free else 'in use'} ({user})")
-
-
-def _local_ray() -> Finding:
-    from qurl_ray.actors.cluster import check_folder  # which imports Ray
-
-    found = "is started here for each run (RAY_ADDRESS is unset)"
-    try:
-        check_folder()
-    except QurlError as error:
-        return Finding("Ray", found, str(error), fatal=True)
-    return Finding("Ray", found)
-
-
-def _folder(what: str, folder: Path) -> Finding:
-    if error := why_unwritable(folder):
-        return Finding(what, str(folder), f"it cannot be written: {error}; set $QURL_{what.upper()}", fatal=True)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    problem = "little room for checkpoints" if free < _LEAST_DISK else ""
-    return Finding(what, f"{folder}, {_gb(free)} free", problem)
 
 
 def _gb(count: int) -> str:

@@ -1,4 +1,4 @@
-"""qurl doctor --gpu: tries, in about a minute, what a run on this machine's GPUs needs."""
+"""qurl doctor --gpu: tries, in about a minute, the parts that a run on this machine's GPUs needs."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ from qurl_ray.engines.make import make_engine
 from qurl_ray.engines.protocol import EngineOptions
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.tiny import cached_tiny_policy
-from qurl_ray.quant.formats import FORMATS, Format
+from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.kernels import why_emulated
 from qurl_ray.quant.linear import QuantizedLinear, reference_linear
 from qurl_ray.quant.quantize import quantize
@@ -64,8 +64,8 @@ def versions() -> Iterator[Finding]:
 
 def runs_on(built: Sequence[str], capability: tuple[int, int]) -> bool:
     """Return True if code for one of these architectures runs on a GPU: the same major version, no later minor one."""
-    found = [divmod(int(match[1]), 10) for name in built if (match := re.fullmatch(r"sm_(\d+)[a-z]?", name))]
-    return any(major == capability[0] and minor <= capability[1] for major, minor in found)
+    targets = [divmod(int(match[1]), 10) for name in built if (match := re.fullmatch(r"sm_(\d+)[a-z]?", name))]
+    return any(major == capability[0] and minor <= capability[1] for major, minor in targets)
 
 
 def wanted_version(package: str, of: str) -> Iterator[Finding]:
@@ -83,23 +83,18 @@ def wanted_version(package: str, of: str) -> Iterator[Finding]:
 
 
 def products(device: torch.device) -> Iterator[Finding]:
-    """Yield the error of each format's product, of activations in bfloat16."""
+    """Yield the error of each format's product against its definition, with activations in bfloat16."""
     random = torch.Generator().manual_seed(0)
     w_NK = (0.05 * torch.randn(_N, _K, generator=random)).to(device)
     x_MK = (3 * torch.randn(_ROWS, _K, generator=random)).to(device, torch.bfloat16)
     for name, fmt in FORMATS.items():
-        yield _product(name, fmt, w_NK, x_MK)
-
-
-def _product(name: str, fmt: Format, w_NK: torch.Tensor, x_MK: torch.Tensor) -> Finding:
-    """Compare one product with its definition."""
-    why = why_emulated(fmt, w_NK.device, tuple(w_NK.shape))
-    linear = QuantizedLinear(quantize(w_NK, fmt), None)
-    expected_MN = reference_linear(x_MK.float(), linear.resident(), None).double()
-    error = float((linear(x_MK).double() - expected_MN).norm() / expected_MN.norm())
-    found = f"error {error:.1e}, {linear.kernel or f'emulated: {why}'}"
-    wrong = f"the kernel is WRONG here: quantization.kernel=emulation computes {name} right, and slowly"
-    return Finding(name, found, "" if error < _LIMIT else wrong, fatal=not error < _LIMIT)
+        why = why_emulated(fmt, w_NK.device, tuple(w_NK.shape))
+        linear = QuantizedLinear(quantize(w_NK, fmt), None)
+        expected_MN = reference_linear(x_MK.float(), linear.resident(), None).double()
+        error = float((linear(x_MK).double() - expected_MN).norm() / expected_MN.norm())
+        result = f"error {error:.1e}, {linear.kernel or f'emulated: {why}'}"
+        wrong = f"the kernel is WRONG here: quantization.kernel=emulation computes {name} right, and slowly"
+        yield Finding(name, result, "" if error < _LIMIT else wrong, fatal=not error < _LIMIT)
 
 
 def processes(device: torch.device) -> Iterator[Finding]:
@@ -124,7 +119,9 @@ def processes(device: torch.device) -> Iterator[Finding]:
     yield Finding("peer access", "no" if blind else f"among all {count} GPUs", slow)
     began = time.monotonic()
     try:
-        torch.multiprocessing.spawn(_reduce, (count, _free_port()), nprocs=count)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            free_port = server.getsockname()[1]
+        torch.multiprocessing.spawn(_reduce, (count, free_port), nprocs=count)
         yield Finding("NCCL", f"{count} GPUs, {_since(began)}")
     except Exception as error:  # of a process, whatever it was
         yield Finding(
@@ -188,11 +185,6 @@ def _reduce(rank: int, count: int, port: int) -> None:
     distributed.all_reduce(value)
     assert bool((value == count).all()), "a wrong sum"
     distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _since(began: float) -> str:

@@ -1,5 +1,5 @@
-"""The command `qurl`. What its commands do is in the packages that they call; what these import, and torch is much of
-it, is imported when a command runs."""
+"""The command `qurl`. The work of its commands is done in the packages that they call. Their imports, of which torch is
+a large part, happen when a command runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,15 +99,15 @@ def configs(
     name: Annotated[str | None, typer.Argument(help="Print this one.", autocompletion=completed)] = None,
 ) -> None:
     """List the settings files that come with the package, or print one: qurl configs quickstart > mine.yaml"""
-    found = shipped()
+    files = shipped()
     if name is None:
-        width = max(map(len, found)) + 2
-        for each, about in found.items():
+        width = max(map(len, files)) + 2
+        for each, about in files.items():
             typer.echo(f"{each:{width}}{about}")
         return
     with errors_told():
-        if name not in found:
-            raise ConfigError(f"no settings file {name!r} comes with the package; there are {', '.join(found)}")
+        if name not in files:
+            raise ConfigError(f"no settings file {name!r} comes with the package; there are {', '.join(files)}")
         typer.echo((SHIPPED / f"{name}.yaml").read_text(), nl=False)
 
 

@@ -90,8 +90,21 @@ def help_page(ctx: typer.Context, model: type[BaseModel], named: Sequence[str], 
     if named:
         return "\n\n".join(text for name in named for text in _named(entries, name, width))
     sentence, _, example = (about or "").partition(": ")
-    head = [f"{sentence}.", f"Example: {example}"] if example else []
-    return "\n\n".join([*head, ctx.get_help(), *_overview(entries, width)])
+    paragraphs = [f"{sentence}.", f"Example: {example}"] if example else []
+    outside, *others = entries
+    sections = {entry.label: entry.text for entry in others if entry.label == entry.section}
+    paragraphs.append(ctx.get_help())
+    paragraphs.append("Settings (KEY=VALUE):\n" + _table({key: text for key, _, text in outside.rows}, width))
+    if sections:
+        paragraphs.append("Sections of settings (SECTION.KEY=VALUE):\n" + _table(sections, width))
+    with_types = {entry.section for entry in others if entry.label != entry.section}
+    shown = next((entry for entry in others if entry.section not in with_types), outside)
+    examples = {"all": "all settings", shown.rows[0][0]: "one setting"}
+    if shown.label:
+        examples[shown.label] = "the settings of a section"
+    requests = {f"--help {name}": text for name, text in reversed(examples.items())}
+    paragraphs.append("To see more:\n" + _table(requests, width))
+    return "\n\n".join(paragraphs)
 
 
 def find_entries(model: type[BaseModel]) -> list[HelpEntry]:
@@ -104,21 +117,6 @@ def find_entries(model: type[BaseModel]) -> list[HelpEntry]:
         else:
             entries.append(HelpEntry(label=key, text=text))
     return entries
-
-
-def _overview(entries: list[HelpEntry], width: int) -> Iterator[str]:
-    """Yield the lists of settings outside of all sections and of sections, and how to see more of them."""
-    outside, *others = entries
-    sections = {entry.label: entry.text for entry in others if entry.label == entry.section}
-    yield "Settings (KEY=VALUE):\n" + _table({key: text for key, _, text in outside.rows}, width)
-    if sections:
-        yield "Sections of settings (SECTION.KEY=VALUE):\n" + _table(sections, width)
-    with_types = {entry.section for entry in others if entry.label != entry.section}
-    shown = next((entry for entry in others if entry.section not in with_types), outside)
-    examples = {"all": "all settings", shown.rows[0][0]: "one setting"}
-    if shown.label:
-        examples[shown.label] = "the settings of a section"
-    yield "To see more:\n" + _table({f"--help {name}": text for name, text in reversed(examples.items())}, width)
 
 
 def _table(rows: dict[str, str], width: int) -> str:
@@ -182,5 +180,5 @@ def _nearest(entries: list[HelpEntry], name: str) -> str:
         for ending in {key, key.rpartition(".")[2]}:
             named.setdefault(ending, []).append(key)
     alike = difflib.get_close_matches(name.lower(), named, n=3)
-    found = list(dict.fromkeys(key for ending in alike for key in named[ending]))[:3]
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else "; --help alone lists the sections"
+    nearest = list(dict.fromkeys(key for ending in alike for key in named[ending]))[:3]
+    return f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else "; --help alone lists the sections"

@@ -93,9 +93,10 @@ def read_settings(
             different types.
     """
     settings = _read(path) if path else {}
-    given = [_parsed(override, model) for override in overrides]
+    assignments = [_parsed(override, model) for override in overrides]
+    assignments.sort(key=lambda pair: (len(pair[0]), _RANKS.get(pair[0][-1], len(_RANKS))))
     whole: set[tuple[str, ...]] = set()
-    for keys, value in sorted(given, key=lambda one: (len(one[0]), _RANKS.get(one[0][-1], len(_RANKS)))):
+    for keys, value in assignments:
         _assign(settings, keys, value, whole)
         whole.add(tuple(keys))
     return settings
@@ -104,31 +105,27 @@ def read_settings(
 def _parsed(override: str, model: type[BaseModel]) -> tuple[list[str], Any]:
     """Return the keys and the value of an override."""
     key, equals, text = override.partition("=")
-    told = f"override {shortened(f'{key}={MARK}' if equals and names_secret(key) else redacted(override))!r}"
+    label = f"override {shortened(f'{key}={MARK}' if equals and names_secret(key) else redacted(override))!r}"
     if not equals or not key:
-        raise ConfigError(f"{told} is not of the form key=value")
+        raise ConfigError(f"{label} is not of the form key=value")
     keys = key.split(".")
-    value = _override_value(text, f"{told}: the value", model, keys)
+    types = _annotations(model, keys)
+    value: Any = ""
+    if text and types and all(set(get_args(kind) or (kind,)) <= {str, type(None)} for kind in types):
+        value = read_text(text, f"{label}: the value", nullable=any(type(None) in get_args(kind) for kind in types))
+    elif text:
+        value = read_yaml(text, f"{label}: the value")
     if keys[0] in DEFAULT_TYPES and len(keys) == 1 and isinstance(value, str):
         keys = [*keys, "type"]  # algorithm=grpo is short for algorithm.type=grpo
     return keys, value
-
-
-def _override_value(value: str, told: str, model: type[BaseModel], keys: list[str]) -> Any:
-    if not value:
-        return ""
-    kinds = _annotations(model, keys)
-    if kinds and all(set(get_args(kind) or (kind,)) <= {str, type(None)} for kind in kinds):
-        return read_text(value, told, nullable=any(type(None) in get_args(kind) for kind in kinds))
-    return read_yaml(value, told)
 
 
 def _annotations(model: type[BaseModel], keys: Sequence[str]) -> list[Any]:
     """Return the types of the setting with these keys, one for each type of its section that has it."""
     models = [model]
     for name in keys[:-1]:
-        found = [m.model_fields[name].annotation for m in models if name in m.model_fields]
-        models = [section for annotation in found for section in _sections(annotation)]
+        annotations = [m.model_fields[name].annotation for m in models if name in m.model_fields]
+        models = [section for annotation in annotations for section in _sections(annotation)]
     return [m.model_fields[keys[-1]].annotation for m in models if keys[-1] in m.model_fields]
 
 
@@ -155,13 +152,15 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     resolved = {}
     for name, fields in paths.items():
         section = getattr(config, name)
-        found = {field: _absolute(path) for field in fields if (path := getattr(section, field, None))}
-        resolved[name] = section.model_copy(update=found)
+        update: dict[str, Any] = {}
+        for field in fields:
+            path = getattr(section, field, None)
+            if isinstance(path, dict):  # the paths of several sets
+                update[field] = {label: absolute(source) for label, source in path.items()}
+            elif path:
+                update[field] = absolute(path)
+        resolved[name] = section.model_copy(update=update)
     return config.model_copy(update=resolved)
-
-
-def _absolute(paths: str | dict[str, str]) -> str | dict[str, str]:
-    return absolute(paths) if isinstance(paths, str) else {name: absolute(path) for name, path in paths.items()}
 
 
 def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
@@ -178,7 +177,7 @@ def runs_folder(asked: Path | None, *, submitted: bool = False) -> Path:
 
 def run_folder(given: str | Path, runs: Path | None = None) -> Path:
     """Return the folder of a run that is given by its path, or by its name in the folder of runs, `runs_folder(runs)`.
-    Where there is neither, it is the path."""
+    If neither exists, return the path."""
     path = expanded(given)
     return path if path.is_dir() or not (named := runs_folder(runs) / given).is_dir() else named
 
@@ -193,8 +192,9 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
         key = f"{prefix}{name}"
         unions = _sections(field.annotation)
         if not unions:
-            default = "required" if field.is_required() else _show(field.get_default(call_default_factory=True))
-            yield key, default, " ".join((field.description or "").split())
+            default = field.get_default(call_default_factory=True)
+            shown = "null" if default is None else str(default) or '""'
+            yield key, "required" if field.is_required() else shown, " ".join((field.description or "").split())
             continue
         rows = [list(describe(member, f"{key}.")) for member in unions]
         shared = [row for row in rows[0] if len(unions) > 1 and all(row in others for others in rows)]
@@ -204,8 +204,8 @@ def describe(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator
         for member, own in zip(unions, rows, strict=True):
             label = f"{key}.type={member.model_fields['type'].default}" if len(unions) > 1 else key
             yield label, "", " ".join((member.__doc__ or "").split())
-            told = {f"{key}.type"} if len(unions) > 1 else set()  # by the label
-            yield from (row for row in own if row not in shared and row[0] not in told)
+            in_label = {f"{key}.type"} if len(unions) > 1 else set()
+            yield from (row for row in own if row not in shared and row[0] not in in_label)
 
 
 def config_file(path: Path | str) -> Path:
@@ -221,7 +221,12 @@ def _read(asked: Path | str) -> dict[str, Any]:
         if path.is_dir():
             raise ConfigError(f"config file {path} is a folder: give a YAML file")
         if not path.is_file():
-            raise ConfigError(f"config file {path} does not exist{_nearest_file(path)}")
+            here = {file.name: str(file) for file in path.parent.glob("*.y*ml")}
+            if path.name == str(path):  # it may be the name of a file of the package
+                here |= {file.stem: file.stem for file in SHIPPED.glob("*.yaml")}
+            nearest = difflib.get_close_matches(path.name, here, n=1)
+            hint = f"; did you mean {here[nearest[0]]}?" if nearest else ""
+            raise ConfigError(f"config file {path} does not exist{hint}")
         settings = read_yaml_file(path)
     except OSError as error:
         raise ConfigError(f"config file {shortened(str(asked))} cannot be read: {error.strerror}") from None
@@ -229,15 +234,6 @@ def _read(asked: Path | str) -> dict[str, Any]:
         holds = "is empty" if settings is None else f"holds {type(settings).__name__}"
         raise ConfigError(f"{path} {holds}, expected a mapping of sections")
     return settings
-
-
-def _nearest_file(path: Path) -> str:
-    """Return the end of an error message that names the most similar file of the folder, or of the package."""
-    here = {file.name: str(file) for file in path.parent.glob("*.y*ml")}
-    if path.name == str(path):
-        here |= {file.stem: file.stem for file in SHIPPED.glob("*.yaml")}
-    nearest = difflib.get_close_matches(path.name, here, n=1)
-    return f"; did you mean {here[nearest[0]]}?" if nearest else ""
 
 
 def _assign(settings: dict[str, Any], keys: list[str], value: Any, whole: Container[tuple[str, ...]]) -> None:
@@ -255,26 +251,19 @@ def _assign(settings: dict[str, Any], keys: list[str], value: Any, whole: Contai
         settings = settings[section]
         if not isinstance(settings, dict):
             where = ".".join(keys[: done + 1])
-            told = f"{where} is a value, not a section: cannot set {'.'.join(keys)}"
-            raise ConfigError(shortened(told, _LONGEST_LINE))
-    if sections in _TYPED:
+            message = f"{where} is a value, not a section: cannot set {'.'.join(keys)}"
+            raise ConfigError(shortened(message, _LONGEST_LINE))
+    if sections in _TYPED and last in ("type", "objective"):
         of_file = not any(tuple(sections[:end]) in whole for end in range(1, len(keys)))
-        if last == "type":
-            _change_type(settings, sections, value, of_file=of_file)
-        elif last == "objective" and of_file and value != settings.get(last, "ppo"):
+        if last == "type" and not of_file and value != settings.get(last, value):
+            name = ".".join(sections)
+            raise ConfigError(f"overrides give {name} two types, {settings[last]} and {value}: give one")
+        if last == "type" and of_file and value != settings.get(last, DEFAULT_TYPES[sections[-1]]):
+            settings.clear()  # another type has other settings
+        if last == "objective" and of_file and value != settings.get(last, "ppo"):
             for bound in CLIP_BOUNDS:  # another objective has other bounds
                 settings.pop(bound, None)
     settings[last] = value
-
-
-def _change_type(settings: dict[str, Any], sections: list[str], value: Any, *, of_file: bool) -> None:
-    """Drop the settings that the file gives a section if its type changes: another type has other settings."""
-    if of_file:
-        if value != settings.get("type", DEFAULT_TYPES[sections[-1]]):
-            settings.clear()
-    elif value != settings.get("type", value):
-        section = ".".join(sections)
-        raise ConfigError(f"overrides give {section} two types, {settings['type']} and {value}: give one")
 
 
 def _as_section(name: str, value: Any) -> Any:
@@ -296,20 +285,21 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     return [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
 
 
-def _show(value: Any) -> str:
-    return "null" if value is None else str(value) if not isinstance(value, str) else value or '""'
-
-
 def explain(error: ValidationError, source: str, fault: Callable[[Any], str]) -> str:
-    """Return one line per error: where it is, what was given, what would be right. `fault` says so of an item of
-    `error.errors()`; `source` is what the settings are of."""
+    """Return one line per error, with its place, the given value and the allowed ones.
+
+    Args:
+        source: place from which the settings come, such as a file.
+        fault: function that describes an item of `error.errors()`.
+    """
     items = error.errors()
     lines = [f"{source}: {shortened(redacted(fault(item)), _LONGEST_LINE)}" for item in items[:_MOST_LINES]]
     return "\n".join(lines + ([f"and {len(items) - _MOST_LINES} more"] if len(items) > _MOST_LINES else []))
 
 
 def given(item: Any) -> str:
-    """Return the value that an error is about, in brackets; "" for a section, and for what may hold a password."""
+    """Return the value that an error is about, in brackets; "" for a section, and for a value that may hold a
+    password."""
     value = item["input"]
     if isinstance(value, dict | BaseModel) or item["loc"][-1:] == ("mlflow_uri",):
         return ""
@@ -322,10 +312,10 @@ def _words_of_yaml(item: Any) -> str:
     if not isinstance(value, bool) or kind not in ("literal_error", "string_type", "path_type", "value_error"):
         return ""
     word, other = ("yes", "on") if value else ("no", "off")
-    told = f"; YAML reads {word} as {str(value).lower()}, and {other}"
+    reading = f"; YAML reads {word} as {str(value).lower()}, and {other}"
     if kind == "literal_error":
-        return f"{told}; write none" if not value and "'none'" in item["ctx"]["expected"] else told
-    return told if kind == "value_error" else f"{told}; write text in quotes"
+        return f"{reading}; write none" if not value and "'none'" in item["ctx"]["expected"] else reading
+    return reading if kind == "value_error" else f"{reading}; write text in quotes"
 
 
 def _types_with(key: str) -> Iterator[str]:
@@ -340,7 +330,8 @@ def _types_with(key: str) -> Iterator[str]:
 def _fault(item: Any) -> str:
     key = _dotted([str(part) for part in item["loc"]])
     if item["type"] == "extra_forbidden":
-        if sentence := _instead(key.split(".")[-1]):
+        name = key.split(".")[-1]
+        if sentence := _INSTEAD.get("lora" if name.startswith("lora") or name.endswith("peft") else name):
             return sentence
         keys = {row[0].split(".type=")[0] for row in describe()}
         if key in keys:
@@ -349,7 +340,8 @@ def _fault(item: Any) -> str:
             if (same := meant(leaf)) and same != leaf:
                 return f"unknown key {leaf!r}; it is called {same!r} here (--help {same})"
         return f"unknown key {key!r}{did_you_mean(key, keys, cutoff=0.5)}"
-    if item["type"] in ("model_type", "model_attributes_type", "dict_type") and key in _section_keys():
+    sections = {row.partition(".type=")[0] for row, default, _ in describe() if not default}
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type") and key in sections:
         return f"{key}: give {key}.<setting>=… (--help {key} lists them): it is a section, not a value{given(item)}"
     return f"{key or 'config'}: {item['msg'].removeprefix('Value error, ')}{given(item)}"
 
@@ -361,15 +353,6 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
         return
     for name, inner in value.items():
         yield from _leaves(f"{key}.{name}", inner)
-
-
-def _instead(name: str) -> str | None:
-    """Return the message for a key of something that is not supported; any key of LoRA's is one."""
-    return _INSTEAD.get("lora" if name.startswith("lora") or name.endswith("peft") else name)
-
-
-def _section_keys() -> set[str]:
-    return {key.partition(".type=")[0] for key, default, _ in describe() if not default}
 
 
 def _dotted(path: list[str]) -> str:

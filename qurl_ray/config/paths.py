@@ -46,8 +46,8 @@ def absolute_address(uri: str) -> str:
     Example:
         absolute_address("sqlite:///mlflow.db") == "sqlite:////here/mlflow.db"
     """
-    if found := _FILE_ADDRESS.fullmatch(uri):
-        return f"{found[1]}{_resolved(found[2])}{found[3]}"
+    if match := _FILE_ADDRESS.fullmatch(uri):
+        return f"{match[1]}{_resolved(match[2])}{match[3]}"
     return uri if ":" in uri or uri.startswith("databricks") else _resolved(uri)
 
 

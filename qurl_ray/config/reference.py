@@ -1,7 +1,6 @@
 """Write docs/configuration.md from the models: python -m qurl_ray.config.reference > docs/configuration.md"""
 
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 
 from qurl_ray.config.load import describe
@@ -16,26 +15,22 @@ first is the default, and its `type` decides which settings it has, besides thos
 
 def reference() -> str:
     """Return the page: one table per section, and one per type of a section that has several."""
-    return "\n".join(_lines()) + "\n"
-
-
-def _lines() -> Iterator[str]:
-    yield _HEAD
-    yield from _table_under("The run", "")
+    lines = [_HEAD, *_start_of_table("The run", "")]
     rows = list(describe())
     rows.sort(key=lambda row: not row[1] or "." in row[0])  # settings outside of all sections first
     for (key, default, text), (following, *_) in pairwise([*rows, ("", "", "")]):
         if following.startswith(f"{key}.type="):
             continue  # every setting of the section is of one type alone
         if not default and "." not in key.partition(".type=")[0]:
-            yield from _table_under(f"`{key}`", text)
+            lines += _start_of_table(f"`{key}`", text)
         else:  # a section inside a section is a row, so that what follows it stays in its table
             shown = default if default in ("", "required") else f"`{default}`"
-            yield "| " + " | ".join(cell.replace("|", r"\|") for cell in (f"`{key}`", shown, text)) + " |"
+            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in (f"`{key}`", shown, text)) + " |")
+    return "\n".join(lines) + "\n"
 
 
-def _table_under(title: str, text: str) -> Iterator[str]:
-    yield from ("", f"## {title}", "", *([text, ""] if text else []), "| setting | default | |", "|---|---|---|")
+def _start_of_table(title: str, text: str) -> list[str]:
+    return ["", f"## {title}", "", *([text, ""] if text else []), "| setting | default | |", "|---|---|---|"]
 
 
 if __name__ == "__main__":

@@ -145,9 +145,9 @@ class RolloutConfig(Section):
         for setting, able in (("cuda_graphs", "captures"), ("compile", "compiles")):
             fits = getattr(self.engine_entry, able) and self.device == "cuda"
             if getattr(self, setting) and not fits:
-                those = " or ".join(name for name, entry in ENGINES.entries.items() if getattr(entry, able))
+                engines = " or ".join(name for name, entry in ENGINES.entries.items() if getattr(entry, able))
                 raise ValueError(
-                    f"{setting} needs engine={those} and device=cuda, not engine={self.engine} and "
+                    f"{setting} needs engine={engines} and device=cuda, not engine={self.engine} and "
                     f"device={self.device}: on a CPU, engine and learner agree bit for bit, and compiled functions "
                     "round differently"
                 )

@@ -38,7 +38,7 @@ def with_default_types(settings: Any) -> Any:
         given = filled.get(key)
         if isinstance(given, dict):
             filled[key] = {"type": default, **given}
-        elif isinstance(given, str) and key != "correction":  # whose names are more than its types
+        elif isinstance(given, str) and key != "correction":  # which has more names than types
             filled[key] = {"type": given}
     return filled
 

@@ -56,7 +56,8 @@ def names_secret(name: str) -> bool:
 
 
 def shown(value: Any, name: str = "") -> Any:
-    """Return settings without the secrets in them: values whose names say so, and what `redacted` removes from text.
+    """Return settings without the secrets in them: values whose names say so, and parts of text that
+    `redacted` removes.
 
     Args:
         value: settings as plain nested values, or the value of one.

@@ -10,7 +10,7 @@ from qurl_ray.tables import PROBLEMS, REWARDS
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
 """Usual names of columns of prompts; the first is the default, and the others are looked for where it is missing."""
 ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
-"""The same of answers."""
+"""Usual names of columns of answers, used in the same way."""
 
 SetName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 """Name of a set of held-out problems, which is part of its metrics' names."""

@@ -1,6 +1,6 @@
 """Reader of all YAML: settings files, overrides, and the config.yaml of runs.
 
-It refuses what no settings need and YAML allows: a key that is given twice, of which the first would be ignored; deep
+It refuses parts of YAML that no settings need: a key that is given twice, of which the first would be ignored; deep
 nesting and aliases that stand for much, which take all time or memory; and values that cannot be printed or written.
 """
 
@@ -37,7 +37,7 @@ def read_yaml(text: str | bytes, source: str) -> Any:
     """Parse YAML. Bytes are UTF-8.
 
     Args:
-        source: what the text is of, for errors.
+        source: name of the text in errors.
 
     Raises:
         ConfigError: the text is no YAML, or is refused for a reason above.
@@ -49,13 +49,19 @@ def read_yaml(text: str | bytes, source: str) -> Any:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 text: {error}") from None
     except yaml.YAMLError as error:
-        told = shortened(redacted(_told(error)), _LONGEST_MESSAGE)
-        raise ConfigError(f"{source} is not valid YAML: {told}") from None
+        # Without an excerpt of the text, which pyyaml would add: it may hold secrets.
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            mark, began = error.problem_mark, error.context_mark
+            context = f"{error.context} of line {began.line + 1}, " if error.context and began else ""
+            fault = f"line {mark.line + 1}, column {mark.column + 1}: {context}{error.problem}"
+        else:
+            fault = " ".join(str(error).split())
+        raise ConfigError(f"{source} is not valid YAML: {shortened(redacted(fault), _LONGEST_MESSAGE)}") from None
 
 
 def read_text(text: str, source: str, *, nullable: bool) -> str | None:
-    """Return the value of a setting that is text: what YAML makes of it if that is text, such as a quoted one, else the
-    text as it is.
+    """Return the value of a setting that is text: the string that YAML reads, such as one without its quotes, or the
+    text itself if YAML reads something else.
 
     Args:
         nullable: `null` is None.
@@ -131,12 +137,3 @@ def _wrong_value(node: yaml.Node) -> yaml.MarkedYAMLError:
 def _refusal(problem: str, place: Any) -> yaml.MarkedYAMLError:
     """Make an error at the start of an event or node."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
-
-
-def _told(error: yaml.YAMLError) -> str:
-    """Return the place and the reason, without an excerpt of the text: it may hold secrets."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return " ".join(str(error).split())
-    mark, began = error.problem_mark, error.context_mark
-    context = f"{error.context} of line {began.line + 1}, " if error.context and began else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {context}{error.problem}"

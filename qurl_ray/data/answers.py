@@ -37,7 +37,12 @@ def items_to_judge(
     If the answer has no end token, problem.meta["truncated"] is True. If the settings or the prompts say whether
     answers have to end a reasoning, problem.meta has it, too (rewards.final).
     """
-    required = _reasoning_required(problems[0], tokenizer, task) if problems else None
+    required = task.reasoning
+    if required is None and problems:
+        prompt = encode_prompt(problems[0], tokenizer, task)
+        tail = tokenizer.decode(prompt[-_TAIL:].tolist(), skip_special_tokens=False)
+        if tail.rstrip().endswith(REASONING_BEGINS):  # the prompt begins the reasoning
+            required = True
     known = {} if required is None else {REASONING_REQUIRED: required}
     items = []
     for completion, problem in zip(completions, problems, strict=True):
@@ -45,11 +50,3 @@ def items_to_judge(
         added = known | ({"truncated": True} if truncated else {})
         items.append((text, replace(problem, meta=problem.meta | added) if added else problem))
     return items
-
-
-def _reasoning_required(problem: Problem, tokenizer: Any, task: TaskConfig) -> bool | None:
-    """Return `task.reasoning`; if it is null, True if the prompt begins the reasoning, else None."""
-    if task.reasoning is not None:
-        return task.reasoning
-    tail = tokenizer.decode(encode_prompt(problem, tokenizer, task)[-_TAIL:].tolist(), skip_special_tokens=False)
-    return True if tail.rstrip().endswith(REASONING_BEGINS) else None

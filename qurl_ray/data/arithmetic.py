@@ -2,7 +2,6 @@
 split in two."""
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from typing import overload
 
@@ -38,7 +37,7 @@ class ArithmeticProblems(Sequence[Problem]):
             return [self[position] for position in range(len(self))[index]]
         position = range(len(self))[index]
         row = self._rows[position].tolist()
-        symbols = [self._operators[which] for which in row[: len(row) // 2]]
+        symbols = [self._operators[code] for code in row[: len(row) // 2]]
         first, *others = row[len(row) // 2 :]
         steps = zip(symbols, others, strict=True)
         results = list(accumulate(steps, lambda value, step: _OPERATORS[step[0]](value, step[1]), initial=first))[1:]
@@ -66,8 +65,13 @@ def arithmetic_split(task: ArithmeticTask) -> Split:
     if task.max_operand >= 2**62 // task.terms:
         raise DataError(f"task.max_operand is {task.max_operand}; operands must be below 2**62 / task.terms")
     rng = np.random.default_rng(task.seed % 2**64)
-    draw = _draw if task.terms == 2 else partial(_draw_long, task.terms)
-    rows = draw(len(operators), task.min_operand, task.max_operand, rng)
+    if task.terms == 2:
+        rows = _draw_pairs(len(operators), task.min_operand, task.max_operand, rng)
+    else:
+        # uniform draws, without repeats
+        indices = rng.integers(len(operators), size=(_MOST_LONG, task.terms - 1))
+        operands = rng.integers(task.min_operand, task.max_operand, size=(_MOST_LONG, task.terms), endpoint=True)
+        rows = rng.permutation(np.unique(np.concatenate([indices, operands], axis=1), axis=0))
     if len(rows) < 2:
         raise DataError("the arithmetic task has one problem only, so none can be held out; raise task.max_operand")
     cut = min(max(round(len(rows) * task.held_out_share), 1), len(rows) - 1)
@@ -84,21 +88,14 @@ def _operators(text: str) -> str:
     return "".join(dict.fromkeys(text))
 
 
-def _draw(operators: int, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
-    """Distinct rows in random order, int64 [problems, 3]: all possible rows, or a uniform sample of _MOST."""
+def _draw_pairs(operators: int, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
+    """Return distinct rows in random order, int64 [problems, 3]: all possible rows, or a uniform sample of _MOST."""
     span = high - low + 1
     total = operators * span * span
     if total <= 4 * _MOST:
-        which, operands = np.divmod(rng.permutation(total)[:_MOST], span * span)
-        return np.stack([which, low + operands // span, low + operands % span], axis=1)
+        indices, operands = np.divmod(rng.permutation(total)[:_MOST], span * span)
+        return np.stack([indices, low + operands // span, low + operands % span], axis=1)
     # Too many to enumerate. Of 2 * _MOST draws from at least 4 * _MOST, about 1.57 * _MOST are distinct.
     left, right = (rng.integers(low, high, size=2 * _MOST, endpoint=True) for _ in range(2))
     rows = np.stack([rng.integers(operators, size=2 * _MOST), left, right], axis=1)
     return rng.permutation(np.unique(rows, axis=0))[:_MOST]
-
-
-def _draw_long(terms: int, operators: int, low: int, high: int, rng: np.random.Generator) -> np.ndarray:
-    """Distinct rows of more than two operands, drawn uniformly, int64 [at most _MOST_LONG, 2 × terms - 1]."""
-    which = rng.integers(operators, size=(_MOST_LONG, terms - 1))
-    operands = rng.integers(low, high, size=(_MOST_LONG, terms), endpoint=True)
-    return rng.permutation(np.unique(np.concatenate([which, operands], axis=1), axis=0))

@@ -56,12 +56,12 @@ def dataset_split(task: DatasetTask) -> Split:
     Raises:
         DataError: the source is missing, unreadable or empty, or lacks a column.
     """
-    found, notes = _problems(task, task.path, task.split, (task.prompt_column, task.answer_column), "train")
+    train, notes = _problems(task, task.path, task.split, (task.prompt_column, task.answer_column), "train")
     if task.held_out_path is None:
-        train, held_out = held_out_from(found, task.held_out_share, source=task.path, remedy="set task.held_out_path")
+        train, held_out = held_out_from(train, task.held_out_share, source=task.path, remedy="set task.held_out_path")
         held_out = [replace(problem, uid=f"held_out-{index}") for index, problem in enumerate(held_out)]
     else:
-        train, held_out = found, []
+        held_out = []
         columns = (task.held_out_prompt_column or task.prompt_column, task.held_out_answer_column or task.answer_column)
         for name, source in task.held_out_sets().items():
             more, said = _problems(task, source, task.held_out_split, columns, name or "held_out")
@@ -84,11 +84,12 @@ def _problems(
     task: DatasetTask, source: str, split: str, columns: tuple[str, str | None], prefix: str
 ) -> tuple[list[Problem], list[str]]:
     """Return the problems of a source, and sentences on what was chosen or left out."""
-    rows = _read(task, source, split)
+    rows = _read_file(expanded(source)) if _is_file(source) else _read_hub(source, task.name, split)
     first = next(rows, None)
     if first is None:
         raise DataError(f"{source} is empty")
-    needs_answer = _needs_answer(task)
+    # The package's own rewards compare with the expected answer.
+    needs_answer = (task.reward or TASKS.entries[task.type].reward) in REWARDS.entries
     optional = not needs_answer or task.last_turn == "answer"
     try:
         prompt, answer, notes = _columns(first, columns, source, optional=optional)
@@ -100,23 +101,24 @@ def _problems(
     if answer is None and columns[1] is not None:
         instead = "they are the last turns" if task.last_turn == "answer" else "the reward gets none"
         notes.append(f"{source}: there is no column of answers; {instead}")
-    found: list[Problem] = []
+    problems: list[Problem] = []
     dropped: set[str] = set()
     unused: set[str] = set()
     count = as_text = 0
     for row in chain([first], rows):
         count += 1
+        uid = f"{prefix}-{len(problems)}"
         try:
-            problem = _problem(row, prompt, answer, f"{prefix}-{len(found)}", dropped, task, needs_answer=needs_answer)
+            problem = _problem(row, prompt, answer, uid, dropped, task, needs_answer=needs_answer)
         except KeyError as error:
             _no_column(str(error.args[0]), row)
         if problem:
-            found.append(problem)
+            problems.append(problem)
             unused |= {name for name in _UNUSED if row.fields.get(name) and name not in (prompt, answer)}
             as_text += problem.messages is not None and isinstance(_value(row.fields, prompt), str)
-    if not found:
+    if not problems:
         raise DataError(f"{source}: each of the {count} rows has an empty prompt or answer")
-    if skipped := count - len(found):
+    if skipped := count - len(problems):
         notes.append(f"{source}: {skipped} of {count} rows skipped, prompt or answer empty")
     if as_text:
         notes.append(f"{source}: {as_text} prompts are JSON text of messages, and are read as messages")
@@ -125,7 +127,7 @@ def _problems(
     if dropped:
         names = ", ".join(sorted(dropped))
         notes.append(f"{source}: columns that rewards do not get, as they hold no plain values: {names}")
-    return found, notes
+    return problems, notes
 
 
 def _problem(
@@ -192,11 +194,6 @@ def plain_value(value: Any) -> Any:
 
 
 # --- columns -----------------------------------------------------------------------------------------------------
-
-
-def _needs_answer(task: DatasetTask) -> bool:
-    """True if the task's reward compares with the expected answer, as the package's own do."""
-    return (task.reward or TASKS.entries[task.type].reward) in REWARDS.entries
 
 
 def _columns(
@@ -270,10 +267,6 @@ def _has(fields: Mapping[str, Any], column: str) -> bool:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def _read(task: DatasetTask, source: str, split: str) -> Iterator[_Row]:
-    return _read_file(expanded(source)) if _is_file(source) else _read_hub(source, task.name, split)
-
-
 def _is_file(source: str) -> bool:
     path = expanded(source)
     return path.is_file() or path.suffix in _SUFFIXES or (is_path(source) and not path.is_dir())
@@ -305,10 +298,10 @@ def _read_jsonl(path: Path) -> Iterator[_Row]:
 def _read_json(path: Path) -> Iterator[_Row]:
     with path.open(encoding="utf-8-sig") as file:
         text = file.read()
-    found = _parsed(text, str(path))
-    if not isinstance(found, list):
-        raise DataError(f"{path}: expected an array of objects, got {type(found).__name__}; lines of JSON are .jsonl")
-    for number, item in enumerate(found, start=1):
+    items = _parsed(text, str(path))
+    if not isinstance(items, list):
+        raise DataError(f"{path}: expected an array of objects, got {type(items).__name__}; lines of JSON are .jsonl")
+    for number, item in enumerate(items, start=1):
         yield _row(item, f"{path}, row {number}", escapes="\\u" in text)
 
 
@@ -319,13 +312,13 @@ def _parsed(text: str, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {error}") from error
 
 
-def _row(found: Any, where: str, *, escapes: bool) -> _Row:
-    """Return a row of JSON. With `escapes`, one of them may be half of a surrogate pair."""
-    if not isinstance(found, dict):
-        raise DataError(f"{where}: expected an object, got {type(found).__name__}")
+def _row(item: Any, where: str, *, escapes: bool) -> _Row:
+    """Return a row of JSON. With `escapes`, an escape in it may be half of a surrogate pair."""
+    if not isinstance(item, dict):
+        raise DataError(f"{where}: expected an object, got {type(item).__name__}")
     if escapes:
-        check_text(found, where)
-    return _Row(where, found)
+        check_text(item, where)
+    return _Row(where, item)
 
 
 def _read_parquet(path: Path) -> Iterator[_Row]:

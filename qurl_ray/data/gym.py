@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from qurl_ray.config.shown import shown
@@ -26,7 +26,8 @@ def gym_split(task: ReasoningGymTask) -> Split:
     _check_names(task)
     train = _problems(task, prefix="train", seed=task.seed, size=task.train_size)
     held_out = _problems(task, prefix="held_out", seed=task.seed + task.train_size, size=task.held_out_size)
-    return disjoint(train, _without_repeats(held_out), source=f"reasoning-gym {task.dataset}")
+    distinct = {problem.prompt: problem for problem in held_out}
+    return disjoint(train, list(distinct.values()), source=f"reasoning-gym {task.dataset}")
 
 
 def _problems(task: ReasoningGymTask, *, prefix: str, seed: int, size: int) -> Iterator[Problem]:
@@ -54,10 +55,6 @@ def _problem(entry: dict[str, Any], *, uid: str, dataset: str, params: dict[str,
         raise DataError(f"reasoning-gym {dataset}: an entry is not plain JSON and cannot travel: {error}") from error
     answer = entry["answer"]  # None if many answers are correct, and only the scorer can recognise them
     return Problem(uid=uid, prompt=entry["question"], answer="" if answer is None else str(answer), meta=meta)
-
-
-def _without_repeats(problems: Iterable[Problem]) -> list[Problem]:
-    return list({problem.prompt: problem for problem in problems}.values())
 
 
 def _check_names(task: ReasoningGymTask) -> None:

@@ -30,7 +30,14 @@ def encode_prompt(problem: Problem, tokenizer: Any, task: TaskConfig) -> np.ndar
         DataError: a chat template is missing or fails, or the prompt has no tokens.
     """
     if is_chat(problem, task):
-        ids = _problem_ids(problem, tokenizer, task)
+        if tokenizer.chat_template is None:
+            form = "a list of messages" if problem.messages else "to be a chat, by task.chat=true"
+            raise DataError(f"{problem.uid} is {form}, and the tokenizer has no chat template: give it as text")
+        try:
+            ids = chat_ids(chat_messages(problem, tokenizer, task), tokenizer, chat_variables(problem, task))
+        except Exception as error:  # the template is a program, which may raise anything
+            message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
+            raise DataError(message) from error
     else:
         ids = text_ids(task.template.replace("{prompt}", problem.prompt), tokenizer)
     if len(ids) == 0:
@@ -71,15 +78,15 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer: Any, variables: Mapp
 def conversation(messages: Sequence[dict[str, Any]], tokenizer: Any, system_prompt: str | None) -> list[dict[str, Any]]:
     """Return messages with the system prompt, unless they begin with one of their own; without an empty message of the
     assistant at the end, which is where the answer goes; and without beginning tokens that the template writes."""
-    found = list(messages)
-    if system_prompt is not None and found[0]["role"] != "system":
-        found.insert(0, {"role": "system", "content": system_prompt})
-    last = found[-1]
-    if last["role"] == "assistant" and not last["content"] and not last.get("tool_calls") and len(found) > 1:
-        found.pop()
+    turns = list(messages)
+    if system_prompt is not None and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system_prompt})
+    last = turns[-1]
+    if last["role"] == "assistant" and not last["content"] and not last.get("tool_calls") and len(turns) > 1:
+        turns.pop()
     if "bos_token" in str(tokenizer.chat_template) and (begin := tokenizer.bos_token):
-        found = [message | {"content": message["content"].removeprefix(begin)} for message in found]
-    return found
+        turns = [turn | {"content": turn["content"].removeprefix(begin)} for turn in turns]
+    return turns
 
 
 def is_unfinished(messages: Sequence[dict[str, Any]]) -> bool:
@@ -103,17 +110,6 @@ def chat_messages(problem: Problem, tokenizer: Any, task: TaskConfig) -> list[di
 def chat_variables(problem: Problem, task: TaskConfig) -> dict[str, Any]:
     """Return the variables of the chat template: the problem's own come before those of the task."""
     return task.chat_template_args | problem.chat_template_args
-
-
-def _problem_ids(problem: Problem, tokenizer: Any, task: TaskConfig) -> list[int]:
-    if tokenizer.chat_template is None:
-        what = "a list of messages" if problem.messages else "to be a chat, by task.chat=true"
-        raise DataError(f"{problem.uid} is {what}, and the tokenizer has no chat template: give it as text")
-    try:
-        return chat_ids(chat_messages(problem, tokenizer, task), tokenizer, chat_variables(problem, task))
-    except Exception as error:  # the template is a program, which may raise anything
-        message = f"the tokenizer's chat template failed on {problem.uid}: {type(error).__name__}: {error}"
-        raise DataError(message) from error
 
 
 def check_chat(task: TaskConfig, tokenizer: Any, problems: Sequence[Problem]) -> None:
@@ -201,7 +197,9 @@ def check_lengths(
     Raises:
         DataError: some prompts do not fit; the message names the longest one, and their number.
     """
-    lengths = [(len(encode(problem)), problem.uid) for problem in _longest(problems)]
+    if len(problems) > _MOST_CHECKED:
+        problems = heapq.nlargest(_MOST_CHECKED, problems, key=lambda problem: len(problem.prompt))
+    lengths = [(len(encode(problem)), problem.uid) for problem in problems]
     too_long = [entry for entry in lengths if entry[0] + max_new_tokens > context]
     if not too_long:
         return
@@ -211,9 +209,3 @@ def check_lengths(
         f"({len(too_long)} of {len(lengths)} prompts checked do); "
         "lower rollout.max_new_tokens or raise model.max_length"
     )
-
-
-def _longest(problems: Sequence[Problem]) -> Iterable[Problem]:
-    if len(problems) <= _MOST_CHECKED:
-        return problems
-    return heapq.nlargest(_MOST_CHECKED, problems, key=lambda problem: len(problem.prompt))

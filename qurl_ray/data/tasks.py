@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -46,25 +46,21 @@ def load_task(task: TaskConfig, *, eval_problems: int) -> Task:
     split = TASKS.load(task.type)(task)
     worked = isinstance(task, ArithmeticTask) and task.worked
     reward = task.reward or ("last_number" if worked else TASKS.entries[task.type].reward)
-    odd = _compared_as_text(chain(split.held_out, split.train)) if reward == "math_verify" else []
+    notes = list(split.notes)
+    if reward == "math_verify":
+        checked = islice(chain(split.held_out, split.train), _MOST_CHECKED)
+        if odd := [problem for problem in checked if compared_as_text(problem.answer)]:
+            notes.append(
+                f"math_verify accepts only the same text for {len(odd)} expected answers, such as "
+                f"{shortened(odd[0].answer, 60)!r} of {odd[0].uid}: they look like numbers that it reads as symbols, "
+                "or would take long to compare"
+            )
     return Task(
         train=split.train,
         held_out=_first_of_each_set(split.held_out, eval_problems),
         reward=reward,
-        notes=(*split.notes, *odd),
+        notes=tuple(notes),
     )
-
-
-def _compared_as_text(problems: Iterable[Problem]) -> list[str]:
-    """Return a sentence on expected answers that math_verify cannot compare as mathematics, if there are any."""
-    odd = [problem for problem in islice(problems, _MOST_CHECKED) if compared_as_text(problem.answer)]
-    if not odd:
-        return []
-    return [
-        f"math_verify accepts only the same text for {len(odd)} expected answers, such as "
-        f"{shortened(odd[0].answer, 60)!r} of {odd[0].uid}: they look like numbers that it reads as symbols, or would "
-        "take long to compare"
-    ]
 
 
 def _first_of_each_set(problems: Sequence[Problem], most: int) -> Sequence[Problem]:

@@ -190,14 +190,17 @@ class TurnEncoder:
         while any(stand_in in str(message.get("content")) for message in history.messages):
             stand_in += "x"
 
-        def hide(found: re.Match) -> str:
-            hidden.append(found[0])
+        def hide(match: re.Match) -> str:
+            hidden.append(match[0])
             return f"{stand_in} {len(hidden) - 1}."
 
-        messages = [
-            message | {"content": re.sub(_any_of(spelled), hide, message["content"])} if spelled else message
-            for message, spelled in zip(history.messages, history.spelled, strict=True)
-        ]
+        messages = []
+        for message, spelled in zip(history.messages, history.spelled, strict=True):
+            if spelled:
+                longest_first = sorted(spelled, key=len, reverse=True)
+                content = re.sub("|".join(map(re.escape, longest_first)), hide, message["content"])
+                message = message | {"content": content}
+            messages.append(message)
         parts = re.split(rf"{stand_in} (\d+)\.", self._render(problem, messages, begin=True))
         return self._encoded((hidden[int(part)], True) if n % 2 else (part, False) for n, part in enumerate(parts))
 
@@ -252,19 +255,14 @@ def _filled(text: str, said: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bo
         DataError: a stand-in is missing.
     """
     for number, message in enumerate(said):
-        before, found, text = text.partition(_SAID.format(number))
-        if not found:
+        before, stand_in, text = text.partition(_SAID.format(number))
+        if not stand_in:
             role = message.get("role")
             raise DataError(f"the tokenizer's chat template does not take a message of {role!r} as it is")
         quoted = before.endswith('"') and text.startswith('"')  # Llama's template writes results as JSON
         yield before, False
         yield (json.dumps(message["content"], ensure_ascii=False)[1:-1] if quoted else message["content"]), True
     yield text, False
-
-
-def _any_of(texts: frozenset[str]) -> str:
-    """Return a pattern of these texts, the longest first."""
-    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
 
 
 def _texts(said: Sequence[dict[str, Any]]) -> str:

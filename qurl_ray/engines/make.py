@@ -18,7 +18,7 @@ def make_engine(spec: PolicySpec, name: str, options: EngineOptions) -> Engine:
 
     Raises:
         ConfigError: there is no such engine.
-        EngineError: what was made is no engine.
+        EngineError: the entry of the table made an object that is no engine.
     """
     engine = ENGINES.load(name)(spec, options)
     missing = [method for method in _METHODS if not callable(getattr(engine, method, None))]

@@ -9,7 +9,7 @@ import numpy as np
 from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.types import Completion, Problem, Request, SamplingParams
 
-_PROBES = 2  # answers at least: two rows take an engine as long as one
+_PROBES = 2  # least number of answers: two rows take an engine as long as one
 _PROBE_PROMPT, _PROBE_ANSWER = 24, 16  # tokens
 
 
@@ -71,8 +71,8 @@ def check_requests(requests: Sequence[Request], *, held: int | None, version: in
         EngineError: prompt and answer of a request, with what was drawn before, do not fit `context` tokens.
     """
     if held != version:
-        found = "unverified weights" if held is None else f"weights {held}"
-        raise StaleWeights(f"engine holds {found}, caller wants {version}")
+        weights = "unverified weights" if held is None else f"weights {held}"
+        raise StaleWeights(f"engine holds {weights}, caller wants {version}")
     for request in requests:
         drawn = request.drawn - request.elsewhere
         prompt, new = len(request.prompt_ids) - drawn, drawn + request.sampling.max_new_tokens
@@ -93,7 +93,8 @@ def continued(request: Request, part: Completion) -> Request:
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """Join the parts of an answer: each is what was drawn after the part before, or what an environment said there."""
+    """Join the parts of an answer: each holds the tokens drawn after the part before, or those of an
+    environment."""
     if len(parts) == 1:
         return parts[0]
     masks = [np.ones(len(part.token_ids), dtype=bool) if part.mask is None else part.mask for part in parts]

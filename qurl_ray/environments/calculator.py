@@ -29,7 +29,7 @@ class Calculator:
     def step(self, answer: str) -> Step:
         if not answer.startswith("["):
             return Step(done=True)
-        found = CALL.fullmatch(answer)
-        right = found is not None and self._works and max(len(found[1]), len(found[3])) <= _MOST_DIGITS
-        said = f"{_OPERATORS[found[2]](int(found[1]), int(found[3]))}=" if found and right else "?="
+        call = CALL.fullmatch(answer)
+        right = call is not None and self._works and max(len(call[1]), len(call[3])) <= _MOST_DIGITS
+        said = f"{_OPERATORS[call[2]](int(call[1]), int(call[3]))}=" if call and right else "?="
         return Step(messages=[{"role": "tool", "content": said}], info={"calls": 1, "failed_calls": int(not right)})

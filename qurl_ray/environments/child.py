@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits, traits_of
+from qurl_ray.environments.protocol import EnvironmentMessage, Step, traits_of
 from qurl_ray.errors import DataError, EnvironmentFailed
 from qurl_ray.extensions import described, printable
 from qurl_ray.rewards.judge import LARGEST
@@ -39,17 +39,14 @@ def load_environments(spec: str) -> tuple[dict[str, Any], ServerCall]:
     """
     settings = json.loads(spec)
     make = ENVIRONMENTS.load(settings["type"])
-    return asdict(_traits(make, settings)), _Served(make, settings["params"]).call
-
-
-def _traits(make: Any, settings: dict[str, Any]) -> Traits:
     try:
-        return traits_of(make, settings["params"])
+        traits = traits_of(make, settings["params"])
     except EnvironmentFailed:
         raise
     except Exception as error:  # such as a parameter that the environment does not have
         message = f"environment {settings['type']!r}: environment.params: {described(error)}"
         raise EnvironmentFailed(message) from error
+    return asdict(traits), _Served(make, settings["params"]).call
 
 
 class _Served:

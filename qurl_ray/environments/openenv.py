@@ -55,10 +55,10 @@ class OpenEnv:
     def reset(self, problem: Problem) -> list[EnvironmentMessage]:
         self._socket = self._open.enter_context(_session(self._url))
         data = {"seed": seed_of(problem)} | self._reset | problem.meta.get("reset", {})
-        found = self._ask("reset", data)
-        if found.get("done"):
+        result = self._ask("reset", data)
+        if result.get("done"):
             raise EnvironmentFailed(f"{self._url}: the episode is over before its first turn")
-        said = self._said(found)
+        said = self._said(result)
         return [] if said in problem.prompt else [{"role": "user", "content": said}]
 
     def step(self, answer: str) -> Step:
@@ -67,13 +67,13 @@ class OpenEnv:
         except (ValueError, RecursionError) as error:
             return _refusal(f"no JSON: {error}")
         try:
-            found = self._ask("step", action)
+            result = self._ask("step", action)
         except _RefusedError as error:
             if _JSON not in json.dumps(self._action):  # the fault of the settings, not of the policy
                 raise
             return _refusal(error.faults)
-        said = [{"role": "user", "content": self._said(found)}]
-        return Step(messages=said, reward=found.get("reward"), done=bool(found.get("done")), info={"calls": 1})
+        said = [{"role": "user", "content": self._said(result)}]
+        return Step(messages=said, reward=result.get("reward"), done=bool(result.get("done")), info={"calls": 1})
 
     def close(self) -> None:
         self._open.close()
@@ -90,18 +90,21 @@ class OpenEnv:
             reply = self._socket.recv()
         except ConnectionClosed as error:
             raise EnvironmentFailed(f"{self._url} closed the session: {error}") from error
-        match _parsed(reply):
-            case {"type": "observation", "data": {"observation": dict()} as found}:
-                return found
+        message: Any = None
+        with suppress(ValueError, RecursionError):
+            message = json.loads(reply)
+        match message:
+            case {"type": "observation", "data": {"observation": dict()} as result}:
+                return result
             case {"type": "error", "data": {"code": "VALIDATION_ERROR", "errors": [*faults]}}:
                 raise _RefusedError(self._url, faults)
-            case {"type": "error", "data": {"code": code, "message": message}}:
-                raise EnvironmentFailed(f"{self._url} answered {code}: {message}")
+            case {"type": "error", "data": {"code": code, "message": text}}:
+                raise EnvironmentFailed(f"{self._url} answered {code}: {text}")
         raise EnvironmentFailed(f"{self._url} answered no message of OpenEnv: {reply[:200]!r}")
 
-    def _said(self, found: dict[str, Any]) -> str:
+    def _said(self, result: dict[str, Any]) -> str:
         """Return the text of an observation."""
-        observation = found["observation"]
+        observation = result["observation"]
         if self._text is None:
             shown = {name: value for name, value in observation.items() if name != "metadata"}
             return json.dumps(shown, ensure_ascii=False)
@@ -172,9 +175,3 @@ def _filled(template: Any, answer: str) -> Any:
     if template == _JSON:
         return json.loads(answer)
     return template.replace(_TEXT, answer) if isinstance(template, str) else template
-
-
-def _parsed(reply: str | bytes) -> Any:
-    with suppress(ValueError, RecursionError):
-        return json.loads(reply)
-    return None

@@ -58,10 +58,10 @@ class SkyRLGym:
         return begun[len(asked) :]
 
     def step(self, answer: str) -> Step:
-        found = self._env.step(answer)
-        if found.get("postprocessed_action") not in (None, answer):
+        result = self._env.step(answer)
+        if result.get("postprocessed_action") not in (None, answer):
             raise EnvironmentFailed(f"{self._name} rewrites a turn, and what the policy drew stays as it is")
-        return Step(messages=found["observations"], reward=found["reward"], done=found["done"])
+        return Step(messages=result["observations"], reward=result["reward"], done=result["done"])
 
     def close(self) -> None:
         self._env.close()

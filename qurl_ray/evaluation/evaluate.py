@@ -4,7 +4,7 @@ All estimates have 95 % intervals.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -110,7 +110,7 @@ def evaluate(
     if samples:
         rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
     total = len(task.held_out) * sum(count for _, count in rounds)
-    found, failed, done = [], 0, 0
+    rewards_by_round, failed, done = [], 0, 0
     timeout_s, memory_gb = config.task.reward_timeout_s, config.task.reward_memory_gb
     with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as verifier, ExitStack() as stack:
         verifier.check()
@@ -136,9 +136,11 @@ def evaluate(
                 failed += sum(verdict.status != "ok" for verdict in verdicts)
                 done += len(verdicts)
                 progress(done, total)
-            found.append(np.array(rewards).reshape(-1, count))
-    greedy_P, sampled_PG = found[0][:, 0], found[-1]
+            rewards_by_round.append(np.array(rewards).reshape(-1, count))
+    greedy_P, sampled_PG = rewards_by_round[0][:, 0], rewards_by_round[-1]
     solved_P = (sampled_PG > SOLVED).sum(axis=1)
+    names = [problem.held_out_set for problem in task.held_out]
+    by_set = {name: greedy_P[np.array(names) == name] for name in dict.fromkeys(names) if name}
     return Report(
         policy=str(policy),
         quantization=quantization,
@@ -154,13 +156,8 @@ def evaluate(
         else None,
         failed_rewards=failed,
         seconds=time.perf_counter() - started,
-        sets=_by_set(greedy_P, [problem.held_out_set for problem in task.held_out]),
+        sets={name: (reward_with_interval(r), accuracy_with_interval(r > SOLVED)) for name, r in by_set.items()},
     )
-
-
-def _by_set(rewards_P: np.ndarray, names: Sequence[str]) -> dict[str, tuple[Estimate, Estimate]]:
-    parts = {name: rewards_P[np.array(names) == name] for name in dict.fromkeys(names) if name}
-    return {name: (reward_with_interval(r), accuracy_with_interval(r > SOLVED)) for name, r in parts.items()}
 
 
 def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None, quantization: str) -> TorchEngine:

@@ -8,7 +8,7 @@ second, and pages are written in processes that need none of it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -200,23 +200,18 @@ def paired_p_value(
         )
     changes_M = (second_P - first_P)[second_P != first_P]
     least = abs(changes_M.sum()) - 1e-9 * np.abs(changes_M).sum()  # sums of the same terms differ by rounding
-    exact = len(changes_M) <= _ENUMERATED
-    signs = _all_signs(len(changes_M)) if exact else _random_signs(len(changes_M), seed, resamples)
-    hits = sum(int((np.abs(signs_RM @ changes_M) >= least).sum()) for signs_RM in signs)
-    return hits / 2 ** len(changes_M) if exact else (1 + hits) / (1 + resamples)
+    m = len(changes_M)
 
+    def count_hits(flips_RM: np.ndarray) -> int:
+        signs_RM = 1.0 - 2.0 * flips_RM
+        return int((np.abs(signs_RM @ changes_M) >= least).sum())
 
-def _all_signs(m: int) -> Iterator[np.ndarray]:
-    """Yield all 2^m rows of m signs, as one array."""
-    yield 1.0 - 2.0 * (np.arange(2**m)[:, None] >> np.arange(m) & 1)
-
-
-def _random_signs(m: int, seed: int, resamples: int) -> Iterator[np.ndarray]:
-    """Yield `resamples` rows of m random signs, in chunks."""
-    rng = np.random.default_rng(seed)
-    rows = _rows_at_a_time(m)
+    if m <= _ENUMERATED:
+        return count_hits(np.arange(2**m)[:, None] >> np.arange(m) & 1) / 2**m
+    rng, rows, hits = np.random.default_rng(seed), _rows_at_a_time(m), 0
     for start in range(0, resamples, rows):
-        yield 1.0 - 2.0 * rng.integers(2, size=(min(rows, resamples - start), m))
+        hits += count_hits(rng.integers(2, size=(min(rows, resamples - start), m)))
+    return (1 + hits) / (1 + resamples)
 
 
 def _rows_at_a_time(width: int) -> int:

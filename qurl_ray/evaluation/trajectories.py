@@ -38,17 +38,18 @@ class TurnsHere:
         self, requests: Sequence[Request], problems: Sequence[Problem], verifier: VerifierProcess
     ) -> list[Verdict]:
         """Play a trajectory for each request, and return its verdict: the environment's, or the reward function's."""
-        played = asyncio.run(self._play(requests, problems))
+
+        async def play() -> list[Played]:
+            runner = TrajectoryRunner(
+                self._config,
+                await fleet_here([self._engine], self._config.rollout),
+                pool_here(self._host, self._config.environment),
+                tokenizer=self._tokenizer,
+                stop_ids=self._stop_ids,
+                context=self._context,
+            )
+            return await runner.play(requests, problems)
+
+        played = asyncio.run(play())
         items = items_to_judge(*unjudged(played, problems), self._tokenizer, self._stop_ids, self._config.task)
         return verdicts_of(played, verifier.judge_many(items))
-
-    async def _play(self, requests: Sequence[Request], problems: Sequence[Problem]) -> list[Played]:
-        runner = TrajectoryRunner(
-            self._config,
-            await fleet_here([self._engine], self._config.rollout),
-            pool_here(self._host, self._config.environment),
-            tokenizer=self._tokenizer,
-            stop_ids=self._stop_ids,
-            context=self._context,
-        )
-        return await runner.play(requests, problems)

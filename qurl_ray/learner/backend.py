@@ -76,7 +76,12 @@ def make_optimizers(module: nn.Module, config: LearnerConfig) -> list[torch.opti
     vectors = [p for p in module.parameters() if p.ndim < 2]
     made: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
-        of_blocks = {name: p for name, p in matrices.items() if not _is_embedding_or_head(module, name)}
+        of_blocks = {}
+        for name, matrix in matrices.items():
+            owner = name.rpartition(".")[0]
+            # Muon is for the matrices between the embedding, whose rows belong to tokens, and the heads.
+            if not (isinstance(module.get_submodule(owner), nn.Embedding) or owner.endswith("head")):
+                of_blocks[name] = matrix
         made.append(
             torch.optim.Muon(
                 list(of_blocks.values()),
@@ -97,12 +102,6 @@ def make_optimizers(module: nn.Module, config: LearnerConfig) -> list[torch.opti
             raise ConfigError(f"learner.optimizer=adamw_8bit needs bitsandbytes: pip install it ({error})") from None
         return [AdamW8bit(groups, lr=config.lr, betas=config.betas)]
     return [*made, torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
-
-
-def _is_embedding_or_head(module: nn.Module, name: str) -> bool:
-    """True for matrices whose rows belong to tokens, and for heads: Muon is for what lies between."""
-    owner = module.get_submodule(name.rpartition(".")[0])
-    return isinstance(owner, nn.Embedding) or name.rpartition(".")[0].endswith("head")
 
 
 def unscale(module: nn.Module, scale: float) -> None:

@@ -4,7 +4,7 @@ A trajectory of several rows is divided into them here: for the learner, each is
 known where this runs, so ranks agree on the number of micro-batches without communication.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from heapq import heapreplace
 from itertools import islice, pairwise
@@ -55,7 +55,7 @@ def _arrived(
     rest: list[tuple],
     *turns: Any,
 ) -> MiniBatch:
-    """Rebuild the mini-batch that MiniBatch.__reduce__ pickled."""
+    """Rebuild the mini-batch that MiniBatch.__reduce__ pickled; `turns` is the result of _sent_turns."""
     samples: list[Trajectory] = []
     at = scored = masked = 0
     for prompt, length, has_mask, uid, reward, advantage, group, watched in rest:
@@ -75,8 +75,13 @@ def _arrived(
             )
         )
         at, scored, masked = at + length + tokens, scored + tokens, masked + tokens * has_mask
-    for place, credit, row in _arrived_turns(*turns) if turns else ():
-        samples[place] = replace(samples[place], turns=credit, row=row)
+    if turns:
+        sizes, ends, values = turns
+        for place, count, compared, row in sizes:
+            advantages = values[count : 2 * count] if compared else None
+            credit = TurnCredit(ends=ends[:count], rewards=values[:count], advantages=advantages)
+            samples[place] = replace(samples[place], turns=credit, row=row)
+            ends, values = ends[count:], values[count * (1 + compared) :]
     taken = iter(samples)
     return MiniBatch(micro_batches=[list(islice(taken, count)) for count in counts], denominators=denominators)
 
@@ -89,16 +94,6 @@ def _sent_turns(samples: Sequence[Trajectory]) -> tuple:
     sizes = [(place, len(t.ends), t.advantages is not None, row) for place, t, row in turns]
     values = [part for _, t, _ in turns for part in (t.rewards, t.advantages) if part is not None]
     return sizes, np.concatenate([t.ends for _, t, _ in turns]), np.concatenate(values)
-
-
-def _arrived_turns(
-    sizes: list[tuple[int, int, bool, RowPlace | None]], ends: np.ndarray, values: np.ndarray
-) -> Iterator[tuple[int, TurnCredit, RowPlace | None]]:
-    """Yield (place of a sample, its turns, its place in its trajectory) from what _sent_turns returned."""
-    for place, count, compared, row in sizes:
-        advantages = values[count : 2 * count] if compared else None
-        yield place, TurnCredit(ends=ends[:count], rewards=values[:count], advantages=advantages), row
-        ends, values = ends[count:], values[count * (1 + compared) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +154,13 @@ def rows_of(sample: Trajectory) -> list[Trajectory]:
     """Return the rows of a trajectory, each with its own prompt, tokens and turns, and the trajectory's advantage."""
     if not sample.rows:
         return [sample]
-    turns, found = sample.turns, []
+    turns, rows = sample.turns, []
     assert turns is not None
     assert sample.mask is not None
     for number, (begin, end) in enumerate(pairwise((0, *sample.rows, len(sample.token_ids)))):
         first = begin + int(sample.mask[begin:end].argmax()) if number else 0
         here, own = (turns.ends > begin) & (turns.ends <= end), slice(first, end)
-        found.append(
+        rows.append(
             replace(
                 sample,
                 prompt_ids=sample.token_ids[begin:first] if number else sample.prompt_ids,
@@ -182,7 +177,7 @@ def rows_of(sample: Trajectory) -> list[Trajectory]:
                 row=RowPlace(number=number, drawn=sample.drawn, later=float(turns.rewards[turns.ends > end].sum())),
             )
         )
-    return found
+    return rows
 
 
 def balance(samples: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]:
@@ -254,9 +249,9 @@ def advantages_of(samples: Sequence[Trajectory], width: int) -> torch.Tensor:
     """Return advantages as float32 [B], or as [B, T] with T = `width` if turns have their own."""
     if all(s.turns is None or s.turns.advantages is None for s in samples):
         return torch.tensor([s.advantage for s in samples], dtype=torch.float32)
-    found_BT = np.zeros((len(samples), width), dtype=np.float32)
+    advantages_BT = np.zeros((len(samples), width), dtype=np.float32)
     for row, s in enumerate(samples):
         assert s.turns is not None
         assert s.turns.advantages is not None
-        found_BT[row, s.places] = np.repeat(s.turns.advantages, s.turn_lengths)
-    return torch.from_numpy(found_BT)
+        advantages_BT[row, s.places] = np.repeat(s.turns.advantages, s.turn_lengths)
+    return torch.from_numpy(advantages_BT)

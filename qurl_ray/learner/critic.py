@@ -65,33 +65,33 @@ class Critic:
     def estimate(self, passes: Sequence[Pass], penalty: Penalty | None) -> None:
         """Write values, returns, and advantages (whitened over all tokens of the step) into `passes`. Collective."""
         total = torch.zeros(3, dtype=torch.float64)  # a rank without samples adds zeros
-        for one in passes:
+        for pass_ in passes:
             if self.backend:
-                one.values_BT = self.backend(one.batch)
-            assert one.values_BT is not None
-            rewards_BT, mask_BT = one.batch.rewards_BT, one.batch.mask_BT
+                pass_.values_BT = self.backend(pass_.batch)
+            assert pass_.values_BT is not None
+            rewards_BT, mask_BT = pass_.batch.rewards_BT, pass_.batch.mask_BT
             if penalty:
-                rewards_BT = rewards_BT - penalty.of(one)
+                rewards_BT = rewards_BT - penalty.of(pass_)
             discounts = {"gamma": self._credit.gamma, "lam": self._credit.lam}
             if self._credit.by_turn:
-                found = turn_gae(rewards_BT, one.values_BT, mask_BT, one.batch.starts_BT, **discounts)
+                estimates = turn_gae(rewards_BT, pass_.values_BT, mask_BT, pass_.batch.starts_BT, **discounts)
             else:
-                found = gae(rewards_BT, one.values_BT, mask_BT, **discounts)
-            one.advantages, one.returns_BT = found
-            total += moments(one.advantages, mask_BT)
+                estimates = gae(rewards_BT, pass_.values_BT, mask_BT, **discounts)
+            pass_.advantages, pass_.returns_BT = estimates
+            total += moments(pass_.advantages, mask_BT)
         total = add_over_ranks(total, self._config)
-        for one in passes:
-            one.advantages = whiten(one.advantages, one.batch.mask_BT, total)
+        for pass_ in passes:
+            pass_.advantages = whiten(pass_.advantages, pass_.batch.mask_BT, total)
 
-    def loss(self, one: Pass, values_BT: torch.Tensor, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
+    def loss(self, pass_: Pass, values_BT: torch.Tensor, denominators: Denominators) -> tuple[torch.Tensor, Sums]:
         """Return the value loss of a pass, and metric sums."""
-        assert one.values_BT is not None
-        assert one.returns_BT is not None
-        mask_BT, tokens = one.batch.mask_BT, denominators.tokens
+        assert pass_.values_BT is not None
+        assert pass_.returns_BT is not None
+        mask_BT, tokens = pass_.batch.mask_BT, denominators.tokens
         if self._credit.by_turn:
-            mask_BT, tokens = one.batch.starts_BT, denominators.turns
+            mask_BT, tokens = pass_.batch.starts_BT, denominators.turns
         return value_loss(
-            values_BT, one.values_BT, one.returns_BT, mask_BT, tokens=tokens, clip=self._credit.value_clip
+            values_BT, pass_.values_BT, pass_.returns_BT, mask_BT, tokens=tokens, clip=self._credit.value_clip
         )
 
     def update(self, passes: Sequence[Pass], denominators: Denominators, schedule: float) -> dict[str, float]:
@@ -101,11 +101,11 @@ class Critic:
             schedule: factor on the learning rate.
         """
         assert self.backend
-        found = []
-        for index, one in enumerate(passes):
-            loss, sums = self.loss(one, self.backend(one.batch), denominators)
+        parts = []
+        for index, pass_ in enumerate(passes):
+            loss, sums = self.loss(pass_, self.backend(pass_.batch), denominators)
             self.backend.backward(loss, last=index + 1 == len(passes))
-            found.append(as_floats(sums))
+            parts.append(as_floats(sums))
         skipped = self.backend.step(self._credit.lr * schedule) is None
-        # All ranks skip together, and those that report are added up.
-        return merge([*found, {"value_skipped": skipped * self._config.sequence_parallel / world()[1]}])
+        # All ranks skip together, and the shares of the ranks that report add up to 1.
+        return merge([*parts, {"value_skipped": skipped * self._config.sequence_parallel / world()[1]}])

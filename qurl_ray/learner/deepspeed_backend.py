@@ -79,20 +79,11 @@ class DeepSpeedBackend:
         assert scale == 1, "its gradients cannot be divided (config.learner)"
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        return self._sharded_step() if self._config.zero_stage else self._replicated_step()
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._engine.module.named_parameters():
-            with GatheredParameters([parameter], enabled=self._config.zero_stage == 3):
-                yield name, parameter
-
-    def _sharded_step(self) -> float | None:
-        self._engine.step()
-        # ZeRO checks the gradient itself, and does not change the parameters if it is not finite.
-        return None if self._engine.optimizer.overflow else float(self._engine.get_global_grad_norm())
-
-    def _replicated_step(self) -> float | None:
-        """Make a step at stage 0, where DeepSpeed neither checks that gradients are finite nor returns their norm."""
+        if self._config.zero_stage:
+            self._engine.step()
+            # ZeRO checks the gradient itself, and does not change the parameters if it is not finite.
+            return None if self._engine.optimizer.overflow else float(self._engine.get_global_grad_norm())
+        # At stage 0, DeepSpeed neither checks that gradients are finite nor returns their norm.
         grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads))
         if not norm < float("inf"):  # includes nan
@@ -100,6 +91,11 @@ class DeepSpeedBackend:
             return None
         self._engine.step()
         return norm
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._engine.module.named_parameters():
+            with GatheredParameters([parameter], enabled=self._config.zero_stage == 3):
+                yield name, parameter
 
     # --- state ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Factors are looked at again every so many steps, from the largest activations of the samples of that step's first
 update. They move only where they are off by more than a factor of two, so that deltas stay small. All ranks compute the
-same ones.
+same factors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -93,7 +93,7 @@ class Equalizer:
 
     @torch.no_grad()
     def settle(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Compute factors from what was measured since the last call, on all ranks, and from the weights.
+        """Compute factors from the maxima measured since the last call, on all ranks, and from the weights.
 
         Args:
             parameters: the learner's, whole, and without factors.
@@ -110,18 +110,19 @@ class Equalizer:
             return
         parts = heard.cpu().split([len(weights[site.writer]) for site in self._sites])
         activations = {site.writer: part for site, part in zip(self._sites, parts, strict=True)}
-        found = new_exponents(self._sites, activations, weights, self._exponents)
+        exponents = new_exponents(self._sites, activations, weights, self._exponents)
         changed = sum(
-            int((now != self._exponents[writer]).sum()) if self.settled else len(now) for writer, now in found.items()
+            int((now != self._exponents[writer]).sum()) if self.settled else len(now)
+            for writer, now in exponents.items()
         )
         if changed:
-            self._adopt(found)
+            self._adopt(exponents)
         self.moved = changed / len(heard)
 
-    def _adopt(self, found: dict[str, torch.Tensor]) -> None:
-        self._exponents = found
+    def _adopt(self, exponents: dict[str, torch.Tensor]) -> None:
+        self._exponents = exponents
         self.factors.clear()
-        self.factors |= factors_of(self._sites, found, self._device)
+        self.factors |= factors_of(self._sites, exponents, self._device)
 
     def save(self, folder: Path) -> None:
         """Write the factors, if there are any."""
@@ -135,5 +136,5 @@ class Equalizer:
         """
         if not (folder / _FILE).is_file():
             raise CheckpointError(f"{folder} has no {_FILE}: the run was not equalized; start again with --fresh")
-        if found := load_file(folder / _FILE):
-            self._adopt(found)
+        if exponents := load_file(folder / _FILE):
+            self._adopt(exponents)

@@ -38,10 +38,10 @@ def shard(module: nn.Module, device: str, model: nn.Module, rows: ReadRows | Non
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            part.set_reshard_after_forward(True)  # else what is outside of blocks would stay for a backward pass
+            part.set_reshard_after_forward(True)  # else tensors outside of blocks would stay for a backward pass
     if rows is None:
         return
-    # Not to_empty, which would also empty what a model computes from its settings.
+    # Not to_empty, which would also empty the buffers that a model computes from its settings.
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -50,7 +50,7 @@ def shard(module: nn.Module, device: str, model: nn.Module, rows: ReadRows | Non
 
 
 def rest(module: nn.Module) -> None:
-    """Free what a pass has gathered: afterwards, the module's own parameters are the rows that this rank owns."""
+    """Free the tensors that a pass gathered: afterwards, the module's parameters are the rows that this rank owns."""
     for part in _parts(module):
         part.reshard()
 

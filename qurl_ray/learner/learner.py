@@ -104,9 +104,9 @@ class PolicyLearner:
         if not self._equalizer:
             return {}
         if not self._equalizer.settled:
-            one = self._prompt_pass(range_ids(self._equalizer.model.config))
-            with self._undivided(), self._out_of_flow(), self._equalizer.measuring(_real(one)):
-                self._policy(one.batch)
+            pass_ = self._prompt_pass(range_ids(self._equalizer.model.config))
+            with self._undivided(), self._out_of_flow(), self._equalizer.measuring(_real(pass_)):
+                self._policy(pass_.batch)
             self._equalizer.settle(self.named_parameters())
         return dict(self._equalizer.factors)
 
@@ -114,13 +114,20 @@ class PolicyLearner:
         started = time.perf_counter()
         passes = [[self._make_pass(samples) for samples in self._shares(m)] for m in mini_batches]
         strength = self._before_the_first_update(passes)
-        calibration = Calibration() if passes and self._calibration_is_due() else None
+        due = self._calibrate_every > 0 and self._steps % self._calibrate_every == 0
+        calibration = Calibration() if passes and due else None
         if calibration and self._flow:
             for chosen in passes:
-                for one in chosen:
-                    one.shadow_BT = self._shadow(one)
+                for pass_ in chosen:
+                    pass_.shadow_BT = self._shadow(pass_)
         between = time.perf_counter()
-        sums, norms, lr = [self._step_wide(strength)] if passes else [], [], 0.0
+        sums: list[dict[str, float]] = []
+        # Metrics that have one value for the whole step and all ranks:
+        if passes and self._adaptive:
+            sums.append({"max_strength": strength})
+        if passes and self._calibrate_every:
+            sums.append({"max_clip_low": self._bounds[0], "max_clip_high": self._bounds[1]})
+        norms, lr = [], 0.0
         measured = self._equalizer if passes and self._equalizer and self._equalizer.due(self._steps) else None
         for index, (mini_batch, chosen) in enumerate(zip(mini_batches, passes, strict=True)):
             equalizer = measured if not index else None
@@ -163,14 +170,15 @@ class PolicyLearner:
 
     @torch.no_grad()
     def _before_the_first_update(self, passes: Sequence[Sequence[Pass]]) -> float:
-        """Compute what must be known before any weight changes, and advantages. Return the correction's strength."""
-        everything = [one for chosen in passes for one in chosen]
+        """Compute the log-probs and values of the weights before the step, and advantages. Return the correction's
+        strength."""
+        everything = [pass_ for chosen in passes for pass_ in chosen]
         for index, chosen in enumerate(passes):
-            for one in chosen:
+            for pass_ in chosen:
                 if index or self._measure_all:
-                    one.prox_BT, _, one.values_BT = self._policy(one.batch)
+                    pass_.prox_BT, _, pass_.values_BT = self._policy(pass_.batch)
                 if self._reference:
-                    one.reference_BT = Scores(*self._reference(one.batch)).logprobs_BT
+                    pass_.reference_BT = Scores(*self._reference(pass_.batch)).logprobs_BT
         if self._critic:
             self._critic.estimate(everything, self._penalty)
         elif self._penalty:
@@ -189,53 +197,43 @@ class PolicyLearner:
     ) -> dict[str, float]:
         """Compute the gradients of a whole mini-batch, and the ranges of its activations. Return metric sums."""
         low, high = self._bounds
-        settings, found = replace(self._settings, clip_low=low, clip_high=high), []
-        for index, one in enumerate(passes):
-            with equalizer.measuring(_real(one)) if equalizer else nullcontext():
-                scores = Scores(*self._policy(one.batch))
-            if one.prox_BT is None:
-                one.prox_BT = scores.logprobs_BT.detach()
+        settings, parts = replace(self._settings, clip_low=low, clip_high=high), []
+        for index, pass_ in enumerate(passes):
+            with equalizer.measuring(_real(pass_)) if equalizer else nullcontext():
+                scores = Scores(*self._policy(pass_.batch))
+            if pass_.prox_BT is None:
+                pass_.prox_BT = scores.logprobs_BT.detach()
             loss, sums = objective(
                 scores.logprobs_BT,
-                one.prox_BT,
-                one.batch.behavior_BT,
-                one.advantages,
-                one.batch.mask_BT,
+                pass_.prox_BT,
+                pass_.batch.behavior_BT,
+                pass_.advantages,
+                pass_.batch.mask_BT,
                 denominators,
                 settings,
-                reference_BT=one.reference_BT,
+                reference_BT=pass_.reference_BT,
                 entropy_BT=scores.entropy_BT,
                 strength=strength,
-                drawn_B=one.batch.drawn_B,
+                drawn_B=pass_.batch.drawn_B,
             )
             sums["loss"] = loss
             if scores.values_BT is not None:
                 assert self._critic
-                value_loss, value_sums = self._critic.loss(one, scores.values_BT, denominators)
+                value_loss, value_sums = self._critic.loss(pass_, scores.values_BT, denominators)
                 sums |= value_sums
                 loss = loss + self._critic.coef * value_loss
             self._policy.backward(loss, last=index + 1 == len(passes))
             if calibration:
-                calibration.add(scores.logprobs_BT, one, self._shadow(one) if self._flow else None)
-            found.append(as_floats(sums))
-        return merge(found)
+                calibration.add(scores.logprobs_BT, pass_, self._shadow(pass_) if self._flow else None)
+            parts.append(as_floats(sums))
+        return merge(parts)
 
     @torch.no_grad()
-    def _shadow(self, one: Pass) -> torch.Tensor:
+    def _shadow(self, pass_: Pass) -> torch.Tensor:
         """Return log-probs [B, T] of the policy in full precision, for a learner with a unified flow."""
         assert self._flow
         with self._flow.full_precision():
-            return Scores(*self._policy(one.batch)).logprobs_BT
-
-    def _step_wide(self, strength: float) -> dict[str, float]:
-        """Return the metrics that have one value for the whole step and all ranks."""
-        figures = {"max_strength": strength} if self._adaptive else {}
-        if self._calibrate_every:
-            figures |= {"max_clip_low": self._bounds[0], "max_clip_high": self._bounds[1]}
-        return figures
-
-    def _calibration_is_due(self) -> bool:
-        return self._calibrate_every > 0 and self._steps % self._calibrate_every == 0
+            return Scores(*self._policy(pass_.batch)).logprobs_BT
 
     @torch.no_grad()
     def logprobs(
@@ -253,14 +251,15 @@ class PolicyLearner:
             )
             for c in completions
         ]
-        one = self._make_pass(samples)
+        pass_ = self._make_pass(samples)
         with (
             self._undivided(),
             self._out_of_flow(),
-            through_codes(self._scorer.policy, precision, self._pass_over),
+            # Through the backend: only there is a sharded module gathered.
+            through_codes(self._scorer.policy, precision, lambda ids: self._policy(self._prompt_pass(ids).batch)),
         ):
-            found_BT = Scores(*self._policy(one.batch)).logprobs_BT
-        return [row[mask].float().cpu().numpy() for row, mask in zip(found_BT, one.batch.mask_BT, strict=True)]
+            logprobs_BT = Scores(*self._policy(pass_.batch)).logprobs_BT
+        return [row[mask].float().cpu().numpy() for row, mask in zip(logprobs_BT, pass_.batch.mask_BT, strict=True)]
 
     @property
     def _scorer(self) -> Scorer:
@@ -278,10 +277,6 @@ class PolicyLearner:
             yield
         finally:
             scorer.sequence = sequence
-
-    def _pass_over(self, ids: Sequence[int]) -> None:
-        """Run a forward pass over one sequence, through the backend: only there is a sharded module gathered."""
-        self._policy(self._prompt_pass(ids).batch)
 
     def _prompt_pass(self, ids: Sequence[int]) -> Pass:
         return self._make_pass([replace(_SENTINEL, prompt_ids=np.array(ids, dtype=np.int32))])
@@ -324,22 +319,23 @@ class PolicyLearner:
             torch.cuda.empty_cache()  # otherwise this process would keep the freed memory
 
 
-def _real(one: Pass) -> torch.Tensor:
+def _real(pass_: Pass) -> torch.Tensor:
     """Return bool [B, T - 1]: the tokens of a padded pass that are no padding, without the last of each sample, which a
     pass without padding need not compute. Placeholders have none."""
-    device = one.batch.lengths_B.device
-    lengths_B = one.batch.lengths_B * torch.tensor([sample is not _SENTINEL for sample in one.samples], device=device)
-    return torch.arange(one.batch.token_ids_BT.shape[1] - 1, device=device) < (lengths_B[:, None] - 1)
+    device = pass_.batch.lengths_B.device
+    real = [sample is not _SENTINEL for sample in pass_.samples]
+    lengths_B = pass_.batch.lengths_B * torch.tensor(real, device=device)
+    return torch.arange(pass_.batch.token_ids_BT.shape[1] - 1, device=device) < (lengths_B[:, None] - 1)
 
 
 def _watched(passes: Sequence[Sequence[Pass]]) -> dict[str, np.ndarray]:
     """Return proximal log-probs of the tokens that the policy drew in watched rows, by row_uid."""
     return {
-        sample.row_uid: one.prox_BT[row, sample.places].float().cpu().numpy()
+        sample.row_uid: pass_.prox_BT[row, sample.places].float().cpu().numpy()
         for chosen in passes
-        for one in chosen
-        if one.prox_BT is not None
-        for row, sample in enumerate(one.samples)
+        for pass_ in chosen
+        if pass_.prox_BT is not None
+        for row, sample in enumerate(pass_.samples)
         if sample.watched
     }
 

@@ -56,20 +56,20 @@ class Penalty:
     mode: CreditMode = "trajectory"
     """Meaning of the samples' rewards for their turns, likewise."""
 
-    def of(self, one: Pass) -> torch.Tensor:
+    def of(self, pass_: Pass) -> torch.Tensor:
         """Return the penalty of each token, [B, T]."""
-        assert one.prox_BT is not None
-        assert one.reference_BT is not None
-        log_ratio_BT = log_ratio(one.prox_BT, one.reference_BT, one.batch.mask_BT)
-        return torch.where(one.batch.mask_BT, self.coef * kl_estimate(log_ratio_BT, self.estimator), 0.0)
+        assert pass_.prox_BT is not None
+        assert pass_.reference_BT is not None
+        log_ratio_BT = log_ratio(pass_.prox_BT, pass_.reference_BT, pass_.batch.mask_BT)
+        return torch.where(pass_.batch.mask_BT, self.coef * kl_estimate(log_ratio_BT, self.estimator), 0.0)
 
 
 def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
     """Write group advantages of rewards minus penalties into `passes`. Collective: a group may span several ranks, and
     so may the rows of a trajectory."""
     mine: dict[tuple[int, str, int], RowRewards] = {}
-    for one in passes:
-        for sample, cost in zip(one.samples, penalty.of(one).sum(dim=1).tolist(), strict=True):
+    for pass_ in passes:
+        for sample, cost in zip(pass_.samples, penalty.of(pass_).sum(dim=1).tolist(), strict=True):
             mine[_key(sample)] = rewards_of_row(sample, cost)
     parts = [mine]
     if world()[1] > 1:
@@ -83,15 +83,15 @@ def compare_again(passes: Sequence[Pass], penalty: Penalty) -> None:
         groups.setdefault(group, {}).setdefault(uid, []).append(everything[group, uid, number])
     returns = [[returns_of_rows(rows, penalty.mode) for rows in group.values()] for group in groups.values()]
     compared = compare_turns(returns, penalty.compare, penalty.mode)
-    found = {
+    by_row = {
         (number, uid, row): advantages_K
         for (number, group), of_group in zip(groups.items(), compared, strict=True)
         for (uid, rows), whole_K in zip(group.items(), of_group, strict=True)
         for row, advantages_K in enumerate(advantages_of_rows(whole_K, rows, penalty.mode))
     }
-    for one in passes:
-        samples = [credited(s, found[_key(s)], penalty.mode) if s.uid else s for s in one.samples]
-        one.advantages = advantages_of(samples, one.batch.mask_BT.shape[1]).to(one.advantages.device)
+    for pass_ in passes:
+        samples = [credited(s, by_row[_key(s)], penalty.mode) if s.uid else s for s in pass_.samples]
+        pass_.advantages = advantages_of(samples, pass_.batch.mask_BT.shape[1]).to(pass_.advantages.device)
 
 
 def _key(sample: Trajectory) -> tuple[int, str, int]:
@@ -103,10 +103,10 @@ def correction_strength(passes: Sequence[Pass], settings: CorrectionSettings, co
     """Return λ of a whole step (rl.corrections.strength). Collective."""
     assert settings.ess_floor is not None
     total = torch.zeros(3, dtype=torch.float64)
-    for one in passes:
-        assert one.prox_BT is not None
-        mask_BT = one.batch.mask_BT
-        log_rho_BT = log_ratio(one.prox_BT, one.batch.behavior_BT, mask_BT)
+    for pass_ in passes:
+        assert pass_.prox_BT is not None
+        mask_BT = pass_.batch.mask_BT
+        log_rho_BT = log_ratio(pass_.prox_BT, pass_.batch.behavior_BT, mask_BT)
         weight_BT = correct(log_rho_BT, mask_BT, settings).weight_BT
         total += moments(weight_BT, mask_BT & (weight_BT > 0))
     return strength(add_over_ranks(total, config), settings.ess_floor)
@@ -120,22 +120,22 @@ class Calibration:
         self._noisy = self._exact = clip_histogram(nothing_BT, nothing_BT, nothing_BT.bool())
 
     @torch.no_grad()
-    def add(self, logprobs_BT: torch.Tensor, one: Pass, shadow_BT: torch.Tensor | None = None) -> None:
+    def add(self, logprobs_BT: torch.Tensor, pass_: Pass, shadow_BT: torch.Tensor | None = None) -> None:
         """Add the ratios of one pass, during its update.
 
         Args:
-            shadow_BT: the same log-probs in full precision, in a unified flow. Their ratio to `one.shadow_BT` is then
+            shadow_BT: the same log-probs in full precision, in a unified flow. Their ratio to `pass_.shadow_BT` is then
                 the exact ratio, and the ratio to the proximal policy is the noisy one. Without it, the ratio to the
                 proximal policy is the exact one, and the ratio to the behavior policy is the noisy one.
         """
-        assert one.prox_BT is not None
-        adv_BT, mask_BT = per_token(one.advantages, logprobs_BT), one.batch.mask_BT
-        proximal_BT = log_ratio(logprobs_BT, one.prox_BT, mask_BT)
+        assert pass_.prox_BT is not None
+        adv_BT, mask_BT = per_token(pass_.advantages, logprobs_BT), pass_.batch.mask_BT
+        proximal_BT = log_ratio(logprobs_BT, pass_.prox_BT, mask_BT)
         if shadow_BT is None:
-            noisy_BT, exact_BT = log_ratio(logprobs_BT, one.batch.behavior_BT, mask_BT), proximal_BT
+            noisy_BT, exact_BT = log_ratio(logprobs_BT, pass_.batch.behavior_BT, mask_BT), proximal_BT
         else:
-            assert one.shadow_BT is not None
-            noisy_BT, exact_BT = proximal_BT, log_ratio(shadow_BT, one.shadow_BT, mask_BT)
+            assert pass_.shadow_BT is not None
+            noisy_BT, exact_BT = proximal_BT, log_ratio(shadow_BT, pass_.shadow_BT, mask_BT)
         self._noisy = self._noisy.to(adv_BT.device) + clip_histogram(noisy_BT, adv_BT, mask_BT)
         self._exact = self._exact.to(adv_BT.device) + clip_histogram(exact_BT, adv_BT, mask_BT)
 

@@ -6,7 +6,7 @@ a kernel that multiplies wrongly, and an engine that attends to keys of the prev
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -32,7 +32,16 @@ def through_codes(
         pass_over: callback by which the model's owner runs it on one sequence of token ids. It is used to measure the
             scales of an fp8 cache.
     """
-    with _through_weights(model, precision):
+    units = {unit.module: unit for unit in precision.quantized.values()} if precision.fmt else {}
+    dtype = getattr(torch, precision.unquantized)
+    forwards: list[tuple[nn.Module, Forward]] = []
+    for name, module in model.named_modules():
+        if precision.fmt and name in units:
+            forwards.append((module, _quantized(precision.fmt, dtype, precision.factors.get(name, Factors()))))
+        elif dtype != torch.float32 and any(True for _ in module.parameters(recurse=False)):
+            # Factors are powers of two, and make no difference here.
+            forwards.append((module, _rounded(module.forward, dtype)))
+    with computing_with(forwards):
         if precision.kv_cache == "full":
             yield
             return
@@ -43,19 +52,6 @@ def through_codes(
         scales = recorder.scales()
         with stored_as(lambda key, value, layer: rounded(key, value, scales[layer])):
             yield
-
-
-def _through_weights(model: nn.Module, precision: EnginePrecision) -> AbstractContextManager[None]:
-    units = {unit.module: unit for unit in precision.quantized.values()} if precision.fmt else {}
-    dtype = getattr(torch, precision.unquantized)
-    forwards: list[tuple[nn.Module, Forward]] = []
-    for name, module in model.named_modules():
-        if precision.fmt and name in units:
-            forwards.append((module, _quantized(precision.fmt, dtype, precision.factors.get(name, Factors()))))
-        elif dtype != torch.float32 and any(True for _ in module.parameters(recurse=False)):
-            # Factors are powers of two, and make no difference here.
-            forwards.append((module, _rounded(module.forward, dtype)))
-    return computing_with(forwards)
 
 
 def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors) -> Forward:

@@ -96,7 +96,7 @@ def states_before_answers(
     model: PreTrainedModel, batch: Tensors, config: LearnerConfig, sequence: SequenceGroup | None = None
 ) -> tuple[torch.Tensor, Division | None]:
     """Return answer_states [m, d] of a model from `on_device`, packed or with shared prompts as configured: with a
-    sequence group, those that this rank computes, and how they are divided."""
+    sequence group, the states that this rank computes, and how they are divided."""
     lengths_B = batch.lengths_B if config.packing else None
     share_prompts = config.share_prompts and config.device == "cpu"  # depends on the attention that on_device chooses
     tokens = batch.token_ids_BT, batch.mask_BT
@@ -107,14 +107,14 @@ def states_before_answers(
 
 
 def placed(values_m: torch.Tensor, mask_BT: torch.Tensor, division: Division | None) -> torch.Tensor:
-    """Return [B, T] with the values of the masked tokens, from what each rank of a sequence group has, and 0
+    """Return [B, T] with the values of the masked tokens, from the share that each rank of a sequence group has, and 0
     elsewhere."""
     return scatter(division.gather(values_m) if division else values_m, mask_BT)
 
 
 def on_device(model: PreTrainedModel, device: str, *, checkpointing: bool) -> PreTrainedModel:
     """Move `model` to the device, in place, with the attention for it, and with gradient checkpointing if that is
-    asked for; return it. One without weights stays where it is."""
+    asked for; return it. A model without weights stays where it is."""
     if checkpointing:
         enable_checkpointing(model)
     if device == "cuda":

@@ -1,8 +1,8 @@
 """The state of a learner on disk, in a form that any number of ranks can load, with any backend that uses it.
 
-rank-<i>-of-<n>.safetensors    what rank i of n holds: of every parameter, and of every state that the optimizer has
-                               of it ("<parameter>:<state>"), some rows. The rows of all files, one after the other,
-                               are the whole tensor. What has no rows, such as a number of steps, is in every file.
+rank-<i>-of-<n>.safetensors    the part of rank i of n: some rows of every parameter, and of every state that the
+                               optimizer has of it ("<parameter>:<state>"). The rows of all files, one after the other,
+                               are the whole tensor. A state without rows, such as a number of steps, is in every file.
 """
 
 import re
@@ -25,7 +25,7 @@ def own_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def save_rows(folder: Path, tensors: Mapping[str, torch.Tensor], *, rank: int = 0, ranks: int = 1) -> None:
-    """Write what a rank holds."""
+    """Write the rows that a rank holds to its file."""
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
         folder / f"rank-{rank}-of-{ranks}.safetensors",
@@ -40,11 +40,11 @@ class SavedState:
     """
 
     def __init__(self, folder: Path) -> None:
-        found = {path: match for path in sorted(folder.iterdir()) if (match := _FILE.fullmatch(path.name))}
-        counts = {int(match[2]) for match in found.values()}
-        files = {int(match[1]): path for path, match in found.items()}
+        matches = {path: match for path in sorted(folder.iterdir()) if (match := _FILE.fullmatch(path.name))}
+        counts = {int(match[2]) for match in matches.values()}
+        files = {int(match[1]): path for path, match in matches.items()}
         if len(counts) != 1 or sorted(files) != list(range(*counts)):
-            held = ", ".join(path.name for path in found) or "nothing of this version"
+            held = ", ".join(path.name for path in matches) or "nothing of this version"
             raise CheckpointError(
                 f"{folder} does not hold what all ranks of a learner saved, but {held}; start again with --fresh"
             )

@@ -72,20 +72,15 @@ class TorchBackend:
         if self._rank:
             return
         named = dict(self.named_parameters())
-        states = {
-            f"{name}:{kind}": value
-            for name, parameter in named.items()
-            for kind, value in self._state_of(parameter).items()  # there is none before the first update
-        }
+        states: dict[str, torch.Tensor] = {}
+        for name, parameter in named.items():
+            optimizer = self._optimizer_of[parameter]
+            for kind, value in optimizer.state.get(parameter, {}).items():  # there is none before the first update
+                if not type(optimizer).__module__.startswith("torch."):
+                    # In bitsandbytes' states, steps are no tensor, and parameters share some of the tensors.
+                    value = torch.as_tensor(value).clone()
+                states[f"{name}:{kind}"] = value
         save_rows(folder, named | states)
-
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        optimizer = self._optimizer_of[parameter]
-        state = optimizer.state.get(parameter, {})
-        if type(optimizer).__module__.startswith("torch."):
-            return state
-        # In bitsandbytes' states, the number of steps is no tensor, and parameters share some of the tensors.
-        return {kind: torch.as_tensor(value).clone() for kind, value in state.items()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

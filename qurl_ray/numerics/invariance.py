@@ -45,11 +45,12 @@ class BatchInvariance:
 
     def sentence(self) -> str:
         """Return the sentence that a run, a dry run and the tests' header report."""
-        where = f"{processor_name()}, {_threads()}"
+        counts = thread_counts()
+        where = f"{processor_name()}, {counts[0]} to {counts[-1]} threads"
         if self.missing:
-            found = "no rule makes rows independent of the batch for " + ", ".join(self.missing)
+            reason = "no rule makes rows independent of the batch for " + ", ".join(self.missing)
         elif not self.kept:
-            found = f"the rules that it needs add {self.cost:.0%} to a decode step of {STEP_ROWS} rows"
+            reason = f"the rules that it needs add {self.cost:.0%} to a decode step of {STEP_ROWS} rows"
         else:
             rules = Counter(str(rule) for _, rule in self.linears)
             by_rule = "; ".join(
@@ -57,7 +58,7 @@ class BatchInvariance:
             )
             return f"equal bits of engine and learner on {where}: linears {by_rule}; attention {self.attention}"
         return (
-            f"equal bits of engine and learner are not promised on {where}: {found}; sync/probe_gap and "
+            f"equal bits of engine and learner are not promised on {where}: {reason}; sync/probe_gap and "
             "mismatch/abs_logprob_gap tell how far they are apart"
         )
 
@@ -78,8 +79,3 @@ def invariance_for(model: nn.Module, *, head_dim: int) -> BatchInvariance:
     """Return the batch invariance of all linears of a model, whose weights may be on the meta device."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return invariance_of(Counter((linear.in_features, linear.out_features) for linear in linears), head_dim=head_dim)
-
-
-def _threads() -> str:
-    counts = thread_counts()
-    return f"{counts[0]} to {counts[-1]} threads"

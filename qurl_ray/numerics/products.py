@@ -152,7 +152,7 @@ def queries_to_add(rule: Rule | None, queries: int, heads_per_key: int, products
 
     Args:
         heads_per_key: number of query heads that share a key head; they are rows of one product.
-        products: number of products of a call. One alone is computed in as many equal pieces as the rule asks for.
+        products: number of products of a call. A single product is computed in as many equal pieces as the rule asks.
     """
     if rule is None:
         return 0

@@ -73,8 +73,8 @@ def find_rows(
     """
     before, computes = torch.get_num_threads(), list(computes)
     try:
-        found = _find_rows(computes, ROWS, at_most, threads)
-        return _find_rows(computes, MORE_ROWS, at_most, threads) if found and found[1] > 1 else found
+        least = _find_rows(computes, ROWS, at_most, threads)
+        return _find_rows(computes, MORE_ROWS, at_most, threads) if least and least[1] > 1 else least
     finally:
         torch.set_num_threads(before)
 
@@ -82,7 +82,7 @@ def find_rows(
 def _find_rows(
     computes: Sequence[tuple[Compute, torch.Tensor]], counts: Sequence[int], at_most: int, threads: Sequence[int]
 ) -> tuple[int, int] | None:
-    found: tuple[int, int] | None = (1, 1)
+    least: tuple[int, int] | None = (1, 1)
     broken: set[int] = set()
     for compute, x in computes:
         torch.set_num_threads(threads[0])
@@ -97,20 +97,20 @@ def _find_rows(
                 if rows in broken or torch.equal(compute(x[..., start:stop, :]), whole[..., start:stop, :]):
                     continue
                 broken.add(rows)
-                found = least_rows(broken, counts, at_most=at_most)
-                if not found:
+                least = least_rows(broken, counts, at_most=at_most)
+                if not least:
                     return None
-    return found
+    return least
 
 
 def least_rows(broken: Set[int], counts: Sequence[int], *, at_most: int = MOST_ROWS) -> tuple[int, int] | None:
     """Return the least (rows, multiple) such that no measured count that satisfies both is broken; None if none."""
-    found = []
+    candidates = []
     for multiple in _MULTIPLES:
         fitting = [rows for rows in counts if rows % multiple == 0]
         after_last = max((index + 1 for index, rows in enumerate(fitting) if rows in broken), default=0)
-        found += [(rows, multiple) for rows in fitting[after_last : after_last + 1] if rows <= at_most]
-    return min(found, default=None)
+        candidates += [(rows, multiple) for rows in fitting[after_last : after_last + 1] if rows <= at_most]
+    return min(candidates, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,17 +49,13 @@ def onednn_packed(weight_NK: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
 
 
-def _times_packed(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    packed = onednn_packed(weight)
-    return lambda x: onednn_product(x, packed)
-
-
 def kernels() -> dict[MatmulLibrary, tuple[Bind, ...]]:
     """Return the libraries for float32 products here, each with the forms of a weight that must give the same bits."""
-    found: dict[MatmulLibrary, tuple[Bind, ...]] = {"mkl": (_times(linear),)}
+    bindings: dict[MatmulLibrary, tuple[Bind, ...]] = {"mkl": (_times(linear),)}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        found["onednn"] = (_times(onednn_product), _times_packed)
-    return found
+        times = _times(onednn_product)
+        bindings["onednn"] = (times, lambda weight: times(onednn_packed(weight)))
+    return bindings
 
 
 def _times(multiply: Multiply) -> Bind:
@@ -104,8 +100,8 @@ def find_linear_rule(
         at_most = best.rows if best else MOST_ROWS
         computes = [(bind(wide), x) for bind in multiply[kernel]]
         alike = all(torch.equal(compute(x), computes[0][0](x)) for compute, _ in computes[1:])
-        if alike and (found := find_rows(computes, at_most=at_most, threads=threads)):
-            best = Rule(kernel=kernel, rows=found[0], multiple=found[1], outputs=least)
+        if alike and (requirement := find_rows(computes, at_most=at_most, threads=threads)):
+            best = Rule(kernel=kernel, rows=requirement[0], multiple=requirement[1], outputs=least)
     return best
 
 
@@ -113,7 +109,7 @@ def find_attention_rule(head_dim: int, bmm: Multiply, threads: Iterable[int]) ->
     """Measure and return the rule that requires the fewest rows, for queries · keys and for probabilities · values.
 
     A call with one product may use another kernel than a call with several, and either may need more rows. So the rule
-    is measured with calls of several products alone, and with those of one, too; the latter wins if it asks for no more
+    is measured with calls of several products alone, and with calls of one, too; the latter wins if it asks for no more
     rows. Products must have the same bits whatever their number.
     """
     threads = tuple(threads)
@@ -129,9 +125,9 @@ def find_attention_rule(head_dim: int, bmm: Multiply, threads: Iterable[int]) ->
         if not all(torch.equal(bmm(x, factor), whole) for x, factor, whole in parts):
             continue
         computes = [(_times(bmm)(factor), x) for x, factor, _ in parts]
-        found = find_rows(computes, at_most=best.rows if best else MOST_ROWS, threads=threads)
-        if found and (best is None or found <= (best.rows, best.multiple)):
-            best = Rule(kernel="mkl", rows=found[0], multiple=found[1], batch=batches[0])
+        requirement = find_rows(computes, at_most=best.rows if best else MOST_ROWS, threads=threads)
+        if requirement and (best is None or requirement <= (best.rows, best.multiple)):
+            best = Rule(kernel="mkl", rows=requirement[0], multiple=requirement[1], batch=batches[0])
     return best
 
 
@@ -152,8 +148,8 @@ def _kept(name: str, find: Callable[[], Rule | None]) -> Rule | None:
         rules = _read(file) | {name: asdict(rule) if rule else None}
         if file and writable.get():
             _write(file, rules)
-    found = rules[name]
-    return Rule(**found) if found else None
+    fields = rules[name]
+    return Rule(**fields) if fields else None
 
 
 @cache

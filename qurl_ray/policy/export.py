@@ -60,8 +60,8 @@ def quantized_folder(
     keep: Sequence[str],
     factors: Mapping[str, Factors] | None = None,
 ) -> Iterator[Take]:
-    """Yield what takes the parameters of a policy, and write them as codes and scales, with settings and tokenizer, as
-    policy.save.policy_folder does.
+    """Yield a callback that takes the parameters of a policy, and write them as codes and scales, with settings and
+    tokenizer, as policy.save.policy_folder does.
 
     The parameters are exported as they are, update-aware scaling included: a folded network computes the same function,
     and its codes are those that the engines generated with and were evaluated with.
@@ -70,7 +70,7 @@ def quantized_folder(
         model: its architecture; its weights are not looked at.
         keep: `quantization.keep`, patterns of the parameters that are not quantized.
         factors: factors of equalization, by module. They become part of the weights, so that any reader computes
-            what the engines did.
+            the same as the engines.
 
     Raises:
         QuantizationError: the format does not exist in compressed-tensors, or a weight is not finite.
@@ -129,10 +129,10 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
     return QuantizedPolicy(fmt=fmt, parameters={**tensors, **codes})
 
 
-def _matches(found: dict, expected: dict) -> bool:
-    """Return True if every setting of `expected` is in `found`, which may hold more."""
+def _matches(given: dict, expected: dict) -> bool:
+    """Return True if every setting of `expected` is in `given`, which may hold more."""
     return all(
-        _matches(found.get(key) or {}, value) if isinstance(value, dict) else found.get(key) == value
+        _matches(given.get(key) or {}, value) if isinstance(value, dict) else given.get(key) == value
         for key, value in expected.items()
     )
 

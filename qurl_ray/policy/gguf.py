@@ -56,7 +56,7 @@ def converted(path: str) -> Path | None:
 
 
 def gguf_outline(path: str, max_length: int | None) -> Outline:
-    """Return what the file's header says of the policy. Tensors are neither read, nor compared with it, nor written.
+    """Return the outline from the file's header. Tensors are neither read, nor compared with it, nor written.
 
     Args:
         path: see `cached_gguf_policy`.

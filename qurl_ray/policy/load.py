@@ -142,9 +142,9 @@ def generation_settings(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) ->
     Raises:
         ConfigError: generation_config.json is damaged, or names an end token that does not exist.
     """
-    found, ids = _own_generation_settings(spec), stop_ids(spec, tokenizer)
-    found.eos_token_id = list(ids) if len(ids) > 1 else ids[0]
-    return found
+    settings, ids = _own_generation_settings(spec), stop_ids(spec, tokenizer)
+    settings.eos_token_id = list(ids) if len(ids) > 1 else ids[0]
+    return settings
 
 
 def _own_generation_settings(spec: PolicySpec) -> GenerationConfig:
@@ -152,23 +152,23 @@ def _own_generation_settings(spec: PolicySpec) -> GenerationConfig:
     config = _config(spec)
     with reading(spec.source):
         try:
-            found = GenerationConfig.from_pretrained(spec.source)
+            settings = GenerationConfig.from_pretrained(spec.source)
         except OSError:  # also for a file that is no JSON
             if (Path(spec.source) / GENERATION_CONFIG_NAME).is_file():
                 raise
-            found = GenerationConfig.from_model_config(config)
+            settings = GenerationConfig.from_model_config(config)
     name = f"{spec.source}: eos_token_id of {GENERATION_CONFIG_NAME}"
-    found.eos_token_id = existing_ids(found.eos_token_id, name, config)
-    return found
+    settings.eos_token_id = existing_ids(settings.eos_token_id, name, config)
+    return settings
 
 
 def _stop_ids(
     config: PreTrainedConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    found = {tokenizer.eos_token_id, turn_end(tokenizer)}
+    tokens = {tokenizer.eos_token_id, turn_end(tokenizer)}
     for ids in (config.eos_token_id, generation.eos_token_id):
-        found.update(ids if isinstance(ids, list) else [ids])
-    return tuple(sorted(found - {None}))
+        tokens.update(ids if isinstance(ids, list) else [ids])
+    return tuple(sorted(tokens - {None}))
 
 
 def load_model(spec: PolicySpec) -> PreTrainedModel:
@@ -187,7 +187,7 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
 
 def unloaded_model(spec: PolicySpec) -> PreTrainedModel:
     """Return the policy as `load_model` does, but with its weights on the meta device, for `StoredWeights` to read.
-    What it computes from its settings, such as the frequencies of positions, is there.
+    Buffers that it computes from its settings, such as the frequencies of positions, are there.
 
     Raises:
         ConfigError: see `check_policy`.
@@ -240,15 +240,15 @@ def files_digest(spec: PolicySpec) -> str:
         ConfigError: the policy cannot be found.
     """
     folder, stored = _stored(spec, _config(spec))
-    found = hashlib.sha256(repr(sorted((name, *one[1:]) for name, one in stored.items())).encode())
-    for path in sorted({one.file for one in stored.values()}):
+    digest = hashlib.sha256(repr(sorted((name, *tensor[1:]) for name, tensor in stored.items())).encode())
+    for path in sorted({tensor.file for tensor in stored.values()}):
         size = path.stat().st_size
         with path.open("rb") as file:
             for place in range(0, size, max(1, size // _LOOKS)):
                 file.seek(place)
-                found.update(file.read(_LOOK_BYTES))
-        found.update(f"{path.relative_to(folder)} {size}".encode())
-    return found.hexdigest()[:16]
+                digest.update(file.read(_LOOK_BYTES))
+        digest.update(f"{path.relative_to(folder)} {size}".encode())
+    return digest.hexdigest()[:16]
 
 
 def check_policy(spec: PolicySpec) -> PreTrainedModel:
@@ -358,14 +358,10 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
     with reading(spec.source):
         config = AutoConfig.from_pretrained(spec.source, trust_remote_code=False)
         if spec.overrides:
-            config = _overridden(config, spec)
+            own, _ = PreTrainedConfig.get_config_dict(spec.source)
+            known = {*own, *config.to_dict(), "rope_scaling"}
+            if unknown := [name for name in spec.overrides if name not in known]:
+                near = did_you_mean(unknown[0], known)
+                raise ConfigError(f"model.overrides: {spec.source} has no setting {unknown[0]!r}{near}")
+            config = type(config).from_dict({**own, **spec.overrides})
         return trainable(config, spec)
-
-
-def _overridden(config: PreTrainedConfig, spec: PolicySpec) -> PreTrainedConfig:
-    own, _ = PreTrainedConfig.get_config_dict(spec.source)
-    known = {*own, *config.to_dict(), "rope_scaling"}
-    for name in spec.overrides:
-        if name not in known:
-            raise ConfigError(f"model.overrides: {spec.source} has no setting {name!r}{did_you_mean(name, known)}")
-    return type(config).from_dict({**own, **spec.overrides})

@@ -31,7 +31,7 @@ Entropy = Literal["none", "value", "gradient"]
 
 
 def without_text(logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the logits, changed in place so that ids without text are never drawn: those of `textless`."""
+    """Return the logits, changed in place so that ids without text (`textless`) are never drawn."""
     return logits if ids is None else logits.index_fill_(-1, ids.to(logits.device), _NEVER)
 
 
@@ -131,7 +131,7 @@ def own_answer_states(
     *,
     share_prompts: bool = False,
 ) -> tuple[torch.Tensor, Division]:
-    """Return those of answer_states that this rank of a sequence group computes, [m, d], and how the group divides
+    """Return the states of answer_states that this rank of a sequence group computes, [m, d], and how the group divides
     them. Collective. Padding is never computed."""
     row = _shared(token_ids_BT, mask_BT) if share_prompts else None
     if row is None or len(row.ids_N) < group.ranks:
@@ -220,33 +220,20 @@ def score_states(
         return _score(head, hidden, temperature, entropy, states_Nd, ids_N)
     fits = states_Nd.device.type == "cpu" and len(ids_N) * row_bytes <= KEPT_BYTES
     keep = fits and not model.is_gradient_checkpointing
-    return _in_one_call(head, partial(_score_pieces, rows, keep, hidden, temperature, entropy), states_Nd, ids_N)
-
-
-def _in_one_call(module: torch.nn.Module, work: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-    """Return work(forward, *inputs), where `forward` is the module's, from within one call of the module: a sharded
-    weight is gathered around each call, and would be for each piece."""
-    forward = module.forward
-    with computing_with([(module, lambda _, *given: work(forward, *given))]):
-        return module(*inputs)
-
-
-def _score_pieces(
-    rows: int,
-    keep: bool,
-    hidden: torch.Tensor | None,
-    temperature: float,
-    entropy: str,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    states_Nd: torch.Tensor,
-    ids_N: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    score = partial(_score, head, hidden, temperature, entropy)
+    score = partial(_score, head.forward, hidden, temperature, entropy)
     if torch.is_grad_enabled() and not keep:
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-    pieces = zip(states_Nd.split(rows), ids_N.split(rows), strict=True)
-    logprobs, entropies = zip(*(score(states, ids) for states, ids in pieces), strict=True)
-    return torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies)
+
+    def score_chunks(
+        _: torch.nn.Module, states_Nd: torch.Tensor, ids_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        chunks = zip(states_Nd.split(rows), ids_N.split(rows), strict=True)
+        logprobs, entropies = zip(*(score(states, ids) for states, ids in chunks), strict=True)
+        return torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies)
+
+    # All chunks in one call of the head: a sharded weight is gathered around each call, and would be for each chunk.
+    with computing_with([(head, score_chunks)]):
+        return head(states_Nd, ids_N)
 
 
 def _score(

@@ -68,7 +68,7 @@ def measured_factors(model: PreTrainedModel, quantized: Mapping[str, Unit]) -> M
 def factors_from(
     sites: Iterable[Site], maxima: Mapping[str, torch.Tensor], parameters: Iterable[tuple[str, torch.Tensor]]
 ) -> Mapping[str, Factors]:
-    """Return factors from what `measuring` found, and from the weights; there are none before."""
+    """Return factors from the maxima of `measuring`, and from the weights; there are none before."""
     heard = {writer: largest.cpu() for writer, largest in maxima.items()}
     sites = tuple(sites)
     return factors_of(sites, new_exponents(sites, heard, column_maxima(sites, parameters), {}))

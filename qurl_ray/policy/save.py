@@ -34,8 +34,8 @@ def policy_folder(
     folder: Path,
     quantization: dict[str, Any] | None = None,
 ) -> Iterator[Take]:
-    """Yield what takes the tensors of a policy, and write them with its settings when the block ends. The folder is
-    never half written, and never are all tensors in memory.
+    """Yield a callback that takes the tensors of a policy, and write them with its settings when the block ends. The
+    folder is never half written, and never are all tensors in memory.
 
     Args:
         model: its architecture; its weights are not looked at, and need not be there.
@@ -49,7 +49,7 @@ def policy_folder(
         config.architectures, config.dtype = [type(model).__name__], model.dtype
         if quantization:
             config.quantization_config = quantization
-        vars(config).pop("transformers_weights", None)  # names of files that are not those written here
+        vars(config).pop("transformers_weights", None)  # names of files that are not written here
         # Not by save_pretrained: it refuses settings of generation that contradict each other, as many policies have
         # them ("temperature" without "do_sample"). Training reads none of these, and leaves them as they are.
         config.to_json_file(aside / CONFIG_NAME)
@@ -75,7 +75,7 @@ class _TensorFiles:
         self._bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is held, and the index if there are several files."""
+        """Write the tensors still held, and the index if there are several files."""
         self._write()
         if len(self._files) == 1:
             self._files[0][0].rename(self._folder / SAFE_WEIGHTS_NAME)

@@ -9,6 +9,7 @@ same bits as those of one rank. Only the gradients of weights are sums in anothe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Division:
     own: slice
     """Places of this rank's tokens in the row."""
     own_m: torch.Tensor
-    """Which of the scored tokens this rank scores."""
+    """Places, among the scored tokens, of those that this rank scores."""
     before_m: torch.Tensor
     """Place among this rank's tokens of the one before each of them."""
     scored: list[int]
@@ -114,19 +115,19 @@ class Division:
         return torch.cat(received, dim=1)[None]
 
     def gather(self, values_m: torch.Tensor) -> torch.Tensor:
-        """Return what the ranks found for the tokens that they scored, [M], in the row's order. Collective.
+        """Return the values of all ranks for the tokens that they scored, [M], in the row's order. Collective.
 
-        All ranks get the same values; the gradient of each value is that of the rank that found it.
+        All ranks get the same values; the gradient of each value is that of the rank that scored the token.
         """
         return _Gather.apply(values_m, self.scored, self.group)[self.place_M]
 
     def _exchange(self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Send one part to each rank, and return what each sent, which has these shapes."""
+        """Send one part to each rank, and return the part from each, of these shapes."""
         sent = [part.numel() for part in parts]
         received = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        found = _AllToAll.apply(flat, sent, received, self.group.process_group)
-        return [part.view(shape) for part, shape in zip(found.split(received), shapes, strict=True)]
+        values = _AllToAll.apply(flat, sent, received, self.group.process_group)
+        return [part.view(shape) for part, shape in zip(values.split(received), shapes, strict=True)]
 
 
 def _shares(count: int, ranks: int) -> list[int]:
@@ -138,8 +139,7 @@ def _spans(heads: int, ranks: int) -> list[tuple[int, int]]:
     """Return the first of each rank's heads, and the one after its last."""
     if ranks > heads:
         raise ValueError(f"{ranks} ranks cannot share {heads} heads of attention")
-    ends = torch.tensor(_shares(heads, ranks)).cumsum(0).tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(pairwise(accumulate(_shares(heads, ranks), initial=0)))
 
 
 class _AllToAll(torch.autograd.Function):
@@ -169,6 +169,6 @@ class _Gather(torch.autograd.Function):
 
 
 def _all_to_all(flat: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> torch.Tensor:
-    found = flat.new_empty(sum(received))
-    distributed.all_to_all_single(found, flat, received, sent, group=group)
-    return found
+    values = flat.new_empty(sum(received))
+    distributed.all_to_all_single(values, flat, received, sent, group=group)
+    return values

@@ -99,9 +99,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in turns], tokenize=False)
     except Exception:  # there is no template, or it takes no such turns: it is a program, which may raise anything
         return None
-    _, found, after = text.partition(_ANSWER)
+    _, answer, after = text.partition(_ANSWER)
     added = tokenizer.get_added_vocab()  # no text is encoded here: that starts threads, which stay
-    ends = [token for token in added if found and after.lstrip().startswith(token)]
+    ends = [token for token in added if answer and after.lstrip().startswith(token)]
     return added[max(ends, key=len)] if ends else None
 
 

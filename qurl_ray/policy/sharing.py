@@ -1,7 +1,7 @@
 """Prompt sharing: samples with the same prompt compute its tokens once, in one row that holds each token once.
 
 The result of a token depends on its own sequence alone (policy.attention). Log-probs are therefore bit-identical to
-those without sharing, and gradients are equal up to rounding.
+log-probs without sharing, and gradients are equal up to rounding.
 """
 
 from collections.abc import Callable
@@ -91,15 +91,15 @@ def share(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> Sharing | None:
     place_BT = place_PT[prompt_of_B].masked_scatter(own_BT, torch.arange(prompts, N))
     of_prompts = _block(place_PT, torch.zeros_like(first_P), starts_B[first_P])
     of_answers = _block(place_BT, starts_B, own_BT.sum(dim=1))
-    made = [one for one in (of_prompts, of_answers) if one[1].any()]
-    real = torch.cat([real_RT.flatten() for _, real_RT in made])
+    blocks = [(block, real_RT) for block, real_RT in (of_prompts, of_answers) if real_RT.any()]
+    real = torch.cat([real_RT.flatten() for _, real_RT in blocks])
     rows_BT = torch.arange(B * T).view(B, T)
     row_N = torch.cat([rows_BT[first_P][shared_PT], rows_BT[own_BT]])
     return Sharing(
         row_N=row_N,
         positions_N=row_N % T,
         before_M=place_BT[:, :-1][mask_BT[:, 1:]],
-        blocks=tuple(block for block, _ in made),
+        blocks=tuple(block for block, _ in blocks),
         found_N=real.nonzero()[:, 0],
     )
 

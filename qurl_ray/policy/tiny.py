@@ -188,25 +188,21 @@ def forced_accuracy(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, mask_BT: torc
 
 
 def demonstration(problem: Problem, *, calculator: bool) -> list[tuple[str, str]]:
-    """Return the turns of the cold start for a problem: pairs of what is given, and what the policy is to say."""
-    if not calculator or not _shows_call(problem):
+    """Return the turns of the cold start for a problem: pairs of given text and text that the policy is to say."""
+    # Nine in ten problems whose first digit is odd, and one in ten others, show a call, so that a policy tries both.
+    odd = problem.prompt[:1] in set("13579")
+    shows_call = odd != (zlib.crc32(problem.prompt.encode()) % 10 == 0)
+    if not calculator or not shows_call:
         return [(problem.prompt, problem.meta.get("worked", problem.answer))]
     called = problem.prompt.removesuffix("=")
     return [(problem.prompt, f"[{called}]"), (f"{problem.answer}=", problem.answer)]
 
 
-def _shows_call(problem: Problem) -> bool:
-    """True if the demonstration of a problem calls the calculator: of nine in ten whose first digit is odd, and of one
-    in ten others, so that a policy tries both."""
-    odd = problem.prompt[:1] in set("13579")
-    return odd != (zlib.crc32(problem.prompt.encode()) % 10 == 0)
-
-
 def _rows(
     shown: Sequence[Sequence[tuple[str, str]]], *, tokenizer: PreTrainedTokenizerFast, width: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, mask of what the policy is to say, with <eos> after each turn) of demonstrations, both [B, width],
-    padded on the right."""
+    """Return (ids, mask of the tokens that the policy is to say, with <eos> after each turn) of demonstrations, both
+    [B, width], padded on the right."""
     ids_BT = np.full((len(shown), width), tokenizer.pad_token_id, dtype=np.int64)
     mask_BT = np.zeros(ids_BT.shape, dtype=bool)
     encoded = iter(tokenizer([text for turns in shown for turn in turns for text in turn]).input_ids)
@@ -221,15 +217,11 @@ def _rows(
 
 
 def _folder(config: TinyModel, problems: Sequence[Problem]) -> Path:
-    return cache_root() / f"tiny-{_recipe_hash(config, problems)}"
-
-
-def _recipe_hash(config: TinyModel, problems: Sequence[Problem]) -> str:
-    """Return a hash of everything that the cold start reads."""
+    """Return the folder of a policy, whose name has a hash of everything that the cold start reads."""
     settings = config.model_dump()
     if not config.calculator:  # so that policies from before this setting are found
         del settings["calculator"]
     recipe = hashlib.sha256(json.dumps([_RECIPE, TINY_CHARACTERS, settings]).encode())
     if config.cold_start:
         recipe.update("\n".join(p.prompt + p.meta.get("worked", p.answer) for p in problems).encode())
-    return recipe.hexdigest()[:16]
+    return cache_root() / f"tiny-{recipe.hexdigest()[:16]}"

@@ -21,7 +21,7 @@ _TRAINABLE = ("F64", "F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _SHOWN = 3  # tensors or files that a message names; it counts the others
 
-# A table on the console lists what is an error here.
+# transformers lists in a table on the console the faults that are an error here.
 logging.get_logger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
@@ -58,8 +58,8 @@ def stored_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
 def check_weights(source: Path, model: PreTrainedModel, stored: Mapping[str, Stored]) -> None:
     """Check that `stored` holds the weights of `model` and nothing else, in types that can be trained.
 
-    transformers itself compares them, so tied weights, prefixes, tensors that it renames and those that it ignores are
-    those of a load.
+    transformers itself compares them, so tied weights, prefixes, and tensors that it renames or ignores are treated as
+    in a load.
 
     Args:
         source: folder of the policy, for messages.
@@ -78,8 +78,8 @@ def check_weights(source: Path, model: PreTrainedModel, stored: Mapping[str, Sto
 
 
 def check_loaded(source: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `info`, what `from_pretrained` says of a load, names tensors that did not fit."""
-    shapes = [f"{name} {list(found)}, expected {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
+    """Raise ConfigError if `info`, the report of `from_pretrained`, names tensors that did not fit."""
+    shapes = [f"{name} {list(shape)}, expected {list(wanted)}" for name, shape, wanted in info["mismatched_keys"]]
     kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": shapes}
     if faults := [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds.items() if names]:
         raise ConfigError(
@@ -98,7 +98,7 @@ def same_values(stored: Mapping[str, Stored], *names: str) -> bool:
 
 
 def _load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Any]:
-    """Let transformers load tensors without data into another model of the same settings; return what did not fit."""
+    """Let transformers load tensors without data into another model of the same settings; return its report."""
     tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored.items()}
     _, info = type(model).from_pretrained(
         None,

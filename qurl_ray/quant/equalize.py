@@ -1,11 +1,11 @@
 """Equalization of channels: truer codes at no cost per token (SmoothQuant, https://arxiv.org/abs/2211.10438).
 
 All channels of a token share one scale, so the channels with the largest activations leave few codes to the others.
-Before codes are made, channel k of what a linear reads is divided by s_k, and column k of its weight multiplied by it:
+Before codes are made, channel k of a linear's input is divided by s_k, and column k of its weight multiplied by it:
 
     y_n = Σ_k (x_k / s_k) · (s_k · w_nk)        s_k ≈ max|x_k|^α / max_n|w_nk|^(1 − α)     (equation 4)
 
-What writes the channel is divided by s_k: the gain of a norm, or a row of up_proj, in which act(gate) · up is linear.
+The writer of the channel is divided by s_k: the gain of a norm, or a row of up_proj, in which act(gate) · up is linear.
 
 s_k is a power of two here. Scaling is then exact in every float type, so that only codes differ: without codes, the
 network computes the same bits, and a learner that divides x by s_k has the bits of an engine whose norm does. Masters
@@ -120,10 +120,6 @@ def _log2(maxima: torch.Tensor) -> torch.Tensor:
     return maxima.float().clamp(min=float(heard.min()) if len(heard) else 1.0).log2()
 
 
-def _alpha(site: Site) -> float:
-    return DOWN_ALPHA if site.kind == "down" else NORM_ALPHA
-
-
 def new_exponents(
     sites: Iterable[Site],
     activations: Mapping[str, torch.Tensor],
@@ -131,18 +127,20 @@ def new_exponents(
     before: Exponents,
 ) -> dict[str, torch.Tensor]:
     """Return the exponents of all sites, from max|x_k| and `column_maxima`, both by writer."""
-    return {
-        site.writer: exponents(activations[site.writer], weights[site.writer], _alpha(site), before.get(site.writer))
-        for site in sites
-    }
+    by_writer: dict[str, torch.Tensor] = {}
+    for site in sites:
+        writer = site.writer
+        alpha = DOWN_ALPHA if site.kind == "down" else NORM_ALPHA
+        by_writer[writer] = exponents(activations[writer], weights[writer], alpha, before.get(writer))
+    return by_writer
 
 
-def factors_of(sites: Iterable[Site], found: Exponents, device: torch.device | str = "cpu") -> dict[str, Factors]:
+def factors_of(sites: Iterable[Site], by_writer: Exponents, device: torch.device | str = "cpu") -> dict[str, Factors]:
     """Return the factors of each module that has any, by name."""
     reads: dict[str, torch.Tensor] = {}
     writes: dict[str, torch.Tensor] = {}
     for site in sites:
-        scales = torch.exp2(found[site.writer].float()).to(device)
+        scales = torch.exp2(by_writer[site.writer].float()).to(device)
         writes[site.writer] = scales
         reads |= dict.fromkeys((reader.module for reader in site.readers), scales)
     return {name: Factors(reads=reads.get(name), writes=writes.get(name)) for name in reads | writes}
@@ -151,7 +149,7 @@ def factors_of(sites: Iterable[Site], found: Exponents, device: torch.device | s
 def equalized(
     parameters: Iterable[tuple[str, torch.Tensor]], factors: Mapping[str, Factors]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters as engines hold them, before they are quantized. Those without factors are not copied."""
+    """Yield parameters as engines hold them, before they are quantized. Parameters without factors are not copied."""
     for name, parameter in parameters:
         path, _, leaf = name.rpartition(".")
         if own := factors.get(path):

@@ -54,10 +54,13 @@ def _sum_of_words(bytes_n: torch.Tensor, start: int) -> int:
     first, inside = divmod(start, _WORD)
     if inside:  # the first word begins before the shard: its other bytes count as 0, and are in other shards
         data = np.concatenate([np.zeros(inside, dtype=np.uint8), data])
-    whole = len(data) // _WORD * _WORD
-    words = data[:whole].view(np.uint64)
-    tail = int.from_bytes(data[whole:].tobytes(), "little")
-    return int(np.dot(words, _factors(first, len(words)))) + tail * _factor(first + len(words))
+    count = len(data) // _WORD
+    words, tail = data[: count * _WORD].view(np.uint64), data[count * _WORD :]
+    if first:
+        factors = _mix(np.arange(first, first + count, dtype=np.uint64))
+    else:
+        factors = _table(1 << max(0, count - 1).bit_length())[:count]
+    return int(np.dot(words, factors)) + int.from_bytes(tail.tobytes(), "little") * _factor(first + count)
 
 
 def _sum_of_words_on_device(bytes_n: torch.Tensor, start: int) -> int:
@@ -75,22 +78,17 @@ def _sum_of_words_on_device(bytes_n: torch.Tensor, start: int) -> int:
     return int(total) & _MASK
 
 
-def _factors(first: int, count: int) -> np.ndarray:
-    """Return r_first … r_{first+count-1}: uint64, odd."""
-    if first:
-        return _mix(np.arange(first, first + count, dtype=np.uint64))
-    return _table(1 << max(0, count - 1).bit_length())[:count]
-
-
 @functools.lru_cache(maxsize=40)
 def _table(size: int) -> np.ndarray:
+    """Return r_0 … r_{size-1}."""
     return _mix(np.arange(size, dtype=np.uint64))
 
 
 def _factor(index: int) -> int:
+    """Return r_index."""
     return int(_mix(np.array([index], dtype=np.uint64))[0])
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return splitmix64 of each counter, made odd."""
+    """Return r_i of each counter i: splitmix64, made odd."""
     return splitmix64(x) | np.uint64(1)

@@ -138,10 +138,10 @@ def _codes_of(values, largest, MAX: tl.constexpr, INTEGERS: tl.constexpr):
     ratios = tl.div_rn(values, largest)
     most = tl.full(ratios.shape, MAX, tl.float32)
     if INTEGERS:
-        found = _rounded(tl.fma(ratios, most, tl.full(ratios.shape, _MIDDLE, tl.float32)), _MIDDLE)
+        codes = _rounded(tl.fma(ratios, most, tl.full(ratios.shape, _MIDDLE, tl.float32)), _MIDDLE)
     else:
-        found = (ratios * most + 0.0).to(tl.float8e4nv)
-    return found
+        codes = (ratios * most + 0.0).to(tl.float8e4nv)
+    return codes
 
 
 @triton.jit
@@ -174,9 +174,9 @@ def _columns(
         scale = tl.load(row_amax + row * row_stride + tl.program_id(1) * group_stride, mask=row < M, other=0.0) * step
         values *= scale[:, None]
     largest = _larger(tl.reduce(tl.abs(values), 0, _larger), _LEAST)
-    found = tl.trans(_codes_of(values, largest[None, :], MAX, False))
+    turned = tl.trans(_codes_of(values, largest[None, :], MAX, False))
     length = tl.num_programs(0).to(tl.int64) * SIDE
-    tl.store(codes + column[:, None] * length + row[None, :], found)
+    tl.store(codes + column[:, None] * length + row[None, :], turned)
     tl.store(amax + tl.program_id(0).to(tl.int64) * K + column, largest)
 
 
@@ -191,23 +191,23 @@ def _blocks(
     at = row[:, None] * K + column[None, :]
     within = (row < N)[:, None] & ((column < K) & (within_block < width))[None, :]
     values = tl.load(w + at, mask=within, other=0.0).to(tl.float32)
-    one = tl.div_rn(tl.reduce(tl.reduce(tl.abs(values), 1, _larger), 0, _larger), tl.full((), MAX, tl.float32))
-    one = tl.where(one == 0.0, 1.0, one)
-    ratios = tl.div_rn(values, tl.zeros_like(values) + one)
+    step = tl.div_rn(tl.reduce(tl.reduce(tl.abs(values), 1, _larger), 0, _larger), tl.full((), MAX, tl.float32))
+    step = tl.where(step == 0.0, 1.0, step)
+    ratios = tl.div_rn(values, tl.zeros_like(values) + step)
     ratios = tl.minimum(_larger(ratios, -1.0 * MAX), 1.0 * MAX, propagate_nan=tl.PropagateNan.ALL)
-    found = _rounded(ratios, 0.0) if INTEGERS else ratios.to(tl.float8e4nv)
-    tl.store(codes + at, found, mask=within)
-    tl.store(scale + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), one)
+    rounded = _rounded(ratios, 0.0) if INTEGERS else ratios.to(tl.float8e4nv)
+    tl.store(codes + at, rounded, mask=within)
+    tl.store(scale + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), step)
 
 
 @triton.jit
-def _transposed(values, found, N, K, SIDE: tl.constexpr):
+def _transposed(values, transposed, N, K, SIDE: tl.constexpr):
     """Each program turns a square."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     column = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     within = (row < N)[:, None] & (column < K)[None, :]
     square = tl.load(values + row[:, None] * K + column[None, :], mask=within)
-    tl.store(found + column[:, None] * N + row[None, :], tl.trans(square), mask=tl.trans(within))
+    tl.store(transposed + column[:, None] * N + row[None, :], tl.trans(square), mask=tl.trans(within))
 
 
 @triton.jit
@@ -216,8 +216,8 @@ def _scaled(sums, scale, amax, bias, y, N, BIASED: tl.constexpr, WIDTH: tl.const
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     within = column < N
-    found = tl.load(sums + row * N + column, mask=within).to(tl.float32)
-    found = found * tl.load(scale + column, mask=within) * tl.load(amax + row)
+    products = tl.load(sums + row * N + column, mask=within).to(tl.float32)
+    products = products * tl.load(scale + column, mask=within) * tl.load(amax + row)
     if BIASED:
-        found += tl.load(bias + column, mask=within).to(tl.float32)
-    tl.store(y + row * N + column, found.to(y.dtype.element_ty), mask=within)
+        products += tl.load(bias + column, mask=within).to(tl.float32)
+    tl.store(y + row * N + column, products.to(y.dtype.element_ty), mask=within)

@@ -18,8 +18,8 @@ Packing codes for fbgemm takes as long as it saves in 75 to 300 calls (docs/LOG.
 fast, linears therefore begin with it: it multiplies codes as they are, and has the same bits. They are packed if they
 are called that often.
 
-The three CUDA kernels were compared with float64 on an H200 (docs/gpu.md). What computes gradients through FP8 blocks
-is in a table of its own, in quant/training.py.
+The three CUDA kernels were compared with float64 on an H200 (docs/gpu.md). The products for gradients through FP8
+blocks are in a table of their own, in quant/training.py.
 
 There is no kernel for int4: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on CPUs it is slower than
 emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the product in float32
@@ -60,19 +60,19 @@ class Kernel(ABC):
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:
-        """Return what the kernel lacks on a device of its type, in words; None if nothing."""
+        """Return the requirement that a device of its type does not meet, in words; None if it meets all."""
 
-    @abstractmethod
     def pack(self, q: QTensor) -> Any:
-        """Return codes and scales in the kernel's own layout, on the device where they are."""
+        """Return codes and scales in the kernel's own layout, on the device where they are; by default, unchanged."""
+        return QTensor(codes=q.codes.contiguous(), scale=q.scale.contiguous(), fmt=q.fmt)
 
     @abstractmethod
     def forward(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """Return y of `reference_linear`, x [..., K] to [..., N] of x's dtype. Scaling is done in float32 at least."""
 
-    @abstractmethod
     def unpack(self, packed: Any) -> QTensor:
         """Return codes and scales, read back from the memory that `forward` multiplies with."""
+        return packed
 
     def weight_max(self, fmt: Format) -> int:
         """Return the largest weight code that the kernel multiplies without saturating."""
@@ -227,8 +227,8 @@ class Fbgemm(Kernel):
 
 
 class InPlace(Kernel):
-    """INT8 on CPUs by `torch._int_mm`, which reads codes as they are: nothing is packed, and what is multiplied with is
-    what was received. For 2 to 64 rows, oneDNN orders the codes in every call, which costs more the larger the
+    """INT8 on CPUs by `torch._int_mm`, which reads codes as they are: nothing is packed, and the product reads the
+    memory that was received. For 2 to 64 rows, oneDNN orders the codes in every call, which costs more the larger the
     weight is; results have the bits of the other kernels."""
 
     name = "in_place"
@@ -241,19 +241,13 @@ class InPlace(Kernel):
         return None if _int_mm_is_exact(1) and _int_mm_is_fast() else "a CPU on which torch._int_mm is fast"
 
     def objection(self, fmt: Format, device: torch.device, shape: tuple[int, ...] | None = None) -> str | None:
-        if found := super().objection(fmt, device, shape):
-            return found
+        if reason := super().objection(fmt, device, shape):
+            return reason
         if not _int_mm_is_exact(fmt.weight_max):
             return f"torch._int_mm does not add products of codes to {fmt.weight_max} exactly on this CPU"
         # torch takes a matrix with an axis of 1 for its own transpose, and reads beyond it.
         narrow = shape and min(shape) < 2
         return f"in_place needs widths of 2 and more, not {shape[0]} × {shape[1]}" if shape and narrow else None
-
-    def pack(self, q: QTensor) -> QTensor:
-        return QTensor(codes=q.codes.contiguous(), scale=q.scale.contiguous(), fmt=q.fmt)
-
-    def unpack(self, packed: QTensor) -> QTensor:
-        return packed
 
     def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
@@ -271,10 +265,10 @@ def _int_mm_is_exact(weight_max: int) -> bool:
             b = torch.full((40, 96), sign * weight_max, dtype=torch.int8)
             b[::3] = -b[::3]
             try:
-                found = torch._int_mm(a, b.t())
+                sums = torch._int_mm(a, b.t())
             except (RuntimeError, NotImplementedError):
                 return False
-            if not torch.equal(found.double(), a.double() @ b.double().t()):
+            if not torch.equal(sums.double(), a.double() @ b.double().t()):
                 return False
     return True
 
@@ -305,18 +299,12 @@ class _Cuda(Kernel):
         if not torch.cuda.is_available() or torch.version.hip:
             return "CUDA, which this torch does not have or finds no device for"
         lowest, highest = self.capabilities
-        found = torch.cuda.get_device_capability(device)
-        if not lowest <= found <= highest:
-            return f"compute capability {_dotted(lowest)} or later, not {_dotted(found)}" + (
+        version = torch.cuda.get_device_capability(device)
+        if not lowest <= version <= highest:
+            return f"compute capability {_dotted(lowest)} or later, not {_dotted(version)}" + (
                 f", and at most {_dotted(highest)}" if highest < _ANY else ""
             )
         return None
-
-    def pack(self, q: QTensor) -> QTensor:
-        return QTensor(codes=q.codes.contiguous(), scale=q.scale.contiguous(), fmt=q.fmt)
-
-    def unpack(self, packed: QTensor) -> QTensor:
-        return packed
 
 
 _ANY = (99, 0)
@@ -367,8 +355,8 @@ class ScaledMm(_Cuda):
                 output_dtype=x.dtype,
             )
             return _like(x, y_MN)
-        one, whole, exact = torch.ones(1, device=x.device), ScalingType.TensorWise, torch.float32
-        sums_MN = functional.scaled_mm(codes_MK, packed.codes.t(), one, whole, one, whole, output_dtype=exact)
+        unit, whole, exact = torch.ones(1, device=x.device), ScalingType.TensorWise, torch.float32
+        sums_MN = functional.scaled_mm(codes_MK, packed.codes.t(), unit, whole, unit, whole, output_dtype=exact)
         return _scaled(sums_MN, amax_M1, packed, bias, x)
 
 

@@ -39,12 +39,6 @@ def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> 
     return (y if bias is None else y + bias).to(dtype)
 
 
-def integer_kernel(fmt: Format, device: torch.device) -> str | None:
-    """Return the name of the kernel for codes of this format here, in a shape that it takes; None for emulation."""
-    kernel = kernel_for(fmt, device)
-    return kernel.name if kernel else None
-
-
 def weight_max_code(fmt: Format, device: torch.device) -> int:
     """Return the largest weight code that the kernel here multiplies without saturating."""
     kernel = kernel_for(fmt, device)
@@ -148,7 +142,7 @@ class QuantizedLinear(nn.Module):
         return self._kernel.unpack(self._packed)
 
     def _emulated(self) -> QTensor:
-        """Return what an emulated linear multiplies with; codes as floats, unless the format has a codec."""
+        """Return the weight that an emulated linear multiplies with; codes as floats, unless the format has a codec."""
         if self.fmt.codec:
             return QTensor.of([getattr(self, f"_part_{number}") for number in range(self._parts)], self.fmt)
         return QTensor(codes=self._codes, scale=self.scale, fmt=self.fmt)

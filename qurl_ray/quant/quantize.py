@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format, Range
 
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # `shared` says what follows
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # `shared` names the consequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class QTensor:
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor], fmt: Format) -> "QTensor":
-        """Invert `parts`. Without a copy, too: what must outlive a buffer of an object store has to be copied."""
+        """Invert `parts`, also without a copy: copy parts that must outlive a buffer of an object store."""
         codes, scale, *more = parts
         return cls(codes=codes.view(fmt.dtype), scale=scale, fmt=fmt, more=tuple(more))
 

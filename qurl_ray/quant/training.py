@@ -75,11 +75,6 @@ class ByScaledMm(Emulation):
         return functional.scaled_mm(dy_NM, x_KM.t(), dy_scale, _VECTOR, x_scale, _VECTOR, output_dtype=torch.float32)
 
 
-def _whole(M: int) -> int:
-    """Return the number of tokens with the last group filled, at least one group."""
-    return max(1, -(-M // 128)) * 128
-
-
 def transposed(q: QTensor) -> QTensor:
     """Return the transposed weight [K, N]: codes and scales are transposed, and nothing is rounded.
 
@@ -115,27 +110,28 @@ def _operand(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> C
     else:
         values_MK = x_MK if amax_MG is None else dequantize_rows(floats(x_MK), amax_MG, fmt)
         codes_KM, amax_KG = across_tokens(values_MK, fmt)
-        codes_KM = filled(codes_KM, 0, _whole(len(x_MK)) - len(x_MK)).to(fmt.dtype)
+        groups = max(1, -(-len(x_MK) // 128))
+        codes_KM = filled(codes_KM, 0, groups * 128 - len(x_MK)).to(fmt.dtype)
     return codes_KM, column_major(amax_KG * fmt.activation_step)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
-PRODUCTS: dict[str, Emulation] = {one.name: one for one in (ByScaledMm(), Emulation())}
+PRODUCTS: dict[str, Emulation] = {entry.name: entry for entry in (ByScaledMm(), Emulation())}
 """Entries by name. The first that has no objection is used."""
 
 
 def products_for(fmt: Format, device: torch.device, shape: _Sizes | None = None) -> Emulation:
     """Return the entry for a backward pass of this format here (shape None: of some shape)."""
-    return next(one for one in PRODUCTS.values() if one.objection(fmt, device, shape) is None)
+    return next(entry for entry in PRODUCTS.values() if entry.objection(fmt, device, shape) is None)
 
 
 def announced(fmt: Format, device: torch.device) -> str:
-    """Return the name of the entry for some shape, and why those before it are not used.
+    """Return the name of the entry for some shape, and why the entries before it are not used.
 
     Example:
         "emulation: scaled_mm_block needs a device of type cuda, not cpu"
     """
     used = products_for(fmt, device).name
-    reasons = dict.fromkeys(why for one in PRODUCTS.values() if (why := one.objection(fmt, device)))
+    reasons = dict.fromkeys(why for entry in PRODUCTS.values() if (why := entry.objection(fmt, device)))
     return f"{used}: {'; '.join(reasons)}" if reasons else used

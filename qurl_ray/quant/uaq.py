@@ -62,7 +62,7 @@ def unfolded(
     A gain of Gemma's is restored within 1 ulp of 1 + w for any s: its small w loses bits while it contains s − 1.
 
     Args:
-        offsets: what `folded_offsets` returned.
+        offsets: result of `folded_offsets`.
     """
     for name, parameter in parameters:
         if name in offsets:

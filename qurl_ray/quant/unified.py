@@ -103,7 +103,8 @@ class _How:
 def _check(weight: torch.Tensor, fmt: Format, backward: str, codes: QTensor | None) -> None:
     if backward not in BACKWARDS:
         raise QuantizationError(f"unknown backward {backward!r}; known: {', '.join(BACKWARDS)}")
-    if backward == "quantized" and not _square(fmt):
+    square = fmt.activation_group is not None and fmt.rows == fmt.group == fmt.activation_group
+    if backward == "quantized" and not square:
         raise QuantizationError(
             f"{fmt.name} has no quantized backward: that multiplies with the weight's codes transposed, whose scales "
             "must belong to square blocks as wide as the groups of activations (fp8_block); use straight_through"
@@ -113,10 +114,6 @@ def _check(weight: torch.Tensor, fmt: Format, backward: str, codes: QTensor | No
             f"the codes are {codes.fmt.name} to ±{codes.fmt.weight_max} of {tuple(codes.shape)}, not {fmt.name} to "
             f"±{fmt.weight_max} of {tuple(weight.shape)}"
         )
-
-
-def _square(fmt: Format) -> bool:
-    return fmt.activation_group is not None and fmt.rows == fmt.group == fmt.activation_group
 
 
 class _UnifiedLinear(torch.autograd.Function):
@@ -159,7 +156,7 @@ def _forward(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None, how: _How) 
 
 
 def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
-    """Return what WGrad needs of x: (codes [M, K] of one byte, maxima [M, groups]), or (x,) if there are no codes."""
+    """Return x as WGrad needs it: (codes [M, K] of one byte, maxima [M, groups]), or (x,) if there are no codes."""
     x_MK = x.reshape(-1, x.shape[-1])
     if how.backward == "full" or how.fmt.activation_max is None:
         return (x_MK,)

@@ -1,7 +1,7 @@
 """Quantizable units: the weights that become codes, and the channels between them.
 
-These records are the only list of what is quantized. Learner, syncs, engines, probes and exports read them, and nothing
-else asks which module is a linear or how its tensors are named. What feeds a unit comes from one table of
+These records are the only list of quantized weights. Learner, syncs, engines, probes and exports read them, and nothing
+else asks which module is a linear or how its tensors are named. The module that feeds a unit comes from one table of
 architectures: a norm can be rescaled only together with all modules that read it, and these are known by name. A layer
 with any other part is refused: that part may read the norm too (the router of a mixture of experts), or indicate
 another structure (one norm for attention and MLP, norms after them).

@@ -312,20 +312,25 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
     """Return the charts of the report by heading. `settings` are the run's settings by dotted name."""
     quantized = settings.get("rollout.quantization") != "none"
     evaluations = evaluation_rows(record.evaluations, quantized=quantized)
-    rows = record.rows if quantized else [(step, _without_codes(values)) for step, values in record.rows]
+    rows = record.rows
+    if not quantized:  # a recorded 0 of code changes means "no codes", but would look like unchanged codes
+        rows = [
+            (step, {key: value for key, value in values.items() if not key.startswith("sync/codes_changed")})
+            for step, values in record.rows
+        ]
     made = [
         Group(
             title=title,
             charts=[
                 (chart, evaluations if chart in _HELD_OUT else rows)
-                for chart in found
+                for chart in part
                 if record.graded or chart is not REWARD
             ],
         )
-        for title, found in _HEADINGS.items()
+        for title, part in _HEADINGS.items()
         if title != TURNS or settings.get("environment.type")
     ]
-    if any(found.sets for found in record.evaluations):
+    if any(evaluation.sets for evaluation in record.evaluations):
         learning = made[0].charts
         after = next(place for place, (chart, _) in enumerate(learning, start=1) if chart is SOLVED)
         learning.insert(after, _sets_chart(record.evaluations))
@@ -335,9 +340,9 @@ def groups(record: RunRecord, settings: Mapping[str, Any]) -> list[Group]:
 def _sets_chart(evaluations: Sequence[Evaluation]) -> tuple[Chart, Sequence[StepValues]]:
     """Return a chart with a line for each set of held-out problems, and its rows: of the evaluations during training,
     or of those before and after it in full precision if there are none."""
-    during = [found for found in evaluations if found.label == "during"]
-    shown = during or [found for found in evaluations if not is_quantized_evaluation(found.label)]
-    names = list(dict.fromkeys(name for found in evaluations for name in found.sets))
+    during = [evaluation for evaluation in evaluations if evaluation.label == "during"]
+    shown = during or [evaluation for evaluation in evaluations if not is_quantized_evaluation(evaluation.label)]
+    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.sets))
     lines = tuple(
         Series(name, name, 1 + index % _COLORS, f"{name}/low", f"{name}/high", dashed=index >= _COLORS)
         for index, name in enumerate(names)
@@ -350,14 +355,14 @@ def _sets_chart(evaluations: Sequence[Evaluation]) -> tuple[Chart, Sequence[Step
     )
     rows = [
         (
-            found.step,
+            evaluation.step,
             {
                 key: value
-                for name, ends in found.sets.items()
+                for name, ends in evaluation.sets.items()
                 for key, value in zip((name, f"{name}/low", f"{name}/high"), ends, strict=True)
             },
         )
-        for found in shown
+        for evaluation in shown
     ]
     return chart, rows
 
@@ -369,12 +374,12 @@ def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> li
     A quantized run evaluates the policy with which it rolls out, except `before` and `after`, which use full precision.
     """
     rows: dict[int, dict[str, float | None]] = {}
-    for found in evaluations:
-        key = "rollout" if quantized and is_quantized_evaluation(found.label) else "full"
-        values = {key: found.accuracy, f"{key}/low": found.low, f"{key}/high": found.high}
+    for result in evaluations:
+        key = "rollout" if quantized and is_quantized_evaluation(result.label) else "full"
+        values = {key: result.accuracy, f"{key}/low": result.low, f"{key}/high": result.high}
         key = f"{key}/reward"
-        values |= {key: found.reward, f"{key}/low": found.reward_low, f"{key}/high": found.reward_high}
-        rows.setdefault(found.step, {}).update(values)
+        values |= {key: result.reward, f"{key}/low": result.reward_low, f"{key}/high": result.reward_high}
+        rows.setdefault(result.step, {}).update(values)
     return sorted(rows.items())
 
 
@@ -396,8 +401,3 @@ def charts() -> tuple[Chart, ...]:
 def metric_names() -> frozenset[str]:
     """Names of the step metrics from which charts are drawn. Runs are compared by them, so they must not change."""
     return frozenset(series.key for chart in charts() for panel in chart.panels for series in panel.series)
-
-
-def _without_codes(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Remove the metrics of code changes: their recorded 0 means "no codes", but would look like unchanged codes."""
-    return {key: value for key, value in values.items() if not key.startswith("sync/codes_changed")}

@@ -120,7 +120,8 @@ def draw(chart: Chart, rows: Sequence[StepValues]) -> Markup | None:
     columns = thin(rows, [series for panel in panels for series in panel.series])
     plots = _plots(panels, columns)
     last = max(i for i, column in enumerate(columns) if column.cells)
-    label = escape(f"{chart.title}: {_spoken(plots, columns[last])}")
+    values = ", ".join(f"{series.label} {text}" for series, text in _values(plots, columns[last]))
+    label = escape(f"{chart.title}: {_steps(columns[last])}, {values}")
     content = _content(plots, columns, last)
     return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{content}</svg>')
 
@@ -158,19 +159,19 @@ def is_calm(chart: Chart, rows: Sequence[StepValues]) -> bool:
 def thin(rows: Sequence[StepValues], series: Iterable[Series], limit: int = COLUMNS) -> list[Column]:
     """Combine rows into at most `limit` columns. Each keeps the smallest, mean and largest value of every series."""
     wanted, size = list(series), math.ceil(len(rows) / limit)
-    return [_column(rows[start : start + size], wanted) for start in range(0, len(rows), size or 1)]
-
-
-def _column(rows: Sequence[StepValues], wanted: list[Series]) -> Column:
-    cells = {}
-    for series in wanted:
-        found = [value for _, values in rows if (value := values.get(series.key)) is not None]
-        if found:
-            ends = [v for _, values in rows for key in (series.low, series.high) if (v := values.get(key)) is not None]
-            low, high = min(found + ends), max(found + ends)
-            mean = min(max(math.fsum(found) / len(found), low), high)  # rounding must not push it outside
-            cells[series.key] = Cell(low, mean, high)
-    return Column(rows[0][0], rows[-1][0], cells)
+    columns = []
+    for start in range(0, len(rows), size or 1):
+        part = rows[start : start + size]
+        cells = {}
+        for line in wanted:
+            numbers = [value for _, values in part if (value := values.get(line.key)) is not None]
+            if numbers:
+                ends = [v for _, values in part for key in (line.low, line.high) if (v := values.get(key)) is not None]
+                low, high = min(numbers + ends), max(numbers + ends)
+                mean = min(max(math.fsum(numbers) / len(numbers), low), high)  # rounding must not push it outside
+                cells[line.key] = Cell(low, mean, high)
+        columns.append(Column(part[0][0], part[-1][0], cells))
+    return columns
 
 
 def _content(plots: Sequence["_Plot"], columns: Sequence[Column], last: int) -> str:
@@ -318,10 +319,6 @@ def _hit(plots: Sequence[_Plot], across: _Across, i: int, top: float, bottom: fl
 def _readout(plots: Sequence[_Plot], column: Column) -> str:
     values = (f' <tspan class="c{s.color}">●</tspan> {text}' for s, text in _values(plots, column))
     return f"<tspan>{_steps(column)}</tspan> " + "".join(values)
-
-
-def _spoken(plots: Sequence[_Plot], column: Column) -> str:
-    return f"{_steps(column)}, " + ", ".join(f"{series.label} {text}" for series, text in _values(plots, column))
 
 
 def _steps(column: Column) -> str:

@@ -46,7 +46,7 @@ class Run:
 
     def values(self, key: str) -> list[float]:
         """Return the recorded values of this metric, in the order of the steps."""
-        return [found for _, step in self.record.rows if (found := step.get(key)) is not None]
+        return [value for _, step in self.record.rows if (value := step.get(key)) is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,20 +92,24 @@ def compare(runs: Sequence[Run], pairing: Pairing) -> Comparison:
     """
     if not 2 <= len(runs) <= MOST:
         raise ConfigError(f"can compare 2 to {MOST} runs, not {len(runs)}")
+    steps = [
+        f"{run.record.done:,} of {run.record.planned:,}" if run.record.planned else f"{run.record.done:,}"
+        for run in runs
+    ]
     tables = {
         "Run": [
             Measure(label="state", cells=[run.record.state for run in runs]),
-            Measure(label="steps", cells=[_steps(run) for run in runs]),
+            Measure(label="steps", cells=steps),
         ],
         "Held-out reward": list(_held_out(runs, _REWARD, pairing)) if any(run.record.graded for run in runs) else [],
         "Held-out problems solved, %": list(_held_out(runs, _SOLVED, pairing)),
         "Speed": list(_speeds(runs)),
         "Mismatch and clipping": list(_mismatches(runs)),
     }
-    told = {title: [m for m in measures if set(m.cells) != {MISSING}] for title, measures in tables.items()}
+    known = {title: [m for m in measures if set(m.cells) != {MISSING}] for title, measures in tables.items()}
     return Comparison(
         runs=list(runs),
-        tables={title: measures for title, measures in told.items() if measures},
+        tables={title: measures for title, measures in known.items() if measures},
         settings=differing(runs),
         warnings=list(_warnings(runs)),
     )
@@ -131,9 +135,9 @@ def newest(folder: Path, count: int) -> list[str]:
     return [str(path) for path, _ in zip(with_steps, range(count), strict=False)][::-1]
 
 
-def named(found: Iterable[tuple[str, str, RunRecord]]) -> list[Run]:
+def named(records: Iterable[tuple[str, str, RunRecord]]) -> list[Run]:
     """Create runs from (name, longer name, record). The longer name is used if several runs have the same name."""
-    entries = list(found)
+    entries = list(records)
     names = [name for name, _, _ in entries]
     return [Run(name=name if names.count(name) == 1 else long, record=record) for name, long, record in entries]
 
@@ -187,11 +191,6 @@ def _warnings(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{run.record.unreadable} line(s) of {run.name}'s metrics.jsonl could not be read and are left out."
 
 
-def _steps(run: Run) -> str:
-    planned = f" of {run.record.planned:,}" if run.record.planned else ""
-    return f"{run.record.done:,}{planned}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Figure:
     """Definition of an evaluation figure: functions for its value with interval ends and for its values per problem,
@@ -210,16 +209,16 @@ class _Figure:
 
 
 _REWARD = _Figure(
-    estimate=lambda found: (found.reward, found.reward_low, found.reward_high),
-    per_problem=lambda found: found.rewards,
+    estimate=lambda evaluation: (evaluation.reward, evaluation.reward_low, evaluation.reward_high),
+    per_problem=lambda evaluation: evaluation.rewards,
     scale=1,
     digits=3,
     difference="paired",
     test="paired permutation test",
 )
 _SOLVED = _Figure(
-    estimate=lambda found: (found.accuracy, found.low, found.high),
-    per_problem=lambda found: [float(outcome == "1") for outcome in found.outcomes],
+    estimate=lambda evaluation: (evaluation.accuracy, evaluation.low, evaluation.high),
+    per_problem=lambda evaluation: [float(outcome == "1") for outcome in evaluation.outcomes],
     scale=100,
     digits=1,
     difference="paired, percentage points",
@@ -228,49 +227,46 @@ _SOLVED = _Figure(
 
 
 def _held_out(runs: Sequence[Run], figure: _Figure, pairing: Pairing) -> Iterator[Measure]:
-    latest = [{found.label: found for found in run.record.evaluations} for run in runs]
-    before = [_estimate(found.get("before"), figure) for found in latest]
+    latest = [{evaluation.label: evaluation for evaluation in run.record.evaluations} for run in runs]
+    before = [_estimate(by_label.get("before"), figure) for by_label in latest]
     yield Measure(label="before", cells=before, note="95 % intervals")
-    full = [found.get("after") for found in latest]
-    yield Measure(label="after, full precision", cells=[_estimate(found, figure) for found in full])
+    full = [by_label.get("after") for by_label in latest]
+    yield Measure(label="after, full precision", cells=[_estimate(evaluation, figure) for evaluation in full])
     yield from _against_first(runs, full, figure, pairing)
-    rolled = [_as_rolled_out(run, found) for run, found in zip(runs, latest, strict=True)]
-    yield Measure(label="after, as rolled out", cells=[_estimate(found, figure) for found in rolled])
+    rolled = [  # the latest evaluation during the run if there is no final one yet
+        by_label.get("after, quantized" if run.quantized else "after") or by_label.get("during")
+        for run, by_label in zip(runs, latest, strict=True)
+    ]
+    yield Measure(label="after, as rolled out", cells=[_estimate(evaluation, figure) for evaluation in rolled])
     yield from _against_first(runs, rolled, figure, pairing)
 
 
-def _as_rolled_out(run: Run, latest: Mapping[str, Evaluation]) -> Evaluation | None:
-    """Final evaluation in the format of the rollouts; the latest one during the run if there is no final one yet."""
-    return latest.get("after, quantized" if run.quantized else "after") or latest.get("during")
-
-
-def _estimate(found: Evaluation | None, figure: _Figure) -> str:
-    value, low, high = figure.estimate(found) if found else (None, None, None)
-    if found is None or value is None:
+def _estimate(evaluation: Evaluation | None, figure: _Figure) -> str:
+    value, low, high = figure.estimate(evaluation) if evaluation else (None, None, None)
+    if evaluation is None or value is None:
         return MISSING
     interval = "" if low is None or high is None else f" [{figure.write(low)}, {figure.write(high)}]"
-    at = f" at step {found.step:,}" if found.label == "during" else ""
+    at = f" at step {evaluation.step:,}" if evaluation.label == "during" else ""
     return f"{figure.write(value)}{interval}{at}"
 
 
 def _against_first(
-    runs: Sequence[Run], found: Sequence[Evaluation | None], figure: _Figure, pairing: Pairing
+    runs: Sequence[Run], evaluations: Sequence[Evaluation | None], figure: _Figure, pairing: Pairing
 ) -> Iterator[Measure]:
     """Yield paired differences to the first run; a dash if problems differ, or were not recorded individually."""
-    values = [figure.per_problem(evaluation) if evaluation else () for evaluation in found]
-    shares, tests = [MISSING], [MISSING]
+    values = [figure.per_problem(evaluation) if evaluation else () for evaluation in evaluations]
+    differences, tests = [MISSING], [MISSING]
     for run, other in zip(runs[1:], values[1:], strict=True):
-        comparable = run.task == runs[0].task and len(values[0]) == len(other) > 0
-        paired = pairing(values[0], other) if comparable else None
-        shares.append(_difference(paired, figure) if paired else MISSING)
-        tests.append(f"{paired.p_value:.2g}" if paired else MISSING)
-    yield Measure(label="  difference from the first run", cells=shares, note=figure.difference)
+        if run.task == runs[0].task and len(values[0]) == len(other) > 0:
+            paired = pairing(values[0], other)
+            value, low, high = (figure.write(end, "+") for end in (paired.value, paired.low, paired.high))
+            differences.append(f"{value} [{low}, {high}]")
+            tests.append(f"{paired.p_value:.2g}")
+        else:
+            differences.append(MISSING)
+            tests.append(MISSING)
+    yield Measure(label="  difference from the first run", cells=differences, note=figure.difference)
     yield Measure(label="  p-value of the difference", cells=tests, note=figure.test)
-
-
-def _difference(found: Difference, figure: _Figure) -> str:
-    value, low, high = (figure.write(share, "+") for share in (found.value, found.low, found.high))
-    return f"{value} [{low}, {high}]"
 
 
 def _speeds(runs: Sequence[Run]) -> Iterator[Measure]:
@@ -306,8 +302,8 @@ def _mismatches(runs: Sequence[Run]) -> Iterator[Measure]:
 
 def clipped(step: Mapping[str, float | None]) -> float | None:
     """Share of a step's tokens whose gradient is cut off by the clip; None if it was not recorded."""
-    found = [step.get(f"clip/{side}") for side in ("upper", "lower", "dual")]
-    return None if found[0] is None else math.fsum(share or 0.0 for share in found)
+    shares = [step.get(f"clip/{side}") for side in ("upper", "lower", "dual")]
+    return None if shares[0] is None else math.fsum(share or 0.0 for share in shares)
 
 
 def _ratio(label: str, runs: Sequence[Run], above: str, below: str) -> Measure:

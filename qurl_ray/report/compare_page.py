@@ -93,34 +93,28 @@ def _text(value: Any) -> Text:
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[StepValues]]]:
-    found = [dict(catalog.evaluation_rows(run.record.evaluations, quantized=run.quantized)) for run in runs]
-    full = [[(step, values) for step, values in of_run.items() if "full" in values] for of_run in found]
-    rolled = [_as_rolled_out(run, of_run) for run, of_run in zip(runs, found, strict=True)]
+    full: list[list[StepValues]] = []
+    rolled: list[list[StepValues]] = []
+    for run in runs:
+        rows = catalog.evaluation_rows(run.record.evaluations, quantized=run.quantized)
+        full.append([(step, values) for step, values in rows if "full" in values])
+        if not run.quantized:  # all evaluations are of the policy as rolled out
+            rows = [(step, {key.replace("full", "rollout"): value for key, value in v.items()}) for step, v in rows]
+        rolled.append([(step, values) for step, values in rows if "rollout" in values])
     charts = {"/reward": _REWARD, "": _SOLVED} if any(run.record.graded for run in runs) else {"": _SOLVED}
     for figure, chart in charts.items():
-        for policy, where, rows in (("full", "full precision", full), ("rollout", "as rolled out", rolled)):
+        for policy, where, of_runs in (("full", "full precision", full), ("rollout", "as rolled out", rolled)):
             key = f"{policy}{figure}"
             series = Series("", key, low=f"{key}/low", high=f"{key}/high")
-            yield _overlay(replace(chart, title=f"{chart.title}, {where}"), series, runs, rows)
+            yield _overlay(replace(chart, title=f"{chart.title}, {where}"), series, runs, of_runs)
     steps = [run.record.rows for run in runs]
     for key in _OVERLAID:
-        chart, panel, series = _of_the_report(key)
+        in_report = ((c, p, s) for c in catalog.charts() for p in c.panels for s in p.series if s.key == key)
+        chart, panel, series = next(in_report)
         yield _overlay(replace(chart, panels=(panel,)), series, runs, steps)
     shares = [[(step, {"clipped": clipped(values)}) for step, values in of_run] for of_run in steps]
     yield _overlay(_CLIPPED, Series("", "clipped"), runs, shares)
     yield _overlay(_SECONDS, Series("", "time/step"), runs, steps)
-
-
-def _as_rolled_out(run: Run, rows: dict[int, Any]) -> list[StepValues]:
-    """Rows of evaluations of the policy as rolled out. With full-precision rollouts these are all evaluations."""
-    if run.quantized:
-        return [(step, values) for step, values in rows.items() if "rollout" in values]
-    return [(step, {key.replace("full", "rollout"): value for key, value in v.items()}) for step, v in rows.items()]
-
-
-def _of_the_report(key: str) -> tuple[Chart, Panel, Series]:
-    found = ((c, p, s) for c in catalog.charts() for p in c.panels for s in p.series if s.key == key)
-    return next(found)
 
 
 def _overlay(
@@ -155,28 +149,24 @@ def _dashed(i: int) -> bool:
 
 
 def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return bars of the mean seconds per step by phase, one for every run that recorded its time."""
-    means = [[_mean(run.values(f"time/{phase}")) for phase in PHASES] for run in runs]
+    """Draw a bar of the mean seconds per step by phase for every run that recorded its time. The longest bar has 1000
+    units."""
+    means = []
+    for run in runs:
+        phases = [run.values(f"time/{phase}") for phase in PHASES]
+        means.append([sum(seconds) / len(seconds) if seconds else 0.0 for seconds in phases])
     longest = max(map(sum, means), default=0.0)
-    return [
-        {"name": run.name, "seconds": f"{short(sum(parts))} s", "drawing": _bar(parts, longest)}
-        for run, parts in zip(runs, means, strict=True)
-        if sum(parts)
-    ]
-
-
-def _bar(parts: Sequence[float], longest: float) -> Markup:
-    """Draw a bar, scaled so that the longest of all bars has 1000 units."""
-    drawn, at = "", 0.0
-    for color, (phase, seconds) in enumerate(zip(PHASES, parts, strict=True), start=1):
-        width = 1000 * seconds / longest
-        title = escape(f"{phase} {short(seconds)} s")
-        drawn += (
-            f'<path class="bar c{color}" d="M{at:.1f} 0h{width:.1f}v20h-{width:.1f}z"><title>{title}</title></path>'
-        )
-        at += width
-    return Markup(f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>')
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    bars = []
+    for run, parts in zip(runs, means, strict=True):
+        if not sum(parts):
+            continue
+        paths, at = "", 0.0
+        for color, (phase, seconds) in enumerate(zip(PHASES, parts, strict=True), start=1):
+            width = 1000 * seconds / longest
+            title = escape(f"{phase} {short(seconds)} s")
+            outline = f"M{at:.1f} 0h{width:.1f}v20h-{width:.1f}z"
+            paths += f'<path class="bar c{color}" d="{outline}"><title>{title}</title></path>'
+            at += width
+        drawing = f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
+        bars.append({"name": run.name, "seconds": f"{short(sum(parts))} s", "drawing": Markup(drawing)})
+    return bars

@@ -53,7 +53,7 @@ def _templates() -> Environment:
         loader=FileSystemLoader(_FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_safe,
+        finalize=lambda value: value if isinstance(value, Markup) else one_line(value, TEXT_LIMIT),
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -66,8 +66,3 @@ def _source(name: str) -> str:
 
 def _digest(source: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
-
-
-def _safe(value: Any) -> Any:
-    """Return markup unchanged, and all other values as one line of text."""
-    return value if isinstance(value, Markup) else one_line(value, TEXT_LIMIT)

@@ -12,13 +12,11 @@ from qurl_ray.runs.values import flatten
 def plots(run_dir: Path) -> dict[str, str]:
     """Return {"held-out-problems-solved.svg": its text, …}, without charts for which the run recorded no values."""
     record = read_run(run_dir)
-    found = {
-        _file_name(chart.title): standalone(chart, rows)
-        for group in groups(record, dict(flatten(record.config, ".")))
-        for chart, rows in group.charts
-    }
-    return {name: drawing for name, drawing in found.items() if drawing is not None}
-
-
-def _file_name(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", title.lower().replace("‖", "-")).strip("-") + ".svg"
+    drawings = {}
+    for group in groups(record, dict(flatten(record.config, "."))):
+        for chart, rows in group.charts:
+            drawing = standalone(chart, rows)
+            if drawing is not None:
+                name = re.sub(r"[^a-z0-9]+", "-", chart.title.lower().replace("‖", "-")).strip("-")
+                drawings[f"{name}.svg"] = drawing
+    return drawings

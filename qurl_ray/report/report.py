@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,12 +14,12 @@ from qurl_ray.config.shown import redacted
 from qurl_ray.files import write_whole
 from qurl_ray.report import catalog
 from qurl_ray.report.axes import short, signed
-from qurl_ray.report.charts import Chart, Series, draw, is_calm, present
+from qurl_ray.report.charts import Series, draw, is_calm, present
 from qurl_ray.report.page import render_page
 from qurl_ray.report.text import MISSING, duration, format_setting, listed
-from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, SampleView, view
+from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, view
 from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run, read_samples
-from qurl_ray.runs.values import StepValues, flatten
+from qurl_ray.runs.values import flatten
 from qurl_ray.types import Outcome
 
 NAME = "report.html"
@@ -97,45 +97,41 @@ def write_report(run_dir: Path, *, outcome: Outcome | None = None) -> Path:
 
 def render_report(run_dir: Path, *, outcome: Outcome | None = None) -> str:
     """Return the page's text; see `write_report`."""
-    styles = ("page.css.j2", "report.css.j2")
-    return render_page("report.html.j2", styles=styles, **_content(run_dir, outcome))
-
-
-def _content(run_dir: Path, outcome: Outcome | None) -> dict[str, Any]:
     record = read_run(run_dir)
     settings = {key: listed(value) for key, value in flatten(record.config, ".")}
     samples = [
-        (step, [view(sample) for sample in found[:_SAMPLES_PER_STEP]])
-        for step, found in read_samples(run_dir, _SAMPLED_STEPS)
+        (step, [view(sample) for sample in samples_of_step[:_SAMPLES_PER_STEP]])
+        for step, samples_of_step in read_samples(run_dir, _SAMPLED_STEPS)
     ]
     state = outcome or record.state
-    return {
-        "name": settings.get("name") or run_dir.resolve().name,
-        "state": state,
-        "state_sentence": _STATES[state],
-        "done": record.done,
-        "planned": record.planned,
-        "began": _utc(record.began),
-        "ended": _utc(record.ended),
-        "facts": list(_facts(settings)),
-        "tiles": list(_tiles(record)),
-        "figures": list(_figures(record)),
-        "warnings": [
-            (redacted(text), steps[0], len(steps)) for text, steps in list(record.warnings.items())[:_WARNINGS]
-        ],
-        "more_warnings": max(0, len(record.warnings) - _WARNINGS),
-        "unreadable": record.unreadable,
-        "groups": [_group(group) for group in catalog.groups(record, settings)],
-        "samples": samples,
-        "samples_per_step": _SAMPLES_PER_STEP,
-        "rollouts": ROLLOUTS if (run_dir / ROLLOUTS).exists() else None,
-        "timeline": TIMELINE if (run_dir / TIMELINE).exists() else None,
-        "colorings": _colorings(samples),
-        "gap_bounds": [f"{bound:g}" for bound in GAP_BOUNDS],
-        "probability_bounds": [f"{bound:g}" for bound in PROBABILITY_BOUNDS],
-        "settings": list(_settings(record.config)),
-        "places": list(_places(run_dir, settings)),
-    }
+    shown_warnings = list(record.warnings.items())[:_WARNINGS]
+    return render_page(
+        "report.html.j2",
+        styles=("page.css.j2", "report.css.j2"),
+        name=settings.get("name") or run_dir.resolve().name,
+        state=state,
+        state_sentence=_STATES[state],
+        done=record.done,
+        planned=record.planned,
+        began=_utc(record.began),
+        ended=_utc(record.ended),
+        facts=list(_facts(settings)),
+        tiles=list(_tiles(record)),
+        figures=list(_figures(record)),
+        warnings=[(redacted(text), steps[0], len(steps)) for text, steps in shown_warnings],
+        more_warnings=max(0, len(record.warnings) - _WARNINGS),
+        unreadable=record.unreadable,
+        groups=[_group(group) for group in catalog.groups(record, settings)],
+        samples=samples,
+        samples_per_step=_SAMPLES_PER_STEP,
+        rollouts=ROLLOUTS if (run_dir / ROLLOUTS).exists() else None,
+        timeline=TIMELINE if (run_dir / TIMELINE).exists() else None,
+        colorings={sample.coloring for _, views in samples for sample in views},
+        gap_bounds=[f"{bound:g}" for bound in GAP_BOUNDS],
+        probability_bounds=[f"{bound:g}" for bound in PROBABILITY_BOUNDS],
+        settings=list(_settings(record.config)),
+        places=list(_places(run_dir, settings)),
+    )
 
 
 # --- head of the page -------------------------------------------------------------------------------------------------
@@ -166,38 +162,34 @@ def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _tiles(record: RunRecord) -> Iterator[_Tile]:
     """Yield the tiles: before, after (or the latest so far), and after with the weights of the rollouts."""
-    latest = {found.label: found for found in record.evaluations}
+    latest = {evaluation.label: evaluation for evaluation in record.evaluations}
     during = None if "after" in latest else latest.get("during")
     wanted = {
         "before": latest.get("before"),
         f"at step {during.step:,}" if during else "after": during or latest.get("after"),
         "after, quantized": latest.get("after, quantized"),
     }
-    for label, found in wanted.items():
-        if found:
-            yield _reward(label, found) if record.graded and found.reward is not None else _solved(label, found)
-
-
-def _reward(label: str, found: Evaluation) -> _Tile:
-    solved = _solved("", found)
-    return _Tile(
-        label=f"held-out reward {label}",
-        value=_three_digits(found.reward or 0.0),
-        unit="",
-        interval=_interval(found.reward_low, found.reward_high, found.problems, _three_digits),
-        drawing=solved.drawing,
-        solved=f"solved (reward > 0.5): {solved.value} %",
-    )
-
-
-def _solved(label: str, found: Evaluation) -> _Tile:
-    return _Tile(
-        label=f"solved {label}",
-        value=_per_cent(found.accuracy),
-        unit="%",
-        interval=_interval(found.low, found.high, found.problems, _per_cent, " %"),
-        drawing=_interval_drawing(found),
-    )
+    for label, result in wanted.items():
+        if not result:
+            continue
+        solved, drawing = _per_cent(result.accuracy), _interval_drawing(result)
+        if record.graded and result.reward is not None:
+            yield _Tile(
+                label=f"held-out reward {label}",
+                value=_three_digits(result.reward),
+                unit="",
+                interval=_interval(result.reward_low, result.reward_high, result.problems, _three_digits),
+                drawing=drawing,
+                solved=f"solved (reward > 0.5): {solved} %",
+            )
+        else:
+            yield _Tile(
+                label=f"solved {label}",
+                value=solved,
+                unit="%",
+                interval=_interval(result.low, result.high, result.problems, _per_cent, " %"),
+                drawing=drawing,
+            )
 
 
 def _interval(
@@ -216,11 +208,11 @@ def _per_cent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def _interval_drawing(found: Evaluation) -> Markup:
+def _interval_drawing(evaluation: Evaluation) -> Markup:
     """Draw the solved share and its interval on a line from 0 to 100 %."""
     at, low, high = (
-        200 * min(1.0, max(0.0, found.accuracy if end is None else end))
-        for end in (found.accuracy, found.low, found.high)
+        200 * min(1.0, max(0.0, evaluation.accuracy if end is None else end))
+        for end in (evaluation.accuracy, evaluation.low, evaluation.high)
     )
     paths = f'<path class="track" d="M0 5H200"/><path class="range" d="M{low:.1f} 5H{high:.1f}"/>'
     return Markup(
@@ -238,8 +230,8 @@ def _figures(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     if rollout:
         yield "rollout speed", f"{_total(record, 'rollout/tokens') / rollout:,.0f}", "tokens/s"
         yield "rollouts' share", f"{100 * rollout / seconds:.0f} %" if seconds else MISSING, "of the training time"
-    if found := [rho for _, values in record.rows if (rho := values.get("mismatch/max_rho")) is not None]:
-        yield "largest rho", short(max(found)), "of all tokens"
+    if rhos := [rho for _, values in record.rows if (rho := values.get("mismatch/max_rho")) is not None]:
+        yield "largest rho", short(max(rhos)), "of all tokens"
     if (speedup := finite((record.summary or {}).get("rollout_speedup"))) is not None:
         yield "rollout speed-up", f"{speedup:.2f}×", "over full precision"
 
@@ -254,24 +246,17 @@ def _total(record: RunRecord, key: str) -> float:
 def _group(group: catalog.Group) -> _Group:
     cards: dict[bool, list[_Card]] = {False: [], True: []}
     for chart, rows in group.charts:
-        cards[is_calm(chart, rows)].append(_card(chart, rows))
+        legend = [series for panel in present(chart, rows) for series in panel.series]
+        card = _Card(
+            title=chart.title,
+            reading=chart.reading,
+            legend=legend if len(legend) > 1 else [],
+            drawing=draw(chart, rows),
+            absent=chart.absent,
+        )
+        cards[is_calm(chart, rows)].append(card)
     anchor = group.title.split()[0].lower().rstrip(",")
     return _Group(title=group.title, anchor=anchor, cards=cards[False], zeros=cards[True])
-
-
-def _card(chart: Chart, rows: Sequence[StepValues]) -> _Card:
-    legend = [series for panel in present(chart, rows) for series in panel.series]
-    return _Card(
-        title=chart.title,
-        reading=chart.reading,
-        legend=legend if len(legend) > 1 else [],
-        drawing=draw(chart, rows),
-        absent=chart.absent,
-    )
-
-
-def _colorings(samples: list[tuple[int, list[SampleView]]]) -> set[str]:
-    return {sample.coloring for _, views in samples for sample in views}
 
 
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:

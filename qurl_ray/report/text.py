@@ -28,8 +28,8 @@ def storable(text: str) -> str:
 
 def pairs(values: Mapping[str, Any], prefix: str = "") -> str:
     """Format the numbers in `values`, with names without `prefix`: `accuracy 0.382  problems 500`."""
-    found = ((key.removeprefix(prefix), number(value)) for key, value in values.items())
-    return "  ".join(f"{one_line(key)} {value:.4g}" for key, value in found if value is not None)
+    numbers = ((key.removeprefix(prefix), number(value)) for key, value in values.items())
+    return "  ".join(f"{one_line(key)} {value:.4g}" for key, value in numbers if value is not None)
 
 
 def listed(value: Any) -> Any:

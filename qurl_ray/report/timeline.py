@@ -105,15 +105,15 @@ def levels(spans: Sequence[Span]) -> list[Span]:
     """Return intervals that do not overlap, from those of the lane ENVIRONMENTS, in the order of their start times. The
     figures of intervals that overlap are added: rollouts of several steps may be under way at a time."""
     moments = sorted({moment for span in spans for moment in (span.start, span.start + span.seconds)})
-    found, open_, rest = [], list[Span](), deque(spans)
+    intervals, open_, rest = [], list[Span](), deque(spans)
     for start, end in pairwise(moments):
         while rest and rest[0].start <= start:
             open_.append(rest.popleft())
         open_ = [span for span in open_ if span.start + span.seconds > start]
         if open_ and end - start > _SLIVER_S:
             figures = {key: sum(span.figures.get(key, 0.0) for span in open_) for key in LEVELS}
-            found.append(replace(open_[-1], start=start, seconds=end - start, figures=figures))
-    return found
+            intervals.append(replace(open_[-1], start=start, seconds=end - start, figures=figures))
+    return intervals
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def page_data(spans: Sequence[Span]) -> dict[str, Any]:
         "names": names,
         "colors": [COLORS.get(name, 8) for name in names],
         "levels": {"lane": ENVIRONMENTS, "parts": [[key, *shown] for key, shown in LEVELS.items()]},
-        "lanes": [{"name": lane, "spans": found} for lane, found in rows.items()],
+        "lanes": [{"name": lane, "spans": spans_of_lane} for lane, spans_of_lane in rows.items()],
     }
 
 

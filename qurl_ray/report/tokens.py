@@ -65,7 +65,7 @@ class SampleView:
     note: str
     """Text on the largest gap between engine and learner; "" if one of them is unknown."""
     turns: str
-    """Text on the rewards and advantages of the turns; "" for one turn."""
+    """Text on the rewards and advantages that differ between the turns; "" if there are none."""
     coloring: str
     """Meaning of the token colours: `gap`, `probability` or `none`."""
     wide: bool
@@ -76,13 +76,22 @@ def view(sample: dict[str, Any]) -> SampleView:
     tokens = sample.get("tokens")
     tokens = tokens if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
     engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
-    found = mismatch(engine, learner)
-    coloring = "none" if not tokens or not any(b is not None for b in engine) else "gap" if found else "probability"
+    comparison = mismatch(engine, learner)
+    if not tokens or not any(b is not None for b in engine):
+        coloring = "none"
+    else:
+        coloring = "gap" if comparison else "probability"
     answer = visible(str(sample.get("answer", "")))
     if tokens:
         answer = _tokens(tokens, engine, learner, said_by(sample), new_rows(sample))
     prompt, expected = str(sample.get("prompt", "")), sample.get("expected")
     reward = finite(sample.get("reward"))
+    turns = turn_views(sample)
+    figures = {
+        "rewards": ["–" if turn.reward is None else short(turn.reward) for turn in turns],
+        "advantages": ["–" if turn.advantage is None else signed(f"{turn.advantage:+.3f}") for turn in turns],
+    }
+    differing = {name: texts for name, texts in figures.items() if len(set(texts)) > 1}
     return SampleView(
         uid=str(sample.get("uid", "")),
         prompt=visible(prompt, spaces=False),
@@ -91,8 +100,8 @@ def view(sample: dict[str, Any]) -> SampleView:
         reward="–" if reward is None else short(reward),
         solved=reward is not None and reward > 0.5,
         status=str(sample.get("status", "")),
-        turns=_turns(turn_views(sample)),
-        note=f"largest gap {signed(format(found.gap, '+.3g'))} nats" if tokens and found else "",
+        turns=" · ".join(f"{name} of turns {', '.join(texts)}" for name, texts in differing.items()),
+        note=f"largest gap {signed(format(comparison.gap, '+.3g'))} nats" if tokens and comparison else "",
         coloring=coloring,
         wide=max(len(prompt), len("".join(tokens or [])), len(str(sample.get("answer", "")))) > _WIDE_FROM,
     )
@@ -160,16 +169,6 @@ def turn_views(sample: dict[str, Any]) -> list[TurnView]:
         TurnView(end=turn["end"], reward=finite(turn.get("reward")), advantage=finite(turn.get("advantage")))
         for turn in turns
     ]
-
-
-def _turns(turns: Sequence[TurnView]) -> str:
-    """Return the rewards and advantages of turns where they differ."""
-    rewards, advantages = ([getattr(turn, name) for turn in turns] for name in ("reward", "advantage"))
-    shown = {
-        "rewards": ["–" if reward is None else short(reward) for reward in rewards],
-        "advantages": ["–" if advantage is None else signed(f"{advantage:+.3f}") for advantage in advantages],
-    }
-    return " · ".join(f"{name} of turns {', '.join(texts)}" for name, texts in shown.items() if len(set(texts)) > 1)
 
 
 def _tokens(

@@ -125,7 +125,9 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
     tokens = sample.get("tokens")
     tokens = tokens if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
     engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
-    found = mismatch(engine, learner)
+    comparison = mismatch(engine, learner)
+    replies = [reply for reply in _records(sample, "said") if isinstance(reply, dict)]
+    calls = [reply.get("calls") for reply in replies]
     return {
         "uid": one_line(sample.get("uid", ""), TEXT_LIMIT),
         "prompt": str(sample.get("rendered") or sample.get("prompt", "")),
@@ -137,18 +139,18 @@ def card(sample: dict[str, Any]) -> dict[str, Any]:
         "limit": one_line(sample.get("limit", ""), TEXT_LIMIT),
         "detail": one_line(sample.get("detail", ""), TEXT_LIMIT),
         "meta": _folded(sample.get("meta")),
-        "states": [_folded(said.get("state")) for said in _records(sample, "said") if isinstance(said, dict)],
+        "states": [_folded(reply.get("state")) for reply in replies],
         "advantage": finite(sample.get("advantage")),
-        "gap": found and _short(found.gap),
-        "max_rho": found and _short(found.max_rho),
-        "ess": found and _short(found.ess),
+        "gap": comparison and _short(comparison.gap),
+        "max_rho": comparison and _short(comparison.max_rho),
+        "ess": comparison and _short(comparison.ess),
         "tokens": tokens,
         "engine": engine[: len(tokens or ())],
         "learner": learner[: len(tokens or ())],
         "versions": list(_runs(sample.get("versions"))),
         "rows": new_rows(sample),
         "turns": len(_records(sample, "turns")),
-        "calls": sum(_count(said) for said in _records(sample, "said")),
+        "calls": sum(count for count in calls if isinstance(count, int)),
         "credit": [asdict(turn) for turn in turn_views(sample)],
     }
 
@@ -181,13 +183,8 @@ def _runs(versions: Any) -> Iterator[list[int]]:
 
 
 def _records(sample: dict[str, Any], key: str) -> list[Any]:
-    found = sample.get(key)
-    return found if isinstance(found, list) else []
-
-
-def _count(said: Any) -> int:
-    calls = said.get("calls") if isinstance(said, dict) else None
-    return calls if isinstance(calls, int) else 0
+    records = sample.get(key)
+    return records if isinstance(records, list) else []
 
 
 def _folded(value: Any) -> str:

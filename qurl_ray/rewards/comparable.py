@@ -7,6 +7,7 @@ parentheses, and its time-outs cannot interrupt the computation of one large int
 import math
 import re
 from decimal import Decimal, InvalidOperation
+from itertools import accumulate
 
 LONGEST = 500
 """Largest number of characters that math-verify gets."""
@@ -50,9 +51,8 @@ def misread_number(text: str) -> bool:
 def quickly_compared(text: str) -> bool:
     """True if math-verify compares a text in about the usual time. Texts that would need long, and a few others, do
     not pass."""
-    return (
-        len(text) <= LONGEST and _depth(text) <= _DEEPEST and not _UNBOUNDED.search(text) and numbers_stay_small(text)
-    )
+    depths = accumulate(((char in "([{") - (char in ")]}") for char in text), initial=0)
+    return len(text) <= LONGEST and max(depths) <= _DEEPEST and not _UNBOUNDED.search(text) and numbers_stay_small(text)
 
 
 def numbers_stay_small(text: str) -> bool:
@@ -72,14 +72,6 @@ def numbers_stay_small(text: str) -> bool:
     return True
 
 
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for char in text:
-        depth += (char in "([{") - (char in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
 def _numbers(text: str) -> list[int]:
     return [int(digits[:LONGEST]) for digits in re.findall(r"\d+", text)]
 
@@ -92,5 +84,5 @@ def _group(text: str, start: int) -> str:
             depth += (text[end] in "({") - (text[end] in ")}")
             if depth == 0:
                 return text[start : end + 1]
-    found = re.compile(r"[+-]?\d+|.?", re.DOTALL).match(text, start)
-    return found[0] if found else ""
+    match = re.compile(r"[+-]?\d+|.?", re.DOTALL).match(text, start)
+    return match[0] if match else ""

@@ -33,8 +33,10 @@ def final_answer(answer: str, problem: Problem) -> FinalAnswer | None:
     It is unfinished if its reasoning has not ended. If it was cut off before its end token
     (problem.meta["truncated"]), it is also unfinished without a closed box, or if it ends inside a later one.
     """
-    written = _after_reasoning(answer, problem.meta.get(REASONING_REQUIRED))
-    if written is None:
+    required = problem.meta.get(REASONING_REQUIRED)
+    _, end, written = answer.rpartition(REASONING_ENDS)
+    unfinished = REASONING_BEGINS in written or (required and not end)
+    if unfinished and required is not False:
         return None
     box, inside_another = _last_box(written)
     if problem.meta.get("truncated") and (box is None or inside_another):
@@ -46,13 +48,6 @@ def final_answer(answer: str, problem: Problem) -> FinalAnswer | None:
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last closed \boxed{...} or \fbox{...}, with balanced braces; None if there is none."""
     return _last_box(text)[0]
-
-
-def _after_reasoning(answer: str, required: bool | None) -> str | None:
-    """Return the text after the reasoning; None if the reasoning has not ended."""
-    _, end, after = answer.rpartition(REASONING_ENDS)
-    unfinished = REASONING_BEGINS in after or (required and not end)
-    return None if unfinished and required is not False else after
 
 
 def _last_box(text: str) -> tuple[str | None, bool]:

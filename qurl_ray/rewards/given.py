@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -34,15 +35,19 @@ def give(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     REWARDS.check_arguments(function, name)
     module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if module and module != "__main__" and _importable(module, qualified, function):
-        return f"{module}:{qualified}"
+    if module and module != "__main__" and qualified and qualified.isidentifier():
+        with suppress(Exception):  # a module that only this process has
+            if getattr(importlib.import_module(module), qualified, None) is function:
+                return f"{module}:{qualified}"
     try:
         pickled = cloudpickle.dumps(function)
     except Exception as error:  # as objects raise that it refers to
         raise RewardError(
             f"reward {name} cannot be sent to other processes: {type(error).__name__}: {error}"
         ) from error
-    reference = f"{_PREFIX}{name}-{_digest(function)}"
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    digest = hashlib.sha256(repr(_parts(code)).encode()).hexdigest()[:8]  # not of values that the function closes over
+    reference = f"{_PREFIX}{name}-{digest}"
     _given[reference] = f"{reference}\n{base64.b85encode(zlib.compress(pickled)).decode()}"
     return reference
 
@@ -83,27 +88,16 @@ def load(reference: str) -> Callable[..., Any]:
         raise RewardError(f"reward {name} cannot be loaded: {described(error)}") from error
 
 
-def _digest(function: Callable[..., Any]) -> str:
-    """Return 8 digits that depend on the function's code, and not on values that it closes over."""
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return hashlib.sha256(repr(_parts(code)).encode()).hexdigest()[:8]
-
-
 def _parts(code: CodeType | None) -> list[Any]:
     """Return instructions, names and constants, those of functions within it, too."""
     if code is None:
         return []
-    constants = [
-        _parts(one) if isinstance(one, CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else one
-        for one in code.co_consts
-    ]
+    constants: list[Any] = []
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            constants.append(_parts(constant))
+        elif isinstance(constant, frozenset):
+            constants.append(sorted(map(repr, constant)))
+        else:
+            constants.append(constant)
     return [code.co_code, code.co_names, constants]
-
-
-def _importable(module: str, qualified: str | None, function: Callable[..., Any]) -> bool:
-    if not qualified or not qualified.isidentifier():
-        return False
-    try:
-        return getattr(importlib.import_module(module), qualified, None) is function
-    except Exception:  # a module that only this process has
-        return False

@@ -20,6 +20,7 @@ from qurl_ray.types import Problem, Status, Verdict
 _MOST_AT_ONCE = 64  # most answers that the process gets in one message
 _WINDOW_S = 0.01  # a message holds as many answers as are probably judged in this time
 _STATUSES = get_args(Status)
+_FIELDS = ("uid", "prompt", "answer", "meta", "messages", "chat_template_args", "held_out_set")  # of a Problem
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,11 @@ class VerifierProcess(SandboxedProcess):
         try:
             while start < len(items):
                 began, window = time.monotonic(), items[start : start + self._window]
-                self.ask([(answer, _plain(problem)) for answer, problem in window], self._timeout_s)
+                # dataclasses.asdict takes ten times as long.
+                self.ask(
+                    [(answer, {name: getattr(problem, name) for name in _FIELDS}) for answer, problem in window],
+                    self._timeout_s,
+                )
                 for _ in window:
                     verdict, leaves_threads = _verdict(self.result(self._timeout_s))
                     yield verdict
@@ -105,12 +110,6 @@ class VerifierProcess(SandboxedProcess):
             _log.warning(
                 "reward %r leaves threads that run on, or many; its process is replaced after such answers", self._name
             )
-
-
-def _plain(problem: Problem) -> dict[str, Any]:
-    """Return the same as dataclasses.asdict, in a tenth of the time."""
-    names = ("uid", "prompt", "answer", "meta", "messages", "chat_template_args", "held_out_set")
-    return {name: getattr(problem, name) for name in names}
 
 
 def _verdict(result: list[Any]) -> tuple[Verdict, bool]:

@@ -37,8 +37,8 @@ def exact(answer: str, problem: Problem) -> float:
 def last_number(answer: str, problem: Problem) -> float:
     """1 if the last integer of the final answer is the expected one; else 0. Zeros on its left do not count."""
     final = final_answer(answer, problem)
-    found = re.findall(r"-?\d+", final.text) if final else []
-    return float(bool(found) and Decimal(found[-1]) == int(problem.answer))
+    integers = re.findall(r"-?\d+", final.text) if final else []
+    return float(bool(integers) and Decimal(integers[-1]) == int(problem.answer))
 
 
 def math_verify(answer: str, problem: Problem) -> float:
@@ -58,16 +58,18 @@ def math_verify(answer: str, problem: Problem) -> float:
     expected = _expected(problem.answer)
     if final.text == expected:  # also needed for plain words, which are no mathematics and would score 0
         return 1.0
-    found = final.text if final.boxed else plain_numbers_within(final.text[-LONGEST:])  # a search of quadratic time
-    if compared_as_text(expected) or not quickly_compared(found):
+    text = final.text if final.boxed else plain_numbers_within(final.text[-LONGEST:])  # a search of quadratic time
+    if compared_as_text(expected) or not quickly_compared(text):
         return 0.0
     from math_verify import parse, verify
 
     # Its own time-outs use signals, which fail in any thread but the main one; so the process has the deadline.
-    gold = parse(_as_latex(expected), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    # Bare LaTeX ("x^2+1") is recognised only in \boxed{}. "$18" is money; "$x$" is LaTeX already.
+    latex = expected if expected.count("$") >= 2 else _boxed(expected)
+    gold = parse(latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if not gold:
         raise ValueError(f"math-verify cannot parse the expected answer {expected[:80]!r} of {problem.uid}")
-    said = _boxed(found) if final.boxed else found
+    said = _boxed(text) if final.boxed else text
     return float(verify(gold, parse(said, parsing_timeout=None), timeout_seconds=None))  # pyright: ignore[reportArgumentType]
 
 
@@ -102,11 +104,6 @@ def _expected(answer: str) -> str:
     text = answer.rpartition("####")[2].strip()
     boxed = last_boxed(text)
     return text if boxed is None else boxed.strip()
-
-
-def _as_latex(expected: str) -> str:
-    r"""Wrap bare LaTeX ("x^2+1") in \boxed{}, else it is not recognised. "$18" is money; "$x$" is LaTeX already."""
-    return expected if expected.count("$") >= 2 else _boxed(expected)
 
 
 def _boxed(text: str) -> str:

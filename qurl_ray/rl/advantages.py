@@ -64,27 +64,26 @@ def advantages(rewards_PG: np.ndarray, compare: AdvantageEstimator, lengths_PG: 
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
     missing_PG = np.isnan(rewards_PG)
     lengths_PG = np.where(missing_PG, 0, 1 if lengths_PG is None else lengths_PG)
-    found_PG = call_extension("advantage", compare, rewards_PG, lengths_PG)
-    if not isinstance(found_PG, np.ndarray) or found_PG.shape != rewards_PG.shape:
-        shape = f"an array {list(found_PG.shape)}" if isinstance(found_PG, np.ndarray) else type(found_PG).__name__
+    result = call_extension("advantage", compare, rewards_PG, lengths_PG)
+    if not isinstance(result, np.ndarray) or result.shape != rewards_PG.shape:
+        shape = f"an array {list(result.shape)}" if isinstance(result, np.ndarray) else type(result).__name__
         expected = f"expected a numpy array {list(rewards_PG.shape)}, as the rewards: one row for each prompt"
         raise ExtensionError(f"advantage {reference_of(compare)} returned {shape}, {expected}")
-    found_PG = np.where(missing_PG, 0.0, found_PG.astype(np.float64))
-    if not np.isfinite(found_PG).all():
-        raise ExtensionError(_not_finite(reference_of(compare), found_PG, missing_PG))
-    return found_PG
-
-
-def _not_finite(name: str, found_PG: np.ndarray, missing_PG: np.ndarray) -> str:
-    prompt, sample = np.argwhere(~np.isfinite(found_PG))[0]
-    place = f"advantage {name} is not finite: {found_PG[prompt, sample]} for sample {sample} of prompt {prompt}"
-    if not missing_PG[prompt].any():
-        return f"{place}, none of whose samples is missing"
-    gone = ", ".join(map(str, np.flatnonzero(missing_PG[prompt])))
-    return (
-        f"{place}, whose sample {gone} is missing: its reward is NaN and its length 0. np.nanmean and np.nanstd with "
-        "axis=1, keepdims=True leave it out"
-    )
+    advantages_PG = np.where(missing_PG, 0.0, result.astype(np.float64))
+    if not np.isfinite(advantages_PG).all():
+        prompt, sample = np.argwhere(~np.isfinite(advantages_PG))[0]
+        reason = "none of whose samples is missing"
+        if missing_PG[prompt].any():
+            gone = ", ".join(map(str, np.flatnonzero(missing_PG[prompt])))
+            reason = (
+                f"whose sample {gone} is missing: its reward is NaN and its length 0. np.nanmean and np.nanstd with "
+                "axis=1, keepdims=True leave it out"
+            )
+        raise ExtensionError(
+            f"advantage {reference_of(compare)} is not finite: {advantages_PG[prompt, sample]} for sample {sample} of "
+            f"prompt {prompt}, {reason}"
+        )
+    return advantages_PG
 
 
 def all_equal(rewards_PG: np.ndarray) -> np.ndarray:

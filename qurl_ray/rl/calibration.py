@@ -32,12 +32,12 @@ def clip_histogram(log_ratio_BT: torch.Tensor, adv_BT: torch.Tensor, mask_BT: to
     """
     mask_BT = mask_BT & log_ratio_BT.isfinite()
     bins_BT = ((log_ratio_BT.double() + _REACH) / (2 * _REACH) * _BINS).long().clamp(0, _BINS - 1)
-    found = torch.zeros(2, 3, _BINS, dtype=torch.float64, device=log_ratio_BT.device)
+    histogram = torch.zeros(2, 3, _BINS, dtype=torch.float64, device=log_ratio_BT.device)
     for sign, chosen_BT in enumerate(((adv_BT > 0) & mask_BT, (adv_BT < 0) & mask_BT)):
         bins, size = bins_BT[chosen_BT], adv_BT[chosen_BT].double().abs()
         for row, values in enumerate((torch.ones_like(size), size, size * log_ratio_BT[chosen_BT].double().exp())):
-            found[sign, row].index_add_(0, bins, values)
-    return found
+            histogram[sign, row].index_add_(0, bins, values)
+    return histogram
 
 
 def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_high: float) -> tuple[float, float]:
@@ -51,14 +51,14 @@ def calibrated(noisy: torch.Tensor, exact: torch.Tensor, clip_low: float, clip_h
         return clip_low, clip_high
     lower, upper = 1 - clip_low, 1 + clip_high
     below_exact, below_noisy = (np.append(0.0, h[1, 0].cumsum()) for h in (exact_np, noisy_np))
-    found_lower = 1 - clip_low
+    noisy_lower = 1 - clip_low
     if lower > _EDGES[0]:  # else there is no bound
-        found_lower = _solve(np.interp(lower, _EDGES, below_exact), below_noisy, _EDGES, lower)
-        found_lower = 1 - float(np.clip(1 - found_lower, clip_low / _RANGE[0], min(1.0, clip_low * _RANGE[1])))
+        noisy_lower = _solve(np.interp(lower, _EDGES, below_exact), below_noisy, _EDGES, lower)
+        noisy_lower = 1 - float(np.clip(1 - noisy_lower, clip_low / _RANGE[0], min(1.0, clip_low * _RANGE[1])))
     balance = _gained(exact_np, upper) / _lost(exact_np, lower)
     gains = np.array([_gained(noisy_np, edge) for edge in _EDGES[::_COARSE]])
-    found_upper = _solve(balance * _lost(noisy_np, found_lower), gains, _EDGES[::_COARSE], upper)
-    return 1 - found_lower, float(np.clip(found_upper - 1, clip_high / _RANGE[0], clip_high * _RANGE[1]))
+    noisy_upper = _solve(balance * _lost(noisy_np, noisy_lower), gains, _EDGES[::_COARSE], upper)
+    return 1 - noisy_lower, float(np.clip(noisy_upper - 1, clip_high / _RANGE[0], clip_high * _RANGE[1]))
 
 
 def _solve(wanted: float, rising: np.ndarray, edges: np.ndarray, nominal: float) -> float:

@@ -79,7 +79,16 @@ def correct(
         ExtensionError: settings.weigh raised, or returned another shape, or weights that are negative or not finite.
     """
     raw_BT = _raw_weights(log_rho_BT, mask_BT, settings)
-    weight_BT = _weighed(settings.weigh, log_rho_BT, mask_BT) if settings.weigh else _bounded(raw_BT, settings)
+    ones_BT = torch.ones_like(raw_BT)
+    if settings.weigh:
+        weight_BT = _weighed(settings.weigh, log_rho_BT, mask_BT)
+    elif settings.weight == "none":
+        weight_BT = ones_BT
+    else:
+        weight_BT = raw_BT.clamp(max=settings.cap)
+        if settings.band:
+            low, high = settings.band
+            weight_BT = torch.where((raw_BT < low) | (raw_BT > high), 0.0, weight_BT)
     vetoed_B = (mask_BT & (log_rho_BT.exp() < settings.veto)).any(dim=1)
     rejected_B = _divergent(log_rho_BT, mask_BT, settings) | vetoed_B
     dropped_BT = (weight_BT == 0) | rejected_B[:, None]
@@ -89,7 +98,6 @@ def correct(
         "rejected_sequences": rejected_B.sum(),
         "vetoed_sequences": vetoed_B.sum(),
     }
-    ones_BT = torch.ones_like(raw_BT)
     widening_BT = (raw_BT / settings.cap).clamp(min=1.0) if settings.adaptive_clip else ones_BT
     if strength != 1:
         weight_BT, widening_BT = ones_BT.lerp(weight_BT, strength), ones_BT.lerp(widening_BT, strength)
@@ -142,16 +150,6 @@ def _weighed(weigh: Weigh, log_rho_BT: torch.Tensor, mask_BT: torch.Tensor) -> t
     weight_BT = torch.where(mask_BT, weight_BT.to(log_rho_BT.dtype), 0.0)
     if not (weight_BT.isfinite() & (weight_BT >= 0)).all():
         raise ExtensionError(f"correction {reference_of(weigh)} returned weights that are negative or not finite")
-    return weight_BT
-
-
-def _bounded(raw_BT: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
-    if settings.weight == "none":
-        return torch.ones_like(raw_BT)
-    weight_BT = raw_BT.clamp(max=settings.cap)
-    if settings.band:
-        low, high = settings.band
-        weight_BT = torch.where((raw_BT < low) | (raw_BT > high), 0.0, weight_BT)
     return weight_BT
 
 

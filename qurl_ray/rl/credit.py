@@ -1,4 +1,4 @@
-"""Credit of turns in algorithms that compare the samples of a prompt: what is compared, and who gets the result.
+"""Credit of turns in algorithms that compare the samples of a prompt: the values compared, and who gets the result.
 
     rewards of turns ─► returns of each sample ─► compared with those of its group ─► advantages
 
@@ -36,7 +36,7 @@ Returns = tuple[Sequence[float], Sequence[int]]
 
 
 def turn_returns(reward: float, turns: TurnCredit | None, mode: CreditMode) -> list[float]:
-    """Return what is compared of a sample: one return with mode "trajectory", else one for each turn.
+    """Return the returns of a sample to compare: one with mode "trajectory", else one for each turn.
 
     Args:
         reward: reward of the trajectory.
@@ -51,7 +51,7 @@ def turn_returns(reward: float, turns: TurnCredit | None, mode: CreditMode) -> l
 
 
 class RowRewards(NamedTuple):
-    """Part that a row has in what is compared of its trajectory."""
+    """Part that a row has in the returns of its trajectory."""
 
     reward: float
     """Reward of the whole trajectory."""
@@ -69,12 +69,12 @@ def rewards_of_row(row: Trajectory, cost: float = 0.0) -> RowRewards:
 
 
 def returns_of(sample: Trajectory, mode: CreditMode) -> Returns:
-    """Return what is compared of a sample."""
+    """Return the returns of a sample to compare."""
     return returns_of_rows([rewards_of_row(sample)], mode)
 
 
 def returns_of_rows(rows: Sequence[RowRewards], mode: CreditMode) -> Returns:
-    """Return what is compared of a trajectory, from the parts of its rows in their order."""
+    """Return the returns of a trajectory to compare, from the parts of its rows in their order."""
     cost = sum(row.cost for row in rows)
     lengths = [length for row in rows for length in row.lengths]
     parts = [row.turns for row in rows if row.turns is not None]
@@ -86,7 +86,7 @@ def returns_of_rows(rows: Sequence[RowRewards], mode: CreditMode) -> Returns:
 
 
 def advantages_of_rows(advantages_K: np.ndarray, rows: Sequence[RowRewards], mode: CreditMode) -> list[np.ndarray]:
-    """Return the advantages of each row from those of its trajectory (compare_turns)."""
+    """Return the advantages of each row from the advantages of its trajectory (compare_turns)."""
     if mode == "trajectory":
         return [advantages_K] * len(rows)
     return np.split(advantages_K, np.cumsum([len(row.lengths) for row in rows])[:-1])
@@ -108,9 +108,9 @@ def compare_turns(
 ) -> list[list[np.ndarray]]:
     """Return the advantages of each sample by group, float64: one with mode "trajectory", else one for each turn.
 
-    The returns from one turn number of a group's samples are a row of what `compare` gets; samples without such a turn
-    are NaN. The lengths are the tokens of the turns. A turn that only one sample of the group has cannot be compared:
-    its advantage is 0, and `compare` does not get it.
+    The returns from one turn number of a group's samples are a row of the array that `compare` gets; samples without
+    such a turn are NaN. The lengths are the tokens of the turns. A turn that only one sample of the group has cannot be
+    compared: its advantage is 0, and `compare` does not get it.
 
     Args:
         samples: by group and sample; each group has at least one.
@@ -120,13 +120,14 @@ def compare_turns(
     """
     returns_PKG = _by_turn([[returns for returns, _ in group] for group in samples])
     lengths_PKG = _by_turn([[lengths for _, lengths in group] for group in samples])
-    # With one return for the whole trajectory, what a group of one sample gets is left to `compare`.
-    found_PKG = np.zeros_like(returns_PKG)
+    # With one return for the whole trajectory, the advantage in a group of one sample is left to `compare`.
+    advantages_PKG = np.zeros_like(returns_PKG)
     compared_PK = (~np.isnan(returns_PKG)).sum(axis=2) >= (1 if mode == "trajectory" else 2)
     if compared_PK.any():
-        found_PKG[compared_PK] = advantages(returns_PKG[compared_PK], compare, lengths_PKG[compared_PK])
+        advantages_PKG[compared_PK] = advantages(returns_PKG[compared_PK], compare, lengths_PKG[compared_PK])
     return [
-        [found_PKG[p, : len(returns), g] for g, (returns, _) in enumerate(group)] for p, group in enumerate(samples)
+        [advantages_PKG[p, : len(returns), g] for g, (returns, _) in enumerate(group)]
+        for p, group in enumerate(samples)
     ]
 
 
@@ -140,8 +141,8 @@ def credited(sample: Trajectory, advantages_K: np.ndarray, mode: CreditMode) -> 
 def _by_turn(values: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
     """Return values by group, sample and turn as float64 [P, K, G], padded with NaN."""
     turns = max((len(of_turns) for group in values for of_turns in group), default=0)
-    found_PKG = np.full((len(values), turns, max(map(len, values))), np.nan)
+    padded_PKG = np.full((len(values), turns, max(map(len, values))), np.nan)
     for p, group in enumerate(values):
         for g, of_turns in enumerate(group):
-            found_PKG[p, : len(of_turns), g] = of_turns
-    return found_PKG
+            padded_PKG[p, : len(of_turns), g] = of_turns
+    return padded_PKG

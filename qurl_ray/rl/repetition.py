@@ -17,18 +17,18 @@ def garbage_tokens(answers: Sequence[np.ndarray]) -> int:
     tokens" of quantized rollouts (https://arxiv.org/abs/2604.07853) are described as repetitive or garbled; this
     function counts only repetitions.
     """
-    return sum(_garbage(answers[start : start + _AT_ONCE]) for start in range(0, len(answers), _AT_ONCE))
-
-
-def _garbage(answers: Sequence[np.ndarray]) -> int:
-    tokens = np.concatenate(answers)
-    owner = np.repeat(np.arange(len(answers), dtype=np.int32), [len(answer) for answer in answers])
-    begins_less_ends = np.zeros(len(tokens) + 1, dtype=np.int32)
-    for period in range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1):
-        same = np.zeros(len(tokens) - period + 2, dtype=bool)  # False at both ends
-        same[1:-1] = (tokens[period:] == tokens[:-period]) & (owner[period:] == owner[:-period])
-        starts, ends = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2).T
-        long = ends - starts >= max(_LEAST_REPEATS * period, _LEAST_TOKENS) - period
-        begins_less_ends[starts[long]] += 1  # no position occurs twice among the starts, nor among the ends
-        begins_less_ends[ends[long] + period] -= 1
-    return int((begins_less_ends.cumsum() > 0).sum())
+    garbage = 0
+    for start in range(0, len(answers), _AT_ONCE):
+        chunk = answers[start : start + _AT_ONCE]
+        tokens = np.concatenate(chunk)
+        owner = np.repeat(np.arange(len(chunk), dtype=np.int32), [len(answer) for answer in chunk])
+        begins_less_ends = np.zeros(len(tokens) + 1, dtype=np.int32)
+        for period in range(1, min(_LONGEST_PERIOD, len(tokens) - 1) + 1):
+            same = np.zeros(len(tokens) - period + 2, dtype=bool)  # False at both ends
+            same[1:-1] = (tokens[period:] == tokens[:-period]) & (owner[period:] == owner[:-period])
+            starts, ends = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2).T
+            long = ends - starts >= max(_LEAST_REPEATS * period, _LEAST_TOKENS) - period
+            begins_less_ends[starts[long]] += 1  # no position occurs twice among the starts, nor among the ends
+            begins_less_ends[ends[long] + period] -= 1
+        garbage += int((begins_less_ends.cumsum() > 0).sum())
+    return garbage

@@ -105,19 +105,19 @@ def surrogate_of(
     Raises:
         ExtensionError: a form from outside the package raised, or returned something else.
     """
-    found = call_extension("objective", form, log_ratio_BT, adv_BT, mask_BT, bounds)
-    if isinstance(found, Surrogate):
-        return found
-    if not isinstance(found, torch.Tensor) or found.shape != log_ratio_BT.shape:
-        shape = f"a tensor {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+    result = call_extension("objective", form, log_ratio_BT, adv_BT, mask_BT, bounds)
+    if isinstance(result, Surrogate):
+        return result
+    if not isinstance(result, torch.Tensor) or result.shape != log_ratio_BT.shape:
+        shape = f"a tensor {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         expected = f"expected a Surrogate or a tensor {list(log_ratio_BT.shape)}"
         raise ExtensionError(f"objective {reference_of(form)} returned {shape}, {expected}")
     with torch.enable_grad():
         leaf_BT = log_ratio_BT.detach().requires_grad_()
         again = call_extension("objective", form, leaf_BT, adv_BT, mask_BT, bounds)
-        slope_BT = torch.autograd.grad(again.sum(), leaf_BT)[0] if again.requires_grad else torch.zeros_like(found)
+        slope_BT = torch.autograd.grad(again.sum(), leaf_BT)[0] if again.requires_grad else torch.zeros_like(result)
     return Surrogate(
-        value_BT=found,
+        value_BT=result,
         ratio_BT=log_ratio_BT.detach().exp(),
         bounded_BT=torch.zeros_like(mask_BT),
         slope_BT=slope_BT.abs(),

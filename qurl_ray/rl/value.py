@@ -2,7 +2,7 @@
 
 The value of token t is that of the state before it. The verifier's reward is given at the last token, and the episode
 ends there. No value is bootstrapped, whether the answer ended by itself or was cut off. With several turns, the reward
-of a turn is given at its last token, and the token after it is the first of the next turn: what the environment says in
+of a turn is given at its last token, and the token after it is the first of the next turn: text of the environment in
 between takes no step. In a trajectory of several rows each row is an episode of its own, whose last token also has the
 sum of the rewards of later rows.
 """
@@ -27,15 +27,20 @@ def gae(
         rewards_BT: reward that comes with each token.
         mask_BT: bool, True on drawn tokens.
     """
-    place_BT = _places_without_gaps(mask_BT)
+    # The column of each drawn token if the drawn tokens of a row followed its first one without gaps; T for others.
+    drawn_BT = mask_BT.cumsum(1)
+    first_B1 = (drawn_BT == 0).sum(1, keepdim=True)
+    place_BT = torch.where(mask_BT, first_B1 + drawn_BT - 1, mask_BT.shape[1])
     values_BT = _moved(torch.where(mask_BT, values_BT, 0.0), place_BT)
     rewards_BT = _moved(torch.where(mask_BT, rewards_BT.to(values_BT.dtype), 0.0), place_BT)
     next_BT = torch.nn.functional.pad(values_BT[:, 1:], (0, 1))
     advantages_BT = _discounted(rewards_BT + gamma * next_BT - values_BT, gamma * lam)
     returns_BT = advantages_BT + values_BT
-    found = (torch.nn.functional.pad(found_BT, (0, 1)).gather(1, place_BT) for found_BT in (advantages_BT, returns_BT))
-    advantages_BT, returns_BT = (torch.where(mask_BT, found_BT, 0.0) for found_BT in found)
-    return advantages_BT, returns_BT
+
+    def moved_back(x_BT: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_BT, torch.nn.functional.pad(x_BT, (0, 1)).gather(1, place_BT), 0.0)
+
+    return moved_back(advantages_BT), moved_back(returns_BT)
 
 
 def turn_gae(
@@ -75,16 +80,8 @@ def turn_gae(
     return torch.where(mask_BT, by_turn(advantages_BT), 0.0), returns_BT
 
 
-def _places_without_gaps(mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B, T]: the column of each drawn token if those of a row followed its first one without gaps; T for
-    other tokens."""
-    drawn_BT = mask_BT.cumsum(1)
-    first_B1 = (drawn_BT == 0).sum(1, keepdim=True)
-    return torch.where(mask_BT, first_B1 + drawn_BT - 1, mask_BT.shape[1])
-
-
 def _moved(values_BT: torch.Tensor, place_BT: torch.Tensor) -> torch.Tensor:
-    """Return [B, T] with the values at their places, 0 elsewhere; those with place T are left out."""
+    """Return [B, T] with the values at their places, 0 elsewhere; values with place T are left out."""
     wide_BT = values_BT.new_zeros(values_BT.shape[0], values_BT.shape[1] + 1)
     return wide_BT.scatter(1, place_BT, values_BT)[:, :-1]
 
@@ -95,7 +92,7 @@ _BLOCK = 256
 def _discounted(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
     """y_t = sum_{k>=0} factor^k x_{t+k}: products with a triangular matrix of powers, block by block from the end."""
     width = values_BT.shape[1]
-    found_BT = torch.zeros_like(values_BT)
+    sums_BT = torch.zeros_like(values_BT)
     steps = torch.arange(_BLOCK + 1, dtype=values_BT.dtype, device=values_BT.device)
     powers = factor**steps
     # triangle[j, t] = factor^(j-t) for j >= t: weight of token j in the sum of token t
@@ -107,9 +104,9 @@ def _discounted(values_BT: torch.Tensor, factor: float) -> torch.Tensor:
         block_BT = values_BT[:, start : start + _BLOCK]
         size = block_BT.shape[1]
         reach = powers[1 : size + 1].flip(0)
-        found_BT[:, start : start + size] = block_BT @ triangle[:size, :size] + ahead_B1 * reach
-        ahead_B1 = found_BT[:, start : start + 1]
-    return found_BT
+        sums_BT[:, start : start + size] = block_BT @ triangle[:size, :size] + ahead_B1 * reach
+        ahead_B1 = sums_BT[:, start : start + 1]
+    return sums_BT
 
 
 def whiten(values_BT: torch.Tensor, mask_BT: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,7 @@ _MANIFEST = "manifest.json"
 _OLD = ".old-"
 """Beginning of the names of folders that are being removed."""
 _DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""Errors of reading that are about what is there; any other OSError is about the access to it."""
-_CHUNK = 1 << 22
+"""Errors of reading that are about the contents of a folder; any other OSError is about the access to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +71,17 @@ def complete(partial: Path, *, step: int, reward: float | None) -> Checkpoint:
     if folder.exists():  # of a run that continued a little after it was given up
         discard(folder)
     partial.rename(folder)
-    _sync(folder.parent)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return Checkpoint(folder=folder, step=step, reward=reward)
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder, by its name at once. Files that cannot be removed, such as those that a reader holds open on
-    NFS, stay in a hidden folder beside it, whose name begins with `.old-`.
+    """Remove a folder; its name is free at once. Files that cannot be removed, such as files that a reader holds open
+    on NFS, stay in a hidden folder beside it, whose name begins with `.old-`.
 
     Raises:
         OSError: the folder cannot be renamed.
@@ -105,13 +108,13 @@ def verify(folder: Path) -> Checkpoint:
         OSError: a file cannot be read.
     """
     checkpoint, expected = _read(folder)
-    found = _sums(folder)
-    for name in sorted(set(expected) | set(found)):
-        if name not in found:
+    sums = _sums(folder)
+    for name in sorted(set(expected) | set(sums)):
+        if name not in sums:
             raise CheckpointError(f"{folder}: {name} is missing")
         if name not in expected:
             raise CheckpointError(f"{folder}: {name} is not in the manifest")
-        if found[name] != expected[name]:
+        if sums[name] != expected[name]:
             raise CheckpointError(f"{folder}: {name} is damaged: its SHA-256 is not the manifest's")
     return checkpoint
 
@@ -131,7 +134,7 @@ def latest(run_dir: Path, *, set_aside: bool = True) -> tuple[Checkpoint | None,
     try:
         for folder in reversed(step_folders(run_dir)):
             try:
-                found = verify(folder)
+                checkpoint = verify(folder)
             except CheckpointError as error:
                 rejected[folder] = error
                 continue
@@ -140,7 +143,7 @@ def latest(run_dir: Path, *, set_aside: bool = True) -> tuple[Checkpoint | None,
                 if aside.exists():
                     discard(aside)
                 damaged.rename(aside)
-            return found, [f"checkpoint passed over: {error}" for error in rejected.values()]
+            return checkpoint, [f"checkpoint passed over: {error}" for error in rejected.values()]
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or run_dir / 'checkpoints'} cannot be read ({error.strerror}), so it is not known "
@@ -154,17 +157,17 @@ def latest(run_dir: Path, *, set_aside: bool = True) -> tuple[Checkpoint | None,
 
 def prune(run_dir: Path, keep: int) -> None:
     """Delete all checkpoints except the latest `keep` and the one with the best held-out reward. Half-written ones are
-    deleted, too. What cannot be deleted stays until the next call, and costs nothing else."""
-    found = []
+    deleted, too. A folder that cannot be deleted stays until the next call and is no error."""
+    checkpoints = []
     with suppress(OSError):
         for folder in step_folders(run_dir):
             with suppress(CheckpointError, OSError):  # left for the user to inspect
-                found.append(_read(folder)[0])
-    measured = [checkpoint for checkpoint in found if checkpoint.reward is not None]
-    kept = {checkpoint.step for checkpoint in found[-keep:]}
+                checkpoints.append(_read(folder)[0])
+    measured = [checkpoint for checkpoint in checkpoints if checkpoint.reward is not None]
+    kept = {checkpoint.step for checkpoint in checkpoints[-keep:]}
     if measured:
         kept.add(max(measured, key=lambda checkpoint: (checkpoint.reward, checkpoint.step)).step)
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         if checkpoint.step not in kept:
             with suppress(OSError):
                 discard(checkpoint.folder)
@@ -201,16 +204,16 @@ def _own_sum(manifest: dict[str, Any]) -> str:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file except the manifest and what file systems leave there, by relative path. Each file is
-    flushed to disk first: a checksum would be worth nothing if a power cut then emptied the file."""
+    """SHA-256 of every file except the manifest and leftovers of file systems, by relative path. Each file is flushed
+    to disk first: a checksum would be worth nothing if a power cut then emptied the file."""
     paths = sorted(path for path in _files(folder) if path != folder / _MANIFEST)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter's lock
         return dict(zip([str(path.relative_to(folder)) for path in paths], pool.map(_sum, paths), strict=True))
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, but for what file systems leave there. Unlike Path.rglob, this raises if a
-    folder cannot be read."""
+    """Yield the files below a folder, except leftovers of file systems. Unlike Path.rglob, this raises if a folder
+    cannot be read."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
@@ -223,17 +226,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _sum(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return hashlib.file_digest(file, "sha256").hexdigest()

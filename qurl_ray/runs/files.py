@@ -10,8 +10,7 @@ from typing import Any, Literal
 from qurl_ray.config.shown import shown
 from qurl_ray.config.yaml_text import read_yaml_file
 from qurl_ray.errors import ConfigError
-from qurl_ray.runs.values import StepValues
-from qurl_ray.runs.values import number
+from qurl_ray.runs.values import StepValues, number
 
 _MAX_STEP = 10**12
 _NO_MEASUREMENT = 1e100
@@ -70,13 +69,13 @@ class RunRecord:
     @property
     def graded(self) -> bool:
         """True if the mean reward of evaluations is to be shown beside the solved share."""
-        return any(found.graded for found in self.evaluations)
+        return any(evaluation.graded for evaluation in self.evaluations)
 
     @property
     def planned(self) -> int | None:
         """Number of steps that the settings ask for."""
-        found = finite(self.config.get("steps"))
-        return int(found) if found else None
+        steps = finite(self.config.get("steps"))
+        return int(steps) if steps else None
 
     @property
     def done(self) -> int:
@@ -111,8 +110,8 @@ def read_run(run_dir: Path) -> RunRecord:
             steps[step] = (step, {key: finite(value) for key, value in values.items()})
         elif event.get("kind") == "warning":
             record.warnings.setdefault(str(event.get("message") or ""), []).append(step)
-        elif event.get("kind") == "evaluation" and (found := _evaluation(step, event.get("message"), values)):
-            record.evaluations.append(found)
+        elif event.get("kind") == "evaluation" and (evaluation := _evaluation(step, event.get("message"), values)):
+            record.evaluations.append(evaluation)
     record.rows = [steps[step] for step in sorted(steps)]
     return record
 
@@ -157,8 +156,8 @@ def sample_places(run_dir: Path) -> dict[int, list[int]]:
 def samples_at(run_dir: Path, places: Iterable[int]) -> list[dict[str, Any]]:
     """Read the samples at offsets from `sample_places`."""
     with (run_dir / "samples.jsonl").open("rb") as file:
-        found = [json_object(file.readline()) for place in places if file.seek(place) == place]
-    return [sample for sample in found if sample is not None]
+        samples = [json_object(file.readline()) for place in places if file.seek(place) == place]
+    return [sample for sample in samples if sample is not None]
 
 
 def read_spans(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -180,10 +179,12 @@ def spread(items: list[int], limit: int) -> list[int]:
 def finite(value: Any) -> float | None:
     """Return `value` as a float if it is a finite number within the limit of size, else None."""
     try:
-        found = number(value)
+        measured = number(value)
     except OverflowError:  # an integer too large for a float
         return None
-    return found if found is not None and math.isfinite(found) and abs(found) < _NO_MEASUREMENT else None
+    if measured is None or not math.isfinite(measured) or abs(measured) >= _NO_MEASUREMENT:
+        return None
+    return measured
 
 
 def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | None:
@@ -193,6 +194,11 @@ def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | N
     outcomes = values.get("outcomes")
     outcomes = outcomes if isinstance(outcomes, str) else ""
     reward, reward_low, reward_high = (finite(values.get(f"eval/{k}")) for k in ("reward", "reward_low", "reward_high"))
+    sets = {}
+    for key in values:
+        name = key.removeprefix("eval/").removesuffix("/accuracy")
+        if key == f"eval/{name}/accuracy" and (share := finite(values[key])) is not None:
+            sets[name] = (share, finite(values.get(f"eval/{name}/low")), finite(values.get(f"eval/{name}/high")))
     return Evaluation(
         step=step,
         label=str(label),
@@ -205,25 +211,16 @@ def _evaluation(step: int, label: Any, values: dict[str, Any]) -> Evaluation | N
         reward_low=reward_low,
         reward_high=reward_high,
         rewards=() if reward is None else _rewards(values.get("rewards"), outcomes),
-        sets=_sets(values),
+        sets=sets,
     )
-
-
-def _sets(values: dict[str, Any]) -> dict[str, tuple[float, float | None, float | None]]:
-    found = {}
-    for key in values:
-        name = key.removeprefix("eval/").removesuffix("/accuracy")
-        if key == f"eval/{name}/accuracy" and (share := finite(values[key])) is not None:
-            found[name] = (share, finite(values.get(f"eval/{name}/low")), finite(values.get(f"eval/{name}/high")))
-    return found
 
 
 def _rewards(recorded: Any, outcomes: str) -> tuple[float, ...]:
     """Return the reward of each problem. If all are 0 or 1, they equal the outcomes and are not recorded separately."""
     if not isinstance(recorded, list):
         return tuple(float(outcome == "1") for outcome in outcomes)
-    found = [finite(reward) for reward in recorded]
-    return tuple(reward for reward in found if reward is not None) if None not in found else ()
+    rewards = [finite(reward) for reward in recorded]
+    return tuple(reward for reward in rewards if reward is not None) if None not in rewards else ()
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
@@ -234,8 +231,8 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     with path.open("rb") as file:
         for line in file:
             if line.strip():
-                found = json_object(line)
-                yield place, found if found is not None and is_step(found.get("step")) else None
+                record = json_object(line)
+                yield place, record if record is not None and is_step(record.get("step")) else None
             place += len(line)
 
 
@@ -247,16 +244,16 @@ def is_step(value: Any) -> bool:
 def json_object(line: bytes) -> dict[str, Any] | None:
     """Return the object that a line or file holds; None if it holds none."""
     try:
-        found = json.loads(line.decode("utf-8", errors="replace").removeprefix("\ufeff"))
+        value = json.loads(line.decode("utf-8", errors="replace").removeprefix("\ufeff"))
     except (ValueError, RecursionError):  # incomplete, or written by another program
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """Return the run's settings without their secrets; empty if config.yaml is missing or damaged."""
     try:
-        found = shown(read_yaml_file(run_dir / "config.yaml"))
+        settings = shown(read_yaml_file(run_dir / "config.yaml"))
     except (FileNotFoundError, ConfigError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}

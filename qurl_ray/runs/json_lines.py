@@ -22,15 +22,25 @@ class JsonLines:
         self._open()
 
     def _open(self) -> None:
-        torn = _ends_mid_line(self._path)
+        torn = False
+        if self._path.exists() and self._path.stat().st_size:
+            with self._path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
         self._file = self._path.open("a", encoding="utf-8", buffering=1, newline="\n")
         if torn:  # the process that wrote it was killed: its partial line must not merge with our first line
             self._file.write("\n")
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         for record in records:
+            text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False)
+            # A tokenizer may decode to half a surrogate pair, which UTF-8 cannot encode: it becomes "?".
+            text = text.encode("utf-8", errors="replace").decode("utf-8")
+            # Printable characters stay, so that `less` shows text. Others are escaped: no answer can move the cursor.
+            if not text.isprintable():
+                text = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
             # One write per line: after a crash, all lines but the last are then complete.
-            self._file.write(_line(plain(record)))
+            self._file.write(text + "\n")
         self._file.flush()
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool | None]) -> int:
@@ -168,26 +178,22 @@ def timeline_file(folder: Path, limit_bytes: int = _TIMELINE_BYTES) -> StepsFile
 
 
 def _filter(path: Path, wanted: Callable[[dict[str, Any]], bool | None]) -> int:
-    """See JsonLines.keep."""
+    """Rewrite the file with the wanted lines. Return the number of damaged ones; see JsonLines.keep."""
     damaged = 0
     # Bytes, because text would also be split at Unicode line separators, which answers may contain.
     with path.open("rb") as file, _replacing(path) as kept:
         for line in file:
-            record = json_object(line) if _is_text(line) else None
+            try:
+                line.decode()
+                record = json_object(line)
+            except UnicodeDecodeError:
+                record = None
             dated = record is not None and is_step(record.get("step")) and finite(record.get("time")) is not None
             verdict = wanted(record) if record is not None and dated else None
             if verdict:
                 kept.write(line.rstrip(b"\n") + b"\n")
             damaged += verdict is None and bool(line.strip())
     return damaged
-
-
-def _is_text(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 @contextmanager
@@ -201,23 +207,3 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _damage(name: str, lines: int) -> list[str]:
     return [f"{name}: {lines} damaged or incomplete line(s) removed"] if lines else []
-
-
-def _line(record: dict[str, Any]) -> str:
-    """Format a record as a line. Printable characters are kept, so that `less` shows text; all others are escaped, so
-    that no answer can move the cursor.
-
-    A tokenizer may decode to half a surrogate pair, which UTF-8 cannot encode: it becomes "?".
-    """
-    text = json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8", errors="replace").decode("utf-8")
-    if not text.isprintable():
-        text = "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
-    return text + "\n"
-
-
-def _ends_mid_line(path: Path) -> bool:
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

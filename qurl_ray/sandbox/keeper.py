@@ -75,7 +75,12 @@ def main(*, fd: int, start: str, spec: str, memory_gb: float) -> NoReturn:
             with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
                 os.killpg(server, signal.SIGKILL)
             kill_descendants()
-    _end_with(code)
+    if code < 0:  # end by the same signal as the server
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _watch(channel: socket.socket, server: int, scratch: str, limit: int) -> int:
@@ -102,16 +107,6 @@ def _reap(server: int) -> int | None:
             if ended[0] == server:
                 code = os.waitstatus_to_exitcode(ended[1])
     return code
-
-
-def _end_with(code: int) -> NoReturn:
-    """End as the server did, also by the same signal."""
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with suppress(OSError):  # SIGKILL has no handler to reset
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
 
 
 def _run_server(channel: socket.socket, start: str, spec: str, scratch: str, limit: int) -> NoReturn:

@@ -97,7 +97,9 @@ class SandboxedProcess:
         marks = [secrets.token_hex(8) for _ in calls]
         self._owed.extend(marks)
         line = json.dumps([[mark, *arguments] for mark, arguments in zip(marks, calls, strict=True)]) + "\n"
-        self._shorten_log()
+        with suppress(OSError):
+            if self._log and self._log.stat().st_size > _MAX_LOG_BYTES:
+                os.truncate(self._log, 0)
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(line.encode())
@@ -201,20 +203,14 @@ class SandboxedProcess:
             code = self._keeper.wait(timeout=1.0) if self._keeper else 0
         except subprocess.TimeoutExpired:
             return DeathError("broke the connection")
-        printed = self._log is not None and self._log.is_file() and self._log.stat().st_size > 0
-        return DeathError(self._how(code) + (f"; it printed into {self._log}" if printed else ""))
-
-    def _how(self, code: int) -> str:
         if code == TOO_MUCH:
-            return f"and what it started held more than {self._memory_gb:g} GiB, or too many processes"
-        if code < 0:
-            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"ended with exit code {code}"
-
-    def _shorten_log(self) -> None:
-        with suppress(OSError):
-            if self._log and self._log.stat().st_size > _MAX_LOG_BYTES:
-                os.truncate(self._log, 0)
+            predicate = f"and what it started held more than {self._memory_gb:g} GiB, or too many processes"
+        elif code < 0:
+            predicate = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        else:
+            predicate = f"ended with exit code {code}"
+        printed = self._log is not None and self._log.is_file() and self._log.stat().st_size > 0
+        return DeathError(predicate + (f"; it printed into {self._log}" if printed else ""))
 
 
 def _open_log(log: Path | None) -> BinaryIO:

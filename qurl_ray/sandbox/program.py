@@ -1,4 +1,4 @@
-"""One program of a policy's: without network and signals, with limits, and nothing is left of it afterwards.
+"""Running one program of a policy without network and signals, and with limits; nothing is left of it afterwards.
 
 The kernel refuses calls by number (seccomp, Linux): no socket can be made, no process be signalled or traced. Files are
 those of the user: what the user may read or write, the program may.

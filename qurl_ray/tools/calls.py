@@ -4,7 +4,7 @@ format  a call                                                              of
 hermes  <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>       Qwen, Hermes; a turn may have several
 llama   {"name": "add", "parameters": {"a": 1}}, which is the whole turn    Llama 3.1 to 3.3
 
-What has the form of a call is read strictly: anything else than one JSON object with these two keys is a BadCall, whose
+Text in the form of a call is read strictly: anything else than one JSON object with these two keys is a BadCall, whose
 message goes back to the policy.
 """
 
@@ -66,7 +66,14 @@ class CallReader:
     def feed(self, text: str) -> list[Part]:
         """Return the parts that are complete now."""
         self._held += text
-        return self._hermes() if self._format == "hermes" else self._llama()
+        if self._format == "hermes":
+            return self._hermes()
+        if self._is_call is None:
+            self._is_call = _begins_as_llama(self._held)
+        if self._is_call is not False:  # a call is read at the end of the turn
+            return []
+        told, self._held = self._held, ""
+        return [told] if told else []
 
     def end(self) -> list[Part]:
         """Return the rest, at the end of the turn."""
@@ -81,8 +88,8 @@ class CallReader:
         parts: list[Part] = []
         while True:
             mark = _CLOSING if self._in_call else _OPENING
-            before, found, after = self._held.partition(mark)
-            if not found:
+            before, separator, after = self._held.partition(mark)
+            if not separator:
                 break
             parts += [_call(before, "hermes", _OPENING + before + _CLOSING)] if self._in_call else _texts(before)
             self._held, self._in_call = after, not self._in_call
@@ -91,14 +98,6 @@ class CallReader:
             parts += _texts(sure)
             self._held = self._held[len(sure) :]
         return parts
-
-    def _llama(self) -> list[Part]:
-        if self._is_call is None:
-            self._is_call = _begins_as_llama(self._held)
-        if self._is_call is not False:
-            return []
-        told, self._held = self._held, ""
-        return [told] if told else []
 
 
 def _texts(text: str) -> list[Part]:
@@ -128,23 +127,23 @@ def _call(body: str, format: ToolFormat, written: str) -> ToolCall | BadCall:
     """Read the JSON of a call."""
     key = _ARGUMENTS[format]
     try:
-        found = json.loads(body, object_pairs_hook=_once, parse_constant=_no_number)
+        call = json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         return BadCall(text=written, problem=f"the call is no JSON: {error}")
-    if not isinstance(found, dict):
+    if not isinstance(call, dict):
         return BadCall(text=written, problem="the call is no JSON object")
-    if format == "llama" and found.get("type") == "function":
-        del found["type"]
-    if set(found) != {"name", key} or not isinstance(found["name"], str) or not isinstance(found[key], dict):
+    if format == "llama" and call.get("type") == "function":
+        del call["type"]
+    if set(call) != {"name", key} or not isinstance(call["name"], str) or not isinstance(call[key], dict):
         return BadCall(text=written, problem=f'the call must have "name", which is text, and "{key}", an object')
-    return ToolCall(name=found["name"], arguments=found[key])
+    return ToolCall(name=call["name"], arguments=call[key])
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a key appears twice")
-    return found
+    return fields
 
 
 def _no_number(name: str) -> NoReturn:

@@ -19,10 +19,10 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
     Raises:
         DataError: there is none with text, or one is no message.
     """
-    found = [read_message(message, f"message {number}", where) for number, message in enumerate(value, start=1)]
-    if not any(message["content"].strip() for message in found):
+    messages = [read_message(message, f"message {number}", where) for number, message in enumerate(value, start=1)]
+    if not any(message["content"].strip() for message in messages):
         raise DataError(f"{where}: the conversation is empty")
-    return found
+    return messages
 
 
 def read_message(message: Any, name: str, where: str) -> dict[str, Any]:
@@ -52,7 +52,9 @@ def read_message(message: Any, name: str, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: {name} has function_call, OpenAI's old form of a call; give it as tool_calls")
     calls = _from_json(kept.pop("tool_calls", None), where)
     if calls:
-        kept["tool_calls"] = _calls(calls, name, where)
+        if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+            raise DataError(f"{where}: the tool_calls of {name} are no list of mappings")
+        kept["tool_calls"] = [_call(call, name, where) for call in calls]
     content = _text(kept.get("content", "" if calls else None), name, where)
     return kept | {"role": "system" if role == "developer" else role, "content": content}
 
@@ -70,7 +72,7 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]]:
     tools = _from_json(value, where)
     if not isinstance(tools, list | tuple):
         raise DataError(f"{where}: tools is {type(tools).__name__}, expected a list of descriptions, or its JSON text")
-    found = []
+    descriptions = []
     for number, tool in enumerate(tools, start=1):
         tool = without_null(_from_json(tool, where))
         function = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -78,9 +80,9 @@ def read_tools(value: Any, where: str) -> list[dict[str, Any]]:
             raise DataError(f"{where}: tool {number} is no description with a name")
         first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
         others = {key: field for key, field in function.items() if not (key == "strict" and field is False)}
-        found.append({"type": "function", "function": first | others})
-    check_text(found, where)
-    return found
+        descriptions.append({"type": "function", "function": first | others})
+    check_text(descriptions, where)
+    return descriptions
 
 
 def read_variables(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -90,17 +92,17 @@ def read_variables(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         DataError: one of them is something else than descriptions of tools, and a mapping.
     """
-    found = _from_json(fields.get("chat_template_kwargs"), where)
-    found = {} if _is_nothing(found) else without_null(found)
-    if not isinstance(found, dict):
+    variables = _from_json(fields.get("chat_template_kwargs"), where)
+    variables = {} if _is_nothing(variables) else without_null(variables)
+    if not isinstance(variables, dict):
         raise DataError(
-            f"{where}: chat_template_kwargs is {type(found).__name__}, expected a mapping, or its JSON text"
+            f"{where}: chat_template_kwargs is {type(variables).__name__}, expected a mapping, or its JSON text"
         )
-    given = [tools for tools in (fields.get("tools"), found.pop("tools", None)) if not _is_nothing(tools)]
+    given = [tools for tools in (fields.get("tools"), variables.pop("tools", None)) if not _is_nothing(tools)]
     if len(given) == 2:
         raise DataError(f"{where}: tools are there twice, also in chat_template_kwargs")
     tools = read_tools(given[0], where) if given else []
-    return found | {"tools": tools} if tools else found
+    return variables | {"tools": tools} if tools else variables
 
 
 def is_conversation(value: Any) -> bool:
@@ -112,19 +114,23 @@ def conversation_in(text: str, where: str) -> Any:
     """Return the list of messages that a text is as JSON; None for any other text."""
     if not text.lstrip().startswith("["):
         return None
-    found = _from_json(text, where)
-    talks = is_conversation(found) and all(isinstance(message, dict) and "role" in message for message in found)
-    return found if talks else None
+    messages = _from_json(text, where)
+    talks = is_conversation(messages) and all(isinstance(item, dict) and "role" in item for item in messages)
+    return messages if talks else None
 
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a conversation as text to read: the content of a single message, else each with its role and calls."""
     if len(messages) == 1:
         return messages[0]["content"]
-    return "\n\n".join(
-        " ".join([f"{message['role']}: {message['content']}", *map(_told, message.get("tool_calls", ()))])
-        for message in messages
-    )
+    texts = []
+    for message in messages:
+        text = f"{message['role']}: {message['content']}"
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            text += f" {function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})"
+        texts.append(text)
+    return "\n\n".join(texts)
 
 
 def split_last_turn(
@@ -176,8 +182,8 @@ def _text(content: Any, name: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        what = f"{name} has no content" if content is None else f"the content of {name} is {type(content).__name__}"
-        raise DataError(f"{where}: {what}, expected text")
+        fault = f"{name} has no content" if content is None else f"the content of {name} is {type(content).__name__}"
+        raise DataError(f"{where}: {fault}, expected text")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -185,12 +191,6 @@ def _text(content: Any, name: str, where: str) -> str:
             raise DataError(f"{where}: {name} has a part of type {kind!r}; a prompt is text, and nothing else, here")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
-        raise DataError(f"{where}: the tool_calls of {name} are no list of mappings")
-    return [_call(call, name, where) for call in calls]
 
 
 def _call(call: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
@@ -220,13 +220,8 @@ def _from_json(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        data = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    check_text(found, where)
-    return found
-
-
-def _told(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    return f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})"
+    check_text(data, where)
+    return data

@@ -47,7 +47,7 @@ class Tool:
             "type": "function",
             "function": {
                 "name": name,
-                "description": _summary(_doc(function)),
+                "description": " ".join(_doc(function).partition("\n\n")[0].split()),
                 "parameters": {"properties": {}} | schema,
             },
         }
@@ -56,9 +56,9 @@ class Tool:
     async def reset(self, problem: Problem) -> None:
         """Tell the problem to a tool that has a method `reset`, such as an object with the solution."""
         if callable(self._reset):
-            found = self._reset(problem)
-            if inspect.isawaitable(found):
-                await found
+            result = self._reset(problem)
+            if inspect.isawaitable(result):
+                await result
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Call the function and return its result as text.
@@ -71,17 +71,22 @@ class Tool:
             # From JSON: in strict mode a date is text there, and a number is never made from text.
             checked = self._arguments.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
-            raise CallError("; ".join(map(_told, error.errors(include_url=False)))) from None
+            faults = []
+            for fault in error.errors(include_url=False):
+                place = ".".join(map(str, fault["loc"]))
+                faults.append(f"{place}: {fault['msg']}" if place else fault["msg"])
+            raise CallError("; ".join(faults)) from None
         try:
-            found = self._function(**{name: getattr(checked, field) for field, name in _names(self._arguments)})
-            found = await found if inspect.isawaitable(found) else found
+            fields = self._arguments.model_fields
+            result = self._function(**{str(about.alias): getattr(checked, field) for field, about in fields.items()})
+            result = await result if inspect.isawaitable(result) else result
         except Exception as error:  # a tool may raise anything, and the policy is to hear of it
             keep_traceback(error)
             raise CallError(f"{type(error).__name__}: {error}") from error
-        if isinstance(found, str):
-            return found
+        if isinstance(result, str):
+            return result
         try:
-            return json.dumps(found, ensure_ascii=False, allow_nan=False)
+            return json.dumps(result, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise TypeError(f"tool {self.name} returned what is neither text nor JSON: {error}") from None
 
@@ -100,7 +105,22 @@ class Registry:
     def __init__(self, functions: Sequence[FunctionName]) -> None:
         self._tools: dict[str, Tool] = {}
         for given in functions:
-            tool = _made(given)
+            named: Mapping[str, Mapping[str, Any]] = {given: {}} if isinstance(given, str) else given
+            if len(named) != 1:
+                raise EnvironmentFailed(f"a tool is a name, or one name with its keyword arguments: {given!r}")
+            ((name, params),) = named.items()
+            target: Any = TOOLS.load(name)
+            if params and not inspect.isclass(target):
+                raise EnvironmentFailed(
+                    f"tool {name!r} is a function: only classes take keyword arguments, which make an object"
+                )
+            function: Any = target(**params) if inspect.isclass(target) else target
+            if not callable(function):
+                raise EnvironmentFailed(
+                    f"tool {name!r}: the class has no method __call__, which answers a call, such as "
+                    "def __call__(self, city: str) -> str"
+                )
+            tool = Tool(name.rpartition(":")[2], function)
             if tool.name in self._tools:
                 raise EnvironmentFailed(f"two tools have the name {tool.name!r}")
             self._tools[tool.name] = tool
@@ -129,31 +149,6 @@ class Registry:
         return await self._tools[call.name].call(call.arguments)
 
 
-def _made(given: FunctionName) -> Tool:
-    named: Mapping[str, Mapping[str, Any]] = {given: {}} if isinstance(given, str) else given
-    if len(named) != 1:
-        raise EnvironmentFailed(f"a tool is a name, or one name with its keyword arguments: {given!r}")
-    ((name, params),) = named.items()
-    found: Any = TOOLS.load(name)
-    if params and not inspect.isclass(found):
-        raise EnvironmentFailed(
-            f"tool {name!r} is a function: only classes take keyword arguments, which make an object"
-        )
-    function: Any = found(**params) if inspect.isclass(found) else found
-    if not callable(function):
-        raise EnvironmentFailed(
-            f"tool {name!r}: the class has no method __call__, which answers a call, such as "
-            "def __call__(self, city: str) -> str"
-        )
-    return Tool(name.rpartition(":")[2], function)
-
-
-def _place(function: Callable[..., Any]) -> str:
-    """Where a function, or the method that answers the calls of an object, is defined."""
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
-
-
 def _model_of(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
     """Return the model of a function's arguments, and its JSON schema. Its fields are numbered, since a parameter may
     have any name."""
@@ -163,7 +158,9 @@ def _model_of(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel],
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise EnvironmentFailed(f"tool {name!r}: {parameter} cannot be given by its name")
         if parameter.annotation is parameter.empty:
-            place = _place(function)
+            # The code of an object is that of the method that answers its calls.
+            code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+            place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
             raise EnvironmentFailed(f"tool {name!r}: the parameter {parameter.name} needs a type hint{place}")
         default = ... if parameter.default is parameter.empty else parameter.default
         about = Field(default, alias=parameter.name, description=described.get(parameter.name))
@@ -175,30 +172,16 @@ def _model_of(name: str, function: Callable[..., Any]) -> tuple[type[BaseModel],
         raise EnvironmentFailed(f"tool {name!r}: a type hint has no JSON schema: {error}") from error
 
 
-def _names(model: type[BaseModel]) -> list[tuple[str, str]]:
-    """Return (field, parameter) of each argument."""
-    return [(field, str(about.alias)) for field, about in model.model_fields.items()]
-
-
-def _told(error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
-    return f"{place}: {error['msg']}" if place else error["msg"]
-
-
 def _doc(function: Any) -> str:
     """Return the docstring of a function; of an object, that of its method `__call__`."""
     return inspect.getdoc(function if inspect.isroutine(function) else function.__call__) or ""
 
 
-def _summary(doc: str) -> str:
-    return " ".join(doc.partition("\n\n")[0].split())
-
-
 def _described(doc: str) -> dict[str, str]:
     """Return what a docstring says below `Args:` about each parameter."""
-    found = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
-    if not found:
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
+    if not section:
         return {}
-    lines = textwrap.dedent(found[1])
+    lines = textwrap.dedent(section[1])
     entries = re.split(r"^(\w+)(?: \([^)]*\))?:", lines, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}

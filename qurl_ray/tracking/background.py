@@ -117,7 +117,12 @@ class Background:
             except Exception as error:  # whatever a client library raises, training continues
                 passing = self._is_transient(error)
                 self._failing_since = (self._failing_since or time.monotonic()) if passing else None
-                self._announce(error, passing)
+                if not self._announced:
+                    self._announced = True
+                    plan = "retrying in the background" if passing else "not retried"
+                    self._notices.append(
+                        f"{self._name} failed ({reason(error)}); {plan}, training goes on, metrics.jsonl is complete"
+                    )
                 if not passing or delay_s is None or not self._may_retry(delay_s):
                     break
             else:
@@ -134,12 +139,3 @@ class Background:
         time.sleep(_CLOSING_DELAY_S)
         self._abandoned = time.monotonic() > self._deadline
         return not self._abandoned
-
-    def _announce(self, error: Exception, passing: bool) -> None:
-        if self._announced:
-            return
-        self._announced = True
-        what_next = "retrying in the background" if passing else "not retried"
-        self._notices.append(
-            f"{self._name} failed ({reason(error)}); {what_next}, training goes on, metrics.jsonl is complete"
-        )

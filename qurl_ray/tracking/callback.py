@@ -1,4 +1,4 @@
-"""Functions of a user's own that are called as a run goes on, in the process that called `train` or `run`."""
+"""Functions of a user that are called during a run, in the process that called `train` or `run`."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ from qurl_ray.types import Event, Outcome
 
 
 class Callback:
-    """Base class of callbacks: override what is wanted. A callback that raises is reported once, and does not stop the
-    run; it is called between events, so it should be quick.
+    """Base class of callbacks: override the methods that you need. A callback that raises is reported once, and does
+    not stop the run; it is called between events, so it should be quick.
 
     Example:
         class Show(Callback):

@@ -25,17 +25,13 @@ def experiment_runs(uri: str, experiment: str) -> list[Run]:
     with mlflow_at(uri, "read from") as client:
         entry = client.get_experiment_by_name(experiment)
         if not entry:
-            raise ConfigError(_no_experiment(client, uri, experiment))
+            known = [other.name for other in client.search_experiments()]
+            nearest = difflib.get_close_matches(experiment, known, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(sorted(known))}"
+            raise ConfigError(f"no experiment {experiment!r} in {shown_address(uri)}; {hint}")
         runs = client.search_runs([entry.experiment_id], max_results=MOST, order_by=["attributes.start_time DESC"])
         read = ((run.info.run_name, f"{run.info.run_name} {run.info.run_id[:8]}", _record(client, run)) for run in runs)
         return named([(name, long, record) for name, long, record in read if record.rows][::-1])
-
-
-def _no_experiment(client: MlflowClient, uri: str, experiment: str) -> str:
-    known = [entry.name for entry in client.search_experiments()]
-    nearest = difflib.get_close_matches(experiment, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(sorted(known))}"
-    return f"no experiment {experiment!r} in {shown_address(uri)}; {hint}"
 
 
 def _record(client: MlflowClient, run: MlflowRun) -> RunRecord:

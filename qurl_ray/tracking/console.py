@@ -35,8 +35,8 @@ class MetricColumn:
     """True to omit the column, rather than show it as missing, if no step has the value."""
 
     def value(self, values: Mapping[str, Any]) -> float | None:
-        found = [value for key in self.keys if (value := number(values.get(key))) is not None]
-        return sum(found) if found else None
+        numbers = [value for key in self.keys if (value := number(values.get(key))) is not None]
+        return sum(numbers) if numbers else None
 
     def show(self, values: Mapping[str, Any]) -> str:
         value = self.value(values)
@@ -120,7 +120,10 @@ class ConsoleSink:
         elif event.kind == "samples":
             self._view.samples(event)
         elif event.kind == "evaluation":
-            event = _told_once(event)
+            values = event.values
+            if values.get("eval/reward") == values.get("eval/accuracy"):  # as every reward is 0 or 1
+                values = {key: value for key, value in values.items() if not key.startswith("eval/reward")}
+                event = replace(event, values=values)
             self._view.evaluation(event)
             _print(self._console, *message_line(event))
         elif event.kind == "summary":
@@ -225,17 +228,15 @@ def open_console(
     """Return the sink for `mode`; None for "none". `auto` is a table on a terminal, else plain lines."""
     if mode == "none":
         return None
-    console, title = console or _standard_output(), one_line(title)
+    if console is None:
+        console = _Screen(highlight=False)
+        if not console.is_terminal:  # a log: rich's 80 columns would break long paths
+            console = _Screen(highlight=False, width=_LOG_WIDTH)
+    title = one_line(title)
     table = mode == "table" or (mode == "auto" and console.is_terminal)
     pace = Pace(steps, at_most=may_end_early)
     view = TableView(console, pace, steps=steps, title=title) if table else PlainView(console, pace, steps=steps)
     return ConsoleSink(console, view, title=title)
-
-
-def _standard_output() -> Console:
-    """Return a console for standard output. It is wide if that is a log: rich's 80 columns would break long paths."""
-    screen = _Screen(highlight=False)
-    return screen if screen.is_terminal else _Screen(highlight=False, width=_LOG_WIDTH)
 
 
 def step_table(rows: list[tuple[int, dict[str, Any]]]) -> Table:
@@ -257,30 +258,18 @@ def sample_line(sample: Mapping[str, Any]) -> Text:
     return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _told_once(event: Event) -> Event:
-    """Remove the mean reward from an evaluation if it equals the solved share, because every reward is 0 or 1."""
-    if event.values.get("eval/reward") != event.values.get("eval/accuracy"):
-        return event
-    return replace(event, values={key: v for key, v in event.values.items() if not key.startswith("eval/reward")})
-
-
 def message_line(event: Event) -> tuple[str, str]:
     """Return (text, style) for a warning, a message or an evaluation."""
-    numbers = pairs({_shown_as(key): v for key, v in event.values.items() if _is_told(key)}, "eval/")
+    shown = {}
+    for key, value in event.values.items():
+        if key.count("/") < 2 or key.endswith("/accuracy"):  # of one set of held-out problems, only the share solved
+            shown["eval/solved" if key == "eval/accuracy" else key.removesuffix("/accuracy")] = value
+    numbers = pairs(shown, "eval/")
     if event.kind == "evaluation":
         return f"evaluation at step {event.step}  {one_line(event.message)}  {numbers}".replace("    ", "  "), "cyan"
     if event.kind == "warning":
         return f"warning (step {event.step}): {one_line(event.message)}", "yellow"
     return one_line(event.message) or numbers, ""
-
-
-def _shown_as(key: str) -> str:
-    return "eval/solved" if key == "eval/accuracy" else key.removesuffix("/accuracy")
-
-
-def _is_told(key: str) -> bool:
-    """True unless it is a figure of one set of held-out problems other than the share solved."""
-    return key.count("/") < 2 or key.endswith("/accuracy")
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

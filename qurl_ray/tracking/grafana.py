@@ -26,13 +26,25 @@ def dashboard() -> dict[str, Any]:
         y += 1 + _HEIGHT * -(-len(made) // _COLUMNS)
     for number, made_panel in enumerate(panels, start=1):
         made_panel["id"] = number
+    source = {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    runs = {
+        "name": "run",
+        "label": "run",
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${source}"},
+        "query": f"label_values(ray_{gauge_name('step')}, run)",
+        "multi": True,
+        "includeAll": True,
+        "current": {"text": "All", "value": "$__all"},
+        "refresh": 2,
+    }
     return {
         "title": "qurl-ray",
         "uid": "qurl-ray",
         "schemaVersion": 39,
         "refresh": "30s",
         "time": {"from": "now-6h", "to": "now"},
-        "templating": {"list": [_source(), _runs()]},
+        "templating": {"list": [source, runs]},
         "panels": panels,
     }
 
@@ -60,24 +72,6 @@ def _panel(title: str, reading: str, panel: Panel) -> dict[str, Any]:
         "datasource": {"type": "prometheus", "uid": "${source}"},
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "targets": targets,
-    }
-
-
-def _source() -> dict[str, Any]:
-    return {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
-
-
-def _runs() -> dict[str, Any]:
-    return {
-        "name": "run",
-        "label": "run",
-        "type": "query",
-        "datasource": {"type": "prometheus", "uid": "${source}"},
-        "query": f"label_values(ray_{gauge_name('step')}, run)",
-        "multi": True,
-        "includeAll": True,
-        "current": {"text": "All", "value": "$__all"},
-        "refresh": 2,
     }
 
 

@@ -22,16 +22,16 @@ def mlflow_at(uri: str, attempt: str) -> Iterator[MlflowClient]:
     """Yield a client of the server or database at `uri`.
 
     Args:
-        attempt: what is done with it, for errors: "read from".
+        attempt: the action on the server, for errors: "read from".
 
     Raises:
-        ConfigError: MLflow cannot be reached, or refuses what is done with the client.
+        ConfigError: MLflow cannot be reached, or refuses the action.
     """
     try:
         yield MlflowClient(uri, registry_uri=uri)
     except QurlError:
         raise
-    except Exception as error:  # MLflow passes on whatever the clients of its stores raise
+    except Exception as error:  # MLflow passes on all errors of the clients of its stores
         raise ConfigError(
             f"cannot {attempt} MLflow at {shown_address(uri)}: {reason(error, 500, address=uri)}"
         ) from None

@@ -96,8 +96,8 @@ def _log_model(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[st
     """Copy the checkpoint to the run's logged model, with the files that MLflow needs to load it. Return the model."""
     run = client.get_run(run_id)
     experiment = run.info.experiment_id
-    found = client.search_logged_models([experiment], filter_string=f"source_run_id='{run_id}'")
-    model = next((known for known in found if known.name == FOLDER), None)
+    logged = client.search_logged_models([experiment], filter_string=f"source_run_id='{run_id}'")
+    model = next((known for known in logged if known.name == FOLDER), None)
     if model:
         client.set_logged_model_tags(model.model_id, dict(tags))
         client.finalize_logged_model(model.model_id, "FAILED")  # while its files are replaced
@@ -105,21 +105,16 @@ def _log_model(client: MlflowClient, run_id: str, folder: Path, tags: Mapping[st
         model = client.create_logged_model(experiment, name=FOLDER, source_run_id=run_id, tags=dict(tags))
     if model.model_id not in {output.model_id for output in run.outputs.model_outputs}:
         client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
-    _log_files(client, model, folder)
+    store = urlparse(model.artifact_location)
+    if store.scheme == "file" and not store.netloc:  # a folder of this disk gets links: copies would fill it
+        shutil.copytree(folder, url2pathname(store.path), copy_function=_linked, dirs_exist_ok=True)
+    else:
+        client.log_model_artifacts(model.model_id, str(folder))
     with TemporaryDirectory() as made:
         _write_loader(Path(made), folder, run_id, model.model_id)
         client.log_model_artifacts(model.model_id, made)
     client.finalize_logged_model(model.model_id, "READY")
     return model
-
-
-def _log_files(client: MlflowClient, model: LoggedModel, folder: Path) -> None:
-    """Log the checkpoint's files. A store that is a folder of this disk gets links: copies of weights would fill it."""
-    location = urlparse(model.artifact_location)
-    if location.scheme == "file" and not location.netloc:
-        shutil.copytree(folder, url2pathname(location.path), copy_function=_linked, dirs_exist_ok=True)
-    else:
-        client.log_model_artifacts(model.model_id, str(folder))
 
 
 def _linked(file: str, link: str) -> None:
@@ -131,7 +126,7 @@ def _linked(file: str, link: str) -> None:
 
 
 def _write_loader(to: Path, folder: Path, run_id: str, model_id: str) -> None:
-    """Write what makes a checkpoint an MLflow model."""
+    """Write the files that make a checkpoint an MLflow model."""
     tokenizer = to / "components" / "tokenizer"  # mlflow.transformers looks for it here
     tokenizer.mkdir(parents=True)
     for file in folder.iterdir():
@@ -140,11 +135,7 @@ def _write_loader(to: Path, folder: Path, run_id: str, model_id: str) -> None:
     (to / "requirements.txt").write_text("".join(f"{package}=={version(package)}\n" for package in _REQUIREMENTS))
     env = f"python: {platform.python_version()}\nbuild_dependencies: [pip]\ndependencies: [-r requirements.txt]\n"
     (to / "python_env.yaml").write_text(env)
-    (to / "MLmodel").write_text(_mlmodel(folder, run_id, model_id))
-
-
-def _mlmodel(folder: Path, run_id: str, model_id: str) -> str:
-    """Return the text of the MLmodel file. It is written here, because MLflow's own writer loads torch and weights."""
+    # MLmodel is written here, because MLflow's own writer loads torch and weights.
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     model = Model(artifact_path=FOLDER, run_id=run_id, model_id=model_id, signature=SIGNATURE)
     model.add_flavor(
@@ -160,4 +151,4 @@ def _mlmodel(folder: Path, run_id: str, model_id: str) -> str:
         code=None,
     )
     mlflow.pyfunc.add_to_model(model, loader_module="mlflow.transformers", python_env="python_env.yaml")
-    return model.to_yaml()
+    (to / "MLmodel").write_text(model.to_yaml())

@@ -73,6 +73,18 @@ def trace_info(run_id: str, experiment_id: str, step: int, sample: _Sample, at: 
         "reward": "" if reward is None else f"{reward:g}",
         "largest_gap": f"{max(gaps, key=abs):.4f}" if gaps else "",
     }
+    assessments = []
+    if reward is not None:
+        assessment = Feedback(
+            name="reward",
+            value=reward,
+            source=AssessmentSource("CODE", "task.reward"),
+            trace_id=identity,
+            create_time_ms=int(at * 1000),
+            last_update_time_ms=int(at * 1000),
+        )
+        assessment.assessment_id = f"a-{_digest(identity, 'reward', bits=128):032x}"
+        assessments.append(assessment)
     return TraceInfo(
         trace_id=identity,
         trace_location=TraceLocation.from_experiment_id(experiment_id),
@@ -83,13 +95,13 @@ def trace_info(run_id: str, experiment_id: str, step: int, sample: _Sample, at: 
         response_preview=_text(sample, "answer")[:_PREVIEW_CHARACTERS],
         trace_metadata={TraceMetadataKey.SOURCE_RUN: run_id},
         tags={key: value for key, value in tags.items() if value},
-        assessments=[] if reward is None else [_reward(identity, reward, at)],
+        assessments=assessments,
     )
 
 
 def trace_spans(run_id: str, step: int, sample: _Sample, at: float) -> list[Span]:
-    """Convert a sample to a tree of spans: the rollout, with children for what the engine drew, what an environment
-    said, and the verdict.
+    """Convert a sample to a tree of spans: the rollout, with children for the engine's tokens, the environment's
+    messages, and the verdict.
 
     Turns and calls of an environment have the times at which they began and ended. Of other samples `samples.jsonl` has
     only one time, so that spans have no duration. A nanosecond between the starts of children preserves their order.
@@ -112,19 +124,19 @@ def trace_spans(run_id: str, step: int, sample: _Sample, at: float) -> list[Span
 def _turn_spans(identity: str, sample: _Sample, root: Span, began: float) -> list[Span]:
     """Return a span for each turn of the policy and each call of the environment, in their order; none if the sample
     has none. The input of each is the output of the one before."""
-    found = [*_course(sample, "said"), *_course(sample, "turns")]
+    records = [*_course(sample, "said"), *_course(sample, "turns")]
     spans: list[Span] = []
     numbers, given = {"said": 0, "turns": 1}, _text(sample, "prompt")  # the first call is the reset
-    for order, (key, one) in enumerate(sorted(found, key=lambda part: (part[1]["at"], part[0])), start=1):
-        number, seconds = numbers[key], one["waited"]
+    for order, (key, record) in enumerate(sorted(records, key=lambda part: (part[1]["at"], part[0])), start=1):
+        number, seconds = numbers[key], record["waited"]
         if key == "turns":
-            name, kind, out = f"turn {number}", SpanType.LLM, one.get("text")
-            more = _drawn(sample, one["at"], one.get("tokens", 0))
+            name, kind, out = f"turn {number}", SpanType.LLM, record.get("text")
+            more = _drawn(sample, record["at"], record.get("tokens", 0))
         else:
-            name, kind, out = f"environment {number}" if number else "reset", SpanType.TOOL, one.get("messages")
-            more = {field: one.get(field) for field in ("reward", "calls", "failed_calls", "failed")}
-            more |= {"seconds_worked": one.get("seconds"), "seconds_waited": seconds}
-        at = began + one["asked"]
+            name, kind, out = f"environment {number}" if number else "reset", SpanType.TOOL, record.get("messages")
+            more = {field: record.get(field) for field in ("reward", "calls", "failed_calls", "failed")}
+            more |= {"seconds_worked": record.get("seconds"), "seconds_waited": seconds}
+        at = began + record["asked"]
         spans.append(_span(identity, name, at, kind, given, out, seconds, parent=root, order=order, **more))
         numbers[key] += 1
         given = out or given
@@ -132,16 +144,16 @@ def _turn_spans(identity: str, sample: _Sample, root: Span, began: float) -> lis
 
 
 def _course(sample: _Sample, key: Literal["turns", "said"]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (key, record) for each valid record of a turn or of what an environment said."""
+    """Return (key, record) for each valid record of a turn or of an environment's message."""
     records = sample.get(key)
     return [
-        (key, one)
-        for one in (records if isinstance(records, list) else [])
-        if isinstance(one, dict)
-        and isinstance(one.get("at"), int)
-        and isinstance(one.get("tokens", 0), int)
-        and finite(one.get("asked")) is not None
-        and finite(one.get("waited")) is not None
+        (key, record)
+        for record in (records if isinstance(records, list) else [])
+        if isinstance(record, dict)
+        and isinstance(record.get("at"), int)
+        and isinstance(record.get("tokens", 0), int)
+        and finite(record.get("asked")) is not None
+        and finite(record.get("waited")) is not None
     ]
 
 
@@ -187,19 +199,6 @@ def token_gaps(sample: _Sample) -> list[float | None]:
     return [None if finite(b) is None or finite(p) is None else round(b - p, 4) for b, p in pairs]
 
 
-def _reward(identity: str, reward: float, at: float) -> Feedback:
-    found = Feedback(
-        name="reward",
-        value=reward,
-        source=AssessmentSource("CODE", "task.reward"),
-        trace_id=identity,
-        create_time_ms=int(at * 1000),
-        last_update_time_ms=int(at * 1000),
-    )
-    found.assessment_id = f"a-{_digest(identity, 'reward', bits=128):032x}"
-    return found
-
-
 def _span(
     identity: str,
     name: str,
@@ -213,8 +212,7 @@ def _span(
     order: int = 0,
     **more: Any,
 ) -> Span:
-    """Create a span. `more` are attributes; those that are None are omitted. One that is `failed` has the status of an
-    error."""
+    """Create a span. `more` are attributes; values of None are omitted. `failed` gives the status of an error."""
     attributes = {
         SpanAttributeKey.REQUEST_ID: identity,
         SpanAttributeKey.SPAN_TYPE: kind,
@@ -222,7 +220,7 @@ def _span(
         SpanAttributeKey.OUTPUTS: outputs,
     } | {key: value for key, value in more.items() if value is not None}
     start = _nanoseconds(at) + order
-    found = ReadableSpan(
+    span = ReadableSpan(
         name=name,
         context=_context(identity, _digest(identity, name, bits=64)),
         parent=_context(identity, int(parent.span_id, 16)) if parent else None,
@@ -232,7 +230,7 @@ def _span(
         status=Status(StatusCode.ERROR, str(more["failed"])) if more.get("failed") else Status(StatusCode.OK),
         resource=Resource.get_empty(),  # else it would be the machine's, which is irrelevant for a rollout
     )
-    return Span(found)
+    return Span(span)
 
 
 def _nanoseconds(at: float) -> int:
@@ -251,5 +249,5 @@ def _digest(*parts: Any, bits: int) -> int:
 
 
 def _text(sample: _Sample, key: str) -> str:
-    found = sample.get(key)
-    return "" if found is None else storable(str(found))
+    value = sample.get(key)
+    return "" if value is None else storable(str(value))

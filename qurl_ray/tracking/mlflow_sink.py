@@ -114,13 +114,16 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
     """
     folder = expanded(config.output_dir or run_dir.parent).resolve()
     uri = mlflow_address(config.tracking.mlflow_uri, folder)
+    settings = shown(resolved)
+    task = settings.get("task", {})
+    task_name = task.get("path") or task.get("dataset") or task.get("problems") or task.get("type", "")
     return RunPlan(
         uri=uri,
         experiment=config.tracking.experiment,
         name=config.name,
         artifact_root=None if uri.startswith(("http", "databricks")) else folder / "mlartifacts",
-        params={metric_name(key): param_text(value) for key, value in flatten(shown(resolved), ".")},
-        problems=_problems(shown(resolved).get("task", {})),
+        params={metric_name(key): param_text(value) for key, value in flatten(settings, ".")},
+        problems=(str(task_name)[-MAX_DATASET_NAME_SIZE:], json.dumps(plain(task))[:MAX_DATASET_SOURCE_SIZE]),
         tags={
             "quantization": config.rollout.quantization,
             "correction": config.algorithm.correction.type,
@@ -134,19 +137,13 @@ def plan_run(run_dir: Path, config: RunConfig, resolved: Mapping[str, Any]) -> R
     )
 
 
-def _problems(task: Mapping[str, Any]) -> tuple[str, str]:
-    name = task.get("path") or task.get("dataset") or task.get("problems") or task.get("type", "")
-    return str(name)[-MAX_DATASET_NAME_SIZE:], json.dumps(plain(task))[:MAX_DATASET_SOURCE_SIZE]
-
-
 def _source() -> dict[str, str]:
     """Return MLflow's tags of the command that runs, and of the commit of the folder that it runs in."""
     command = redacted(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
     kind = "JOB" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else "LOCAL"
     tags = {"mlflow.source.name": one_line(command, MAX_TAG_VAL_LENGTH), "mlflow.source.type": kind}
     try:
-        asked = ["git", "rev-parse", "HEAD"]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=_GIT_S, check=True)
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):  # no git, or no repository
         return tags
     return tags | {"mlflow.source.git.commit": done.stdout.strip()}
@@ -210,7 +207,8 @@ class MlflowSink:
     def handle(self, event: Event, at: float) -> None:
         self._ended = at
         if event.kind == "samples":
-            self._background.offer(lambda: self._log_samples(event, at), _WAITING_SAMPLES)
+            records = [(event.step, at, sample) for sample in event.values.get("samples", [])]
+            self._background.offer(lambda: self._run().trace(records), _WAITING_SAMPLES)
         elif event.kind in _NUMBERS:
             self._background.offer(lambda: self._log(event, at))
 
@@ -290,7 +288,7 @@ class MlflowSink:
             self._monitor.finish()
 
     def _log_problems(self, event: Event) -> None:
-        """Log the problems of the run as its data set, if the event tells of them."""
+        """Log the problems of the run as its data set, if the event describes them."""
         if problems := event.values.get("problems"):
             name, source = self._plan.problems
             dataset = Dataset(
@@ -317,9 +315,6 @@ class MlflowSink:
             metrics = [metric for metric in metrics if (metric.key, metric.step) not in self._known]
         run.log(metrics)
 
-    def _log_samples(self, event: Event, at: float) -> None:
-        self._run().trace([(event.step, at, sample) for sample in event.values.get("samples", [])])
-
     def _make_good(self) -> None:
         """Send records of the files that the MLflow run lacks, after an outage or from before an interruption."""
         if self._began is None and not self._background.lost:
@@ -330,7 +325,7 @@ class MlflowSink:
         metrics = [m for event, at in recorded if event.kind in _NUMBERS for m in event_metrics(event, at)]
         run.log([metric for metric in metrics if (metric.key, metric.step) not in there])
         for event, _ in recorded:
-            self._log_problems(event)  # again is no harm
+            self._log_problems(event)  # a second time does no harm
         traced = run.traced()
         missing = (
             (step, at, sample)

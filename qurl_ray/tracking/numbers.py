@@ -33,8 +33,8 @@ def event_numbers(event: Event) -> dict[str, float]:
     if event.kind == "evaluation" and is_quantized_evaluation(event.message):
         values = {re.sub("^eval/", "eval_rollout/", key): value for key, value in values.items()}
     prefix = "summary/" if event.kind == "summary" else ""
-    found = ((f"{prefix}{key}", number(value)) for key, value in flatten(values, "/"))
-    return {key: value for key, value in found if value is not None}
+    numbers = ((f"{prefix}{key}", number(value)) for key, value in flatten(values, "/"))
+    return {key: value for key, value in numbers if value is not None}
 
 
 def series_name(key: str) -> str:

@@ -9,8 +9,7 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.load import read_settings, validated_run
 from qurl_ray.config.shown import shown_address
 from qurl_ray.errors import ConfigError
-from qurl_ray.runs.files import RunRecord, read_run
-from qurl_ray.types import Outcome
+from qurl_ray.runs.files import read_run
 
 _OPEN_S = 60.0
 _SEND_S = 24 * 3600.0
@@ -55,10 +54,11 @@ def replay(run_dir: Path, uri: str | None = None) -> Replayed:
     sink = MlflowSink(plan, run_dir=run_dir, resolved=resolved, drain_s=_SEND_S, watch=False)
     run_id = sink.run_id(_OPEN_S)
     if run_id is None:
-        told = sink.notices()
+        notices = sink.notices()
         sink.close("failed")  # else it would continue to retry
-        raise ConfigError(" ".join(told) or f"{shown_address(plan.uri)} has not answered within {_OPEN_S:.0f} s")
-    sink.close(_outcome(read_run(run_dir)))
+        raise ConfigError(" ".join(notices) or f"{shown_address(plan.uri)} has not answered within {_OPEN_S:.0f} s")
+    state = read_run(run_dir).state
+    sink.close("failed" if state == "unfinished" else state)
     return Replayed(uri=plan.uri, run_id=run_id, notices=sink.notices())
 
 
@@ -72,10 +72,6 @@ def _config(run_dir: Path, uri: str | None) -> RunConfig:
         raise ConfigError(f"{path} is of another version, whose settings are not all known here: {error}") from None
     tracking = config.tracking.model_copy(update={"mlflow_uri": uri or config.tracking.mlflow_uri})
     return config.model_copy(update={"output_dir": run_dir.parent, "tracking": tracking})
-
-
-def _outcome(record: RunRecord) -> Outcome:
-    return "failed" if record.state == "unfinished" else record.state
 
 
 def _going_on(run_dir: Path) -> bool:

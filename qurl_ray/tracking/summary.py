@@ -32,15 +32,15 @@ def _as(spec: str, unit: str = "") -> Callable[[Any], str]:
 
 
 def _seconds(value: Any) -> str:
-    found = number(value)
-    return one_line(value) if found is None else duration(found)
+    seconds = number(value)
+    return one_line(value) if seconds is None else duration(seconds)
 
 
 def _phases(value: Any) -> str:
     """Format the seconds of each phase: rollout 12.0 s (40%) · update 18.0 s (60%)"""
     if not isinstance(value, Mapping):
         return one_line(value)
-    seconds = {one_line(name): found for name, item in value.items() if (found := number(item)) is not None}
+    seconds = {one_line(name): s for name, item in value.items() if (s := number(item)) is not None}
     total = sum(seconds.values())
     return " · ".join(f"{name} {s:.1f} s" + (f" ({s / total:.0%})" if total > 0 else "") for name, s in seconds.items())
 
@@ -50,8 +50,8 @@ def _sets(value: Any) -> str:
     if not isinstance(value, Mapping):
         return one_line(value)
     lines = []
-    for name, found in value.items():
-        shares = [number(found.get(f"accuracy_{when}")) for when in ("before", "after")]
+    for name, accuracies in value.items():
+        shares = [number(accuracies.get(f"accuracy_{when}")) for when in ("before", "after")]
         lines.append(f"{one_line(name)} " + " → ".join(MISSING if s is None else f"{s:.1%}" for s in shares))
     return "\n".join(lines)
 
@@ -90,16 +90,16 @@ ROWS = (
 
 def commands(values: Mapping[str, Any]) -> list[str]:
     """Return a line for each command that may come next: to resume, to look, to compare."""
-    found = []
+    lines = []
     if values.get("interrupted"):
-        found.append("the run has not made all its steps: the same command resumes it")
+        lines.append("the run has not made all its steps: the same command resumes it")
     if (uri := values.get("mlflow_uri")) and not uri.startswith("http"):
-        found.append(f"mlflow ui --backend-store-uri {shlex.quote(one_line(uri))}")
+        lines.append(f"mlflow ui --backend-store-uri {shlex.quote(one_line(uri))}")
     if page := values.get("mlflow_page"):
-        found.append(one_line(page))
+        lines.append(one_line(page))
     if (run_dir := values.get("run_dir")) and values.get("policy"):
-        found.append(f"qurl evaluate {shlex.quote(one_line(run_dir))} --samples 8")
-    return found
+        lines.append(f"qurl evaluate {shlex.quote(one_line(run_dir))} --samples 8")
+    return lines
 
 
 def summary_panel(values: Mapping[str, Any], title: str) -> Panel:

@@ -71,7 +71,7 @@ class Tracker:
             may_end_early=config.evaluation.target_reward is not None,
             console=console,
         )
-        if screen:  # first, so that it shows what the others say while they close
+        if screen:  # first, so that it shows the notices of the others while they close
             self._sinks.append(screen)
         self._sinks.append(Stages(run_dir / "logs" / "stages.log", screen.stage if screen else None))
         try:
@@ -79,7 +79,7 @@ class Tracker:
                 self._sinks.append(_open_sink(name, run_dir, resolved))
         except ConfigError:
             for sink in self._sinks[::-1]:
-                if sink is not screen:  # the error is what it would say
+                if sink is not screen:  # it would only repeat the error
                     self._guarded(sink, partial(sink.close, "failed"))
             raise
         self._sinks += sinks
@@ -91,7 +91,9 @@ class Tracker:
         with self._lock:
             self._step = max(self._step, event.step)
             self._deliver(event)
-            self._pass_on_notices()
+            for sink in self._sinks:
+                for notice in self._notices(sink):
+                    self._warn(notice, besides=sink.name)
 
     def rewind(self, step: int, evaluations: Iterable[str] = ()) -> None:
         """Remove events after `step` from the files: these steps are repeated. Warn of damage in them.
@@ -102,16 +104,14 @@ class Tracker:
         metrics, *others = self._files
         with self._lock:
             self._step = step
-            self._guarded(metrics, lambda: self._warn_of(metrics.rewind(step, evaluations)))
+            self._guarded(metrics, partial(self._warn_of, partial(metrics.rewind, step, evaluations)))
             for file in others:
-                self._guarded(file, partial(self._rewind_steps, file, step))
+                self._guarded(file, partial(self._warn_of, partial(file.rewind, step)))
 
-    def _rewind_steps(self, file: StepsFile, step: int) -> None:
-        self._warn_of(file.rewind(step))
-
-    def _warn_of(self, sentences: Iterable[str]) -> None:
-        for sentence in sentences:
-            self._warn(sentence)
+    def _warn_of(self, rewind: Callable[[], list[str]]) -> None:
+        """Call `rewind`, and warn of the damage that it returns."""
+        for damage in rewind():
+            self._warn(damage)
 
     def mlflow_run_id(self, timeout_s: float = _RUN_ID_S) -> str | None:
         """Id of the MLflow run; None if MLflow is off, has failed, or needs longer than `timeout_s` seconds."""
@@ -182,19 +182,14 @@ class Tracker:
             if sink.name not in self._failed:
                 self._failed.add(sink.name)
                 ours = type(sink).__module__.startswith("qurl_ray.") and not isinstance(sink, CallbackSink)
-                told = f"{type(error).__name__}: {error}" if ours else described(error)
-                self._warn(f"{sink.name} failed ({told}); training goes on", besides=sink.name)
-
-    def _pass_on_notices(self) -> None:
-        for sink in self._sinks:
-            for notice in self._notices(sink):
-                self._warn(notice, besides=sink.name)
+                cause = f"{type(error).__name__}: {error}" if ours else described(error)
+                self._warn(f"{sink.name} failed ({cause}); training goes on", besides=sink.name)
 
     def _notices(self, sink: Sink) -> list[str]:
         """Return the sink's notices; none if it fails."""
-        found: list[str] = []
-        self._guarded(sink, lambda: found.extend(sink.notices() or ()))
-        return found
+        notices: list[str] = []
+        self._guarded(sink, lambda: notices.extend(sink.notices() or ()))
+        return notices
 
     def _warn(self, message: str, *, besides: str = "") -> None:
         self._deliver(Event(kind="warning", step=self._step, message=redacted(message)), besides=besides)

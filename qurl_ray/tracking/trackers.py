@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases, beside MLflow: `tracking.sinks=[tensorboard,wandb]`.
 
-Both get every number of steps, evaluations and the summary, under the names of metrics.jsonl. A run that resumes goes
-on in the same files and the same W&B run; steps that are repeated replace those from before.
+Both get every number of steps, evaluations and the summary, under the names of metrics.jsonl. A run that resumes
+continues in the same files and the same W&B run; steps that are repeated replace the earlier ones.
 """
 
 import os
@@ -33,7 +33,16 @@ class TensorBoard:
         if event.kind not in _KINDS:
             return
         if self._writer is None or (event.kind == "step" and event.step <= self._step):
-            self._open(event.step)
+            from tensorboardX import SummaryWriter
+
+            if self._writer is not None:
+                self._writer.close()
+            earlier = len(list(self._folder.iterdir()))
+            # The first record of the new file withdraws the records of earlier files from this step on. Names have
+            # seconds: the number tells apart, and puts in order, two files of one second.
+            self._writer = SummaryWriter(
+                str(self._folder), purge_step=event.step if earlier else None, filename_suffix=f".{earlier:06d}"
+            )
         if event.kind == "step":
             self._step = event.step
         for name, value in event_numbers(event).items():
@@ -41,7 +50,7 @@ class TensorBoard:
         self._writer.flush()
 
     def notices(self) -> list[str]:
-        """Return nothing: what goes wrong is raised."""
+        """Return nothing: problems are raised."""
         return []
 
     def close(self, outcome: Outcome) -> None:
@@ -49,22 +58,10 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
 
-    def _open(self, step: int) -> None:
-        """Open a file whose first record withdraws what earlier files have from `step` on."""
-        from tensorboardX import SummaryWriter
-
-        if self._writer is not None:
-            self._writer.close()
-        earlier = len(list(self._folder.iterdir()))
-        # Names have seconds: the number tells apart, and puts in order, two files of one second.
-        self._writer = SummaryWriter(
-            str(self._folder), purge_step=step if earlier else None, filename_suffix=f".{earlier:06d}"
-        )
-
 
 class WandB:
     """Sink that logs to Weights & Biases, or with WANDB_MODE=offline to the run's folder `wandb`. Its own variables
-    (WANDB_PROJECT, WANDB_ENTITY, …) are heeded; the project is tracking.experiment otherwise."""
+    (WANDB_PROJECT, WANDB_ENTITY, …) apply; without them, the project is tracking.experiment."""
 
     name = "W&B"
 
@@ -95,7 +92,7 @@ class WandB:
             self._run.log({**event_numbers(event), "step": event.step})
 
     def notices(self) -> list[str]:
-        """Return nothing: what goes wrong is raised."""
+        """Return nothing: problems are raised."""
         return []
 
     def close(self, outcome: Outcome) -> None:

@@ -1,4 +1,4 @@
-"""Deadlines of whole phases, computed from the deadlines of their parts; and a watchdog for what has no other."""
+"""Deadlines of whole phases, computed from the deadlines of their parts; and a watchdog for stages that have none."""
 
 import faulthandler
 import os
@@ -79,7 +79,7 @@ class Watchdog:
         self._moved = time.monotonic()
 
     def rest(self) -> None:
-        """End the stage. What follows has deadlines of its own."""
+        """End the stage. The next stages have deadlines of their own."""
         self.begin("", float("inf"))
 
     @contextmanager

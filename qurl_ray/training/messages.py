@@ -11,13 +11,13 @@ from qurl_ray.errors import QurlError
 from qurl_ray.runs.checkpoint import Checkpoint
 from qurl_ray.types import Event
 
-# --- what a run begins with ------------------------------------------------------------------------------------------
+# --- inputs of a run -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskInputs:
-    """Task and tokenizer, for the coordinator. The driver loads them: what loads a tokenizer takes seconds
-    to import, and the driver has imported it for its checks."""
+    """Task and tokenizer, for the coordinator. The driver loads them: transformers takes seconds to import,
+    and the driver has imported it for its checks."""
 
     task: Task
     tokenizer: PreTrainedTokenizerBase

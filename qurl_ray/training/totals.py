@@ -1,4 +1,4 @@
-"""Totals of a run: what its summary is computed from. They are part of every checkpoint."""
+"""Totals of a run, from which its summary is computed. They are part of every checkpoint."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

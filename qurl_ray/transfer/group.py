@@ -1,4 +1,4 @@
-"""Groups of processes that get what their first one broadcasts, by NCCL between GPUs and by gloo between CPUs.
+"""Groups of processes that receive the broadcasts of their first one, by NCCL between GPUs and by gloo between CPUs.
 
 They are groups of their own: neither the learner's nor an engine's, which have their own worlds.
 """
@@ -19,8 +19,8 @@ Meeting = tuple[str, int, int, float]
 
 
 def lead(host: str, size: int, timeout_s: float) -> tuple[Any, Meeting]:
-    """Open a group of `size` processes on this host. Return the store with which its first process joins, and what the
-    others need.
+    """Open a group of `size` processes on this host. Return the store with which its first process joins, and the
+    meeting for the others.
 
     Raises:
         SyncError: the host has no such address, or no port.
@@ -69,8 +69,11 @@ def broadcast(group: Any, memory: torch.Tensor) -> None:
         raise SyncError(f"the broadcast of weights failed: {error}") from error
 
 
-def within(timeout_s: float, device: torch.device, what: str, work: Callable[[], None]) -> None:
-    """Do it in a thread that can be abandoned: a collective whose other side is gone may not return.
+def within(timeout_s: float, device: torch.device, task: str, work: Callable[[], None]) -> None:
+    """Do the work in a thread that can be abandoned: a collective whose other side is gone may not return.
+
+    Args:
+        task: name of the work, for the error.
 
     Raises:
         DeadlineExceeded: it took longer.
@@ -90,4 +93,4 @@ def within(timeout_s: float, device: torch.device, what: str, work: Callable[[],
     try:
         done.result(timeout_s)
     except TimeoutError:
-        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from None
+        raise DeadlineExceeded(f"waited {timeout_s:g} s for {task}") from None

@@ -1,6 +1,6 @@
 """Memory that a process shares with others of its machine: of the host, and of a GPU that they share.
 
-vLLM's own messages copy what they carry several times, at 0.1 to 0.3 GB/s in all. So they carry names and places only.
+vLLM's own messages copy their contents several times, at 0.1 to 0.3 GB/s in all. So they carry names and places only.
 """
 
 import math
@@ -29,7 +29,7 @@ def aligned(size: int) -> int:
 
 
 class SharedBuffer:
-    """Buffer of one owner, who writes; it grows with what it must hold. Its memory is anonymous, so it is released when
+    """Buffer of one owner, who writes; it grows with its contents. Its memory is anonymous, so it is released when
     the owner ends, however it ends, and is not limited by the size of /dev/shm. Linux only."""
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class SharedBuffer:
 
     @property
     def address(self) -> Address:
-        """Address of what was written last. It changes when the buffer grows."""
+        """Address of the arrays that were written last. It changes when the buffer grows."""
         assert self._descriptor is not None, "written"
         return os.getpid(), self._descriptor, len(self._memory)
 
     def reserve(self, size: int) -> np.ndarray:
-        """Return the buffer's bytes, uint8, of which there are at least so many. What was written may be lost."""
+        """Return the buffer's bytes, uint8, at least `size` of them. Their former contents may be lost."""
         if size > len(self._memory) or self._descriptor is None:
             self.close()
             self._descriptor = os.memfd_create("qurl-weights")
@@ -52,7 +52,7 @@ class SharedBuffer:
         return self._memory
 
     def write(self, arrays: Iterable[np.ndarray]) -> list[Placed]:
-        """Write these arrays in place of what was there, and return their places."""
+        """Write these arrays over the former ones, and return their places."""
         arrays, placed, end = list(arrays), [], 0
         for array in arrays:
             placed.append((array.dtype.name, array.shape, end))
@@ -92,7 +92,7 @@ def uuid_of(device: torch.device) -> str:
 
 
 def gpu_handle(memory: torch.Tensor) -> bytes:
-    """Return what another process opens the memory of a GPU with. It must be kept until that process is done."""
+    """Return a handle with which another process opens memory of a GPU. Keep the memory until that process is done."""
     _, arguments = reductions.reduce_tensor(memory)
     return pickle.dumps(arguments)
 

@@ -105,7 +105,7 @@ def decode_delta(base: np.ndarray, delta: Delta) -> np.ndarray:
 
 
 def _unpacked(delta: Delta) -> tuple[np.ndarray, np.ndarray]:
-    """Gaps uint32 [count] and zigzag-coded differences [count]. Never unpacks more bytes than were announced."""
+    """Return gaps uint32 [count] and zigzag-coded differences [count]. Never unpack more bytes than were announced."""
     if not 0 <= delta.count <= delta.size:
         raise SyncError(f"a damaged delta: it changes {delta.count} of {delta.size} elements")
     expected = delta.count * (4 + delta.itemsize)
@@ -121,7 +121,7 @@ def _unpacked(delta: Delta) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _planes(values: np.ndarray) -> list[bytes]:
-    """Byte planes of the values: all first (low) bytes, all second ones, …"""
+    """Return the byte planes of the values: all first (low) bytes, all second ones, …"""
     return [plane.tobytes() for plane in values.view(np.uint8).reshape(-1, values.itemsize).T]
 
 

@@ -24,9 +24,10 @@ _LEAST = 0.005
 _SPREAD = 0.02
 """Least standard deviation of a logarithm."""
 _ALLOWANCE, _LIMIT, _MOST = 1.5, 7.0, 9.0
-"""In standard deviations: what is subtracted from a deviation, the sum that is a change, the most that one counts."""
+"""In standard deviations: the amount subtracted from a deviation, the sum that counts as a change, and the most that
+one deviation adds."""
 _OUTLIER, _CONFIRMED = 3.0, 2.5
-"""In standard deviations: what is no longer taken for usual, and what confirms a change."""
+"""In standard deviations: least deviation that is no longer taken for usual, and least one that confirms a change."""
 
 
 @dataclass(kw_only=True)
@@ -75,8 +76,8 @@ class ProbeFloor:
         return changed
 
     def persists(self, engine: str, gap: float) -> bool:
-        """Return True if a mean gap confirms a change, after the weights were sent again. What is usual is then learned
-        again."""
+        """Return True if a mean gap confirms a change, after the weights were sent again. The usual gap is then
+        learned again."""
         if self.deviation(engine, gap) < _CONFIRMED:
             return False
         del self.logs[engine]

@@ -26,8 +26,8 @@ from qurl_ray.weights.stream import assemble_manifest, count_codes
 
 
 def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits: int) -> dict[str, float]:
-    """Metrics of a sync: bytes sent and their ratio to unquantized weights, share of changed codes, gaps of the probe.
-    `resent` are bytes of refits in full."""
+    """Return the metrics of a sync: bytes sent and their ratio to unquantized weights, share of changed codes, gaps of
+    the probe. `resent` are bytes of refits in full."""
     whole = sum(record.float32_bytes for record in manifest.tensors)
     sent = sum(record.bytes for record in manifest.tensors) + resent
     codes, changed = count_codes(manifest.tensors)
@@ -123,7 +123,7 @@ class WeightGate:
         self._taking: dict[int, tuple[str, int]] = {}
         """Engines that take a version from a direct transport: identity and number of processes, by worker index."""
         self._missed: dict[int, str] = {}
-        """Reasons why others do not, by worker index."""
+        """Reasons why other engines do not take it, by worker index."""
         self._unfit: dict[int, str] = {}
         """Reasons why workers did not take the version, by worker index."""
         self.kernels: list[str] = []
@@ -154,9 +154,9 @@ class WeightGate:
         header = messages[0].header
         await self._fleet.pause()
         await self._fleet.some_alive()
-        found = await self._fleet.begin(self._fleet.takers(), header.version, header.format, self._timeout_s)
-        self._missed = {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
-        self._taking = {index: engine for index, engine in found.items() if not isinstance(engine, QurlError)}
+        replies = await self._fleet.begin(self._fleet.takers(), header.version, header.format, self._timeout_s)
+        self._missed = {index: str(error) for index, error in replies.items() if isinstance(error, QurlError)}
+        self._taking = {index: engine for index, engine in replies.items() if not isinstance(engine, QurlError)}
         return self._taking
 
     async def _put(self, messages: list[Put]) -> None:
@@ -174,7 +174,8 @@ class WeightGate:
 
     async def _commit(self, messages: list[Commit]) -> Probes:
         header, direct = messages[0].header, messages[0].tickets is None
-        manifest = _manifest(messages)
+        fmt = None if header.format == "none" else get_format(header.format, header.weight_max_code)
+        manifest = assemble_manifest(header.version, fmt, [message.records for message in messages])
         tickets = None if direct else [ticket for message in messages for ticket in message.tickets or ()]
         members: Sequence[FleetWorker]
         if header.attempt == 0:
@@ -195,24 +196,23 @@ class WeightGate:
             # Other tokens each time: those of one seed would always be off in the same way.
             seeds = [derive_seed(request.seed, header.version, header.attempt) for request in self._probe]
             probe = [replace(request, seed=seed) for request, seed in zip(self._probe, seeds, strict=True)]
-        self._unfit = self._without(members, [message.failed for message in messages]) if direct else {}
+        self._unfit = {}
+        if direct:  # the transport has sent the version already, and not every engine may have taken it
+            failure = next((message.failed for message in messages if message.failed), None)
+            absent = "it did not take part in the direct transfer"
+            for member in members:
+                if failure or member.index not in self._taking:
+                    self._unfit[member.index] = failure or self._missed.get(member.index, absent)
         for member in members:
             self._fleet.distrust(member)
         loading = [member for member in members if member.index not in self._unfit]
-        found = await self._fleet.commit(loading, manifest, tickets, probe, self._timeout_s)
-        self._unfit |= {index: str(error) for index, error in found.items() if isinstance(error, QurlError)}
-        taken = {index: report for index, report in found.items() if not isinstance(report, QurlError)}
+        replies = await self._fleet.commit(loading, manifest, tickets, probe, self._timeout_s)
+        self._unfit |= {index: str(error) for index, error in replies.items() if isinstance(error, QurlError)}
+        taken = {index: report for index, report in replies.items() if not isinstance(report, QurlError)}
         self._hardware |= {index: report.hardware for index, report in taken.items()}
         self._loaded = [member for member in members if member.index not in self._unfit]
         self.kernels = sorted({kernel for member in self._loaded for kernel in taken[member.index].kernels})
         return [taken[member.index].probe for member in self._loaded]
-
-    def _without(self, members: Sequence[FleetWorker], failures: Sequence[str | None]) -> dict[int, str]:
-        """Return the reasons why some of these did not take a version that a direct transport has sent."""
-        if failed := next(filter(None, failures), None):
-            return {member.index: failed for member in members}
-        absent = "it did not take part in the direct transfer"
-        return {m.index: self._missed.get(m.index, absent) for m in members if m.index not in self._taking}
 
     async def _judge(self, messages: list[Scored]) -> bool:
         """Decide for all ranks by rank 0's gaps."""
@@ -226,9 +226,21 @@ class WeightGate:
             if member.index not in self._unfit:
                 self._fleet.holds(member, version)
         self._verified(version)
+        # A worker is in quarantine after its first failure, and left out after its second.
         for member in [self._fleet.members[index] for index in self._unfit]:
-            if member.alive:  # the fleet reports dead workers
-                self._refused(member, version)
+            if not member.alive:  # the fleet reports dead workers
+                continue
+            member.refusals += 1
+            reason = self._unfit[member.index]
+            if member.refusals == 1:
+                self._warn(
+                    f"rollout worker {member.index} is in quarantine and gets weights {version} in full: {reason}"
+                )
+            else:
+                self._fleet.leave_out(member)
+                self._warn(
+                    f"rollout worker {member.index} is left out, it failed to take weights {version} twice: {reason}"
+                )
         again = any(member.refusals for member in self._fleet.stale())
         if not again and not self._fleet.serving:
             if self._fleet.hopeless:
@@ -245,7 +257,7 @@ class WeightGate:
         return False
 
     def _engine(self, member: FleetWorker) -> str:
-        """An engine in the floor, with what its usual gap depends on."""
+        """Return the name of an engine in the floor: the worker, and what its usual gap depends on."""
         assert self._manifest
         hardware = self._hardware.get(member.index, "unknown hardware")
         return f"worker {member.index}, {self._manifest.precision} on {hardware}"
@@ -267,22 +279,3 @@ class WeightGate:
                 )
             return None
         return off if self.floor.add(engine, gap) else None
-
-    def _refused(self, member: FleetWorker, version: int) -> None:
-        """Put a worker in quarantine after its first failure; leave it out after its second."""
-        member.refusals += 1
-        reason = self._unfit[member.index]
-        if member.refusals == 1:
-            self._warn(f"rollout worker {member.index} is in quarantine and gets weights {version} in full: {reason}")
-        else:
-            self._fleet.leave_out(member)
-            self._warn(
-                f"rollout worker {member.index} is left out, it failed to take weights {version} twice: {reason}"
-            )
-
-
-def _manifest(messages: Sequence[Commit]) -> Manifest:
-    """Manifest of a version, from the records of its ranks."""
-    header = messages[0].header
-    fmt = None if header.format == "none" else get_format(header.format, header.weight_max_code)
-    return assemble_manifest(header.version, fmt, [message.records for message in messages])

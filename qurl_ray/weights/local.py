@@ -97,22 +97,15 @@ def quantize_into(
     """Quantize the linears of a transformers model as configured, and send the whole model. With `quantization` "none",
     no linear is quantized."""
     fmt, quantized = chosen_codes(engine, model, quantization, config.kept(model.config.num_hidden_layers))
-    parameters = equalized(model.named_parameters(), _factors(model, quantized, fmt, config))
+    factors: Mapping[str, Factors] = {}
+    if fmt and config.equalizes(fmt.name):
+        try:
+            factors = measured_factors(model, quantized)  # on random tokens
+        except QuantizationError:
+            if config.equalize is True:
+                raise
+    parameters = equalized(model.named_parameters(), factors)
     return load_into(engine, parameters, fmt, quantized=quantized, unquantized=unquantized)
-
-
-def _factors(
-    model: Any, quantized: Mapping[str, Unit], fmt: Format | None, config: QuantizationConfig
-) -> Mapping[str, Factors]:
-    """Return factors of equalization as configured, measured on random tokens; {} for none."""
-    if not fmt or not config.equalizes(fmt.name):
-        return {}
-    try:
-        return measured_factors(model, quantized)
-    except QuantizationError:
-        if config.equalize is True:
-            raise
-        return {}
 
 
 def chosen_codes(

@@ -29,7 +29,7 @@ class Header:
     weight_max_code: int | None
     """Largest code of a weight; None in full precision."""
     probe: bool = True
-    """Engines draw the probe from this version. Those that were STALE always do."""
+    """Engines draw the probe from this version. Engines that were STALE always do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,14 @@
 it."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import EnginePrecision, Learner
-from qurl_ray.quant.equalize import Factors, equalized
+from qurl_ray.quant.equalize import equalized
 from qurl_ray.quant.formats import get_format
 from qurl_ray.types import Completion
 from qurl_ray.weights.messages import Gap, Header, Probes, Scored
@@ -65,7 +65,13 @@ class Sender:
         before, precision = self._precision, self._precision_in(format_name)
         base = self._version if same_format and transport.sends_changes and self._sends_changes else None
         self._precision, self._version, self._attempt = precision, self._version + 1, 0
-        usual = same_format and before is not None and _same(before.factors, precision.factors)
+        usual = (
+            same_format
+            and before is not None
+            and before.factors.keys() == precision.factors.keys()
+            # The objects are the same unless some factors have moved.
+            and all(precision.factors[name] is factors for name, factors in before.factors.items())
+        )
         self._probed = not usual or self._unprobed + 1 >= self._config.sync.probe_every
         self._unprobed = 0 if self._probed else self._unprobed + 1
         parameters: Iterable[tuple[str, Any]] = equalized(self._learner.named_parameters(), precision.factors)
@@ -140,8 +146,3 @@ class Sender:
             off = np.abs(np.concatenate([c.logprobs for c in probe]) - np.concatenate(own))
             gaps.append(Gap(mean=float(off.mean()), largest=float(off.max())))
         return gaps
-
-
-def _same(before: Mapping[str, Factors], after: Mapping[str, Factors]) -> bool:
-    """Return True if the factors are equal; they are the same objects unless some have moved."""
-    return before.keys() == after.keys() and all(after[name] is factors for name, factors in before.items())

@@ -110,19 +110,24 @@ class Publisher:
         last: dict[str, tuple[TensorRecord, Payload]],
         base: int | None,
     ) -> Iterator[tuple[TensorRecord, Payload]]:
-        """Yield record and payload of each tensor. `last` is consumed on the way, so that only one copy of each tensor
-        exists."""
-        for name, tensor, tied in self._mine(parameters):
-            codes = fmt if name in self.quantized else None
-            if tied and not codes:
+        """Yield record and payload of each of this rank's tensors, followed by those tied to it. `last` is consumed on
+        the way, so that only one copy of each tensor exists."""
+        for index, (source, parameter) in enumerate(parameters):
+            if index % self.ranks != self.rank:
                 continue
-            if codes and not isinstance(tensor, QTensor):
-                tensor = quantize(tensor, codes)
-            record, whole = _whole(name, tensor, unquantized)
-            _, before = last.pop(name, (None, None))
-            record, payload = _compared(replace(record, tied=tied), whole, before, base)
-            self._sent[name] = replace(record, bytes=whole.bytes, base_version=None), whole
-            yield record, payload
+            for name in [source, *(other for other, origin in self.tied.items() if origin == source)]:
+                tied = name != source
+                codes = fmt if name in self.quantized else None
+                if tied and not codes:
+                    continue
+                tensor = parameter
+                if codes and not isinstance(tensor, QTensor):
+                    tensor = quantize(tensor, codes)
+                record, whole = _whole(name, tensor, unquantized)
+                _, before = last.pop(name, (None, None))
+                record, payload = _compared(replace(record, tied=tied), whole, before, base)
+                self._sent[name] = replace(record, bytes=whole.bytes, base_version=None), whole
+                yield record, payload
 
     def _buckets(self, messages: Iterable[tuple[TensorRecord, Payload]]) -> Iterator[Bucket]:
         """Group messages, in their order, into buckets."""
@@ -138,19 +143,9 @@ class Publisher:
         if held:
             yield _bucket(held)
 
-    def _mine(
-        self, parameters: Iterable[tuple[str, torch.Tensor | QTensor]]
-    ) -> Iterator[tuple[str, torch.Tensor | QTensor, bool]]:
-        """Yield (name, parameter, False) for each of this rank's parameters, each followed by (name, parameter, True)
-        for those tied to it."""
-        for index, (name, parameter) in enumerate(parameters):
-            if index % self.ranks == self.rank:
-                yield name, parameter, False
-                yield from ((other, parameter, True) for other, source in self.tied.items() if source == name)
-
 
 def assemble_manifest(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecord, ...]]) -> Manifest:
-    """Manifest of a version, from the records of all ranks and buckets.
+    """Return the manifest of a version, from the records of all ranks and buckets.
 
     Raises:
         SyncError: a tensor was sent twice, or ranks made deltas to different versions.
@@ -171,7 +166,7 @@ def assemble_manifest(version: int, fmt: Format | None, parts: Sequence[tuple[Te
 
 
 def count_codes(records: Iterable[TensorRecord]) -> tuple[Counter[str], Counter[str]]:
-    """Numbers of codes and of changed codes, each by the kind of their linear: q_proj, up_proj, …"""
+    """Return the numbers of codes and of changed codes, each by the kind of their linear: q_proj, up_proj, …"""
     codes: Counter[str] = Counter()
     changed: Counter[str] = Counter()
     for record in records:
@@ -183,7 +178,7 @@ def count_codes(records: Iterable[TensorRecord]) -> tuple[Counter[str], Counter[
 
 
 def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) -> tuple[TensorRecord, Payload]:
-    """Record and payload of one whole encoded tensor, with the fingerprint of its decoded values."""
+    """Return record and payload of one whole encoded tensor, with the fingerprint of its decoded values."""
     held: tuple[torch.Tensor, ...]
     sent: tuple[torch.Tensor, ...]
     encoding: Encoding
@@ -211,8 +206,8 @@ def _whole(name: str, tensor: torch.Tensor | QTensor, unquantized: Unquantized) 
 def _compared(
     record: TensorRecord, whole: Payload, before: Payload | None, base: int | None
 ) -> tuple[TensorRecord, Payload]:
-    """Record and payload with each array replaced by its delta to the version sent before, if the engines hold that
-    version and the delta is smaller."""
+    """Return record and payload with each array replaced by its delta to the version sent before, if the engines hold
+    that version and the delta is smaller."""
     if before is None or before.encoding != whole.encoding or before.arrays[0].shape != whole.arrays[0].shape:
         return record, whole
     deltas = tuple(map(encode_delta, before.arrays, whole.arrays)) if base is not None else (None,)
@@ -227,7 +222,7 @@ def _compared(
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """View of the same memory as unsigned integers of the same size."""
+    """Return a view of the same memory as unsigned integers of the same size."""
     size = tensor.element_size()
     return tensor.contiguous().view(_SIGNED[size]).numpy().view(f"u{size}")
 

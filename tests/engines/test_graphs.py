@@ -152,7 +152,7 @@ def test_graphs_are_captured_anew_after_each_load(tmp_path, kv_cache):
     moved(policy, 4)
     for engine in (with_graphs, without):
         send(engine, policy, "int8", KEEPS["the head"], 4)
-    with_graphs._slots_for(requests)
+    with_graphs.reserve(6, max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests))
     with_graphs._graphs = old
     stale, expected = (engine.generate(requests, version=4) for engine in (with_graphs, without))
     assert any((one.logprobs != other.logprobs).any() for one, other in zip(stale, expected, strict=True))

@@ -15,7 +15,8 @@ from qurl_ray.policy.load import load_tokenizer, stop_ids
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.linear import QuantizedLinear, integer_kernel
+from qurl_ray.quant.kernels import kernel_for
+from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.units import units
 from qurl_ray.types import Manifest, PolicySpec, TensorRecord
@@ -293,7 +294,8 @@ def test_a_request_beyond_the_context_is_an_error_that_names_it(tiny_spec, token
 
 def test_the_kernel_in_use_is_announced(tiny_spec, model):
     int8 = engine_with(tiny_spec, model, "int8").kernels()
-    assert int8 == [integer_kernel(get_format("int8"), torch.device("cpu")) or "emulation of int8"]
+    kernel = kernel_for(get_format("int8"), torch.device("cpu"))
+    assert int8 == [kernel.name if kernel else "emulation of int8"]
     assert engine_with(tiny_spec, model, "int8", kernel="emulation").kernels() == ["emulation of int8"]
     for name in ("int4", "fp8"):
         assert engine_with(tiny_spec, model, name).kernels() == [f"emulation of {name}"]

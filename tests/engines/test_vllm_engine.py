@@ -29,7 +29,8 @@ from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.formats import get_format
-from qurl_ray.quant.linear import integer_kernel, reference_linear
+from qurl_ray.quant.kernels import kernel_for
+from qurl_ray.quant.linear import reference_linear
 from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.units import units
 from qurl_ray.types import PolicySpec, Request, SamplingParams
@@ -231,8 +232,9 @@ def test_weights_come_and_go_in_all_formats_and_buckets(engine, spec, tokenizer)
         order = list(whole) if version % 2 else list(whole)[::-1]
         engine.call("load", manifest, [{key: whole[key]} for key in order])
         assert engine.call("version") == version
-        kernel = None if name == "none" else integer_kernel(get_format(name), torch.device("cpu"))
-        assert engine.call("kernels") == ([] if name == "none" else [kernel or f"emulation of {name}"])
+        kernel = None if name == "none" else kernel_for(get_format(name), torch.device("cpu"))
+        expected_kernel = kernel.name if kernel else f"emulation of {name}"
+        assert engine.call("kernels") == ([] if name == "none" else [expected_kernel])
         for key in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"):
             for found, sent in zip(engine.call("resident", key), whole[key], strict=True):
                 np.testing.assert_array_equal(found, sent)

@@ -18,7 +18,7 @@ from qurl_ray.errors import QuantizationError, StaleWeights
 from qurl_ray.quant import kernels
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.kernels import IN_PLACE, KERNELS, kernel_for, named_kernel, why_emulated
-from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
+from qurl_ray.quant.linear import QuantizedLinear, reference_linear, weight_max_code
 from qurl_ray.quant.quantize import QTensor, quantize, quantize_rows, quantize_rows_int8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -92,7 +92,7 @@ def test_the_reason_for_emulation_names_what_is_missing(monkeypatch):
 def test_without_a_gpu_there_is_no_kernel_for_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernel_for(FORMATS["int8"], CUDA) is None
-    assert integer_kernel(FORMATS["fp8"], CUDA) is None
+    assert kernel_for(FORMATS["fp8"], CUDA) is None
 
 
 def test_other_processors_emulate_and_say_so(monkeypatch):

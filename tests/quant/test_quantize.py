@@ -14,7 +14,8 @@ from qurl_ray.errors import QuantizationError
 from qurl_ray.quant import fingerprint as fingerprints
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS, get_format
-from qurl_ray.quant.linear import QuantizedLinear, integer_kernel, reference_linear, weight_max_code
+from qurl_ray.quant.kernels import kernel_for
+from qurl_ray.quant.linear import QuantizedLinear, reference_linear, weight_max_code
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize, quantize_rows
 from tests.conftest import arrays_of
 from tests.quant.grid import E4M3
@@ -149,7 +150,7 @@ def test_an_outlier_stays_in_its_block():
 @pytest.mark.parametrize("gain", [1e-3, 1.0, 37.0])
 def test_the_integer_kernel_equals_its_emulation_bit_for_bit(columns, gain):
     fmt = FORMATS["int8"]
-    if integer_kernel(fmt, CPU) is None:
+    if kernel_for(fmt, CPU) is None:
         pytest.skip("no INT8 kernel on this CPU: emulation is what runs")
     fmt = get_format("int8", weight_max_code(fmt, CPU))
     q, x, bias = quantize(weight(2, columns=columns), fmt), gain * torch.randn(200, columns), torch.randn(24)

@@ -64,7 +64,7 @@ class RunningBatch:
                 continue
             part = logits_BV if len(chosen) == len(running) else logits_BV[torch.from_numpy(chosen)]
             drawn = sample(part, params, uniform_B[torch.from_numpy(chosen)])
-            tokens, logprobs = (found.cpu() for found in drawn)
+            tokens, logprobs = (tensor.cpu() for tensor in drawn)
             who = running[chosen]
             self._tokens[who, self._drawn[who]] = tokens.numpy()
             self._logprobs[who, self._drawn[who]] = logprobs.numpy()
@@ -184,27 +184,20 @@ class OpenBatch(RunningBatch):
         super().draw(logits_BV, first)
         tokens = self._tokens[who, self._drawn[who] - 1]
         self.finite &= bool(np.isfinite(self._logprobs[who, self._drawn[who] - 1]).all())
-        told = self._tell(who, tokens, logits_BV)
-        for place, token in zip(who.tolist(), tokens.tolist(), strict=True):
-            logprob, top = told.get(place, (None, ()))
-            self._new.setdefault(place, []).append(Draw(token=token, logprob=logprob, top=top))
-
-    def _tell(
-        self, who: np.ndarray, tokens: np.ndarray, logits_BV: torch.Tensor
-    ) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-        """Return log-probs of the drawn token and of the likeliest ones, by place, where they were requested."""
+        # Log-probs of the drawn token and of the likeliest ones, by place, where they were requested.
+        requested: dict[int, tuple[float, tuple[tuple[int, float], ...]]] = {}
         asked = np.flatnonzero(self._top[who] >= 0)
-        if not len(asked):
-            return {}
-        logprobs_AV = log_softmax(logits_BV[torch.from_numpy(asked)], 1.0).cpu()
-        own = logprobs_AV.gather(1, torch.from_numpy(tokens[asked]).long()[:, None])[:, 0].tolist()
-        counts = self._top[who[asked]].tolist()
-        values, ids = (found.tolist() for found in logprobs_AV.topk(min(max(counts), logprobs_AV.shape[1]), dim=-1))
-        rows = zip(who[asked].tolist(), own, counts, ids, values, strict=True)
-        return {
-            place: (mine, tuple(zip(likeliest[:count], logprobs[:count], strict=True)))
-            for place, mine, count, likeliest, logprobs in rows
-        }
+        if len(asked):
+            logprobs_AV = log_softmax(logits_BV[torch.from_numpy(asked)], 1.0).cpu()
+            own = logprobs_AV.gather(1, torch.from_numpy(tokens[asked]).long()[:, None])[:, 0].tolist()
+            counts = self._top[who[asked]].tolist()
+            values, ids = (top.tolist() for top in logprobs_AV.topk(min(max(counts), logprobs_AV.shape[1]), dim=-1))
+            rows = zip(who[asked].tolist(), own, counts, ids, values, strict=True)
+            for place, drawn, count, likeliest, logprobs in rows:
+                requested[place] = (drawn, tuple(zip(likeliest[:count], logprobs[:count], strict=True)))
+        for place, token in zip(who.tolist(), tokens.tolist(), strict=True):
+            logprob, top = requested.get(place, (None, ()))
+            self._new.setdefault(place, []).append(Draw(token=token, logprob=logprob, top=top))
 
     def retire(self) -> tuple[list[int], list[int]]:
         before = self.running().tolist()
@@ -218,6 +211,6 @@ class OpenBatch(RunningBatch):
     def news(self) -> list[tuple[int, list[Draw], Finish | None]]:
         """Return (place, tokens drawn, end or None) of what changed since the last call. Places that ended are free."""
         places = [*self._new, *(place for place in self._gone if place not in self._new)]
-        found = [(place, self._new.get(place, []), self._gone.get(place)) for place in places]
+        news = [(place, self._new.get(place, []), self._gone.get(place)) for place in places]
         self._new, self._gone = {}, {}
-        return found
+        return news

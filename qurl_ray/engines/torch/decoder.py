@@ -53,11 +53,6 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return silu(gate).mul_(up)
 
 
-def _gated_in_one(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return `gated` up to rounding, without conditions that a compiler could not evaluate."""
-    return functional.silu(gate) * up
-
-
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """Operations between the products: functions of tensors, including weights, that do not change these."""
@@ -79,7 +74,9 @@ def compiled(compile: Callable[..., Callable[..., torch.Tensor]]) -> Elementwise
     """
     import torch._dynamo  # takes a second, so it is imported only here
 
-    fast = Elementwise(*(compile(function, dynamic=False) for function in (normalize, turn, _gated_in_one)))
+    # `gated` up to rounding, without conditions that a compiler could not evaluate
+    functions = (normalize, turn, lambda gate, up: functional.silu(gate) * up)
+    fast = Elementwise(*(compile(function, dynamic=False) for function in functions))
 
     def rows(x_BT: torch.Tensor) -> torch.Tensor:
         """Return a view [B * T, …]: one axis that may be 1 instead of two."""
@@ -128,7 +125,19 @@ class Decoder:
         self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm, ops)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = head_dim(config)
-        self._layers = [_layer(layer, ops) for layer in base.layers]
+        self._layers = [
+            _Layer(
+                attention_norm=_norm(layer.input_layernorm, ops),
+                qkv=_next_to_each_other(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                q_norm=_norm(layer.self_attn.q_norm, ops) if hasattr(layer.self_attn, "q_norm") else None,
+                k_norm=_norm(layer.self_attn.k_norm, ops) if hasattr(layer.self_attn, "k_norm") else None,
+                out=as_function(layer.self_attn.o_proj),
+                mlp_norm=_norm(layer.post_attention_layernorm, ops),
+                gate_up=_pair(layer.mlp.gate_proj, layer.mlp.up_proj),
+                down=as_function(layer.mlp.down_proj),
+            )
+            for layer in base.layers
+        ]
 
     def __call__(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache | MaximaRecorder
@@ -168,20 +177,6 @@ class Decoder:
         else:
             out, _ = invariant_attention(None, query, keys, values, scaling=d**-0.5, position_ids=positions_BT)
         return layer.out(out.reshape(B, T, H * d).contiguous())  # a view only if there is one head
-
-
-def _layer(layer: Any, ops: Elementwise) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return _Layer(
-        attention_norm=_norm(layer.input_layernorm, ops),
-        qkv=_next_to_each_other(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=_norm(attention.q_norm, ops) if hasattr(attention, "q_norm") else None,
-        k_norm=_norm(attention.k_norm, ops) if hasattr(attention, "k_norm") else None,
-        out=as_function(attention.o_proj),
-        mlp_norm=_norm(layer.post_attention_layernorm, ops),
-        gate_up=_pair(mlp.gate_proj, mlp.up_proj),
-        down=as_function(mlp.down_proj),
-    )
 
 
 def _norm(module: Any, ops: Elementwise) -> _Norm:

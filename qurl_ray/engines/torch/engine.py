@@ -39,9 +39,6 @@ _PACK_CODES_AFTER = 128
 (without AMX, docs/LOG.md); steps of more rows, or of one, are as fast without."""
 _ADMIT_SHARE = 8  # new requests are admitted when an eighth of the slots is free
 
-Waiting = deque[tuple[int, Request]]
-"""Queue of requests without a slot, each with its index in the call."""
-
 
 class TorchEngine:
     """Engine on a transformers model in this process; see engines.protocol.Engine.
@@ -165,37 +162,32 @@ class TorchEngine:
         # The longest first: requests left at the end, where slots stay empty, are short.
         order = sorted(range(len(requests)), key=lambda i: -requests[i].sampling.max_new_tokens)
         waiting = deque((index, requests[index]) for index in order)
-        cache = self._slots_for(requests)
+        longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+        if any(r.continues for r in requests) and self._cache and self._cache.length < longest:
+            longest = min(2 * longest, self._context)  # else the cache would be made again at every turn
+        cache = self.reserve(min(self._slots, len(requests)), longest)
         batch = RunningBatch(requests, version)
         while waiting or batch.count:
             if time.monotonic() > ends:
                 batch.end([*batch.running(), *(index for index, _ in waiting)], "deadline")
                 break
             if self._cancelled:
-                waiting = self._drop_cancelled(cache, batch, requests, waiting)
-            self.step(batch, _admitted(waiting, running=batch.count, slots=cache.slots))
+                uids, self._cancelled = self._cancelled, set()
+                unfinished = [*batch.running(), *(index for index, _ in waiting)]
+                batch.end([index for index in unfinished if requests[index].uid in uids], "cancelled")
+                self._retire(cache, batch)
+                waiting = deque(item for item in waiting if item[1].uid not in uids)
+            admitted: list[tuple[int, Request]] = []
+            free = cache.slots - batch.count
+            # Several at a time, because a prefill of one prompt takes nearly as long as a prefill of a few.
+            if not batch.count or free >= min(len(waiting), -(-cache.slots // _ADMIT_SHARE)):
+                admitted = [waiting.popleft() for _ in range(min(len(waiting), free))]
+            self.step(batch, admitted)
         completions = batch.completions()
         if not all(np.isfinite(completion.logprobs).all() for completion in completions):
             self._cache = self._graphs = None  # nan in a slot would outlive its request: 0 · nan is nan
             self._kept.clear()
         return completions
-
-    def _drop_cancelled(
-        self, cache: SlotCache, batch: RunningBatch, requests: Sequence[Request], waiting: Waiting
-    ) -> Waiting:
-        """End cancelled requests, running or waiting. Return those that still wait."""
-        uids, self._cancelled = self._cancelled, set()
-        everywhere = [*batch.running(), *(index for index, _ in waiting)]
-        batch.end([index for index in everywhere if requests[index].uid in uids], "cancelled")
-        self._retire(cache, batch)
-        return deque(item for item in waiting if item[1].uid not in uids)
-
-    def _slots_for(self, requests: Sequence[Request]) -> SlotCache:
-        """Return a cache large enough for these requests; the last one if it is large enough."""
-        longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
-        if any(r.continues for r in requests) and self._cache and self._cache.length < longest:
-            longest = min(2 * longest, self._context)  # else it would be made again at every turn
-        return self.reserve(min(self._slots, len(requests)), longest)
 
     def reserve(self, slots: int, length: int) -> SlotCache:
         """Return a cache for `slots` sequences of `length` tokens, for `step`; the last one if it is large enough.
@@ -272,9 +264,9 @@ class TorchEngine:
     ) -> None:
         """Give requests rows with keys that were kept, compute the tokens behind them, and draw a token of each."""
         rows = batch.admit(group).tolist()
-        for row, one in zip(rows, kept, strict=True):
-            cache.write(row, one.keys, one.values)
-        starts = torch.tensor([len(one.token_ids) for one in kept])
+        for row, prefix in zip(rows, kept, strict=True):
+            cache.write(row, prefix.keys, prefix.values)
+        starts = torch.tensor([len(prefix.token_ids) for prefix in kept])
         news = [torch.from_numpy(r.prompt_ids[start:]) for (_, r), start in zip(group, starts.tolist(), strict=True)]
         lengths = torch.tensor([len(new) for new in news])
         ids = torch.nn.utils.rnn.pad_sequence(news, batch_first=True).long()
@@ -325,15 +317,6 @@ class TorchEngine:
             cache.move(sources, targets, int(batch.positions().max()) + 1)
 
 
-def _admitted(waiting: Waiting, *, running: int, slots: int) -> list[tuple[int, Request]]:
-    """Take the next requests off the queue for the free slots: several at a time, because a prefill of one prompt takes
-    nearly as long as a prefill of a few."""
-    free = slots - running
-    if running and free < min(len(waiting), -(-slots // _ADMIT_SHARE)):
-        return []
-    return [waiting.popleft() for _ in range(min(len(waiting), free))]
-
-
 def _prefill_groups(admitted: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
     """Split requests so that one pass holds at most _PREFILL_TOKENS padded tokens of different prompts."""
     groups: list[list[tuple[int, Request]]] = []
@@ -355,9 +338,13 @@ def _extend_groups(items: list[tuple[int, Request]], kept: Mapping[int, KeptKeys
     scores of attention than a prompt of as many."""
     groups: list[list[tuple[int, Request]]] = []
     longest = 0
-    for item in sorted(items, key=lambda one: len(one[1].prompt_ids) - len(kept[one[0]].token_ids)):
+
+    def new_tokens(item: tuple[int, Request]) -> int:
+        return len(item[1].prompt_ids) - len(kept[item[0]].token_ids)
+
+    for item in sorted(items, key=new_tokens):
         length, count = len(item[1].prompt_ids), len(groups[-1]) + 1 if groups else 1
-        new, longest = length - len(kept[item[0]].token_ids), max(longest, length)
+        new, longest = new_tokens(item), max(longest, length)
         scores = count * min(new, QUERY_CHUNK) * longest
         if not groups or count * new > _PREFILL_TOKENS or scores > _PREFILL_TOKENS * QUERY_CHUNK:
             groups.append([])

@@ -15,7 +15,6 @@ thousands of tokens, and too high for answers of ten.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -57,19 +56,20 @@ class DecodeGraphs:
         inputs[0, :count], inputs[1, :count] = tokens, positions
         self._inputs[:, :rows] = inputs.to(self._inputs.device)
         if (rows, keys) not in self._repeats:
+
+            def step() -> torch.Tensor:
+                last, places = self._inputs[:, :rows]
+                self._cache.decode(places, keys)
+                return self._decoder(last[:, None], places[:, None], self._cache)
+
             try:
-                self._repeats[rows, keys] = self._capture(partial(self._step, rows, keys))
+                self._repeats[rows, keys] = self._capture(step)
             except RuntimeError as error:
                 raise EngineError(
                     f"a decode step of {rows} rows and {keys} keys could not be captured; use fewer slots or "
                     f"rollout.cuda_graphs=false: {error}"
                 ) from error
         return self._repeats[rows, keys]()[:count]
-
-    def _step(self, rows: int, keys: int) -> torch.Tensor:
-        tokens, positions = self._inputs[:, :rows]
-        self._cache.decode(positions, keys)
-        return self._decoder(tokens[:, None], positions[:, None], self._cache)
 
 
 class CudaCapture:

@@ -34,11 +34,11 @@ class KeysPool:
         self._kept: OrderedDict[str, KeptKeys] = OrderedDict()
 
     def has_room(self, size: int) -> bool:
-        """True if something of `size` bytes can be kept."""
+        """Return True if keys and values of `size` bytes can be kept."""
         return size <= self._limit
 
     def put(self, uid: str, kept: KeptKeys) -> None:
-        """Keep what fits."""
+        """Keep these keys and values, if they fit."""
         self._drop(uid)
         if not self.has_room(kept.bytes):
             return
@@ -48,7 +48,7 @@ class KeysPool:
         self._held += kept.bytes
 
     def take(self, uid: str, token_ids: np.ndarray) -> KeptKeys | None:
-        """Return and forget what was kept of this row, if the row begins with it and is longer."""
+        """Return and forget the keys and values of this row, if the row begins with it and is longer."""
         kept = self._drop(uid)
         if kept is None or len(kept.token_ids) >= len(token_ids):
             return None

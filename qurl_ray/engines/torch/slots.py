@@ -89,7 +89,8 @@ class SlotCache:
 
     def read(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of a row's first keys and values, as they are stored, both [layers, key heads, length, d]."""
-        keys, values = (torch.stack([one[row, :, :length] for one in part]) for part in (self._keys, self._values))
+        keys = torch.stack([layer[row, :, :length] for layer in self._keys])
+        values = torch.stack([layer[row, :, :length] for layer in self._values])
         return keys, values
 
     def write(self, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -101,8 +102,8 @@ class SlotCache:
 
     def bytes_of(self, length: int) -> int:
         """Return the bytes of a row's first keys and values."""
-        one = self._keys[0]
-        return 2 * len(self._keys) * one.shape[1] * length * one.shape[3] * one.element_size()
+        keys = self._keys[0]
+        return 2 * len(self._keys) * keys.shape[1] * length * keys.shape[3] * keys.element_size()
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of rows: running rows fill the holes that finished ones leave."""
@@ -130,8 +131,8 @@ class Fp8SlotCache(SlotCache):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scales = self._scales[layer_idx]
-        codes = quantize_kv(key, scales.key), quantize_kv(value, scales.value)
-        keys, values = super().update(codes[0].view(torch.uint8), codes[1].view(torch.uint8), layer_idx)
-        float8 = codes[0].dtype
-        found = dequantize_kv(keys.view(float8), scales.key), dequantize_kv(values.view(float8), scales.value)
-        return found[0].to(key.dtype), found[1].to(key.dtype)
+        key_codes, value_codes = quantize_kv(key, scales.key), quantize_kv(value, scales.value)
+        keys, values = super().update(key_codes.view(torch.uint8), value_codes.view(torch.uint8), layer_idx)
+        float8 = key_codes.dtype
+        keys, values = dequantize_kv(keys.view(float8), scales.key), dequantize_kv(values.view(float8), scales.value)
+        return keys.to(key.dtype), values.to(key.dtype)

@@ -96,14 +96,17 @@ class EngineWeights:
                         raise _incomplete(manifest, set(records), {*placed, name})
                     self._place(records[name], parts, manifest.weight_max_code)
                     placed.add(name)
-                self._settle()  # what was packed while this bucket was decoded
+                self._settle()  # linears packed while this bucket was decoded
                 self._pack(pool, whole_groups_only=True)
             if placed != set(records):
                 raise _incomplete(manifest, set(records), placed)
             self._pack(pool, whole_groups_only=False)
             self._settle()
-            if set(self._optional) - set(records):
-                self._tie_head()
+            if set(self._optional) - set(records):  # the head is tied to the embedding
+                embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+                if getattr(head, "weight", None) is not embedding.weight:
+                    head = self._swap("lm_head", self._plain_linear(tuple(embedding.weight.shape), None))
+                    head.weight = embedding.weight
             self._verify(manifest, pool)
 
     def _verify(self, manifest: Manifest, pool: ThreadPoolExecutor) -> None:
@@ -120,10 +123,10 @@ class EngineWeights:
         """Return the resident tensors of one module, after comparing them with what was sent."""
         held = dict(self._residents([record.name for record in records]))
         for record in records:
-            found = fingerprint(*held[record.name])
-            if found != record.fingerprint:
+            resident = fingerprint(*held[record.name])
+            if resident != record.fingerprint:
                 raise SyncError(
-                    f"version {version}: {record.name} is {found:016x} in the engine, "
+                    f"version {version}: {record.name} is {resident:016x} in the engine, "
                     f"{record.fingerprint:016x} was sent"
                 )
         return held
@@ -146,8 +149,12 @@ class EngineWeights:
     def _pack(self, pool: ThreadPoolExecutor, *, whole_groups_only: bool) -> None:
         """Start to build linears from waiting codes, fused if the whole group has arrived."""
         groups = []
-        for path in list(self._waiting):
-            group = self._group(path, self._waiting[path])
+        for path, q in self._waiting.items():
+            parent, _, leaf = path.rpartition(".")
+            group = [path]  # the linears that are fused with this one, itself included
+            names = next((names for names in _FUSED if leaf in names), None)
+            if names and self._fused and not self._emulate and kernel_for(q.fmt, q.codes.device, tuple(q.shape)):
+                group = [f"{parent}.{name}" for name in names]
             complete = all(member in self._waiting for member in group)
             if group[0] == path and complete:
                 groups.append(group)
@@ -162,7 +169,11 @@ class EngineWeights:
         """Put the packed linears into the model."""
         for group, sizes, packing in self._packing:
             whole = packing.result()
-            whole.bias = self._biases(group, sizes)
+            biases = [self._model.get_submodule(path).bias for path in group]
+            like = next((bias for bias in biases if bias is not None), None)
+            if like is not None:  # zeros take the place of missing ones
+                pairs = zip(biases, sizes, strict=True)
+                whole.bias = torch.cat([like.new_zeros(size) if bias is None else bias for bias, size in pairs])
             if len(group) == 1:
                 self._swap(group[0], whole)
                 continue
@@ -171,32 +182,10 @@ class EngineWeights:
                 self._swap(path, RowsOf(whole, start, stop))
         self._packing.clear()
 
-    def _group(self, path: str, q: QTensor) -> list[str]:
-        """Return the paths of the linears that are fused with this one, itself included."""
-        parent, _, leaf = path.rpartition(".")
-        names = next((names for names in _FUSED if leaf in names), None)
-        if not names or not self._fused or self._emulate or not kernel_for(q.fmt, q.codes.device, tuple(q.shape)):
-            return [path]
-        return [f"{parent}.{name}" for name in names]
-
     def _linear(self, parts: Sequence[QTensor]) -> QuantizedLinear:
         """Return one linear that computes all parts, without a bias, because biases may still arrive. `concatenate`
         copies them out of the buffers in which they came."""
         return QuantizedLinear(concatenate(parts), None, emulate=self._emulate)
-
-    def _biases(self, paths: Sequence[str], sizes: Sequence[int]) -> torch.Tensor | None:
-        """Return the present biases of these linears as one tensor, with zeros for missing ones; None without any."""
-        biases = [self._model.get_submodule(path).bias for path in paths]
-        if all(bias is None for bias in biases):
-            return None
-        like = next(bias for bias in biases if bias is not None)
-        return torch.cat([like.new_zeros(n) if b is None else b for b, n in zip(biases, sizes, strict=True)])
-
-    def _tie_head(self) -> None:
-        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        if getattr(head, "weight", None) is not embedding.weight:
-            head = self._swap("lm_head", self._plain_linear(tuple(embedding.weight.shape), None))
-            head.weight = embedding.weight
 
     def _plain_linear(self, shape: tuple[int, ...], bias: torch.Tensor | None) -> nn.Linear:
         kind = {"device": self._device, "dtype": self._model.dtype}
@@ -220,7 +209,7 @@ class EngineWeights:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # packing is single-threaded
             list(pool.map(QuantizedLinear.pack, linears))
 
-    # --- what is resident ----------------------------------------------------------------------------------------
+    # --- resident tensors ----------------------------------------------------------------------------------------
 
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
         """Return one tensor in the form in which it is sent: the parts of its format, or (float32 values,)."""
@@ -248,6 +237,6 @@ class EngineWeights:
         return sorted({m.kernel or f"emulation of {m.fmt.name}" for m in quantized})
 
 
-def _incomplete(manifest: Manifest, expected: Set[str], found: Set[str]) -> SyncError:
-    missing, extra = sorted(expected - found), sorted(found - expected)
+def _incomplete(manifest: Manifest, expected: Set[str], sent: Set[str]) -> SyncError:
+    missing, extra = sorted(expected - sent), sorted(sent - expected)
     return SyncError(f"version {manifest.version} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")

@@ -11,7 +11,7 @@ mode and CUDA graphs (docs/gpu.md); tensor parallelism was tried on CPUs alone.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -203,7 +203,7 @@ class VllmEngine:
         self.version = manifest.version
 
     def _pause(self) -> None:
-        """Abort running requests, and have the workers forget what was put before."""
+        """Abort running requests, and have the workers forget the tensors put before."""
         self._check_awake()
         self._server.control("pause_generation", mode="abort", clear_cache=True)
         self._server.workers("begin")
@@ -212,32 +212,37 @@ class VllmEngine:
         self._records = {record.name: record for record in manifest.tensors}
         if tied := [record.name for record in manifest.tensors if record.tied]:
             raise QuantizationError(f"{tied[0]} cannot be quantized in vLLM, being tied: add it to quantization.keep")
-        self._check_names(set(self._records), f"version {manifest.version}")
+        self._check_names(set(self._records), manifest.version)
 
     def _verify(self, manifest: Manifest, expected: Mapping[str, int]) -> None:
-        what = f"version {manifest.version}"
-        for name, resident in self._resident_fingerprints():
+        """Compare the fingerprint of each tensor, which its workers compute where they hold it, from their shards."""
+        of_ranks = self._server.workers("fingerprints", list(self._shapes.items()))
+        for (name, shape), *pieces in zip(self._shapes.items(), *of_ranks, strict=True):
+            resident = join_fingerprints(name, shape, self._format_of(name), itertools.chain.from_iterable(pieces))
             if resident != expected[name]:
-                raise SyncError(f"{what}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent")
+                raise SyncError(
+                    f"version {manifest.version}: {name} is {resident:016x} in the engine, "
+                    f"{expected[name]:016x} was sent"
+                )
         if not self._server.control("reset_prefix_cache"):
             raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
 
-    def _check_names(self, names: set[str], what: str) -> None:
+    def _check_names(self, names: set[str], version: int) -> None:
         if names != set(self._shapes):
             missing, extra = sorted(set(self._shapes) - names), sorted(names - set(self._shapes))
-            raise SyncError(f"{what} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
+            raise SyncError(f"version {version} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
 
     def _place(self, manifest: Manifest, buckets: Iterable[Buffers]) -> dict[str, int]:
         """Send all tensors to the workers, each bucket while they place the one before. Return by name the fingerprint
         that each must have there."""
-        what = f"version {manifest.version}"
         expected: dict[str, int] = {}
         placing: Callable[[], object] = list
         try:
             for number, bucket in enumerate(buckets):
                 for name, parts in bucket.items():
                     if name not in self._records or name in expected:
-                        raise SyncError(f"{what}: {name} came {'twice' if name in expected else 'unexpected'}")
+                        problem = "twice" if name in expected else "unexpected"
+                        raise SyncError(f"version {manifest.version}: {name} came {problem}")
                     self._check_shapes(self._records[name], parts)
                 buffer = self._shared[number % 2]
                 places = iter(buffer.write(part for parts in bucket.values() for part in parts))
@@ -252,15 +257,16 @@ class VllmEngine:
                         self._base[name] = tuple(part if part.flags.owndata else part.copy() for part in parts)
         finally:
             placing()
-        self._check_names(set(expected), what)
+        self._check_names(set(expected), manifest.version)
         self._check_complete(manifest)
         return expected
 
     def _check_complete(self, manifest: Manifest) -> None:
         for unplaced in self._server.workers("unplaced"):
             if unplaced:
-                version = f"version {manifest.version}"
-                raise SyncError(f"{version} leaves parameters of vLLM's model without values: {unplaced[:3]}")
+                raise SyncError(
+                    f"version {manifest.version} leaves parameters of vLLM's model without values: {unplaced[:3]}"
+                )
 
     def _check_shapes(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> None:
         shape = self._shapes[record.name]
@@ -268,8 +274,8 @@ class VllmEngine:
         if record.format != "none":
             wanted = [(part.shape, part.dtype) for part in get_format(record.format).parts(shape)]
         if [(part.shape, part.dtype) for part in parts] != wanted or record.shape != shape:
-            found = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
-            raise SyncError(f"{record.name} has shape {found}, expected {wanted[0][0]} in {record.format}")
+            shapes = ", ".join(f"{part.dtype} {part.shape}" for part in parts)
+            raise SyncError(f"{record.name} has shape {shapes}, expected {wanted[0][0]} in {record.format}")
 
     def _expected(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> int:
         """Return the record's fingerprint, or that of the rounded values if the engine holds less than float32."""
@@ -280,26 +286,18 @@ class VllmEngine:
             raise SyncError(f"{record.name} arrived as {sent:016x}, {record.fingerprint:016x} was sent")
         return fingerprint(values.to(self._dtype).float())
 
-    def _resident_fingerprints(self) -> Iterator[tuple[str, int]]:
-        """Yield the fingerprint of each tensor, which its workers compute where they hold it, from their shards."""
-        for name, *of_ranks in zip(
-            self._shapes, *self._server.workers("fingerprints", list(self._shapes.items())), strict=True
-        ):
-            pieces = itertools.chain.from_iterable(of_ranks)
-            yield name, join_fingerprints(name, self._shapes[name], self._format_of(name), pieces)
-
     def resident(self, name: str) -> tuple[np.ndarray, ...]:
         """Return a tensor as the workers hold it, in the form of Buffers: read back from the kernels' own memory,
         unless the verified version is kept here."""
         if name in self._base:
             return self._base[name]
-        found = []
-        for shards in self._server.workers("resident", name):
-            for start, stop, columns, wire in shards:
+        shards = []
+        for of_rank in self._server.workers("resident", name):
+            for start, stop, columns, wire in of_rank:
                 arrays = tuple(np.frombuffer(data, dtype).reshape(shape) for dtype, shape, data in wire)
                 shard = TensorShard(start=start, stop=stop, at=0, columns=tuple(columns) if columns else None)
-                found.append((shard, arrays))
-        return join_shards(name, self._shapes[name], self._format_of(name), found)
+                shards.append((shard, arrays))
+        return join_shards(name, self._shapes[name], self._format_of(name), shards)
 
     def _format_of(self, name: str) -> Format | None:
         """Return the format of a tensor in the version that came last; None for full precision."""
@@ -334,10 +332,8 @@ class VllmEngine:
 
     # --- sleep, end ------------------------------------------------------------------------------------------------
 
-    def sleep(self, level: int = 1) -> None:
-        """Release the GPU's memory: level 1 moves the weights to the host, 2 drops them and leaves the engine STALE.
-
-        It has run on an H200.
+    def sleep(self) -> None:
+        """Release the GPU's memory; the weights move to the host. It has run on an H200.
 
         Raises:
             EngineError: the engine was made without sleep_mode.
@@ -346,13 +342,11 @@ class VllmEngine:
             raise EngineError("the engine was made without sleep_mode, which vLLM offers on CUDA alone")
         if self._asleep:
             return
-        if level > 1:
-            self.version = None
-        self._server.control("sleep", level)
+        self._server.control("sleep", 1)  # vLLM's level 1 keeps the weights, on the host
         self._asleep = True
 
     def wake(self) -> None:
-        """Undo `sleep`; after level 2, the next load must send the weights."""
+        """Undo `sleep`."""
         if self._asleep:
             self._server.control("wake_up")
             self._asleep = False

@@ -13,6 +13,7 @@ Activations are quantized and multiplied by vLLM's own two operations.
 On an H200, INT8 was tested under CUDA graphs, and the codes of FP8's kernel; neither speed nor fp8_block (docs/gpu.md).
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,17 +121,13 @@ def _kernel(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype,
         return _made(fmt, widths, inputs, dtype, name)
     except ValueError as error:
         reason = str(error).strip()
-    works = next((other for other in ("fp8", "int8") if _works(FORMATS[other], widths, inputs, dtype, name)), None)
-    instead = f"set rollout.quantization={works}, or " if works else ""
+    instead = ""
+    for other in ("fp8", "int8"):
+        with contextlib.suppress(ValueError):
+            _made(FORMATS[other], widths, inputs, dtype, name)
+            instead = f"set rollout.quantization={other}, or "
+            break
     raise QuantizationError(f"{name} cannot be {fmt.name} here: {reason}: {instead}add the layer to quantization.keep")
-
-
-def _works(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype, name: str) -> bool:
-    try:
-        _made(fmt, widths, inputs, dtype, name)
-    except ValueError:
-        return False
-    return True
 
 
 def _made(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype, name: str) -> Any:

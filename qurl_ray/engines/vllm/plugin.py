@@ -121,7 +121,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             names = sorted(fmt.name if fmt else "none" for fmt in formats)
             raise QuantizationError(f"{layer.prefix} is one linear in vLLM and cannot be {' and '.join(names)} at once")
         fmt = formats.pop()
-        held, came = (one.name if one else "none" for one in (self.fmt, fmt))
+        held, came = (form.name if form else "none" for form in (self.fmt, fmt))
         if self._fixed and held != came:
             raise QuantizationError(
                 f"{layer.prefix} was made for {held}, and {came} came: the engine must be restarted"
@@ -141,15 +141,17 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             fixed = self.fixed or self._fix(layer, fmt, codes[0].shape[1], layer.params_dtype, device)
             fixed.write(concatenate(codes).to(device))
             return
-        found = [q.to(device) for q in fuse(codes)]
-        emulated = [(one.fmt, (one.out_features, one.in_features)) for one in self.held if one.kernel is None]
-        if [(q.fmt, tuple(q.shape)) for q in found] == emulated:
-            for linear, q in zip(self.held, found, strict=True):
+        tensors = [q.to(device) for q in fuse(codes)]
+        emulated = [
+            (linear.fmt, (linear.out_features, linear.in_features)) for linear in self.held if linear.kernel is None
+        ]
+        if [(q.fmt, tuple(q.shape)) for q in tensors] == emulated:
+            for linear, q in zip(self.held, tensors, strict=True):
                 linear.write(q)
             return
         if layer.weight.numel():
             layer.weight.data = torch.empty(0, dtype=layer.params_dtype, device=device)
-        self.held = tuple(QuantizedLinear(q, None, emulate=self._emulate) for q in found)
+        self.held = tuple(QuantizedLinear(q, None, emulate=self._emulate) for q in tensors)
         for linear in self.held:
             linear.pack()
 
@@ -175,8 +177,8 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             return self.fixed.multiply(x, bias)
         if not self.held:
             return super().apply(layer, x, bias)
-        found = [linear(x) for linear in self.held]
-        y = found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        parts = [linear(x) for linear in self.held]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return y if bias is None else y + bias
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""vLLM's schedulers, which tell of the tokens of many steps at once.
+"""vLLM's schedulers, which send the tokens of many steps at once.
 
 After each step, vLLM's core sends every request's token and log-prob to the process that asked, which decodes them one
-by one: some 30 µs a token in that process alone, more than the step itself with hundreds of sequences. Whoever waits
-for whole answers has no use for that. So their tokens are held for a while, and sent together.
+by one: some 30 µs a token in that process alone, more than the step itself with hundreds of sequences. A caller that
+waits for whole answers has no use for that. Its tokens are held for a while, and sent together.
 """
 
 import time
@@ -31,23 +31,22 @@ class _Holding:
         self._sent_at = 0.0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        told = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         now = time.monotonic()
         if send := now - self._sent_at >= HELD_S:
             self._sent_at = now
-        for client in told.values():
-            client.outputs = [whole for one in client.outputs if (whole := self._add(one, send))]
-        return told
-
-    def _add(self, output: EngineCoreOutput, send: bool) -> EngineCoreOutput | None:
-        """Return what is to be sent for a request now; None if its output is held."""
-        request = self.requests.get(output.request_id)  # None once it has ended
-        params = request.sampling_params if request else None
-        waits = params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
-        if waits and not send and output.finish_reason is None:
-            self._held.setdefault(output.request_id, []).append(output)
-            return None
-        return as_one_output([*self._held.pop(output.request_id, ()), output])
+        for client in clients.values():
+            sent = []
+            for output in client.outputs:
+                request = self.requests.get(output.request_id)  # None once it has ended
+                params = request.sampling_params if request else None
+                waits = params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
+                if waits and not send and output.finish_reason is None:
+                    self._held.setdefault(output.request_id, []).append(output)
+                else:
+                    sent.append(as_one_output([*self._held.pop(output.request_id, ()), output]))
+            client.outputs = sent
+        return clients
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
@@ -62,9 +61,9 @@ def as_one_output(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     first, last = outputs[0], outputs[-1]
     if first is last:
         return last
-    last.new_token_ids = [token for one in outputs for token in one.new_token_ids]
+    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
     last.prefill_stats = first.prefill_stats
-    lists = [one.new_logprobs for one in outputs if one.new_logprobs is not None]
+    lists = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if lists:
         ids, logprobs, ranks, _ = zip(*lists, strict=True)
         last.new_logprobs = LogprobsLists(np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks))

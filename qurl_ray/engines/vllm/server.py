@@ -74,7 +74,13 @@ class VllmServer:
         # Without a context, vLLM prefills 2048 tokens at a time, where an H100 takes eight times as many.
         config = AsyncEngineArgs(**settings).create_engine_config(UsageContext.LLM_CLASS)
         if self.device.type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
-            config.cache_config.kv_cache_memory_bytes = _kv_bytes(config)
+            # max_num_seqs full contexts, in whole blocks, and one spare block
+            model, block = config.model_config, config.cache_config.block_size
+            blocks = config.scheduler_config.max_num_seqs * -(-model.max_model_len // block) + 1
+            heads = model.get_num_kv_heads(config.parallel_config)
+            layers = model.get_num_layers(config.parallel_config)
+            token = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+            config.cache_config.kv_cache_memory_bytes = blocks * block * token
         kind = "HoldingAsyncScheduler" if config.scheduler_config.async_scheduling else "HoldingScheduler"
         config.scheduler_config.scheduler_cls = f"qurl_ray.engines.vllm.scheduler.{kind}"
         self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
@@ -101,7 +107,7 @@ class VllmServer:
         """Begin such a call. Return a function that waits for it and returns its results."""
         if self._llm is None:
             raise EngineError("the engine is closed")
-        future = self._begin(self._llm.collective_rpc("qurl", args=(method, *args)))
+        future = asyncio.run_coroutine_threadsafe(self._llm.collective_rpc("qurl", args=(method, *args)), self._loop)
 
         def results() -> list[Any]:
             replies = self._wait(future, f"vLLM to {method}", self._timeout_s)
@@ -112,23 +118,24 @@ class VllmServer:
 
         return results
 
-    def _call(self, work: Coroutine, what: str, timeout_s: float | None) -> Any:
-        return self._wait(self._begin(work), what, timeout_s)
+    def _call(self, work: Coroutine, event: str, timeout_s: float | None) -> Any:
+        return self._wait(asyncio.run_coroutine_threadsafe(work, self._loop), event, timeout_s)
 
-    def _begin(self, work: Coroutine) -> Future:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _wait(self, future: Future, what: str, timeout_s: float | None) -> Any:
+    def _wait(self, future: Future, event: str, timeout_s: float | None) -> Any:
         try:
             return future.result(timeout_s)
         except FutureTimeout:
             future.cancel()
-            raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}") from None
+            raise DeadlineExceeded(f"waited {timeout_s:g} s for {event}") from None
         except errors.QurlError:
             raise
         except Exception as error:  # vLLM's own types are many, and callers need not know them
-            told = f"vLLM failed while it was asked for {what}: {type(error).__name__}: {error}{_log_of_cause()}"
-            raise EngineError(told) from error
+            # vLLM's errors only say that its processes failed. These have printed why: to a file, in Ray's workers.
+            log = os.path.realpath("/proc/self/fd/2")
+            place = f" ({log} has the cause)" if os.path.isfile(log) else ""
+            raise EngineError(
+                f"vLLM failed while it was asked for {event}: {type(error).__name__}: {error}{place}"
+            ) from error
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -146,7 +153,7 @@ class VllmServer:
     async def _generate(self, requests: Sequence[Request], version: int, deadline_s: float | None) -> list[Completion]:
         ids = [f"{request.uid}#{next(self._counter)}" for request in requests]
         self._running |= {own: request.uid for own, request in zip(ids, requests, strict=True)}
-        tasks = {own: asyncio.ensure_future(self._one(r, own)) for own, r in zip(ids, requests, strict=True)}
+        tasks = {own: asyncio.ensure_future(self._final_output(r, own)) for own, r in zip(ids, requests, strict=True)}
         try:
             await asyncio.wait(tasks.values(), timeout=deadline_s)
             late = {own for own, task in tasks.items() if not task.done()}
@@ -156,14 +163,44 @@ class VllmServer:
             for own, task in tasks.items():
                 task.cancel()
                 self._running.pop(own, None)
-        return [
-            _completion(request, output, version, "deadline" if own in late else "cancelled")
-            for own, request, output in zip(ids, requests, outputs, strict=True)
-        ]
+        completions = []
+        for own, request, output in zip(ids, requests, outputs, strict=True):
+            tokens = output.token_ids
+            drawn = [step[token].logprob for step, token in zip(output.logprobs or (), tokens, strict=True)]
+            finish: Finish = "deadline" if own in late else "cancelled"
+            if output.finish_reason != "abort":
+                finish = output.finish_reason
+            completions.append(
+                Completion(
+                    uid=request.uid,
+                    token_ids=np.array(tokens, dtype=np.int32),
+                    # For a greedy draw, vLLM returns the log-prob at temperature 1. The draw is certain, so it is 0.
+                    logprobs=np.array(drawn, dtype=np.float32) * np.float32(request.sampling.temperature > 0),
+                    versions=np.full(len(tokens), version, dtype=np.int32),
+                    finish=finish,
+                )
+            )
+        return completions
 
-    async def _one(self, request: Request, own: str) -> Any:
+    async def _final_output(self, request: Request, own: str) -> Any:
         """Return vLLM's final output for a request: all of its tokens, whether it ended or was aborted."""
-        params = _params(request)
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        sampling = request.sampling
+        # vLLM's generators start at their seed: with the same one, the rest would reuse the start's random numbers.
+        seed = derive_seed(request.seed, request.drawn) if request.drawn else request.seed
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_ids),
+            ignore_eos=True,  # only stop_ids end an answer, not the ids that vLLM finds in the model's folder
+            seed=seed & (2**63 - 1),  # vLLM's seeds are signed
+            logprobs=0,  # of the drawn token only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         try:
             answers = self._llm.generate({"prompt_token_ids": request.prompt_ids.tolist()}, params, own)
             return [answer.outputs[0] async for answer in answers][-1]
@@ -204,48 +241,6 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _params(request: Request) -> Any:
-    """Return vLLM's sampling parameters."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    asked = request.sampling
-    # vLLM's generators start at their seed: with the same seed, the rest would reuse the random numbers of the start.
-    seed = derive_seed(request.seed, request.drawn) if request.drawn else request.seed
-    return SamplingParams(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        max_tokens=asked.max_new_tokens,
-        stop_token_ids=[] if asked.ignore_eos else list(asked.stop_ids),
-        ignore_eos=True,  # only stop_ids end an answer, not what vLLM finds in the model's folder
-        seed=seed & (2**63 - 1),  # vLLM's seeds are signed
-        logprobs=0,  # of the drawn token only
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _completion(request: Request, output: Any, version: int, aborted: Finish) -> Completion:
-    """Convert vLLM's output to a Completion."""
-    tokens = output.token_ids
-    drawn = [step[token].logprob for step, token in zip(output.logprobs or (), tokens, strict=True)]
-    # For a greedy draw, vLLM returns the log-prob at temperature 1. The draw is certain, so its log-prob is 0.
-    return Completion(
-        uid=request.uid,
-        token_ids=np.array(tokens, dtype=np.int32),
-        logprobs=np.array(drawn, dtype=np.float32) * np.float32(request.sampling.temperature > 0),
-        versions=np.full(len(tokens), version, dtype=np.int32),
-        finish=aborted if output.finish_reason == "abort" else output.finish_reason,
-    )
-
-
-def _log_of_cause() -> str:
-    """Return where vLLM's processes have printed why they failed, if that is a file, as it is for Ray's workers: their
-    errors only say that they did."""
-    path = os.path.realpath("/proc/self/fd/2")
-    return f" ({path} has the cause)" if os.path.isfile(path) else ""
-
-
 def _set_environment(threads: int | None, ranks: int, *, eager: bool) -> None:
     """Set the variables that vLLM reads when it is imported, or passes to its processes."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -263,13 +258,3 @@ def _set_environment(threads: int | None, ranks: int, *, eager: bool) -> None:
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
-
-
-def _kv_bytes(config: Any) -> int:
-    """Bytes for keys and values of max_num_seqs full contexts, in whole blocks, and one spare block."""
-    block = config.cache_config.block_size
-    blocks = config.scheduler_config.max_num_seqs * -(-config.model_config.max_model_len // block) + 1
-    heads = config.model_config.get_num_kv_heads(config.parallel_config)
-    layers = config.model_config.get_num_layers(config.parallel_config)
-    token = 2 * layers * heads * config.model_config.get_head_size() * config.model_config.dtype.itemsize
-    return blocks * block * token

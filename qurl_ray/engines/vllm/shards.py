@@ -54,18 +54,18 @@ def local_shards(
 
     Partitions that are adjacent both in the tensor and in the layer form one shard.
     """
-    found: list[TensorShard] = []
+    shards: list[TensorShard] = []
     base = at = 0
     for i, partition in enumerate(partitions):
         if index in (None, i):
             start = base + partition.first
             shard = TensorShard(start=start, stop=start + partition.rows, at=at, columns=columns)
-            if found and found[-1].stop == start and found[-1].at + found[-1].rows == at:
-                shard = replace(found.pop(), stop=shard.stop)
-            found.append(shard)
+            if shards and shards[-1].stop == start and shards[-1].at + shards[-1].rows == at:
+                shard = replace(shards.pop(), stop=shard.stop)
+            shards.append(shard)
             base += partition.total
         at += partition.rows
-    return found
+    return shards
 
 
 AnyTensor = TypeVar("AnyTensor", torch.Tensor, QTensor)
@@ -81,8 +81,8 @@ def cut(value: AnyTensor, shard: TensorShard) -> AnyTensor:
     if isinstance(value, torch.Tensor):
         part = value[shard.start : shard.stop]
         return part if shard.columns is None else part[:, slice(*shard.columns)]
-    found = value.cut((shard.start, shard.stop), shard.columns)
-    return QTensor.of([part.contiguous() for part in found.parts], value.fmt)
+    q = value.cut((shard.start, shard.stop), shard.columns)
+    return QTensor.of([part.contiguous() for part in q.parts], value.fmt)
 
 
 def fuse(parts: Sequence[QTensor]) -> list[QTensor]:
@@ -103,16 +103,16 @@ def read(held: Sequence[QTensor], shard: TensorShard) -> tuple[torch.Tensor, ...
 
 
 def join_shards(
-    name: str, shape: tuple[int, ...], fmt: Format | None, found: Sequence[tuple[TensorShard, tuple[np.ndarray, ...]]]
+    name: str, shape: tuple[int, ...], fmt: Format | None, shards: Sequence[tuple[TensorShard, tuple[np.ndarray, ...]]]
 ) -> tuple[np.ndarray, ...]:
     """Return the whole tensor, from the shards of all ranks. If ranks hold copies, these must be equal.
 
     Raises:
         SyncError: shards are missing, or copies differ.
     """
-    whole = [np.zeros(size, part.dtype) for size, part in zip(_sizes(shape, fmt), found[0][1], strict=True)]
+    whole = [np.zeros(size, part.dtype) for size, part in zip(_sizes(shape, fmt), shards[0][1], strict=True)]
     filled = [np.zeros(part.shape, bool) for part in whole]
-    for shard, parts in found:
+    for shard, parts in shards:
         for target, done, place, part in zip(whole, filled, _places(shape, shard, fmt), parts, strict=True):
             if not np.array_equal(target[place][done[place]], part.reshape(target[place].shape)[done[place]]):
                 raise SyncError(f"{name}: ranks hold different copies of rows {shard.start} … {shard.stop - 1}")

@@ -8,7 +8,7 @@ import itertools
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,7 +110,7 @@ class ResidentPolicy:
         cast(Any, self.model).logits_processor.register_forward_hook(hide)
 
     def begin(self) -> None:
-        """Forget what was placed before."""
+        """Forget the tensors placed before."""
         self._waiting, self._placed = {}, {}
 
     @torch.no_grad()
@@ -157,12 +157,13 @@ class ResidentPolicy:
         return torch.from_numpy(opened(source["memory"][of_ranks[rank % len(of_ranks)]]))
 
     def _threads(self) -> ThreadPoolExecutor:
-        """Return threads for what uses one and releases Python's lock: packing, unpacking and fingerprints on a CPU."""
+        """Return threads for work that uses one and releases Python's lock: packing, unpacking and fingerprints on a
+        CPU."""
         on_cpu = next(self.model.parameters()).device.type == "cpu"
         return ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1)
 
     def _write(self, name: str, fmt: Format | None, arrays: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-        """Take a tensor. Return what writes its layer, if that is complete now."""
+        """Take a tensor. Return a function that writes its layer, if that is complete now."""
         place = self._find(name)
         value: Any = arrays[0]
         if fmt and place.method is None:
@@ -189,14 +190,14 @@ class ResidentPolicy:
 
     def unplaced(self) -> list[str]:
         """Return names of vLLM's parameters that have not got all their rows since `begin`."""
-        found = []
+        unplaced = []
         for name, parameter in self.model.named_parameters():
             path, _, leaf = name.rpartition(".")
             if leaf == "weight_scale":
                 continue  # it is written with its codes
             if self._placed.get(name, 0) != _rows(self.model.get_submodule(path), parameter):
-                found.append(name)
-        return found
+                unplaced.append(name)
+        return unplaced
 
     def fingerprints(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[Piece]]:
         """Return what this rank's shards add to the fingerprints of these tensors, given by name and shape."""
@@ -205,27 +206,23 @@ class ResidentPolicy:
             place = self._find(name)
             of_modules.setdefault(id(place.module), []).append((name, tuple(shape), place))
         with self._threads() as pool:
-            found = dict(itertools.chain.from_iterable(pool.map(_pieces, of_modules.values())))
-        return [found[name] for name, _ in shapes]
+            pieces = dict(itertools.chain.from_iterable(pool.map(_pieces, of_modules.values())))
+        return [pieces[name] for name, _ in shapes]
 
     def resident(self, name: str) -> list[tuple[int, int, tuple[int, int] | None, Wire]]:
         """Return this rank's shards of a tensor: rows, columns, and the parts of its format, or float32 values."""
         place = self._find(name)
-        found, held = [], place.held()
+        held = place.held()
+        shards = []
         for shard in place.shards:
-            tensors = place.read(shard, held)
-            arrays = [tensor.cpu().numpy() for tensor in tensors]
-            found.append((shard.start, shard.stop, shard.columns, [encoded(array) for array in arrays]))
-        return found
+            arrays = [encoded(tensor.cpu().numpy()) for tensor in place.read(shard, held)]
+            shards.append((shard.start, shard.stop, shard.columns, arrays))
+        return shards
 
     def kernels(self) -> list[str]:
         """Return the names of the kernels, or emulations, that compute the quantized linears."""
-        return sorted({name for _, method in self._linears() for name in method.kernels()})
-
-    def _linears(self) -> Iterator[tuple[Any, QurlLinearMethod]]:
-        for module in self.model.modules():
-            if isinstance(method := getattr(module, "quant_method", None), QurlLinearMethod):
-                yield module, method
+        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
+        return sorted({name for method in methods if isinstance(method, QurlLinearMethod) for name in method.kernels()})
 
     def _find(self, name: str) -> Place:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
@@ -258,13 +255,15 @@ class ResidentPolicy:
 
 def _pieces(tensors: Sequence[tuple[str, tuple[int, ...], Place]]) -> list[tuple[str, list[Piece]]]:
     """Return (name, pieces of its fingerprint) of the tensors of one module, which is unpacked once."""
-    found = []
+    pieces_of_tensors = []
     held = next((codes for _, _, place in tensors if (codes := place.held())), [])
     for name, shape, place in tensors:
         fmt = place.method.fmt if place.method else None
-        shards = [fingerprint_pieces(place.read(one, held if fmt else []), shape, one, fmt) for one in place.shards]
-        found.append((name, [piece for pieces in shards for piece in pieces]))
-    return found
+        pieces: list[Piece] = []
+        for shard in place.shards:
+            pieces += fingerprint_pieces(place.read(shard, held if fmt else []), shape, shard, fmt)
+        pieces_of_tensors.append((name, pieces))
+    return pieces_of_tensors
 
 
 def encoded(array: np.ndarray) -> EncodedArray:
@@ -288,7 +287,7 @@ def _partitions(module: nn.Module, parameter: torch.Tensor) -> list[Partition]:
 
 
 def _rows(module: Any, parameter: torch.Tensor) -> int:
-    """Number of rows of a parameter on this rank, without padding, for floats as well as for codes."""
+    """Return the number of rows of a parameter on this rank, without padding, for floats as well as for codes."""
     if isinstance(module, VocabParallelEmbedding):
         return module.num_org_embeddings_per_partition
     return sum(module.output_partition_sizes) if isinstance(module, LinearBase) else len(parameter)

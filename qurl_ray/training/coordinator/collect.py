@@ -147,27 +147,24 @@ class Collector:
             survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
             ask = min(wanted, int(np.ceil(missing / max(survival, 0.1)))) if algorithm.dynamic_sampling else missing
             await self._round(step, self._cursor.take(ask), collected)
-        collected.groups = self._compared(collected.groups[:wanted])
-        learned = {s.uid: s for group in collected.groups for s in group if s.watched}
-        for sample in collected.shown:
-            found = learned.get(sample["uid"])
+        groups = collected.groups[:wanted]
+        if self._compare is not None and groups:  # else a value model gives credit, in the learner
+            returns_PG = [[returns_of(sample, self._mode) for sample in group] for group in groups]
+            worth_PGK = compare_turns(returns_PG, self._compare, self._mode)
+            groups = [
+                [credited(sample, worth_K, self._mode) for sample, worth_K in zip(group, worth_GK, strict=True)]
+                for group, worth_GK in zip(groups, worth_PGK, strict=True)
+            ]
+        collected.groups = groups
+        learned = {s.uid: s for group in groups for s in group if s.watched}
+        for entry in collected.shown:
+            sample = learned.get(entry["uid"])
             # A value model gives every token its own advantage, later.
             whole = self._compare and self._mode == "trajectory"
-            sample["advantage"] = round(found.advantage, 4) if found and whole else None
-            if found and found.turns:
-                sample["credit"] = _credit_log(found.turns)
+            entry["advantage"] = round(sample.advantage, 4) if sample and whole else None
+            if sample and sample.turns:
+                entry["credit"] = _credit_log(sample.turns)
         return collected
-
-    def _compared(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-        """Return the groups with advantages, or unchanged where a value model gives credit: the learner does that."""
-        if self._compare is None or not groups:
-            return groups
-        returns_PG = [[returns_of(sample, self._mode) for sample in group] for group in groups]
-        found = compare_turns(returns_PG, self._compare, self._mode)
-        return [
-            [credited(sample, advantages_K, self._mode) for sample, advantages_K in zip(group, found_G, strict=True)]
-            for group, found_G in zip(groups, found, strict=True)
-        ]
 
     async def _round(self, step: int, problems: list[Problem], collected: Collected) -> None:
         config = self._config
@@ -199,18 +196,22 @@ class Collector:
         played = await self._runner.play(requests, problems) if self._runner else []
         for start, seconds, figures in trajectory_levels(played):
             self._fleet.spans.at(ENVIRONMENTS, "trajectories", start, seconds, **figures)
-        completions = [one.completion for one in played] if played else await self._fleet.generate(requests)
+        if played:
+            completions = [trajectory.completion for trajectory in played]
+        else:
+            completions = await self._fleet.generate(requests)
         check_logprobs(completions)
         judged_from = time.perf_counter()
         turns: list[TurnCredit | None] = [None] * len(completions)
-        if played:
-            verdicts = await self._judge_played(played, problems)
+        if played:  # an environment judges; where it gives no reward, the reward function judges the last turn
+            last_turns, owners = unjudged(played, problems)
+            verdicts = verdicts_of(played, await self._judge(last_turns, owners) if owners else [])
             pairs = zip(played, verdicts, strict=True)
-            turns = [one.credit(verdict) if verdict.status == "ok" else None for one, verdict in pairs]
+            turns = [trajectory.credit(verdict) if verdict.status == "ok" else None for trajectory, verdict in pairs]
         else:
             verdicts = await self._judge(completions, problems)
         return _Answered(
-            prompts=[one.prompt_ids for one in played or requests],
+            prompts=[item.prompt_ids for item in played or requests],
             completions=completions,
             verdicts=verdicts,
             played=played,
@@ -218,11 +219,6 @@ class Collector:
             rollout_seconds=judged_from - started,
             reward_seconds=time.perf_counter() - judged_from,
         )
-
-    async def _judge_played(self, played: Sequence[Played], problems: Sequence[Problem]) -> list[Verdict]:
-        """Return verdicts: the environment's, or of the reward function on the last turn where it gives none."""
-        completions, rest = unjudged(played, problems)
-        return verdicts_of(played, await self._judge(completions, rest) if rest else [])
 
     def _group(self, answered: _Answered, watched: set[int], collected: Collected) -> None:
         """Add groups to `collected`, without samples that have no reward, and without uniform groups if the algorithm
@@ -291,11 +287,6 @@ class Collector:
     def _encode(self, problem: Problem) -> np.ndarray:
         return encode_prompt(problem, self._tokenizer, self._config.task)
 
-    def _texts(self, ids: list[int]) -> list[str]:
-        """Text of each token, decoded by itself."""
-        self._text |= {token: self._tokenizer.decode([token]) for token in set(ids) - self._text.keys()}
-        return [self._text[token] for token in ids]
-
     async def _judge(self, completions: Sequence[Completion], problems: Sequence[Problem]) -> list[Verdict]:
         items = items_to_judge(completions, problems, self._tokenizer, self._stop_ids, self._config.task)
         return await self._verifiers.judge(items, judging_deadline(self._config, len(items)))
@@ -312,54 +303,52 @@ class Collector:
         if not chosen:
             return set()
         for i in chosen:
-            ids, mask = completions[i].token_ids, completions[i].mask
+            problem, completion, verdict = problems[i // G], completions[i], verdicts[i]
+            played = answered.played[i] if answered.played else None
             # All turns of an answer with several, else the text before the end token.
-            answer, _ = answer_text(ids, self._tokenizer, self._stop_ids if mask is None else ())
-            collected.shown.append(
-                {
-                    "uid": completions[i].uid,
-                    "prompt": problems[i // G].prompt,
-                    "answer": answer,
-                    "expected": problems[i // G].answer,
-                    "reward": verdicts[i].reward,
-                    "status": verdicts[i].status,
-                    "finish": completions[i].finish,
-                    "limit": self._limit(completions[i], answered.played[i] if answered.played else None),
-                    "versions": _runs(completions[i].versions.tolist()),
-                    "tokens": self._texts(ids.tolist()),
-                    "logprobs": drawn_only(completions[i].logprobs, mask),
-                }
-                | self._told_of(problems[i // G], answered.prompts[i], verdicts[i])
-                | ({"rows": list(completions[i].rows)} if completions[i].rows else {})
-                | (answered.played[i].log() if answered.played else {})
-                | ({"credit": _credit_log(turns)} if (turns := answered.turns[i]) else {})
-            )
+            end_ids = self._stop_ids if completion.mask is None else ()
+            answer, _ = answer_text(completion.token_ids, self._tokenizer, end_ids)
+            longest = self._config.rollout.max_new_tokens
+            limit = f"rollout.max_new_tokens={longest}" if completion.finish == "length" else ""
+            ids = completion.token_ids.tolist()
+            self._text |= {token: self._tokenizer.decode([token]) for token in set(ids) - self._text.keys()}
+            entry: dict[str, Any] = {
+                "uid": completion.uid,
+                "prompt": problem.prompt,
+                "answer": answer,
+                "expected": problem.answer,
+                "reward": verdict.reward,
+                "status": verdict.status,
+                "finish": completion.finish,
+                "limit": played.limit if played else limit,
+                # Run lengths: an answer has few versions and many tokens.
+                "versions": [[version, len(list(run))] for version, run in groupby(completion.versions.tolist())],
+                "tokens": [self._text[token] for token in ids],
+                "logprobs": drawn_only(completion.logprobs, completion.mask),
+            }
+            rendered = self._tokenizer.decode(answered.prompts[i].tolist(), skip_special_tokens=False)
+            optional = {
+                "rendered": rendered if rendered != problem.prompt else "",
+                "meta": problem.meta,
+                "detail": verdict.detail,
+                "rows": list(completion.rows),
+            }
+            entry |= {name: value for name, value in optional.items() if value}
+            if played:
+                entry |= played.log()
+            if turns := answered.turns[i]:
+                entry["credit"] = _credit_log(turns)
+            collected.shown.append(entry)
         return set(chosen)
-
-    def _limit(self, completion: Completion, played: Played | None) -> str:
-        """Return the limit that ended an answer; "" if none did."""
-        if played:
-            return played.limit
-        return f"rollout.max_new_tokens={self._config.rollout.max_new_tokens}" if completion.finish == "length" else ""
-
-    def _told_of(self, problem: Problem, prompt_ids: np.ndarray, verdict: Verdict) -> dict[str, Any]:
-        """Return what there is to see of a problem, besides prompt and expected answer, for samples.jsonl."""
-        rendered = self._tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
-        found = {
-            "rendered": rendered if rendered != problem.prompt else "",
-            "meta": problem.meta,
-            "detail": verdict.detail,
-        }
-        return {name: value for name, value in found.items() if value}
 
 
 def _credit_log(turns: TurnCredit) -> list[dict[str, float | None]]:
     """Return the turns for samples.jsonl; their advantages are None where they have none of their own."""
     rewards = turns.rewards.tolist()
-    found = [None] * len(rewards) if turns.advantages is None else turns.advantages.round(4).tolist()
+    advantages = [None] * len(rewards) if turns.advantages is None else turns.advantages.round(4).tolist()
     return [
         {"end": end, "reward": reward, "advantage": advantage}
-        for end, reward, advantage in zip(turns.ends.tolist(), rewards, found, strict=True)
+        for end, reward, advantage in zip(turns.ends.tolist(), rewards, advantages, strict=True)
     ]
 
 
@@ -367,8 +356,3 @@ def drawn_only(logprobs: np.ndarray, mask: np.ndarray | None) -> list[float | No
     """Return log-probs for a log, and None for tokens that the policy did not draw."""
     drawn = np.ones(len(logprobs), dtype=bool) if mask is None else mask
     return [round(float(value), 4) if kept else None for value, kept in zip(logprobs, drawn, strict=True)]
-
-
-def _runs(values: Sequence[int]) -> list[list[int]]:
-    """Run lengths, as [value, count] of equal neighbours: an answer has few versions and many tokens."""
-    return [[value, len(list(same))] for value, same in groupby(values)]

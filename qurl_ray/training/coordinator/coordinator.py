@@ -53,7 +53,7 @@ class Coordinator:
     """Owner of the fleet and the events. It replaces the session, and passes the ranks' calls on to it.
 
     Args:
-        handles: see packed_handles; or what it takes, within one process.
+        handles: see packed_handles; or its arguments, unpacked, within one process.
         resume: checkpoint that the run resumes from; after a failure, the latest one in `run_dir` is used instead.
     """
 
@@ -101,8 +101,8 @@ class Coordinator:
 
         Args:
             inputs: reference to a TaskInputs, in a tuple, or Ray would replace the reference by the object. The ranks
-                send it, because a restarted coordinator has only what Ray keeps of its arguments, and that is no large
-                object.
+                send it, because a restarted coordinator has only the arguments that Ray keeps, and Ray keeps no large
+                objects.
         """
         start = await self._beginnings.arrive(group, rank, (inputs, assignment), self._begin)
         if self._config.placement == "disaggregated" or start.over:
@@ -221,8 +221,8 @@ class Coordinator:
         self._failure = self._failure or error
 
     async def crashed(self, rank: int, cause: str, told: str) -> QurlError | None:
-        """Announce a rank's error that is not ours. Return what ends the run if the rank had it before, in the same
-        step.
+        """Announce a rank's error that is not ours. Return the error that ends the run if the rank had it before, in
+        the same step.
 
         Args:
             cause: kind and place of the error: equal for equal errors.

@@ -45,7 +45,13 @@ def step_figures(
         "grad_norm": results[0].grad_norm,
         "skipped_updates": results[0].skipped_updates,
     }
-    values |= _staleness(step, collected, drawn_at) | environment_figures(collected.played)
+    versions = [s.versions if s.mask is None else s.versions[s.mask] for group in collected.groups for s in group]
+    if versions:
+        drawn_by, counts = np.unique(np.concatenate(versions), return_counts=True)
+        lags = np.array([step - 1 - drawn_at[int(version)] for version in drawn_by])  # steps ahead of these weights
+        values["rollout/staleness_mean"] = float((lags * counts).sum() / counts.sum())
+        values["rollout/staleness_max"] = float(lags.max())
+    values |= environment_figures(collected.played)
     return values | ((policy_metrics(sums) | value_metrics(sums)) if sums else {})
 
 
@@ -53,16 +59,16 @@ def environment_figures(played: Sequence[Played]) -> dict[str, float]:
     """Figures of trajectories with an environment; none without."""
     if not played:
         return {}
-    said = [one for trajectory in played for one in trajectory.said]
-    calls, seconds = sum(one.calls for one in said), sum(trajectory.seconds for trajectory in played)
+    replies = [reply for trajectory in played for reply in trajectory.said]
+    calls, seconds = sum(reply.calls for reply in replies), sum(trajectory.seconds for trajectory in played)
     failed = Counter(trajectory.failure.kind for trajectory in played if trajectory.failure)
     return {
         "environment/turns": sum(trajectory.turns for trajectory in played) / len(played),
         "environment/new_rows": sum(len(trajectory.completion.rows) for trajectory in played),
         "environment/calls": calls / len(played),
-        "environment/failed_calls": sum(one.failed_calls for one in said) / max(1, calls),
-        "environment/seconds": sum(one.seconds for one in said) / len(played),
-        "environment/waiting": sum(one.waited for one in said) / seconds if seconds else 0.0,
+        "environment/failed_calls": sum(reply.failed_calls for reply in replies) / max(1, calls),
+        "environment/seconds": sum(reply.seconds for reply in replies) / len(played),
+        "environment/waiting": sum(reply.waited for reply in replies) / seconds if seconds else 0.0,
         "environment/replays": sum(trajectory.replays for trajectory in played),
         "environment/failed": failed.total(),
     } | {f"environment/failed_{kind}": failed[kind] for kind in FAILURES if failed[kind]}
@@ -96,17 +102,4 @@ def _estimates(prefix: str, rewards: Sequence[float]) -> dict[str, float]:
         f"{prefix}/accuracy": share.value,
         f"{prefix}/low": share.low,
         f"{prefix}/high": share.high,
-    }
-
-
-def _staleness(step: int, collected: Collected, drawn_at: Mapping[int, int]) -> dict[str, float]:
-    """Mean and largest number of steps that the learner was ahead of the weights that drew its tokens."""
-    versions = [s.versions if s.mask is None else s.versions[s.mask] for group in collected.groups for s in group]
-    if not versions:
-        return {}
-    found, counts = np.unique(np.concatenate(versions), return_counts=True)
-    lags = np.array([step - 1 - drawn_at[int(version)] for version in found])
-    return {
-        "rollout/staleness_mean": float((lags * counts).sum() / counts.sum()),
-        "rollout/staleness_max": float(lags.max()),
     }

@@ -24,7 +24,7 @@ _MEDIAN_OVER = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """One figure of one step."""
+    """Figure of a step."""
 
     key: str
     load: float
@@ -84,11 +84,12 @@ class Guard:
         memory, config = self._memory, self._config
         updated = "mismatch/kl" in values
         readings = list(self._read(values, updated))
-        beyond = {one.key: one.said for one in readings if one.load > 1}
+        beyond = {reading.key: reading.said for reading in readings if reading.load > 1}
         if updated or beyond:
             memory.window = [*memory.window, beyond][-config.window :]
         if updated:
-            memory.calm = memory.calm + 1 if all(one.load <= config.release for one in readings) else 0
+            calm = all(reading.load <= config.release for reading in readings)
+            memory.calm = memory.calm + 1 if calm else 0
         self._remember(values, beyond, updated)
         messages = tuple(f"guard: {text}" for text in self._move(step))
         metrics = {"guard/level": float(memory.level), "guard/beyond": float(len(beyond))}
@@ -149,7 +150,12 @@ class Guard:
         memory, config = self._memory, self._config
         if memory.level == Level.STOP:
             return []
-        tripped = self._tripped()
+        # Names and values of the figures that were beyond too often, and how often; empty if there are none.
+        counts = Counter(key for beyond in memory.window for key in beyond)
+        texts = {key: text for beyond in memory.window for key, text in beyond.items()}
+        often = sorted(key for key, count in counts.items() if count >= config.patience)
+        steps = f"of the last {len(memory.window)} steps"
+        tripped = ", ".join(f"{texts[key]} ({counts[key]} {steps})" for key in often)
         if memory.level == Level.FULL_PRECISION:
             memory.left -= 1
             if memory.left > 0:
@@ -158,36 +164,22 @@ class Guard:
                 return [f"{tripped} even in full precision; {self._relapse(step)}"]
             self._to(Level.TIGHTEN)
             return [f"quantized rollouts again, with a tightened objective until {config.calm_steps} steps are calm"]
+        if tripped and memory.level >= self._highest:
+            return []  # no higher rung is allowed
+        if tripped and memory.level == Level.NONE:
+            self._to(Level.WARN)
+            return [f"{tripped}; nothing is done about it yet"]
+        if tripped and memory.level == Level.WARN:
+            self._to(Level.TIGHTEN)
+            calm = f"until {config.calm_steps} steps are calm"
+            return [f"{tripped}; the objective is tightened, large mismatch masked and clip bounds halved, {calm}"]
         if tripped:
-            does = self._rise(step)
-            return [f"{tripped}; {does}"] if does else []
+            return [f"{tripped}; {self._relapse(step)}"]
         if memory.level != Level.NONE and memory.calm >= config.calm_steps:
             self._to(Level(memory.level - 1))
             back = "the objective is the configured one again" if memory.level == Level.WARN else "all is well again"
             return [f"{config.calm_steps} calm steps; {back}"]
         return []
-
-    def _tripped(self) -> str:
-        """Names and values of the figures that were beyond too often, and how often; empty if there are none."""
-        window = self._memory.window
-        counts = Counter(key for beyond in window for key in beyond)
-        said = {key: text for beyond in window for key, text in beyond.items()}
-        most = [key for key, count in counts.items() if count >= self._config.patience]
-        return ", ".join(f"{said[key]} ({counts[key]} of the last {len(window)} steps)" for key in sorted(most))
-
-    def _rise(self, step: int) -> str:
-        """Go one rung up. Returns a description of the action from the next step on; empty if no higher rung is
-        allowed."""
-        level, calm = self._memory.level, f"until {self._config.calm_steps} steps are calm"
-        if level >= self._highest:
-            return ""
-        if level == Level.NONE:
-            self._to(Level.WARN)
-            return "nothing is done about it yet"
-        if level == Level.WARN:
-            self._to(Level.TIGHTEN)
-            return f"the objective is tightened, large mismatch masked and clip bounds halved, {calm}"
-        return self._relapse(step)
 
     def _relapse(self, step: int) -> str:
         """Act after tightening, or full precision, was not enough. Returns a description of the action."""

@@ -22,25 +22,26 @@ def trajectory_levels(played: Sequence[Played]) -> list[tuple[float, float, dict
     A trajectory that has ended is in none of them.
     """
     pieces: dict[str, list[tuple[float, float]]] = {"engines": [], "environments": [], "waiting": [], "queued": []}
-    for one in played:
-        pieces["queued"].append((one.began - one.queued, one.queued))
-        pieces["engines"] += [(one.began + drew.asked, drew.waited) for drew in one.drew]
-        for said in one.said:
-            asked, worked = one.began + said.asked, min(said.seconds, said.waited)
+    for trajectory in played:
+        began = trajectory.began
+        pieces["queued"].append((began - trajectory.queued, trajectory.queued))
+        pieces["engines"] += [(began + drew.asked, drew.waited) for drew in trajectory.drew]
+        for said in trajectory.said:
+            asked, worked = began + said.asked, min(said.seconds, said.waited)
             pieces["waiting"].append((asked, said.waited - worked))  # it works last
             pieces["environments"].append((asked + said.waited - worked, worked))
-    moments = [moment for found in pieces.values() for start, seconds in found for moment in (start, start + seconds)]
+    waits = [wait for in_state in pieces.values() for wait in in_state]
+    moments = [moment for start, seconds in waits for moment in (start, start + seconds)]
     if not moments or max(moments) == min(moments):
         return []
-    began, seconds = min(moments), max(moments) - min(moments)
-    count = max(1, int(min(_INTERVALS, seconds / _SHORTEST_S)))
-    edges, width = np.linspace(0.0, seconds, count + 1), seconds / count
-    means = {state: np.diff(_spent(edges, found, began)) / width for state, found in pieces.items()}
+    first, whole = min(moments), max(moments) - min(moments)
+    count = max(1, int(min(_INTERVALS, whole / _SHORTEST_S)))
+    edges, width = np.linspace(0.0, whole, count + 1), whole / count
+    means: dict[str, np.ndarray] = {}
+    for state, in_state in pieces.items():
+        starts, seconds = np.array(in_state or [(first, 0.0)]).T
+        # Seconds that all trajectories together were in the state before each edge.
+        spent = np.array([np.clip(edge - (starts - first), 0.0, seconds).sum() for edge in edges])
+        means[state] = np.diff(spent) / width
     rows = [{state: round(float(mean[i]), 3) for state, mean in means.items()} for i in range(count)]
-    return [(began + float(edge), width, row) for edge, row in zip(edges, rows, strict=False)]
-
-
-def _spent(edges: np.ndarray, pieces: Sequence[tuple[float, float]], began: float) -> np.ndarray:
-    """Return the seconds that all pieces, as (start, seconds), together last before each edge, counted from `began`."""
-    starts, seconds = np.array(pieces or [(began, 0.0)]).T
-    return np.array([np.clip(edge - (starts - began), 0.0, seconds).sum() for edge in edges])
+    return [(first + float(edge), width, row) for edge, row in zip(edges, rows, strict=False)]

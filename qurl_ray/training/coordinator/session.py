@@ -10,6 +10,7 @@ it, and all engines load and verify it. Waits for other actors have a deadline.
 import asyncio
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,8 +160,8 @@ class Session:
             self._steps[self._begun] = _Step(shares=shares)
         # The step before stays: a skipped step is no barrier, and a late rank may still ask for it.
         self._steps.pop(step - 2, None)
-        found = await self._stale.result_of(self._steps[step].shares, sent)
-        return found if isinstance(found, WeightsWanted) else found[rank]
+        answer = await self._stale.result_of(self._steps[step].shares, sent)
+        return answer if isinstance(answer, WeightsWanted) else answer[rank]
 
     async def _collect(self, number: int, before: asyncio.Task[_Shares] | None) -> _Shares:
         if before:
@@ -238,7 +239,7 @@ class Session:
 
     async def report(self, step: int, rank: int, result: StepResult) -> Directive:
         """Report one rank's update. Returns the guard's decision on all of them."""
-        return await self._rendezvous.arrive(("report", step), rank, result, lambda found: self._judge(step, found))
+        return await self._rendezvous.arrive(("report", step), rank, result, partial(self._judge, step))
 
     async def _judge(self, number: int, results: list[StepResult]) -> Directive:
         self._events.step, step = number, self._steps[number]
@@ -270,7 +271,7 @@ class Session:
     async def close(self, step: int, rank: int, seconds: dict[str, float], spans: list[Event]) -> None:
         """Report a rank's seconds by phase and its spans; the last rank completes the step's event."""
         self._events.add(*spans)
-        await self._rendezvous.arrive(("close", step), rank, seconds, lambda found: self._finish(step, found))
+        await self._rendezvous.arrive(("close", step), rank, seconds, partial(self._finish, step))
 
     async def _finish(self, number: int, times: list[dict[str, float]]) -> None:
         step = self._steps[number]
@@ -288,7 +289,12 @@ class Session:
             "fleet/hedged": self._fleet.counts.hedged,
         }
         values |= {f"time/{name}": value for name, value in seconds.items()}
-        self._warn_of_dropped_tokens(number, values)
+        dropped_before, self._dropping = self._dropping, values.get("mismatch/dropped", 0.0) > 0.5
+        if self._dropping and not dropped_before:
+            drops = "would drop" if self._config.algorithm.correction.metrics_only else "drops"
+            kl, share = values["mismatch/kl"], f"{values['mismatch/dropped']:.0%} of the tokens"
+            message = f"the correction {drops} {share}: its bounds do not fit a KL(b‖p) of {kl:.1e}"
+            self._events.warn(number, message)
         self._warn_of_no_ends(number, values)
         if results[0].skipped_updates:
             message = f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite"
@@ -322,18 +328,10 @@ class Session:
         )
         self._events.warn(number, message)
 
-    def _warn_of_dropped_tokens(self, number: int, values: dict[str, Any]) -> None:
-        before, self._dropping = self._dropping, values.get("mismatch/dropped", 0.0) > 0.5
-        if self._dropping and not before:
-            drops = "would drop" if self._config.algorithm.correction.metrics_only else "drops"
-            kl, share = values["mismatch/kl"], f"{values['mismatch/dropped']:.0%} of the tokens"
-            message = f"the correction {drops} {share}: its bounds do not fit a KL(b‖p) of {kl:.1e}"
-            self._events.warn(number, message)
-
 
 def _placed(logprobs: np.ndarray, drawn_by: list[float | None]) -> list[float | None] | None:
-    """Return the log-probs of the tokens that the policy drew, for a log, among None for others; None if they are those
-    of another sample with this uid."""
+    """Return the log-probs of the tokens that the policy drew, for a log, among None for others; None if they belong
+    to another sample with this uid."""
     if len(logprobs) != sum(b is not None for b in drawn_by):
         return None
     values = iter(logprobs.tolist())

@@ -1,5 +1,5 @@
-"""The checks that need no model, before transformers is imported, which takes most of a start's seconds: whatever is
-wrong with folders, files, GPUs, problems and the user's functions is refused at once."""
+"""The checks that need no model, before transformers is imported, which takes most of a start's seconds: errors in
+folders, files, GPUs, problems and the user's functions are told at once."""
 
 import os
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ def check_early(config: RunConfig, *, dry: bool = False) -> Early:
 
 
 def check_tiny(config: RunConfig, model: TinyModel) -> None:
-    """Raise ConfigError if the settings want of the tiny policy what it was not taught."""
+    """Raise ConfigError if the settings need a skill that the tiny policy was not taught."""
     if config.environment.type is not None and not model.calculator:
         raise ConfigError(
             "environment.type: the tiny policy knows the calculator alone, with model.calculator=true; other "

@@ -1,6 +1,6 @@
 """User functions that the settings name: they are imported and tried before anything else is done."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,7 +32,16 @@ def try_functions(config: RunConfig) -> None:
         ENGINES.load(config.rollout.engine)  # the rollout workers create it
     if config.sync.transport not in TRANSPORTS.entries:
         transport_named(config.sync.transport)
-    for table, name, attempt in _named(config):
+    algorithm = config.algorithm
+    trials: list[tuple[Table, str, Callable[[Any], None]]] = [
+        (OBJECTIVES, algorithm.objective, lambda form: _try_objective(form, algorithm))
+    ]
+    if isinstance(algorithm.correction, Custom):
+        trials.append((CORRECTIONS, algorithm.correction.function, _try_correction))
+    if algorithm.advantage != "gae":
+        samples = max(2, config.rollout.samples_per_prompt)
+        trials.append((ADVANTAGES, algorithm.advantage, lambda compare: _try_advantage(compare, samples)))
+    for table, name, attempt in trials:
         if name in table.entries:
             continue
         function = table.load(name)
@@ -42,17 +51,6 @@ def try_functions(config: RunConfig) -> None:
             raise
         except Exception as error:  # a user's function may raise anything
             raise ExtensionError(f"{table.kind} {name!r} cannot be used: {described(error)}") from error
-
-
-def _named(config: RunConfig) -> Iterator[tuple[Table, str, Callable[[Any], None]]]:
-    """Functions of the algorithm: (table, name, how to try one)."""
-    algorithm = config.algorithm
-    yield OBJECTIVES, algorithm.objective, lambda form: _try_objective(form, algorithm)
-    if isinstance(algorithm.correction, Custom):
-        yield CORRECTIONS, algorithm.correction.function, _try_correction
-    if algorithm.advantage != "gae":
-        samples = max(2, config.rollout.samples_per_prompt)
-        yield ADVANTAGES, algorithm.advantage, lambda compare: _try_advantage(compare, samples)
 
 
 def _try_objective(form: Any, algorithm: Algorithm) -> None:

@@ -13,8 +13,8 @@ from qurl_ray.training.deadlines import stage_deadline
 _PROBLEMS_S = 3600.0  # a data set may be downloaded
 _MODEL_S = 1800.0  # a model's files may be downloaded, and a cold disk reads packages slowly
 
-# What needs torch or Ray is imported where it is used: that takes seconds. --help does without it, and a mistake is
-# told before later checks import more.
+# Modules that need torch or Ray take seconds to import, so they are imported where they are used: --help does without
+# them, and a mistake is told before later checks import more.
 
 
 def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) -> int:
@@ -49,7 +49,7 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
 
 
 def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
-    """Print what was found.
+    """Check a run without starting it, and print the result.
 
     Raises:
         ConfigError: the run would be refused on this machine.
@@ -59,17 +59,17 @@ def _dry_run(config: RunConfig, *, fresh: bool, extend: bool) -> int:
     early = check_early(config, dry=True)
     from qurl_ray.training.driver.dry_run import dry_run
 
-    found = dry_run(early, fresh=fresh, extend=extend)
-    typer.echo(found.settings, nl=False)
+    result = dry_run(early, fresh=fresh, extend=extend)
+    typer.echo(result.settings, nl=False)
     typer.echo(f"# placement: {demand(config)}")
-    if found.invariance:
-        typer.echo(f"# {found.invariance}")
-    for line in found.example:
+    if result.invariance:
+        typer.echo(f"# {result.invariance}")
+    for line in result.example:
         typer.echo(f"# {line}")
-    for sentence in [*idle_settings(config), *found.notes]:
+    for sentence in [*idle_settings(config), *result.notes]:
         typer.echo(f"note: {sentence}", err=True)
-    for heading, parts in (("checked", found.checked), ("not checked", found.unchecked)):
+    for heading, parts in (("checked", result.checked), ("not checked", result.unchecked)):
         typer.echo("\n#   ".join([f"# {heading}:", *parts]))
-    if found.missing:
-        raise ConfigError(found.missing)
+    if result.missing:
+        raise ConfigError(result.missing)
     return 0

@@ -27,7 +27,6 @@ from qurl_ray.actors.worker_group import WorkerGroup
 from qurl_ray.config import RunConfig
 from qurl_ray.config.idle import idle_settings
 from qurl_ray.config.model import ModelConfig, TinyModel
-from qurl_ray.data.tasks import Task
 from qurl_ray.environment import MEMORY
 from qurl_ray.errors import DeadlineExceeded
 from qurl_ray.numerics.selfcheck import VARIABLES
@@ -110,7 +109,7 @@ def run_until(
         restored = storage.restore(config.output_dir / config.name) if storage and not fresh else []
         with open_run_dir(config, fresh=fresh, extend=extend) as place:
             place.notes[:0] = restored
-            sinks: list[Sink] = [CallbackSink(one) for one in callbacks]
+            sinks: list[Sink] = [CallbackSink(callback) for callback in callbacks]
             if storage:
                 storage.claim(place.path)
                 sinks.append(Uploader(storage, place.path))
@@ -133,8 +132,11 @@ def _run_in(
                 _announce([invariance.sentence()], "info" if invariance.kept else "warning", tracker)
             if not resume:  # else metrics.jsonl has them already
                 _announce([*idle_settings(config), *unequalized(config, checked.model)], "warning", tracker)
-                _announce(prepared.task.notes, "info", tracker)
-                tracker.handle(_problems(prepared.task))
+                task = prepared.task
+                _announce(task.notes, "info", tracker)
+                counts = {"digest": task.digest(), "train": len(task.train), "held_out": len(task.held_out)}
+                message = f"{counts['train']:,} problems to train on, {counts['held_out']:,} held out"
+                tracker.handle(Event(kind="info", step=0, message=message, values={"problems": counts}))
             _phase("starting Ray", totals.steps, tracker)
             with _cluster(config, stops) as dashboard:
                 if dashboard:
@@ -167,7 +169,7 @@ def _run_in(
 
 
 def rewound(place: RunDir, tracker: Tracker) -> RunTotals:
-    """Remove from the run's files what came after the checkpoint that it resumes from. Return the totals up to it."""
+    """Remove all lines after the checkpoint that the run resumes from, from its files. Return the totals up to it."""
     if not place.resume:
         return RunTotals()
     totals = RunTotals.of(place.resume.state()["totals"])
@@ -178,12 +180,6 @@ def rewound(place: RunDir, tracker: Tracker) -> RunTotals:
 def _announce(sentences: Iterable[str], kind: Literal["info", "warning"], tracker: Tracker) -> None:
     for sentence in sentences:
         tracker.handle(Event(kind=kind, step=0, message=sentence))
-
-
-def _problems(task: Task) -> Event:
-    found = {"digest": task.digest(), "train": len(task.train), "held_out": len(task.held_out)}
-    message = f"{found['train']:,} problems to train on, {found['held_out']:,} held out"
-    return Event(kind="info", step=0, message=message, values={"problems": found})
 
 
 def _phase(message: str, step: int, tracker: Tracker) -> None:
@@ -199,12 +195,12 @@ def _report(run_dir: Path, tracker: Tracker, outcome: Outcome) -> str | None:
         "report": partial(write_report, outcome=outcome),  # which links to the others
     }
     page = None
-    for what, write in pages.items():
+    for name, write in pages.items():
         try:
             page = write(run_dir)
         except Exception as error:
             page = None
-            _announce([f"no {what} ({type(error).__name__}: {error}); metrics.jsonl is complete"], "warning", tracker)
+            _announce([f"no {name} ({type(error).__name__}: {error}); metrics.jsonl is complete"], "warning", tracker)
     return str(page) if page else None
 
 

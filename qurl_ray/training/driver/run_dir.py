@@ -27,13 +27,13 @@ _MARKER_PARTS = f".{_MARKER}.*{PART}"
 _KEYS = frozenset({"name", "steps", "model", "task", "rollout", "algorithm", "learner"})
 """Keys that the marker has in runs of every version, as it holds all settings. A file without them is not ours."""
 _LOGS = ("metrics.jsonl", "samples.jsonl", "prompts.jsonl")
-"""Files with a line for what happened in a step."""
+"""Files with lines for each step."""
 _OF_A_START = (*_LOGS, "timeline.jsonl", "mlflow_run_id", "wandb_run_id", "summary.json")
 """Files that a failed start leaves, and that the next one must not append to or read."""
 _MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 """Sections and settings that a resumed run may change, because they do not change what is learned. Deadlines and
-threads may differ as well, and what says only when the run ends: evaluation.target_reward, and `steps` where the
-learning rates so far do not depend on it."""
+threads may differ as well, and settings that only decide when the run ends: evaluation.target_reward, and `steps`
+where the learning rates so far do not depend on it."""
 _MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads", "kept_keys_gb", "hosts", "concurrency")
 _OTHER_SUMS = ("learner.workers", "learner.backend", "learner.zero_stage", "learner.sequence_parallel")
 """Settings that a resumed run may change, too: the same is learned, but gradients are added in another order."""
@@ -46,7 +46,7 @@ class RunDir:
     path: Path
     resume: Checkpoint | None = None
     notes: list[str] = field(default_factory=list)
-    """Sentences on what was found in the folder and what was done about it."""
+    """Sentences on the contents of the folder and what was done about them."""
     older: Path | None = None
     """Folder to which the run that was there has been moved."""
     before: dict[str, bytes] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def open_run_dir(config: RunConfig, *, fresh: bool = False, extend: bool = False
     An unfinished run of the same name and settings, with `extend` a finished one, too, resumes from its latest whole
     checkpoint. The folder of a start that failed before its first step is used again. Any other run, and with `fresh`
     every run, is moved to <name>.<n>, never overwritten; it is moved back if the block fails before its first step.
-    What is no run is left alone.
+    A folder that is no run's is left alone.
 
     Raises:
         CheckpointError: the run has checkpoints, and none of them can be used.
@@ -135,11 +135,13 @@ def _settings_of_run(run_dir: Path) -> dict[str, Any] | None:
     """Return the settings of the run in a folder; None if the folder is absent or empty.
 
     Raises:
-        ConfigError: what is there is no run.
+        ConfigError: the folder holds something else than a run.
     """
     marker = run_dir / _MARKER
-    if not run_dir.exists() or _empty(run_dir):
+    if not run_dir.exists():
         return None
+    if run_dir.is_dir() and all(path.match(_MARKER_PARTS) for path in run_dir.iterdir()):
+        return None  # empty, but for settings that were not written to their end
     if not marker.is_file():
         raise ConfigError(f"{run_dir} is there and is no run (it has no {_MARKER}): set another name or output_dir")
     try:
@@ -187,7 +189,7 @@ def _resume_or_create(config: RunConfig, run_dir: Path, *, fresh: bool, extend: 
             other = _check_same(config, run_dir, old, checkpoint)
             kept = (run_dir / name for name in (_MARKER, "summary.json"))
             before = {file.name: file.read_bytes() for file in kept if file.is_file()}
-            _write_settings(config, run_dir)  # those that may differ, such as the name
+            _write_settings(config, run_dir)  # some may differ, such as the name
             notes.append(f"resuming after step {checkpoint.step} of {config.steps}")
             if other:
                 notes.append(f"gradients are added in another order from here on: {'; '.join(other)}")
@@ -238,8 +240,8 @@ def _as_before_on_failure(place: RunDir) -> Iterator[None]:
         yield
     except BaseException:
         with suppress(OSError):
-            found = (line for _, line in lines(place.path / "metrics.jsonl") if line and line.get("kind") == "step")
-            if all((finite(line.get("time")) or 0.0) < began for line in found):
+            steps = (line for _, line in lines(place.path / "metrics.jsonl") if line and line.get("kind") == "step")
+            if all((finite(line.get("time")) or 0.0) < began for line in steps):
                 for name, content in place.before.items():
                     (place.path / name).write_bytes(content)
         raise
@@ -260,11 +262,6 @@ def _write_settings(config: RunConfig, run_dir: Path) -> None:
         raise
 
 
-def _empty(folder: Path) -> bool:
-    """True for a folder without files, other than settings that were not written to their end."""
-    return folder.is_dir() and all(path.match(_MARKER_PARTS) for path in folder.iterdir())
-
-
 def _has_steps(run_dir: Path) -> bool:
     """True if the folder holds anything of a step, which the next run would overwrite. A start that failed leaves
     messages and an evaluation before the first step, and no more. Lines that cannot be read may be of a step."""
@@ -272,8 +269,8 @@ def _has_steps(run_dir: Path) -> bool:
         return True
     if (read_summary(run_dir) or {"steps": 0}).get("steps") != 0:
         return True
-    found = (line for name in _LOGS for _, line in lines(run_dir / name))
-    return any(line is None or (line["step"] > 0 and line.get("kind") not in ("info", "warning")) for line in found)
+    logged = (line for name in _LOGS for _, line in lines(run_dir / name))
+    return any(line is None or (line["step"] > 0 and line.get("kind") not in ("info", "warning")) for line in logged)
 
 
 def _finished(run_dir: Path, settings: dict[str, Any]) -> bool:
@@ -287,19 +284,15 @@ def _finished(run_dir: Path, settings: dict[str, Any]) -> bool:
         return True
     reached = summary.get("target_reached_at_step")
     if folders := step_folders(run_dir):
-        reached = _target_reached_at(folders[-1])
+        try:
+            reached = json.loads((folders[-1] / LOOP).read_bytes())["totals"]["reached_at"]
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+            reached = None  # damaged
     return summary["steps"] == reached
 
 
-def _target_reached_at(checkpoint: Path) -> Any:
-    try:
-        return json.loads((checkpoint / LOOP).read_bytes())["totals"]["reached_at"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # damaged
-
-
 def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any], checkpoint: Checkpoint) -> list[str]:
-    """Raise ConfigError if the run in the folder learns something else. Return what differs only in rounding."""
+    """Raise ConfigError if the run in the folder learns something else. Return the differences in rounding alone."""
     try:  # settings that were added since then get their defaults
         known = validated_run(old, "config.yaml")
     except ConfigError as error:
@@ -316,21 +309,17 @@ def _check_same(config: RunConfig, run_dir: Path, old: dict[str, Any], checkpoin
     before, now = (with_absolute_paths(settings).model_dump(mode="json") for settings in (known, config))
     differing = differences(before, now, [*may_differ, *_OTHER_SUMS])
     if differing:
+        hint, schedule = "", config.learner.schedule
+        if config.steps not in (known.steps, checkpoint.step) and schedule != "constant":
+            hint = (
+                f". With learner.schedule={schedule}, the learning rates so far depend on `steps`; with constant they "
+                "do not, nor with wsd before it falls"
+            )
         raise ConfigError(
-            f"{run_dir} holds a run with other settings: {'; '.join(differing)}. "
-            "Give those to resume it, set another name, or start again with --fresh (the old run is kept)"
-            + _why_not_steps(config, known, checkpoint)
+            f"{run_dir} holds a run with other settings: {'; '.join(differing)}. Give those to resume it, set another "
+            f"name, or start again with --fresh (the old run is kept){hint}"
         )
     return [text for text in differences(before, now, may_differ) if text.startswith(_OTHER_SUMS)]
-
-
-def _why_not_steps(config: RunConfig, known: RunConfig, checkpoint: Checkpoint) -> str:
-    if config.steps in (known.steps, checkpoint.step) or config.learner.schedule == "constant":
-        return ""
-    return (
-        f". With learner.schedule={config.learner.schedule}, the learning rates so far depend on `steps`; with "
-        "constant they do not, nor with wsd before it falls"
-    )
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], may_differ: Sequence[str] = ()) -> list[str]:

@@ -31,7 +31,7 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
     sums = totals.sums
     train_seconds = sums["time/step"]
     rollout_seconds = sums["time/rollout"]
-    problems = max((int(found["eval/problems"]) for found in totals.evaluations.values()), default=0)
+    problems = max((int(values["eval/problems"]) for values in totals.evaluations.values()), default=0)
     return {
         "name": config.name,
         **_held_out(totals, "reward", _rewards),
@@ -86,13 +86,13 @@ def _held_out(totals: RunTotals, name: str, per_problem: Callable[[dict[str, Any
 
 def _sets(totals: RunTotals) -> dict[str, Any]:
     """Figures of each set of held-out problems, before and after; nothing if they have no names."""
-    found: dict[str, dict[str, float]] = {}
+    sets: dict[str, dict[str, float]] = {}
     for label, suffix in (("before", "before"), ("after", "after"), ("after, quantized", "after_quantized")):
         for key, value in totals.evaluations.get(label, {}).items():
             parts = key.split("/")  # eval/<name>/accuracy
             if len(parts) == 3 and parts[0] == "eval" and parts[2] in ("reward", "accuracy"):
-                found.setdefault(parts[1], {})[f"{parts[2]}_{suffix}"] = value
-    return {"eval_sets": found} if found else {}
+                sets.setdefault(parts[1], {})[f"{parts[2]}_{suffix}"] = value
+    return {"eval_sets": sets} if sets else {}
 
 
 def _outcomes(evaluation: dict[str, Any]) -> list[float]:

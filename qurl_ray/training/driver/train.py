@@ -35,7 +35,7 @@ def train(
     Args:
         model: folder of a model, its id on the hub, a GGUF file, or the section `model` of the settings.
         data: problems: a file (.jsonl, .json, .parquet), the id of a data set on the hub, a `datasets.Dataset`, or
-            mappings with a prompt (text or a list of messages) and what the reward needs.
+            mappings with a prompt (text or a list of messages) and the columns that the reward needs.
         reward: function of (answer: str, problem: Problem) that returns a number, or the name of one; None compares
             with the problem's answer as mathematics.
         held_out: problems for evaluations, likewise, or several sets of them by name; None takes the last tenth of
@@ -53,7 +53,7 @@ def train(
     runs = runs_folder(settings.get("output_dir"), submitted=submitted())
     task = {"type": "dataset", "path": _source(data, runs), **settings.pop("task", {})}
     if isinstance(held_out, Mapping):
-        task["held_out_path"] = {name: _source(one, runs) for name, one in held_out.items()}
+        task["held_out_path"] = {name: _source(problems, runs) for name, problems in held_out.items()}
     elif held_out is not None:
         task["held_out_path"] = _source(held_out, runs)
     if reward is not None:
@@ -71,7 +71,15 @@ def _source(data: str | Path | Rows, runs: Path) -> str:
         return str(data)
     if isinstance(data, Mapping):
         raise DataError(f"data is a mapping of {', '.join(map(str, data))}: give one split, or a list of rows")
-    lines = [_line(row, place) for place, row in enumerate(data)]
+    lines = []
+    for place, row in enumerate(data):
+        fields = {"prompt": row} if isinstance(row, str) else row
+        if not isinstance(fields, Mapping):
+            raise DataError(f"row {place} of data is {type(row).__name__}, expected a mapping with a prompt")
+        try:
+            lines.append(json.dumps(plain_value(fields), ensure_ascii=False) + "\n")
+        except TypeError as error:
+            raise DataError(f"row {place} of data holds {error}, which is no plain value: remove that column") from None
     if not lines:
         raise DataError("data has no rows")
     text = "".join(lines)
@@ -80,13 +88,3 @@ def _source(data: str | Path | Rows, runs: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     return str(path)
-
-
-def _line(row: Any, place: int) -> str:
-    fields = {"prompt": row} if isinstance(row, str) else row
-    if not isinstance(fields, Mapping):
-        raise DataError(f"row {place} of data is {type(row).__name__}, expected a mapping with a prompt")
-    try:
-        return json.dumps(plain_value(fields), ensure_ascii=False) + "\n"
-    except TypeError as error:
-        raise DataError(f"row {place} of data holds {error}, which is no plain value: remove that column") from None

@@ -7,7 +7,7 @@
         policy/, policy-int8/, summary.json, report.html              when the run has ended
 
 A checkpoint without a manifest is one whose copy was interrupted; it is never resumed, as its local twin would not be.
-What comes back is compared with the manifest's checksums, like any checkpoint.
+A restored checkpoint is compared with the manifest's checksums, like any other.
 """
 
 import json
@@ -70,8 +70,8 @@ class Storage:
             raise ConfigError(f"checkpoint.upload={self._shown} cannot be opened: {reason(error)}") from None
 
     def restore(self, run_dir: Path) -> list[str]:
-        """Make the run's folder from the newest whole checkpoint, if the folder is not there. Return sentences on what
-        was found.
+        """Make the run's folder from the newest whole checkpoint, if the folder is not there. Return sentences on the
+        checkpoints that were passed over, and on the one that was restored.
 
         Raises:
             ConfigError: another run is going on there, or the storage cannot be read.
@@ -139,7 +139,8 @@ class Storage:
 
     def _sign(self, seen: float) -> None:
         owner = {"run": self._own, "process": self._process, "host": socket.gethostname(), "seen": seen}
-        self._write("owner.json", json.dumps(owner))
+        self._files.makedirs(self._root, exist_ok=True)
+        self._files.pipe_file(f"{self._root}/owner.json", json.dumps(owner).encode())
         self._beaten = time.monotonic()
 
     def copy_checkpoint(self, folder: Path) -> None:
@@ -153,7 +154,7 @@ class Storage:
             self._put(folder / file, f"{name}/{file}")
 
     def copy_results(self, run_dir: Path) -> None:
-        """Copy what a run leaves at its end."""
+        """Copy the logs, results and policies of a run that has ended."""
         for name in (*_LOGS, *_RESULTS):
             if (run_dir / name).is_file():
                 self._put(run_dir / name, name)
@@ -162,7 +163,7 @@ class Storage:
                 self._put(file, str(file.relative_to(run_dir)))
 
     def prune(self, keep: list[str]) -> None:
-        """Delete copies of checkpoints, but those of these names."""
+        """Delete all copies of checkpoints but the ones with these names."""
         for step in self._steps():
             name = f"step-{step:06d}"
             if name not in keep:
@@ -202,8 +203,8 @@ class Storage:
     def _steps(self) -> list[int]:
         """Return the steps of the checkpoints that have a manifest, the oldest first."""
         self._files.invalidate_cache()
-        found = self._files.glob(f"{self._root}/checkpoints/step-*/{_MANIFEST}")
-        return sorted(int(str(path).split("/")[-2].removeprefix("step-")) for path in found)
+        manifests = self._files.glob(f"{self._root}/checkpoints/step-*/{_MANIFEST}")
+        return sorted(int(str(path).split("/")[-2].removeprefix("step-")) for path in manifests)
 
     def _fetch(self, step: int, run_dir: Path) -> None:
         """Bring a checkpoint and the logs into the run's folder, and compare it with its manifest."""
@@ -235,10 +236,6 @@ class Storage:
         self._files.makedirs(remote.rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(here), remote)
 
-    def _write(self, name: str, text: str) -> None:
-        self._files.makedirs(self._root, exist_ok=True)
-        self._files.pipe_file(f"{self._root}/{name}", text.encode())
-
 
 class Uploader:
     """Sink that copies each checkpoint in a thread of its own. Steps never wait for it: while a copy goes on, only the
@@ -266,13 +263,13 @@ class Uploader:
                 self._change.notify()
 
     def notices(self) -> list[str]:
-        """Return what went wrong since the last call."""
+        """Return sentences on failures since the last call."""
         with self._change:
             notes, self._notes = self._notes, []
         return notes
 
     def close(self, outcome: Outcome) -> None:
-        """Copy what is still to be copied, and the results of a run that did not fail."""
+        """Make the copies that are still to be made, and copy the results of a run that did not fail."""
         with self._change:
             self._results, self._closed = outcome != "failed", True
             self._change.notify()
@@ -295,7 +292,8 @@ class Uploader:
                 self._storage.beat()
                 if wanted:
                     self._storage.copy_checkpoint(wanted)
-                    self._storage.prune(self._kept())
+                    folders = (self._run_dir / "checkpoints").glob("step-*")
+                    self._storage.prune([folder.name for folder in folders])
                     self._forget(wanted)
                 elif closed:
                     if self._results:
@@ -319,9 +317,6 @@ class Uploader:
                 with self._change:
                     self._change.wait(pause)
                 pause = min(2 * pause, _RETRY_S[1])
-
-    def _kept(self) -> list[str]:
-        return [path.name for path in (self._run_dir / "checkpoints").glob("step-*")]
 
     def _forget(self, folder: Path) -> None:
         with self._change:

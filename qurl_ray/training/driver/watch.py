@@ -91,22 +91,29 @@ class Watch:
             alive = fit.is_alive()
             if alive:
                 self._heed_requests()
-            found = self._drain()
-            for event in found.events if found else []:
-                self._pass_on(event)
+            drained = self._drain()
+            for event in drained.events if drained else []:
+                if event.kind == "rewind":  # the learner resumes from a checkpoint: later events will come again
+                    state = event.values["totals"]
+                    self._totals = RunTotals.of(state) if state else RunTotals()
+                    self._tracker.rewind(event.step, self._totals.evaluations)
+                else:
+                    self._begun |= event.kind == "phase"
+                    self._totals.add(event)
+                    self._tracker.handle(event)
             if not alive:
                 break
-            if found:
-                if isinstance(found.failure, DeadlineExceeded):  # the rank that has told it may never end
-                    raise found.failure
-                self._complete_fleet(found)
+            if drained:
+                if isinstance(drained.failure, DeadlineExceeded):  # the rank that has told it may never end
+                    raise drained.failure
+                self._complete_fleet(drained)
             if time.monotonic() > ranks_late and not self._begun:
                 raise DeadlineExceeded(f"placing and starting the learner's ranks: none has begun within {begin_s:g} s")
             time.sleep(_POLL_S)
-        if found and isinstance(found.failure, ExtensionError):
-            raise ExtensionError(f"{found.failure} (during step {self._totals.steps + 1})")
-        if found and found.failure:
-            raise found.failure
+        if drained and isinstance(drained.failure, ExtensionError):
+            raise ExtensionError(f"{drained.failure} (during step {self._totals.steps + 1})")
+        if drained and drained.failure:
+            raise drained.failure
         if fit.error is not None:
             raise _cause(fit.error, self._config)
         return self._totals
@@ -129,21 +136,11 @@ class Watch:
     def _tell(self, message: str) -> None:
         self._tracker.handle(Event(kind="info", step=0, message=message))
 
-    def _pass_on(self, event: Event) -> None:
-        if event.kind == "rewind":  # the learner resumes from a checkpoint: later events will come again
-            state = event.values["totals"]
-            self._totals = RunTotals.of(state) if state else RunTotals()
-            self._tracker.rewind(event.step, self._totals.evaluations)
-        else:
-            self._begun |= event.kind == "phase"
-            self._totals.add(event)
-            self._tracker.handle(event)
-
     def _drain(self) -> Drained | None:
         """Return the coordinator's events and state; None while it restarts."""
         limit = max(_DRAIN_S, self._config.rollout.start_limit_s)  # it starts together with the rollout workers
         try:
-            found = self._answer(self._coordinator.drain.remote(), limit)
+            drained = self._answer(self._coordinator.drain.remote(), limit)
         except GetTimeoutError:
             raise DeadlineExceeded(f"the coordinator did not answer for {limit:g} s; log {self._log}") from None
         except RayActorError as error:
@@ -151,8 +148,8 @@ class Watch:
                 message = f"the coordinator died, and did not come back; log {self._log}: {error}"
                 raise CoordinatorDied(message) from None
             return None
-        self._heard, self._log = time.monotonic(), found.log
-        return found
+        self._heard, self._log = time.monotonic(), drained.log
+        return drained
 
     def _answer(self, call: ObjectRef, limit: float) -> Any:
         """Return the coordinator's answer. Requests to stop are heeded meanwhile, as it may hang.
@@ -169,23 +166,23 @@ class Watch:
                     raise
             self._heed_requests()
 
-    def _complete_fleet(self, found: Drained) -> None:
+    def _complete_fleet(self, drained: Drained) -> None:
         """Place colocated workers where the ranks are, or add a worker if there is room for one. Send the coordinator
         its workers if it does not know all of them, as after a restart."""
         short = self._make_room()
         if self._worker_group.colocated:
-            if found.ranks_at and found.ranks_at != found.workers_at:
-                self._worker_group.place_on(found.ranks_at)
+            if drained.ranks_at and drained.ranks_at != drained.workers_at:
+                self._worker_group.place_on(drained.ranks_at)
                 self._coordinator.join.remote(self._worker_group.actors, self._worker_group.assignments)
             return
-        if found.ranks_at and not short:  # before that, a worker could take the ranks' room
+        if drained.ranks_at and not short:  # before that, a worker could take the ranks' room
             self._worker_group.grow()
-        if found.workers < len(self._worker_group.actors):
+        if drained.workers < len(self._worker_group.actors):
             self._coordinator.join.remote(self._worker_group.actors, None)
 
     def _make_room(self) -> bool:
         """Return True if the ranks are known to wait for room. They have priority over workers above `rollout.workers`,
-        one of which is ended; if there are none, log what the ranks wait for."""
+        one of which is ended; if there are none, log the resources that the ranks wait for."""
         if time.monotonic() - self._looked < _LOOK_S:
             return self._short > 0
         self._looked = time.monotonic()
@@ -213,9 +210,9 @@ def _cause(error: BaseException, config: RunConfig) -> BaseException:
             f"{config.learner.timeout_s:g} s; {there_is()}"
         )
     failures = getattr(error, "worker_failures", None) or {}
-    for found in (error, *failures.values()):
-        while found is not None:
-            if isinstance(found, QurlError):
-                return found
-            found = found.__cause__ or getattr(found, "cause", None)
+    for inner in (error, *failures.values()):
+        while inner is not None:
+            if isinstance(inner, QurlError):
+                return inner
+            inner = inner.__cause__ or getattr(inner, "cause", None)
     return error

@@ -62,7 +62,7 @@ def tightened(settings: ObjectiveSettings) -> ObjectiveSettings:
 
     - Every correction becomes masked importance sampling: weights rho, of tokens or of the unit that the correction
       weighs, count inside a band and are 0 outside. This replaces truncation, adaptive clips, no correction, and mere
-      metrics. What is kept has its exact weight, so its part of the gradient is unbiased. The rest, where a weight
+      metrics. Kept tokens have their exact weights, so their part of the gradient is unbiased. The rest, where a weight
       would be large or is least certain, is left out. An ess_floor still mixes weights with 1.
     - The band is [0.5, C], with C between 2 and 5; an existing band becomes half as wide, in logarithms. So does the
       band of rejection by the geometric mean; bounds of k2 and k3 are halved.
@@ -122,7 +122,7 @@ def penalty(algorithm: AlgorithmConfig) -> Penalty | None:
     """KL penalty that is subtracted from rewards; None if there is none."""
     if not algorithm.kl_coef or algorithm.kl_in == "loss":
         return None
-    found = Penalty(coef=algorithm.kl_coef, estimator=algorithm.kl_estimator)
+    by_token = Penalty(coef=algorithm.kl_coef, estimator=algorithm.kl_estimator)
     if isinstance(algorithm, PPO):
-        return found
-    return replace(found, compare=ADVANTAGES.load(algorithm.advantage), mode=algorithm.turn_credit)
+        return by_token
+    return replace(by_token, compare=ADVANTAGES.load(algorithm.advantage), mode=algorithm.turn_credit)

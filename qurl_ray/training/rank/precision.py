@@ -29,7 +29,7 @@ def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Mapping
 
 
 def tell_gradients(flow: UnifiedFlow, config: RunConfig, coordinator: ActorHandle) -> None:
-    """Announce what computes the gradients, if they come from codes and are not emulated by choice."""
+    """Announce the kernels that compute the gradients, if they come from codes and are not emulated by choice."""
     if flow.backward == "quantized" and not flow.emulate:
         used = announced(flow.fmt, torch.device(config.learner.device))
         event = Event(kind="info", step=0, message=f"gradients of the learner's linears run on: {used}")

@@ -3,7 +3,7 @@
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from qurl_ray.learner.protocol import Learner
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.load import architecture, load_tokenizer
 from qurl_ray.policy.save import Take, policy_folder
-from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.uaq import folded_offsets, unfolded
 from qurl_ray.runs.checkpoint import LOOP, complete, partial_folder, prune
@@ -78,20 +77,20 @@ class Saver:
         exported = self._config.export.format(self._config.rollout.quantization)
         equalizes = exported != "none" and self._config.quantization.equalizes(exported)
         factors = self._learner.factors() if equalizes else {}
+
+        def open_quantized() -> AbstractContextManager[Take]:
+            # Still folded by UAQ, and equalized: its codes are those that the engines hold and the evaluation judges.
+            fmt = get_format(exported, fleet_weight_max_code(self._config, self._coordinator, exported))
+            folder = self._run_dir / f"policy-{exported}"
+            kept = self._config.quantization.kept(self._model.config.num_hidden_layers)
+            return quantized_folder(self._model, self._tokenizer, folder, fmt, kept, factors)
+
         with _writing("the final policy", self._run_dir):
             try:
                 if exported != "none":
-                    self._stream(lambda: self._quantized(exported, factors))
+                    self._stream(open_quantized)
             finally:  # even if the export fails
                 self._save_policy(self._run_dir / "policy")
-
-    def _quantized(self, format_name: str, factors: Mapping[str, Factors]) -> AbstractContextManager[Take]:
-        """Return the writer of the quantized policy, still folded by UAQ, and equalized: its codes are those that the
-        engines hold and that the evaluation judges."""
-        fmt = get_format(format_name, fleet_weight_max_code(self._config, self._coordinator, format_name))
-        folder = self._run_dir / f"policy-{format_name}"
-        kept = self._config.quantization.kept(self._model.config.num_hidden_layers)
-        return quantized_folder(self._model, self._tokenizer, folder, fmt, kept, factors)
 
     def _save_policy(self, folder: Path) -> None:
         """Write the policy in full precision, without UAQ's scale."""
@@ -110,8 +109,8 @@ class Saver:
         opened: Callable[[], AbstractContextManager[Take]],
         changed: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter,
     ) -> None:
-        """Pass the learner's parameters, one after the other, to what rank 0 opens. Collective: an error of rank 0's is
-        raised when the other ranks, which gather them with it, are through."""
+        """Pass the learner's parameters, one after the other, to the writer that rank 0 opens. Collective: an error of
+        rank 0's is raised when the other ranks, which gather them with it, are through."""
         parameters = self._learner.named_parameters()
         try:
             if self._rank == 0:
@@ -124,7 +123,7 @@ class Saver:
 
 
 @contextmanager
-def _writing(what: str, folder: Path) -> Iterator[None]:
+def _writing(files: str, folder: Path) -> Iterator[None]:
     """Turn the many errors of a full or lost disk into one CheckpointError that says what could not be written, and
     where."""
     try:
@@ -133,7 +132,7 @@ def _writing(what: str, folder: Path) -> Iterator[None]:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:  # torch and DeepSpeed raise RuntimeError
         raise CheckpointError(
-            f"{what} cannot be written to {folder}: {error}; what is complete there is kept"
+            f"{files} cannot be written to {folder}: {error}; what is complete there is kept"
         ) from error
 
 

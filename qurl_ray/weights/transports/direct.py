@@ -93,7 +93,10 @@ class Direct(Transport):
         size = sum(aligned(part.nbytes) for part in parts)
         if self._items and self._filled + size > self._link.publisher.bucket_bytes:
             self._hand_over()
-        memory = self._memory(self._filled + size, parts[0].device)
+        memory = self._held.get(self._number % 2)
+        if memory is None or len(memory) < self._filled + size:
+            capacity = max(self._filled + size, self._link.publisher.bucket_bytes)
+            memory = self._held[self._number % 2] = self._allocated(capacity, parts[0].device)
         places = []
         for part in parts:
             places.append((str(part.dtype).removeprefix("torch."), tuple(part.shape), self._filled))
@@ -102,7 +105,7 @@ class Direct(Transport):
         self._items.append((name, value.fmt.name if isinstance(value, QTensor) else "none", tuple(places)))
 
     def _hand_over(self) -> None:
-        """Send what is in the bucket; return when the engines have taken the one before."""
+        """Send the bucket, unless it is empty; return when the engines have taken the one before."""
         if not self._items:
             return
         self._taken()
@@ -123,8 +126,8 @@ class Direct(Transport):
         self._items.clear()
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
-        """Do it, unless this version's transfer has failed. Remember if it fails now: gathering must go on, or other
-        ranks would wait."""
+        """Do the work, unless this version's transfer has failed. Remember if it fails now: gathering must go on, or
+        other ranks would wait."""
         if self._failed is not None:
             return
         try:
@@ -132,7 +135,7 @@ class Direct(Transport):
         except QurlError as error:
             self._failed = f"{self._link.name}: {error}"
 
-    # --- what the two do differently ---------------------------------------------------------------------------------
+    # --- differences between the two ---------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -141,13 +144,6 @@ class Direct(Transport):
 
     def _expect(self, engines: Mapping[int, tuple[str, int]]) -> None:
         """Take note of the engines that take part, by index: their identity and number of processes."""
-
-    def _memory(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return the memory of the bucket that is filled now, uint8: at least `size` bytes, and a bucket's size."""
-        held = self._held.get(self._number % 2)
-        if held is None or len(held) < size:
-            held = self._held[self._number % 2] = self._allocated(max(size, self._link.publisher.bucket_bytes), device)
-        return held
 
     def _allocated(self, size: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)

@@ -33,7 +33,8 @@ class Link:
     """`sync.transport`."""
     publisher: Publisher
     call: Callable[[WeightMessage, str], Callable[[], Any]]
-    """Sends a message to the gate, with words for what is waited for. Returns a function that waits for the reply."""
+    """Sends a message to the gate, with a text that names the step for a timeout's error. Returns a function that waits
+    for the reply."""
     host: str
     """Address of this rank's machine."""
     timeout_s: float
@@ -48,8 +49,8 @@ class Link:
     def put(self, bucket: StagedBucket) -> Callable[[], None]:
         """For direct transports: have these engines take a bucket. Returns a function that waits until they have. If
         its source is memory, all ranks call it with theirs."""
-        what = f"take bucket {bucket.number} of weights {self.header.version}"
-        return self.call(Put(header=self.header, bucket=bucket), what)
+        step = f"take bucket {bucket.number} of weights {self.header.version}"
+        return self.call(Put(header=self.header, bucket=bucket), step)
 
     def commit(
         self, records: Sequence[TensorRecord], tickets: Sequence[Any] | None = None, failed: str | None = None
@@ -106,12 +107,12 @@ def transport_named(name: str) -> type[Transport]:
     Raises:
         ConfigError: there is none, or it lacks a method of the protocol.
     """
-    found = TRANSPORTS.load(name)
-    if missing := [method for method in _METHODS if not hasattr(found, method)]:
+    transport = TRANSPORTS.load(name)
+    if missing := [method for method in _METHODS if not hasattr(transport, method)]:
         raise ConfigError(
             f"transport {name!r} has no {', '.join(missing)} (qurl_ray.weights.transports.protocol.Transport)"
         )
-    return cast(type[Transport], found)
+    return cast(type[Transport], transport)
 
 
 def connect(link: Link) -> Transport:
