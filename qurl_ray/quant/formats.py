@@ -92,6 +92,11 @@ class Format:
             scales = scales[0], self._blocks(columns, shape[1], self.group, "columns")
         return (slice(*rows), slice(*columns)), scales
 
+    def check_width(self, name: str, width: int) -> None:
+        """Raise QuantizationError if groups of columns do not divide a weight of this name and number of columns."""
+        if self.group and width % self.group and self.rows == 1:
+            raise QuantizationError(f"{self.name}: {name} has width {width}, no multiple of the group of {self.group}")
+
     def _blocks(self, part: Range, total: int, block: int, axis: str) -> slice:
         start, stop = part
         if start % block or (stop % block and stop != total):

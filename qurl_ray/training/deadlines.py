@@ -14,6 +14,9 @@ from pathlib import Path
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import DeadlineExceeded
 
+CHECKS = "the check of folders, problems and functions"
+PROBLEMS_S = 3600.0  # a data set may be downloaded
+MODEL_S = 1800.0  # a model's files may be downloaded, and a cold disk reads packages slowly
 _FRAMES = 3
 """Innermost calls that an error names."""
 _GIVE_UP_S = 60.0

@@ -119,13 +119,13 @@ TRAINING = "qurl_ray.training"
 STALLS = {
     "problems": (
         f"{TRAINING}.driver.early:check_early sleep",
-        {f"{TRAINING}.driver.job:_PROBLEMS_S": 2.0},
+        {f"{TRAINING}.deadlines:PROBLEMS_S": 2.0},
         [],
         "the check of folders, problems and functions: no progress for 2 s",
     ),
     "model": (
         f"{TRAINING}.driver.prepare:check_model child",
-        {f"{TRAINING}.driver.job:_MODEL_S": 40.0},
+        {f"{TRAINING}.deadlines:MODEL_S": 40.0},
         [],
         "importing transformers, and checking the model: no progress for 40 s",
     ),

@@ -10,6 +10,7 @@ from qurl_ray.actors.cluster import check_folder, check_ray
 from qurl_ray.config import RunConfig, resolve
 from qurl_ray.config.model import PretrainedModel, TinyModel
 from qurl_ray.config.paths import absolute, expanded, is_path
+from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.task import DatasetTask, TaskConfig
 from qurl_ray.data.files import hub_sources
 from qurl_ray.data.prompts import check_characters, check_lengths, is_chat
@@ -63,6 +64,8 @@ def check_early(config: RunConfig, *, dry: bool = False) -> Early:
     from qurl_ray.training.driver.functions import try_functions  # it imports torch
 
     try_functions(config)
+    if isinstance(config.model, TinyModel) and config.rollout.quantization != "none":
+        check_tiny_widths(config, config.model)
     if dry and isinstance(config.task, DatasetTask) and hub_sources(config.task):
         find_reward(config.task)
         return Early(config=config, task=None, judged=0.0)
@@ -81,6 +84,27 @@ def check_tiny(config: RunConfig, model: TinyModel) -> None:
         )
     if config.task.template != "{prompt}":
         raise ConfigError("task.template is for pretrained models: the tiny policy is taught the bare prompts")
+    check_heads(config, model.heads)
+
+
+def check_tiny_widths(config: RunConfig, model: TinyModel) -> None:
+    """Raise QuantizationError if groups of the format do not divide a width of the tiny policy's linears."""
+    from qurl_ray.quant.formats import get_format  # it imports torch
+
+    if config.quantization.kept(model.layers) != QuantizationConfig().kept(model.layers):
+        return  # a linear of that width may be kept in full precision
+    for name in ("hidden_size", "intermediate_size"):
+        get_format(config.rollout.quantization).check_width(f"model.{name}", getattr(model, name))
+
+
+def check_heads(config: RunConfig, heads: int) -> None:
+    """Raise ConfigError if more ranks than the model has heads are to share a sequence."""
+    each = config.learner.sequence_parallel
+    if each > heads:
+        raise ConfigError(
+            f"learner.sequence_parallel={each} ranks cannot share the {heads} heads of the model: choose at "
+            f"most {heads}"
+        )
 
 
 def check_tiny_problems(config: RunConfig, model: TinyModel, task: Task) -> None:

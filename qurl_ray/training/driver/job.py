@@ -8,10 +8,7 @@ from qurl_ray.config.idle import idle_settings
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import announced_if_slow
 from qurl_ray.signals import StopRequests
-from qurl_ray.training.deadlines import stage_deadline
-
-_PROBLEMS_S = 3600.0  # a data set may be downloaded
-_MODEL_S = 1800.0  # a model's files may be downloaded, and a cold disk reads packages slowly
+from qurl_ray.training.deadlines import CHECKS, MODEL_S, PROBLEMS_S, stage_deadline
 
 # Modules that need torch or Ray take seconds to import, so they are imported where they are used: --help does without
 # them, and a mistake is told before later checks import more.
@@ -25,15 +22,14 @@ def run_job(config: RunConfig, *, dry: bool, fresh: bool, extend: bool = False) 
     stops = StopRequests()
     try:
         with stops.caught(then_exit=True):
-            checking = "the check of folders, problems and functions"
-            with announced_if_slow(checking), stage_deadline(checking, _PROBLEMS_S):
+            with announced_if_slow(CHECKS), stage_deadline(CHECKS, PROBLEMS_S):
                 from qurl_ray.training.driver.early import check_early
 
                 early = check_early(config)
             stage = "importing transformers, and checking the model"
             if config.tracking.console != "none":  # there is no console of the run yet
                 typer.echo(stage, err=True)
-            with stage_deadline(stage, _MODEL_S):
+            with stage_deadline(stage, MODEL_S):
                 from qurl_ray.training.driver.prepare import check_run
 
                 checked = check_run(early)

@@ -37,7 +37,7 @@ from qurl_ray.quant.uaq import folded_offsets
 from qurl_ray.quant.units import Unit, find_sites, units
 from qurl_ray.runs.checkpoint import Checkpoint
 from qurl_ray.tools.template import template_format
-from qurl_ray.training.driver.early import Early
+from qurl_ray.training.driver.early import Early, check_heads
 from qurl_ray.training.driver.room import gpu_bytes
 from qurl_ray.types import PolicySpec, Problem
 
@@ -304,12 +304,7 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
             to share a sequence.
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
-    each, heads = config.learner.sequence_parallel, model.config.num_attention_heads
-    if each > heads:
-        raise ConfigError(
-            f"learner.sequence_parallel={each} ranks cannot share the {heads} heads of the model: choose at "
-            f"most {heads}"
-        )
+    check_heads(config, model.config.num_attention_heads)
     window, longest = window_of(model.config), config.model.max_length or model.config.max_position_embeddings
     if window and config.learner.device == "cuda" and longest > window:
         raise ConfigError(
@@ -321,11 +316,7 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         fmt = get_format(config.rollout.quantization)
         quantized = units(model, config.quantization.kept(model.config.num_hidden_layers))
         for unit in quantized.values():
-            width = unit.shape[-1]
-            if fmt.group and width % fmt.group and fmt.rows == 1:
-                raise QuantizationError(
-                    f"{fmt.name}: {unit.module} has width {width}, no multiple of the group of {fmt.group}"
-                )
+            fmt.check_width(unit.module, unit.shape[-1])
     if check := config.rollout.engine_entry.check:
         import_reference(check)([unit.module for unit in quantized.values()])
     if config.quantization.equalize is True:

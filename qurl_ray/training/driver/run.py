@@ -39,7 +39,7 @@ from qurl_ray.tracking.callback import Callback, CallbackSink
 from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handles
-from qurl_ray.training.deadlines import collection_deadline, stage_deadline
+from qurl_ray.training.deadlines import CHECKS, MODEL_S, PROBLEMS_S, collection_deadline, stage_deadline
 from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
 from qurl_ray.training.driver.room import check_disk
@@ -88,7 +88,10 @@ def run(
     """
     stops = StopRequests()
     with stops.caught():
-        checked = check_run(check_early(config))
+        with stage_deadline(CHECKS, PROBLEMS_S):
+            early = check_early(config)
+        with stage_deadline("checking the model", MODEL_S):
+            checked = check_run(early)
     return run_until(stops, checked, fresh=fresh, extend=extend, callbacks=callbacks)
 
 

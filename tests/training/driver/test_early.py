@@ -30,6 +30,20 @@ print(*(name for name in ("torch", "transformers", "ray.train") if name in sys.m
         (False, ["environment.type=no.such:Game", "model.calculator=true"], "cannot import no.such", ""),
         (False, ["task.type=dataset", "task.path=/nope.jsonl"], "no such file: /nope.jsonl", "torch"),
         (True, ["task.reward=tests.training.rewards:no_such"], "has no no_such", "torch"),
+        (False, ["learner.sequence_parallel=8", "learner.workers=8"], "cannot share the 4 heads", ""),
+        (False, ["rollout.max_new_tokens=80"], "exceeds the context 64", "torch"),
+        (
+            True,
+            ["rollout.quantization=int4", "model.intermediate_size=200"],
+            "intermediate_size has width 200",
+            "torch",
+        ),
+        (
+            False,
+            ["task.type=reasoning_gym", "task.dataset=chain_sum", "task.train_size=8"],
+            "the tiny policy reads",
+            "torch",
+        ),
         (False, ["algorithm.objective=tests.training.rewards:length"], "must take (log_ratio_BT, ", "torch"),
     ],
 )
