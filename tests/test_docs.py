@@ -283,9 +283,14 @@ def of_a_run(command: str) -> bool:
     return "runs/quickstart" in command or "compare" in command
 
 
+def slow_if_large(command: str) -> object:
+    """The command as a case, slow if it loads a real model."""
+    return pytest.param(command, marks=pytest.mark.slow) if "smollm2" in command else command
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.ray
-@pytest.mark.parametrize("command", [c for c in QUICK if not of_a_run(c)])
+@pytest.mark.parametrize("command", [slow_if_large(c) for c in QUICK if not of_a_run(c)])
 def test_a_quick_command_runs(command, workspace):
     assert run_here(command, workspace)
 

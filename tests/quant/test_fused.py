@@ -143,7 +143,7 @@ SQUARE = {"ROWS": 128, "WIDTH": 128}
             {"w": "*bf16", "codes": "*i8", "scale": FLOAT},
             {"MAX": 127, "INTEGERS": True, "ROWS": 1, "WIDTH": 4096},
         ),
-        ("_transposed", {"values": "*u8", "found": "*u8"}, {"SIDE": 128}),
+        ("_transposed", {"values": "*u8", "transposed": "*u8"}, {"SIDE": 128}),
         (
             "_scaled",
             {"sums": INT, "scale": FLOAT, "amax": FLOAT, "bias": FLOAT, "y": "*bf16"},

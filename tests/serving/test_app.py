@@ -405,6 +405,7 @@ def test_the_scraper_finds_what_was_answered(server, client, loaded):
     assert f'version="first@{loaded.fingerprint[:8]}"' in page
 
 
+@pytest.mark.slow
 def test_another_policy_is_swapped_in_and_out_by_a_second_command(server, client):
     before = [model.id for model in client.models.list()]
     swapped = server.swap("second")

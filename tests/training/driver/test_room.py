@@ -45,6 +45,7 @@ def test_a_cluster_may_have_others(nvidia_smi, monkeypatch):
     assert gpu_bytes() is None
 
 
+@pytest.mark.slow
 def test_a_run_too_large_for_its_gpu_is_refused_before_it_starts(nvidia_smi, tmp_path, monkeypatch):
     nvidia_smi("8192")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -56,6 +57,7 @@ def test_a_run_too_large_for_its_gpu_is_refused_before_it_starts(nvidia_smi, tmp
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_memory_of_each_turn(nvidia_smi, tmp_path):
     nvidia_smi("81559")
     checked = dry_run(check_early(load_config("quickstart_gpu", [f"output_dir={tmp_path}"]), dry=True), fresh=False)
