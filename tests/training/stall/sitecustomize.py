@@ -4,6 +4,7 @@ STALL: function to replace, "module:name" or "module:Class.name", and how: "… 
 LIMITS: values of a module's names, as JSON {"module:name": seconds}.
 """
 
+import functools
 import importlib.abc
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 
 def sleep(*_: object, **__: object) -> None:
@@ -33,6 +35,16 @@ def of_a_child(*_: object, **__: object) -> None:
     """Wait for a child whose output is never flushed."""
     code = "import time; print('working'); time.sleep(1e6)"
     subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env={"PATH": os.environ["PATH"]})
+
+
+def as_if(replaced: Callable, fault: Callable) -> Callable:
+    """The fault with the signature of what it replaces, which Ray looks at."""
+
+    @functools.wraps(replaced)
+    def faulty(*_: object, **__: object) -> None:
+        fault()
+
+    return faulty
 
 
 FAULTS = {"sleep": sleep, "die": die, "socket": never_answered, "child": of_a_child}
@@ -63,7 +75,7 @@ class Faults(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             place = module
             for owner in owners:
                 place = getattr(place, owner)
-            setattr(place, name, value)
+            setattr(place, name, as_if(getattr(place, name), value) if callable(value) else value)
 
 
 def _replaced() -> dict[str, dict[str, object]]:
