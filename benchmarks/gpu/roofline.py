@@ -18,7 +18,7 @@ from qurl_ray.planning.machines import BLOCK_BYTES, GPUS, Gpu, Precision
 from qurl_ray.planning.shapes import SHAPES, Shape
 
 BATCHES = (1, 8, 32, 128, 256, 512)
-PRECISIONS: dict[str, Precision] = {"none": "bf16", "fp8": "fp8", "int8": "int8", "fp8_block": "fp8"}
+PLANNED_AS: dict[str, Precision] = {"none": "bf16", "fp8": "fp8", "int8": "int8", "fp8_block": "fp8"}
 """The planner's name of each number format."""
 
 
@@ -35,7 +35,7 @@ def limit_ms(
     Args:
         key_bytes: bytes of each number in keys and values.
     """
-    precision = PRECISIONS[format_name]
+    precision = PLANNED_AS[format_name]
     each = BLOCK_BYTES[precision]
     # Of a layer: the inputs of q/k/v, gate/up, o and down, with the bytes of their codes; what products write, in 16
     # bits; and the residual, which two norms read and write.
@@ -66,7 +66,7 @@ def saved_share(
 ) -> float | None:
     """Return the milliseconds that a format saves, over those that the saved bytes of weights and keys take at the data
     sheet's bandwidth; None if it saves no bytes. 1 is all of it; more says that the baseline is slow."""
-    fewer = shape.block_params * (BLOCK_BYTES["bf16"] - BLOCK_BYTES[PRECISIONS[format_name]])
+    fewer = shape.block_params * (BLOCK_BYTES["bf16"] - BLOCK_BYTES[PLANNED_AS[format_name]])
     fewer += batch * shape.kv_bytes(context, 2 - key_bytes)
     return (plain_ms - ms) / (1000 * fewer / gpu.bandwidth) if fewer else None
 

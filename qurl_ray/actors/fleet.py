@@ -539,18 +539,17 @@ class Fleet:
                         return await call
             except TimeoutError:
                 self._end(member, f"it was not done within {timeout_s:g} s and is ended")
-                if span == "load":
-                    self._failed_load(member)
-                return DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {task}")
+                lost: QurlError = DeadlineExceeded(f"waited {timeout_s:g} s for {member.where()} to {task}")
             except _DIED as error:
                 self._lost(member, "it is being restarted", error)
-                if span == "load":
-                    self._failed_load(member)
-                return EngineError(f"{member.where()} died while it was to {task}")
+                lost = EngineError(f"{member.where()} died while it was to {task}")
             except RayTaskError as error:
                 if isinstance(error.cause, QurlError):
                     return error.cause
                 raise
+            if span == "load":
+                self._failed_load(member)
+            return lost
 
         outcomes = await asyncio.gather(*(outcome(index, call) for index, call in calls.items()))
         return dict(zip(calls, outcomes, strict=True))

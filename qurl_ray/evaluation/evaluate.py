@@ -4,7 +4,7 @@ All estimates have 95 % intervals.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -139,8 +139,6 @@ def evaluate(
             rewards_by_round.append(np.array(rewards).reshape(-1, count))
     greedy_P, sampled_PG = rewards_by_round[0][:, 0], rewards_by_round[-1]
     solved_P = (sampled_PG > SOLVED).sum(axis=1)
-    names = [problem.held_out_set for problem in task.held_out]
-    by_set = {name: greedy_P[np.array(names) == name] for name in dict.fromkeys(names) if name}
     return Report(
         policy=str(policy),
         quantization=quantization,
@@ -156,8 +154,14 @@ def evaluate(
         else None,
         failed_rewards=failed,
         seconds=time.perf_counter() - started,
-        sets={name: (reward_with_interval(r), accuracy_with_interval(r > SOLVED)) for name, r in by_set.items()},
+        sets=_by_set(greedy_P, [problem.held_out_set for problem in task.held_out]),
     )
+
+
+def _by_set(rewards_P: np.ndarray, names: Sequence[str]) -> dict[str, tuple[Estimate, Estimate]]:
+    """Return reward and accuracy of each named set of held-out problems."""
+    parts = {name: rewards_P[np.array(names) == name] for name in dict.fromkeys(names) if name}
+    return {name: (reward_with_interval(r), accuracy_with_interval(r > SOLVED)) for name, r in parts.items()}
 
 
 def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None, quantization: str) -> TorchEngine:

@@ -35,8 +35,14 @@ _MAY_DIFFER = ("name", "output_dir", "tracking", "checkpoint")
 threads may differ as well, and settings that only decide when the run ends: evaluation.target_reward, and `steps`
 where the learning rates so far do not depend on it."""
 _MAY_DIFFER_ANYWHERE = ("timeout_s", "start_timeout_s", "threads", "kept_keys_gb", "hosts", "concurrency")
-_OTHER_SUMS = ("learner.workers", "learner.backend", "learner.zero_stage", "learner.sequence_parallel")
-"""Settings that a resumed run may change, too: the same is learned, but gradients are added in another order."""
+_OTHER_SUMS = (
+    "learner.workers",
+    "learner.backend",
+    "learner.zero_stage",
+    "learner.sequence_parallel",
+    "learner.offload_while_waiting",  # at ZeRO 3 it decides whose Adam makes the steps
+)
+"""Settings that a resumed run may change, too: the same is learned, but numbers are added in another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,13 @@ def test_a_run_resumes_with_other_ranks_and_says_what_that_changes(tmp_path):
         ]
 
 
+def test_a_colocated_run_from_before_the_choice_by_memory_resumes(tmp_path):
+    run_dir = unfinished(tmp_path, "placement=colocated", "learner.offload_while_waiting=true")
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["learner"]["offload_while_waiting"] is True
+    with open_run_dir(config(tmp_path, "placement=colocated")) as place:
+        assert place.resume.step == 3
+
+
 def test_one_that_was_stopped_by_ctrl_c_is_gone_on_with(tmp_path):
     run_dir = unfinished(tmp_path)
     (run_dir / "summary.json").write_text(json.dumps({"interrupted": True}))
