@@ -119,15 +119,18 @@ def check_chat(task: TaskConfig, tokenizer: Any, problems: Sequence[Problem]) ->
         DataError: prompts go through no chat template, or the template has no such variable.
     """
     given = ["task.system_prompt"] if task.system_prompt is not None else []
-    if task.chat_template_args:
-        given.append(f"task.chat_template_args ({', '.join(task.chat_template_args)})")
+    origins = {name: f"task.chat_template_args.{name}" for name in task.chat_template_args}
+    if "tools" in origins:
+        origins["tools"] = "tools, of the environment or task.chat_template_args"
+    given += origins.values()
     if given and not is_chat(problems[0], task):
         raise DataError(
             f"{' and '.join(given)}: prompts that are text go through the chat template with task.chat=true"
         )
     if (given or task.chat) and tokenizer.chat_template is None:
         raise DataError(f"{' and '.join(given or ['task.chat=true'])}: the tokenizer has no chat template")
-    check_variables(task.chat_template_args, tokenizer, "task.chat_template_args")
+    for name, origin in origins.items():
+        check_variables([name], tokenizer, origin)
     for problem in problems:
         names = problem.chat_template_args
         where = f"{problem.uid} brings variables of the chat template, from tools or chat_template_kwargs"

@@ -24,7 +24,7 @@ def declared_traits(settings: EnvironmentConfig) -> Traits:
 def with_tools(config: RunConfig, traits: Traits) -> RunConfig:
     """Return the settings with the environment's tools among the arguments of the chat template. Tools that
     `task.chat_template_args` has are kept instead."""
-    if not traits.tools:
+    if not (traits.tools and traits.described):
         return config
     tools = read_tools(traits.tools, "the environment")
     arguments = {"tools": tools} | config.task.chat_template_args

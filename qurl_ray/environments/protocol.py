@@ -45,7 +45,9 @@ class Traits:
     """True if the same answers lead to the same steps. Such environments share processes, and a trajectory whose
     process ended because of another one is replayed."""
     tools: Sequence[dict[str, Any]] = ()
-    """Descriptions of the tools that the policy may call, in OpenAI's format, for the chat template."""
+    """Descriptions of the tools that the policy may call, in OpenAI's format."""
+    described: bool = True
+    """True if the chat template gets the tools; False if prompts describe them."""
     tool_format: ToolFormat | None = None
     """Format of calls that it reads; None if it reads none."""
 

@@ -36,7 +36,7 @@ class Tools:
             raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}")
         self._registry, self._format, self._most = Registry(functions), format, most_characters
         self._traits = Traits(
-            deterministic=deterministic, tools=self._registry.schemas() if described else (), tool_format=format
+            deterministic=deterministic, tools=self._registry.schemas(), described=described, tool_format=format
         )
 
     @classmethod

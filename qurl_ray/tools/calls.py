@@ -17,6 +17,12 @@ from typing import Any, Literal, NoReturn
 ToolFormat = Literal["hermes", "llama"]
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama")
 
+EXAMPLES: dict[ToolFormat, str] = {
+    "hermes": '<tool_call>{"name": …, "arguments": {…}}</tool_call>',
+    "llama": '{"name": …, "parameters": {…}}',
+}
+"""A call in each format, for people."""
+
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _ARGUMENTS = {"hermes": "arguments", "llama": "parameters"}
 _LLAMA_TAG = "<|python_tag|>"

@@ -54,7 +54,8 @@ def test_the_process_tells_its_traits():
     with process("python", described=False) as tools:
         tools.check()
         assert not tools.traits.deterministic
-        assert tools.traits.tools == []
+        assert not tools.traits.described
+        assert [tool["function"]["name"] for tool in tools.traits.tools] == ["python"]
 
 
 def test_each_trajectory_has_objects_of_its_own():

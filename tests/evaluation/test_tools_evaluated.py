@@ -60,7 +60,7 @@ def test_the_template_gets_the_tools_unless_the_prompt_has_them_or_the_settings_
     [
         (CHATML, DataError, "no variable 'tools': the prompt has to describe them, with environment.params.described"),
         (LLAMA, ConfigError, r"in the format llama.*reads hermes: set environment\.params\.format=llama"),
-        (None, DataError, r"task\.chat_template_args \(tools\): the tokenizer has no chat template"),
+        (None, DataError, "tools, of the environment or task.chat_template_args: the tokenizer has no chat template"),
     ],
 )
 def test_templates_that_do_not_fit_are_refused_before_the_start(policy, tmp_path, template, error, message):

@@ -321,9 +321,11 @@ class Session:
         if number > _FIRST_STEPS or self._endless or self._config.rollout.ignore_eos or share < _NO_ENDS:
             return
         self._endless = True
+        turn = self._config.environment.turn_tokens
+        of_a_turn = f", or a turn within environment.turn_tokens={turn}" if turn else ""
         message = (
-            f"{share:.0%} of the answers do not end within rollout.max_new_tokens={most}: the policy may end them with "
-            "a token that does not count as an end (--dry-run shows those that do; list it as eos_token_id in "
+            f"{share:.0%} of the answers do not end within rollout.max_new_tokens={most}{of_a_turn}: the policy may "
+            "end them with a token that does not count as an end (--dry-run shows those that do; list it as eos_token_id in "
             "generation_config.json), or it needs more tokens"
         )
         self._events.warn(number, message)

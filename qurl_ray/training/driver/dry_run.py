@@ -1,6 +1,7 @@
 """A dry run: the checks of a run that need no weights in memory. It leaves nothing and asks no other machine, but what
 the user's own functions and environment do."""
 
+import json
 from dataclasses import dataclass, field, replace
 
 from qurl_ray.cache import read_only
@@ -15,6 +16,7 @@ from qurl_ray.policy.gguf import converted, gguf_outline
 from qurl_ray.policy.load import Outline, local_copy, outline
 from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.report.text import one_line
+from qurl_ray.tools.calls import EXAMPLES
 from qurl_ray.training.driver.early import Early
 from qurl_ray.training.driver.prepare import (
     Trial,
@@ -117,17 +119,25 @@ def _example(task: Task, judged: float, policy: Outline, trial: Trial) -> list[s
         text = f"{text[:head]} […{len(text) - head - tail:,} characters…] {text[-tail:]}"
     lines = [f"the prompt of {problem.uid} as the policy reads it, {len(trial.prompt)} tokens:"]
     lines += [f"  {one_line(line)}" for line in text.split("\n")]
-    lines.append(f"expected answer: {one_line(problem.answer, 200)!r}; reward {task.reward} gives it {judged:g}")
+    if problem.answer:
+        lines.append(f"expected answer: {one_line(problem.answer, 200)!r}; reward {task.reward} gives it {judged:g}")
+        tried = "this answer"
+    else:
+        lines.append(f"expected answer: the problem has none; reward {task.reward} gives an empty answer {judged:g}")
+        tried = "an empty answer"
     if tools := trial.config.task.chat_template_args.get("tools"):
         names = (tool.get("function", tool).get("name", "?") for tool in tools)
-        lines.append(f"tools in the prompt: {', '.join(names)}; none is called by this answer")
-    elif trial.config.environment.type == "tools":
-        lines.append("tools in the prompt: none, as environment.params.described is false: name them in the prompt")
+        lines.append(f"tools in the prompt: {', '.join(names)}; none is called by {tried}")
+    elif (traits := trial.traits).tools:
+        lines.append("prompts have to describe the tools, as environment.params.described is false:")
+        lines += [f"  {json.dumps(tool.get('function', tool), ensure_ascii=False)}" for tool in traits.tools]
+        if traits.tool_format:
+            lines.append(f"  the environment reads calls in this form: {EXAMPLES[traits.tool_format]}")
     if reply := trial.reply:
         said = " / ".join(f"{message['role']}: {message['content']}" for message in reply.messages) or "nothing"
         ends = "; the trajectory ends" if reply.done else ""
         credit = "" if reply.reward is None else f"; reward {reply.reward:g}"
-        lines.append(f"the environment's reply to this answer as a first turn: {one_line(said, 300)}{credit}{ends}")
+        lines.append(f"the environment's reply to {tried} as a first turn: {one_line(said, 300)}{credit}{ends}")
     return lines
 
 

@@ -1,7 +1,7 @@
 """Preparation of a run before anything expensive starts: task, policy, reward, and checks that they fit together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
@@ -19,7 +19,7 @@ from qurl_ray.data.tasks import Task
 from qurl_ray.data.turns import TurnEncoder
 from qurl_ray.environments.declared import with_tools
 from qurl_ray.environments.process import CallFailed, EnvironmentProcess
-from qurl_ray.environments.protocol import EnvironmentMessage, Step
+from qurl_ray.environments.protocol import EnvironmentMessage, Step, Traits
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, QuantizationError
 from qurl_ray.extensions import import_reference
 from qurl_ray.files import why_unwritable
@@ -99,6 +99,8 @@ class Trial:
     """Tokens before the first turn, int32 [length]."""
     reply: Step | None
     """Reply of the environment to the expected answer as the first turn; None without an environment."""
+    traits: Traits = field(default_factory=Traits)
+    """Traits of the environment."""
 
 
 def try_prompts(config: RunConfig, task: Task, policy: Outline) -> Trial:
@@ -118,7 +120,7 @@ def try_prompts(config: RunConfig, task: Task, policy: Outline) -> Trial:
         config = with_tools(config, process.traits)
         notes = check_prompts(config, task, policy)
         prompt, reply = check_environment(config, process, problem, policy)
-    return Trial(config=config, notes=notes, prompt=prompt, reply=reply)
+    return Trial(config=config, notes=notes, prompt=prompt, reply=reply, traits=process.traits)
 
 
 def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float], None]) -> Prepared:
@@ -249,7 +251,7 @@ def check_environment(
     settings = config.environment
     turns = TurnEncoder(policy.tokenizer, config.task, policy.stop_ids)
     turns.check(problem, keep_history=settings.rewritten_history != "refuse")
-    if process.traits.tools:
+    if process.traits.tools and process.traits.described:
         written, read = template_format(policy.tokenizer), process.traits.tool_format
         if written != read:
             way = f"set environment.params.format={written}" if written else "use another template"

@@ -31,6 +31,10 @@ def test_answers_of_the_first_steps_that_do_not_end_are_announced_once_with_the_
     assert step == 2
     assert message.startswith("99% of the answers do not end within rollout.max_new_tokens=7: ")
     assert "eos_token_id in generation_config.json" in message
+    assert "turn_tokens" not in message
+    settings = ("environment.type=calculator", "environment.turn_tokens=5")
+    ((_, message),) = announced([1.0], *settings)
+    assert "or a turn within environment.turn_tokens=5" in message
 
 
 def test_a_step_whose_answers_do_not_end_is_announced():

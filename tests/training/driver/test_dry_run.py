@@ -327,20 +327,34 @@ def test_an_environment_plays_one_turn(here, check, given, answer, message):
         check(config(*PRETRAINED, "task.type=dataset", "task.path=rows.jsonl", "task.reward=exact", *given))
 
 
-@pytest.mark.parametrize(
-    ("tools", "line"),
-    [
-        ([{"type": "function", "function": {"name": "python"}}], "python; none is called by this answer"),
-        ([], "none, as environment.params.described is false: name them in the prompt"),
-    ],
-)
-def test_the_tools_that_a_prompt_names_are_shown(here, tools, line):
+def test_the_tools_that_a_prompt_names_are_shown(here):
     given = config(*PRETRAINED, *SUMS, "environment.type=tools", "environment.params={functions: [python]}")
-    task = given.task.model_copy(update={"chat_template_args": {"tools": tools} if tools else {}})
+    tools = [{"type": "function", "function": {"name": "python"}}]
+    task = given.task.model_copy(update={"chat_template_args": {"tools": tools}})
     trial = module.Trial(config=given.model_copy(update={"task": task}), notes=[], prompt=np.array([1, 2]), reply=None)
     policy = SimpleNamespace(tokenizer=load_tokenizer(PolicySpec(source=str(here / "policy"))))
     example = module._example(load_task(given.task, eval_problems=9), 1.0, policy, trial)
-    assert example[-1] == f"tools in the prompt: {line}"
+    assert example[-1] == "tools in the prompt: python; none is called by this answer"
+
+
+def test_tools_that_a_prompt_has_to_describe_are_shown_with_the_form_of_a_call(here):
+    settings = "environment.params={functions: [python], described: false}"
+    example = dry_run(config(*PRETRAINED, *SUMS, "environment.type=tools", settings), fresh=False).example
+    (at,) = (number for number, line in enumerate(example) if "described is false" in line)
+    schema = json.loads(example[at + 1])
+    assert schema["name"] == "python"
+    assert "code" in schema["parameters"]["properties"]
+    assert example[at + 2].endswith('<tool_call>{"name": …, "arguments": {…}}</tool_call>')
+
+
+def test_a_problem_without_an_answer_is_tried_with_an_empty_one(here):
+    (here / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(4)))
+    settings = ["task.type=dataset", "task.path=rows.jsonl", "task.answer_column=null"]
+    settings += ["task.reward=tests.training.rewards:constant", f"environment.type={BAD}:Counts"]
+    example = dry_run(config(*PRETRAINED, *settings), fresh=False).example
+    shown = "expected answer: the problem has none; reward tests.training.rewards:constant gives an empty answer 0.5"
+    assert shown in example
+    assert "reply to an empty answer as a first turn" in example[-1]
 
 
 def test_the_reply_of_an_environment_is_shown(here):
