@@ -325,8 +325,8 @@ class Session:
         of_a_turn = f", or a turn within environment.turn_tokens={turn}" if turn else ""
         message = (
             f"{share:.0%} of the answers do not end within rollout.max_new_tokens={most}{of_a_turn}: the policy may "
-            "end them with a token that does not count as an end (--dry-run shows those that do; list it as eos_token_id in "
-            "generation_config.json), or it needs more tokens"
+            "end them with a token that does not count as an end (--dry-run shows those that do; list it as "
+            "eos_token_id in generation_config.json), or it needs more tokens"
         )
         self._events.warn(number, message)
 
