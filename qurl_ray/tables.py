@@ -255,6 +255,8 @@ class EngineEntry(Entry):
     """Number formats of keys and values that it has."""
     equal_bits: bool = False
     """It computes as the learner does: on a CPU, their log-probs are equal bit for bit."""
+    adapters: bool = False
+    """It adds LoRA adapters to its linears (PolicySpec.adapters)."""
     tensor_parallel: bool = False
     """Several processes may share the weights of one engine."""
     captures: bool = False
@@ -282,6 +284,7 @@ ENGINES = Table[EngineEntry](
             help="is this package's own, whose log-probs equal the learner's bit for bit on a CPU",
             kv_cache=("full", "fp8"),
             equal_bits=True,
+            adapters=True,
             captures=True,
             compiles=True,
         ),

@@ -37,6 +37,25 @@ KINDS: tuple[str, ...] = get_args(EventKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Shape of LoRA adapters (policy.adapters), with PEFT's names.
+
+    Example:
+        Adapters(rank=16, alpha=32.0, targets=("all_linear",))
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Names of linears, or their last parts; "all_linear" stands for all but the head."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the product of the two matrices."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
     """Source of a policy and the context length it is used with. It is small, since it is sent to every process."""
 
@@ -48,6 +67,8 @@ class PolicySpec:
     """True for a checkpoint of quantized codes (policy/export.py): engines can load it, but it cannot be trained."""
     overrides: dict = field(default_factory=dict)
     """Entries that replace those of the policy's config.json."""
+    adapters: Adapters | None = None
+    """Adapters that the engines add to the policy; None for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +298,8 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """List of all parts of a complete set of weights. Engines refuse an incomplete set."""
+    """List of all parts of a complete set of weights, or of those that replace parts of another version. Engines refuse
+    an incomplete set."""
 
     version: int
     precision: str
@@ -286,7 +308,10 @@ class Manifest:
     """Largest code of a weight; 63 instead of 127 where the kernel would saturate (AVX2 without VNNI)."""
     tensors: tuple[TensorRecord, ...]
     base_version: int | None = None
-    """Version that an engine must hold to apply the deltas among the tensors; None if all tensors are sent whole."""
+    """Version that an engine must hold to apply the deltas among the tensors, or to keep the tensors that a subset does
+    not list; None if all tensors are sent whole."""
+    complete: bool = True
+    """False for a subset: an engine keeps the other tensors of the base version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ class EvaluationConfig(Section):
     full_precision: bool | None = None
     """Evaluate the full-precision weights before and after training; false draws all evaluations in the format of the
     rollouts. null is true, except for engines that must restart for another format (engine=vllm with device=cuda),
-    which takes minutes each time: true then costs three more starts."""
+    which takes minutes each time (true then costs three more starts), and for adapters over codes, of which there is
+    no policy in full precision."""
 
     @model_validator(mode="after")
     def _a_target_needs_evaluations(self) -> "EvaluationConfig":

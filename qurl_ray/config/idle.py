@@ -21,7 +21,8 @@ def _corrections(config: RunConfig) -> Iterator[str]:
     # rollouts, only the sentence about these is reported.
     fresh = config.rollout.max_staleness == 0
     full = config.rollout.quantization == "none" and config.rollout.kv_cache == "full"
-    same_codes = config.precision_flow != "rollout_only" and not correction.metrics_only
+    flow = "learner.lora.base=codes" if config.lora_over_codes else f"precision_flow={config.precision_flow}"
+    same_codes = config.trains_through_codes and not correction.metrics_only
     if fresh and full and correction.type != "ignore":
         yield (
             f"{given} has almost no effect with full-precision rollouts, whose log-probs differ from the learner's by "
@@ -29,7 +30,7 @@ def _corrections(config: RunConfig) -> Iterator[str]:
         )
     elif fresh and same_codes and correction.type != "ignore":
         yield (
-            f"{given} has almost no effect with precision_flow={config.precision_flow}, in which learner and engines "
+            f"{given} has almost no effect with {flow}, in which learner and engines "
             "compute through the same codes; set algorithm.correction=ignore"
         )
     elif correction.type == "acr" and algorithm.updates_per_rollout == 1:

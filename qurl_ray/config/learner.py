@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from qurl_ray.config.lora import LoraConfig
 from qurl_ray.config.section import Section, Share
 
 
@@ -44,6 +45,8 @@ class LearnerConfig(Section):
     """Weight decay, for matrices only; norms and biases do not decay. 0 is off."""
     grad_clip: float = Field(1.0, gt=0)
     """Upper bound on the global norm of an update's gradient; a larger gradient is scaled down to it."""
+    lora: LoraConfig | None = None
+    """Train adapters alone; null trains all parameters."""
     tokens_per_micro_batch: int = Field(4096, ge=1)
     """Largest number of tokens of one forward and backward pass, of each of the ranks that share it; padding counts
     unless `packing` is on. A sample that is longer is alone in its pass."""

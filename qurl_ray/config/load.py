@@ -22,7 +22,7 @@ from qurl_ray.extensions import did_you_mean
 from qurl_ray.tables import CORRECTIONS
 
 _INSTEAD = {
-    "lora": "LoRA is not supported: all parameters are trained; merge an adapter into its model first",
+    "lora": "adapters are settings of learner.lora: rank, alpha, targets (docs/adapters.md)",
     **dict.fromkeys(
         ("num_iterations", "ppo_epochs", "max_epochs"),
         "there is no second pass over the samples of a step: each is used in one update, and "
@@ -149,6 +149,9 @@ def resolve(config: RunConfig, *, submitted: bool) -> RunConfig:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the settings with absolute paths of the model and the problems, where these are on this machine."""
     paths = {"model": ("path",), "task": ("path", "held_out_path")}
+    if (lora := config.learner.lora) and lora.path:
+        lora = lora.model_copy(update={"path": absolute(lora.path)})
+        config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
     resolved = {}
     for name, fields in paths.items():
         section = getattr(config, name)

@@ -12,6 +12,7 @@ from qurl_ray.config.evaluation import EvaluationConfig
 from qurl_ray.config.export import ExportConfig
 from qurl_ray.config.guard import GuardConfig
 from qurl_ray.config.learner import LearnerConfig
+from qurl_ray.config.lora import LoraConfig
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.quantization import QuantizationConfig
@@ -98,6 +99,8 @@ class RunConfig(Section):
         self._kernels_fit()
         if rollout.max_staleness:
             self._staleness_fits()
+        if self.learner.lora:
+            self._lora_fits(self.learner.lora)
         check_transport(self.placement, rollout, self.learner, self.sync)
         check_placement(self.placement, rollout, self.learner, self.sync)
         if self.precision_flow != "rollout_only":
@@ -165,6 +168,58 @@ class RunConfig(Section):
         if self.sync.unquantized not in ("auto", "float32") and rollout.dtype == "float32":
             raise ValueError(f"{flow} needs sync.unquantized=auto: the learner computes what has no codes in float32")
 
+    def _lora_fits(self, lora: LoraConfig) -> None:
+        """Raise ValueError if another setting contradicts adapters."""
+        rollout, learner = self.rollout, self.learner
+        if not rollout.engine_entry.adapters:
+            raise ValueError(
+                f"learner.lora: rollout.engine={rollout.engine} takes no adapters: set rollout.engine=torch"
+            )
+        if self.precision_flow != "rollout_only":
+            raise ValueError(
+                f"learner.lora trains through the engines' codes with lora.base=codes: leave precision_flow="
+                f"{self.precision_flow} out"
+            )
+        if self.quantization.uaq_scale != 1:
+            raise ValueError(
+                "quantization.uaq_scale moves codes faster than weights, and with learner.lora no code moves: set it "
+                "to 1"
+            )
+        if self.algorithm.kl_coef and learner.backend == "deepspeed" and learner.zero_stage == 3:
+            raise ValueError(
+                "algorithm.kl_coef with learner.lora compares with the adapters of the start, of which zero_stage=3 "
+                "has parts alone: choose learner.zero_stage=2, or backend=fsdp"
+            )
+        if lora.base == "full":
+            return
+        if rollout.quantization == "none":
+            raise ValueError("learner.lora.base=codes needs codes: set rollout.quantization, or lora.base=full")
+        if rollout.processes > 1:
+            raise ValueError(
+                "learner.lora.base=codes computes activations as one process does: set "
+                f"rollout.vllm.tensor_parallel=1, not {rollout.vllm.tensor_parallel}"
+            )
+        if self.evaluation.full_precision:
+            raise ValueError(
+                "learner.lora.base=codes has no policy in full precision: leave evaluation.full_precision out, or set "
+                "lora.base=full"
+            )
+        if self.algorithm.calibrate_every:
+            raise ValueError(
+                "algorithm.calibrate_every compares with full precision, which learner.lora.base=codes has not: set "
+                "it to 0, or lora.base=full"
+            )
+
+    @property
+    def trains_through_codes(self) -> bool:
+        """True if the learner computes with the engines' codes, so that there is no mismatch to correct."""
+        return self.precision_flow != "rollout_only" or self.lora_over_codes
+
+    @property
+    def lora_over_codes(self) -> bool:
+        """True if adapters alone are trained, over codes that are made once."""
+        return self.learner.lora is not None and self.learner.lora.base == "codes"
+
     def shares_forward(self) -> bool:
         """True if engine and learner compute one forward pass, on CPUs and in float32, so that bits can be equal."""
         rollout, learner = self.rollout, self.learner
@@ -175,7 +230,7 @@ class RunConfig(Section):
     def evaluates_full_precision(self) -> bool:
         """`evaluation.full_precision`, with null resolved."""
         asked = self.evaluation.full_precision
-        return not self.rollout.restarts_for_formats if asked is None else asked
+        return not (self.rollout.restarts_for_formats or self.lora_over_codes) if asked is None else asked
 
     @property
     def evaluated_format(self) -> FormatName:

@@ -26,7 +26,8 @@ class SyncConfig(Section):
     unquantized: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format in which embeddings, norms and other tensors without codes travel, and in which engines then
     compute with them: `float32` (32 bits); `bfloat16` or `float16` (16 bits); `auto` is that of the engines'
-    `rollout.dtype`, but bfloat16 beside codes for float32 with precision_flow=rollout_only."""
+    `rollout.dtype`, but bfloat16 beside codes for float32 with precision_flow=rollout_only,
+    unless learner.lora.base is codes."""
     bucket_mb: int = Field(32, ge=1)
     """Size of the buckets in which tensors travel, in MiB (2^20 bytes). It bounds what a sync holds in memory besides
     the weights."""

@@ -19,7 +19,6 @@ from qurl_ray.data.tasks import load_task
 from qurl_ray.engines.requests import make_requests
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.environments.declared import declared_traits, with_tools
-from qurl_ray.errors import ConfigError
 from qurl_ray.evaluation.statistics import (
     SOLVED,
     Estimate,
@@ -29,11 +28,10 @@ from qurl_ray.evaluation.statistics import (
     reward_with_interval,
 )
 from qurl_ray.evaluation.trajectories import TurnsHere
-from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
-from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
+from qurl_ray.policy.load import context_length, stop_ids
 from qurl_ray.rewards.process import VerifierProcess
-from qurl_ray.types import PolicySpec, SamplingParams
-from qurl_ray.weights.local import quantize_into, with_codes
+from qurl_ray.types import SamplingParams
+from qurl_ray.weights.local import policy_in
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
 
@@ -89,22 +87,17 @@ def evaluate(
     """
     started = time.perf_counter()
     policy = Path(policy)
-    if not (policy / "config.json").is_file():
-        raise ConfigError(f"{policy} holds no policy: config.json is missing")
-    stored = read_quantized(policy) if is_quantized_checkpoint(policy) else None
-    held = stored.fmt.name if stored else "none"
-    quantization = quantization or held
-    if stored and quantization != held:
-        raise ConfigError(f"{policy} holds {held} codes: it cannot be evaluated in {quantization}")
-    spec = PolicySpec(source=str(policy), max_length=config.model.max_length, quantized=stored is not None)
-    tokenizer = load_tokenizer(spec)
+    held = policy_in(policy, config.model.max_length)
+    quantization, spec, tokenizer = held.format(quantization), held.spec, held.tokenizer()
     config = with_tools(config, declared_traits(config.environment))
     task = load_task(config.task, eval_problems=config.evaluation.problems)
     check_chat(config.task, tokenizer, task.held_out)
     encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
-    engine = _engine(config, spec, stored, quantization)
+    engine, _ = held.into(
+        lambda kernel: TorchEngine(spec, slots=config.rollout.slots, kernel=kernel), quantization, config.quantization
+    )
     stops = stop_ids(spec, tokenizer)
     rounds = [(SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops), 1)]
     if samples:
@@ -162,17 +155,3 @@ def _by_set(rewards_P: np.ndarray, names: Sequence[str]) -> dict[str, tuple[Esti
     """Return reward and accuracy of each named set of held-out problems."""
     parts = {name: rewards_P[np.array(names) == name] for name in dict.fromkeys(names) if name}
     return {name: (reward_with_interval(r), accuracy_with_interval(r > SOLVED)) for name, r in parts.items()}
-
-
-def _engine(config: RunConfig, spec: PolicySpec, stored: QuantizedPolicy | None, quantization: str) -> TorchEngine:
-    """Return an engine that holds the stored codes, or the policy quantized here."""
-
-    def make(kernel: str) -> TorchEngine:
-        return TorchEngine(spec, slots=config.rollout.slots, kernel=kernel)
-
-    kernel = config.quantization.kernel
-    if stored:
-        return with_codes(make, kernel, stored)[0]
-    engine, model = make(kernel), load_model(spec)
-    quantize_into(engine, model, quantization, config.quantization)
-    return engine

@@ -52,12 +52,12 @@ class Backend(Protocol):
         If the norm is not finite, make no step and return None.
         """
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole parameters, one at a time; see learner.protocol.Learner.named_parameters."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the parameters and the state of the optimizer."""
+        """Write the parameters that are trained, and the state of the optimizer."""
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote, with any number of ranks, and with any backend (learner.state)."""
@@ -67,13 +67,14 @@ class Backend(Protocol):
 
 
 def make_optimizers(module: nn.Module, config: LearnerConfig) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that together update all parameters, with weight decay for matrices only.
+    """Return the optimizers that together update all parameters with gradients, with weight decay for matrices only.
 
     Raises:
         ConfigError: bitsandbytes is missing.
     """
-    matrices = {name: p for name, p in module.named_parameters() if p.ndim >= 2}
-    vectors = [p for p in module.parameters() if p.ndim < 2]
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in trained.items() if p.ndim >= 2}
+    vectors = [p for p in trained.values() if p.ndim < 2]
     made: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon":
         of_blocks = {}
@@ -95,12 +96,15 @@ def make_optimizers(module: nn.Module, config: LearnerConfig) -> list[torch.opti
         {"params": list(matrices.values()), "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     if config.optimizer == "adamw_8bit":
         try:
             from bitsandbytes.optim import AdamW8bit
         except ImportError as error:
             raise ConfigError(f"learner.optimizer=adamw_8bit needs bitsandbytes: pip install it ({error})") from None
         return [AdamW8bit(groups, lr=config.lr, betas=config.betas)]
+    if not groups:  # all that is trained are matrices of blocks
+        return made
     return [*made, torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
 
 

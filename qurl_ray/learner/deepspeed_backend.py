@@ -92,8 +92,10 @@ class DeepSpeedBackend:
         self._engine.step()
         return norm
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._engine.module.named_parameters():
+            if trained and not parameter.requires_grad:
+                continue
             with GatheredParameters([parameter], enabled=self._config.zero_stage == 3):
                 yield name, parameter
 
@@ -104,7 +106,7 @@ class DeepSpeedBackend:
         rank, ranks = world()
         tensors: dict[str, torch.Tensor] = {}
         self._link_states()
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters(trained=True):
             own = slice(*own_rows(len(parameter), rank, ranks))
             tensors[name] = parameter.detach()[own].to("cpu", copy=True)
             for kind, value in self._states_of(parameter).items():
@@ -115,6 +117,8 @@ class DeepSpeedBackend:
     def load(self, folder: Path) -> None:
         saved = SavedState(folder)
         for name, parameter in self._engine.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
             value = saved.rows(name)
             with GatheredParameters([parameter], modifier_rank=0, enabled=self._config.zero_stage == 3):
                 parameter.copy_(value)

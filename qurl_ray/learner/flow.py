@@ -1,21 +1,32 @@
 """Unified precision flows: the learner computes its forward pass, and its gradients, with the codes of the engines.
 
-The network that is trained is then the network that generates (quant/unified.py).
+The network that is trained is then the network that generates (quant/unified.py). With adapters, codes may also be made
+once and for good.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from qurl_ray.numerics.products import linear as product
+from qurl_ray.policy.adapters import CodedBase, plus_adapter
 from qurl_ray.policy.forward import set_forward
-from qurl_ray.quant.equalize import Factors
+from qurl_ray.quant.equalize import Factors, write_factors
+from qurl_ray.quant.fingerprint import fingerprint, total_fingerprint
 from qurl_ray.quant.formats import Format
+from qurl_ray.quant.linear import QuantizedLinear
+from qurl_ray.quant.quantize import QTensor, dequantize, quantize
 from qurl_ray.quant.unified import Backward, unified_linear
 from qurl_ray.quant.units import Unit
+
+EQUALIZATION = "equalization.safetensors"
+"""File of a checkpoint with the factors of codes that are made once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +71,8 @@ class FlowSwitch:
         def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
             if not self._on:
                 return product(x, linear.weight, linear.bias)
-            kind = x.device.type
-            if torch.is_autocast_enabled(kind):  # it has no effect in the flow: cast x as it would for a linear
-                x = x.to(torch.get_autocast_dtype(kind))
             return unified_linear(
-                x,
+                _as_for_a_linear(x),
                 linear.weight,
                 linear.bias,
                 fmt=flow.fmt,
@@ -74,3 +82,76 @@ class FlowSwitch:
             )
 
         return forward
+
+
+class FrozenCodes:
+    """Codes in the place of the weights of `model`, made once: its linears compute with them as engines do, and have no
+    gradient, but that for their inputs. An adapter of a linear stays.
+
+    The gradient is straight-through: that of the dequantized weight, as if nothing else were rounded.
+
+    Args:
+        flow: format, units and kernels; its backward is not used.
+        factors: factors of equalization with which the codes are made, by module.
+        device: where the codes are held and multiplied.
+    """
+
+    def __init__(self, model: nn.Module, flow: UnifiedFlow, factors: Mapping[str, Factors], device: str) -> None:
+        self.factors, self._fmt = factors, flow.fmt
+        self._linears: dict[str, QuantizedLinear] = {}
+        none = Factors()
+        for unit in flow.quantized.values():
+            module, own = model.get_submodule(unit.module), factors.get(unit.module, none)
+            weight = own.weight(module.get_parameter("weight").detach()).to(device)
+            bias = None if module.bias is None else own.bias(module.get_parameter("bias").detach()).to(device)
+            frozen = QuantizedLinear(quantize(weight, flow.fmt), bias, emulate=flow.emulate)
+            self._linears[unit.weight] = frozen
+            module.register_parameter("weight", None)  # frees it
+            set_forward(module, partial(_frozen, codes=frozen, factors=own))
+
+    def named_codes(self) -> Iterator[tuple[str, QTensor]]:
+        """Yield the codes by the names of the parameters whose places they take."""
+        for name, frozen in self._linears.items():
+            yield name, frozen.resident()
+
+    def save(self, folder: Path) -> None:
+        """Write the factors, with which the same codes can be made again."""
+        write_factors(folder / EQUALIZATION, self.factors)
+
+    def record(self) -> CodedBase:
+        """Return the record of the codes, for files."""
+        return CodedBase(
+            format=self._fmt.name,
+            weight_max_code=self._fmt.weight_max,
+            names=tuple(self._linears),
+            fingerprint=total_fingerprint(fingerprint(*q.parts) for _, q in self.named_codes()),
+            factors=self.factors,
+        )
+
+
+def _frozen(module: nn.Module, x: torch.Tensor, *, codes: QuantizedLinear, factors: Factors) -> torch.Tensor:
+    x = _as_for_a_linear(x)
+    with torch.autocast(x.device.type, enabled=False):
+        y = factors.outputs(_FrozenProduct.apply(factors.inputs(x), codes))
+    return plus_adapter(module, x, y)
+
+
+def _as_for_a_linear(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the type to which autocast, which has no effect on these products, would cast it for a linear."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """The engines' product with codes, and its gradient for x."""
+
+    @staticmethod
+    def forward(ctx, x, codes):
+        ctx.codes, ctx.dtype = codes, x.dtype
+        return codes(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        with torch.autocast(dy.device.type, enabled=False):
+            return (dy.float() @ dequantize(ctx.codes.resident())).to(ctx.dtype), None

@@ -93,13 +93,15 @@ class FsdpBackend:
         self.module.zero_grad(set_to_none=True)
         return norm if finite else None
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._own():
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._own(trained=trained):
             yield name, parameter.detach().full_tensor()
 
-    def _own(self) -> Iterator[tuple[str, Any]]:
+    def _own(self, *, trained: bool = True) -> Iterator[tuple[str, Any]]:
         rest(self.module)
-        yield from self.module.named_parameters()
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad or not trained:
+                yield name, parameter
 
     # --- state ---------------------------------------------------------------------------------------------------
 

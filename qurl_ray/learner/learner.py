@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,18 +30,20 @@ from qurl_ray.learner.backend import (
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.equalizer import Equalizer
-from qurl_ray.learner.flow import FlowSwitch, UnifiedFlow
+from qurl_ray.learner.flow import FlowSwitch, FrozenCodes, UnifiedFlow
 from qurl_ray.learner.loss_scale import LossScaled
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
 from qurl_ray.learner.probe import through_codes
 from qurl_ray.learner.protocol import EnginePrecision, StepResult
+from qurl_ray.learner.reference import StartingAdapters
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
 from qurl_ray.learner.torch_backend import TorchBackend
 from qurl_ray.policy.ranges import range_ids
 from qurl_ray.quant.equalize import Factors
+from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats, merge
-from qurl_ray.types import Completion, Trajectory
+from qurl_ray.types import Adapters, Completion, Trajectory
 
 _SENTINEL = Trajectory(
     uid="",
@@ -66,6 +68,9 @@ class PolicyLearner:
         penalty: subtracts that KL from rewards; without it, the KL is part of the loss.
         flow: unified flow that the policy computes in; None for full precision.
         equalizer: factors with which the policy's parameters become codes; None for none.
+        frozen: codes that take the place of the policy's weights for good; None for none.
+        adapters: adapters of the policy, if these alone are trained.
+        base: digest of the weights that are not trained, which must be those of a checkpoint.
         calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 means never.
         total_updates: number of updates at which the learning rate has fallen to its final share.
     """
@@ -78,13 +83,17 @@ class PolicyLearner:
         *,
         total_updates: int,
         critic: Critic | None = None,
-        reference: Scorer | None = None,
+        reference: Scorer | StartingAdapters | None = None,
         penalty: Penalty | None = None,
         flow: FlowSwitch | None = None,
         equalizer: Equalizer | None = None,
+        frozen: FrozenCodes | None = None,
+        adapters: Adapters | None = None,
+        base: str = "",
         calibrate_every: int = 0,
     ) -> None:
-        self._flow, self._equalizer = flow, equalizer
+        self._base, self.coded_base = base, frozen.record() if frozen else None
+        self._flow, self._equalizer, self._frozen, self.adapters = flow, equalizer, frozen, adapters
         self._policy, self._config, self._settings = policy, config, settings
         self._critic, self._reference, self._penalty = critic, reference, penalty
         self._calibrate_every, self._bounds = calibrate_every, (settings.clip_low, settings.clip_high)
@@ -94,20 +103,27 @@ class PolicyLearner:
         self._total_updates = total_updates
         self._updates = self._steps = 0
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._policy.named_parameters():
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor | QTensor]]:
+        yield from self._tensors(trained=trained)
+        if self._frozen and not trained:
+            yield from self._frozen.named_codes()
+
+    def _tensors(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._policy.named_parameters(trained=trained):
             if name.startswith(MODEL_PREFIX):  # a value head stays in the learner
                 yield name.removeprefix(MODEL_PREFIX), parameter
 
     @torch.no_grad()
     def factors(self) -> Mapping[str, Factors]:
+        if self._frozen:
+            return self._frozen.factors
         if not self._equalizer:
             return {}
         if not self._equalizer.settled:
             pass_ = self._prompt_pass(range_ids(self._equalizer.model.config))
             with self._undivided(), self._out_of_flow(), self._equalizer.measuring(_real(pass_)):
                 self._policy(pass_.batch)
-            self._equalizer.settle(self.named_parameters())
+            self._equalizer.settle(self._tensors())
         return dict(self._equalizer.factors)
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
@@ -142,7 +158,7 @@ class PolicyLearner:
             nominal = self._settings.clip_low, self._settings.clip_high
             self._bounds = calibration.bounds(*nominal, self._config)
         if measured:
-            measured.settle(self.named_parameters())
+            measured.settle(self._tensors())
             sums.append({"max_factors_moved": measured.moved})
         self._steps += 1
         finite = [norm for norm in norms if norm is not None]
@@ -256,7 +272,12 @@ class PolicyLearner:
             self._undivided(),
             self._out_of_flow(),
             # Through the backend: only there is a sharded module gathered.
-            through_codes(self._scorer.policy, precision, lambda ids: self._policy(self._prompt_pass(ids).batch)),
+            through_codes(
+                self._scorer.policy,
+                precision,
+                lambda ids: self._policy(self._prompt_pass(ids).batch),
+                dict(self._frozen.named_codes()) if self._frozen else None,
+            ),
         ):
             logprobs_BT = Scores(*self._policy(pass_.batch)).logprobs_BT
         return [row[mask].float().cpu().numpy() for row, mask in zip(logprobs_BT, pass_.batch.mask_BT, strict=True)]
@@ -286,12 +307,14 @@ class PolicyLearner:
     def save(self, folder: Path) -> None:
         save_random_state(folder)
         if world()[0] == 0:
-            state = {"updates": self._updates, "steps": self._steps, "bounds": self._bounds}
+            state: dict[str, Any] = {"updates": self._updates, "steps": self._steps, "bounds": self._bounds}
+            if self._base:
+                state["base"] = self._base
             (folder / "schedule.json").write_text(json.dumps(state))
         (folder / "policy").mkdir(exist_ok=True)
         self._policy.save(folder / "policy")
-        if self._equalizer and world()[0] == 0:
-            self._equalizer.save(folder)
+        if world()[0] == 0 and (factors := self._frozen or self._equalizer):
+            factors.save(folder)
         if self._critic and self._critic.backend:
             (folder / "critic").mkdir(exist_ok=True)
             self._critic.backend.save(folder / "critic")
@@ -299,8 +322,14 @@ class PolicyLearner:
     def load(self, folder: Path) -> None:
         load_random_state(folder)
         state = json.loads((folder / "schedule.json").read_text())
+        base = state.pop("base", "")
         if state.keys() != {"updates", "steps", "bounds"}:
             raise CheckpointError(f"{folder} is of another version of this package; start again with --fresh")
+        if base != self._base:
+            raise CheckpointError(
+                f"{folder} holds adapters of another base model ({base or 'none'}) than that of this run "
+                f"({self._base or 'none'}): give the model that the run began with, or start again with --fresh"
+            )
         self._updates, self._steps, self._bounds = state["updates"], state["steps"], tuple(state["bounds"])
         self._policy.load(folder / "policy")
         if self._equalizer:
@@ -353,6 +382,10 @@ def make_learner(
     penalty: Penalty | None = None,
     flow: UnifiedFlow | None = None,
     equalizer: Equalizer | None = None,
+    frozen: FrozenCodes | None = None,
+    adapters: Adapters | None = None,
+    base: str = "",
+    against_start: bool = False,
     calibrate_every: int = 0,
     rows: ReadRows | None = None,
 ) -> PolicyLearner:
@@ -369,6 +402,10 @@ def make_learner(
         flow: unified flow of the policy, and of a value head on it; reference and separate value model stay in full
             precision.
         equalizer: factors of the model's codes, made from this model.
+        frozen: codes that take the place of this model's weights for good.
+        adapters: the model's adapters, if these alone are trained.
+        base: digest of the weights that are not trained.
+        against_start: the reference is the model with the adapters that it has now.
         rows: with FSDP2, reads the weights of these models, which then have none.
     """
     switch = FlowSwitch(model, flow, equalizer.factors if equalizer and flow.equalized else {}) if flow else None
@@ -379,13 +416,13 @@ def make_learner(
         if value_body:
             separate = make_backend(ValueModel(value_body, config, sequence), config, value_body, rows)
         critic = Critic(separate, credit, config)
-    frozen = None
+    comparison = None
     if reference:
-        frozen = Scorer(reference.requires_grad_(False), config, temperature=temperature, sequence=sequence)
+        comparison = Scorer(reference.requires_grad_(False), config, temperature=temperature, sequence=sequence)
         if config.backend == "fsdp":
             from qurl_ray.learner.fsdp_backend import shard
 
-            shard(frozen, config.device, reference, rows)
+            shard(comparison, config.device, reference, rows)
     scorer = Scorer(
         model,
         config,
@@ -394,16 +431,20 @@ def make_learner(
         with_values=credit is not None and value_body is None,
         sequence=sequence,
     )
+    backend = make_backend(scorer, config, model, rows)
     return PolicyLearner(
-        make_backend(scorer, config, model, rows),
+        backend,
         config,
         settings,
         total_updates=total_updates,
         critic=critic,
-        reference=frozen,
+        reference=StartingAdapters(backend) if against_start else comparison,
         penalty=penalty,
         flow=switch,
         equalizer=equalizer,
+        frozen=frozen,
+        adapters=adapters,
+        base=base,
         calibrate_every=calibrate_every,
     )
 

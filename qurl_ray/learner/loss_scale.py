@@ -41,8 +41,8 @@ class LossScaled:
             self.factor, self._finite = self.factor * 2, 0
         return norm
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._backend.named_parameters()
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._backend.named_parameters(trained=trained)
 
     def save(self, folder: Path) -> None:
         self._backend.save(folder)

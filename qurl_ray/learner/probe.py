@@ -5,7 +5,7 @@ sharded parameter exists only while its module computes. This detects errors tha
 a kernel that multiplies wrongly, and an engine that attends to keys of the previous weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,31 +13,38 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qurl_ray.learner.protocol import EnginePrecision
+from qurl_ray.policy.adapters import plus_adapter
 from qurl_ray.policy.attention import stored_as
 from qurl_ray.policy.forward import Forward, computing_with
 from qurl_ray.policy.kv import MaximaRecorder, calibration_ids, rounded
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.linear import reference_linear
-from qurl_ray.quant.quantize import quantize
+from qurl_ray.quant.quantize import QTensor, quantize
 
 
 @contextmanager
 def through_codes(
-    model: PreTrainedModel, precision: EnginePrecision, pass_over: Callable[[Sequence[int]], object]
+    model: PreTrainedModel,
+    precision: EnginePrecision,
+    pass_over: Callable[[Sequence[int]], object],
+    frozen: Mapping[str, QTensor] | None = None,
 ) -> Iterator[None]:
     """Context in which `model` computes like an engine of this precision. No gradients; no parameter is changed.
 
     Args:
         pass_over: callback by which the model's owner runs it on one sequence of token ids. It is used to measure the
             scales of an fp8 cache.
+        frozen: codes that take the place of weights for good, by the names of the parameters.
     """
     units = {unit.module: unit for unit in precision.quantized.values()} if precision.fmt else {}
     dtype = getattr(torch, precision.unquantized)
     forwards: list[tuple[nn.Module, Forward]] = []
     for name, module in model.named_modules():
         if precision.fmt and name in units:
-            forwards.append((module, _quantized(precision.fmt, dtype, precision.factors.get(name, Factors()))))
+            codes = (frozen or {}).get(units[name].weight)
+            own = precision.factors.get(name, Factors())
+            forwards.append((module, _quantized(precision.fmt, dtype, own, codes)))
         elif dtype != torch.float32 and any(True for _ in module.parameters(recurse=False)):
             # Factors are powers of two, and make no difference here.
             forwards.append((module, _rounded(module.forward, dtype)))
@@ -54,12 +61,13 @@ def through_codes(
             yield
 
 
-def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors) -> Forward:
+def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors, frozen: QTensor | None) -> Forward:
     def forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         bias = None if linear.bias is None else factors.bias(linear.bias).to(unquantized).float()
         with torch.autocast(x.device.type, enabled=False):
-            q = quantize(factors.weight(linear.weight), fmt)
-            return factors.outputs(reference_linear(factors.inputs(x.float()), q, bias))
+            q = frozen or quantize(factors.weight(linear.weight), fmt)
+            y = factors.outputs(reference_linear(factors.inputs(x.float()), q, bias))
+            return plus_adapter(linear, x.float(), y)
 
     return forward
 

@@ -10,11 +10,13 @@ import torch
 
 from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
+from qurl_ray.policy.adapters import CodedBase
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
+from qurl_ray.quant.quantize import QTensor
 from qurl_ray.quant.units import Unit
 from qurl_ray.rl.objective import ObjectiveSettings
-from qurl_ray.types import Completion
+from qurl_ray.types import Adapters, Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +58,19 @@ class Learner(Protocol):
     Every rank calls the same methods in the same order.
     """
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole parameters with their checkpoint names, in a fixed order; tied parameters once.
+    adapters: Adapters | None
+    """Adapters, if these alone are trained; None if all parameters are."""
+    coded_base: CodedBase | None
+    """Codes that take the place of weights for good; None if there are none."""
+
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor | QTensor]]:
+        """Yield whole parameters with their checkpoint names, in a fixed order; tied parameters once. Weights that are
+        codes for good are yielded as these.
 
         A sharded parameter is gathered when it is yielded and may be freed at the next: use it at once, on all ranks.
+
+        Args:
+            trained: yield only the parameters that are trained.
         """
 
     def factors(self) -> Mapping[str, Factors]:

@@ -51,13 +51,15 @@ class TorchBackend:
         self.module.zero_grad(set_to_none=True)
         return norm if finite else None
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.module.named_parameters()
+    def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad or not trained:
+                yield name, parameter
 
     def _add_over_ranks(self) -> None:
         if self._ranks == 1:
             return
-        parameters = list(self.module.parameters())
+        parameters = [parameter for _, parameter in self.named_parameters(trained=True)]
         # A rank with an empty share has no gradients; it adds zeros.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -71,7 +73,7 @@ class TorchBackend:
     def save(self, folder: Path) -> None:
         if self._rank:
             return
-        named = dict(self.named_parameters())
+        named = dict(self.named_parameters(trained=True))
         states: dict[str, torch.Tensor] = {}
         for name, parameter in named.items():
             optimizer = self._optimizer_of[parameter]
@@ -85,7 +87,7 @@ class TorchBackend:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         saved = SavedState(folder)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters(trained=True):
             parameter.copy_(saved.rows(name))  # in place: results may depend on the alignment of memory
             optimizer = self._optimizer_of[parameter]
             # Torch's AdamW, fused, counts steps where it computes.

@@ -147,6 +147,17 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
+ADAPTER_FACTORS = ("lora_A", "lora_B")
+"""Names of an adapter's matrices in their linear, as PEFT has them."""
+
+
+class AdapterFactor(Linear):
+    """One of the two matrices of a LoRA adapter, which is never quantized."""
+
+    scaling: float
+    """Factor on the adapter's result, of the second matrix."""
+
+
 def queries_to_add(rule: Rule | None, queries: int, heads_per_key: int, products: int) -> int:
     """Number of queries to add to a sequence, so that the rows of its products satisfy the rule.
 

@@ -95,15 +95,16 @@ def local_copy(source: str) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) else None
 
 
-def load_tokenizer(spec: PolicySpec) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer. If it has no padding token, it gets the end token as one.
+def load_tokenizer(spec: PolicySpec, folder: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the policy's tokenizer, or the one of another folder. If it has no padding token, it gets the end token as
+    one.
 
     Raises:
-        ConfigError: the policy has no tokenizer, or one that does not fit its embedding.
+        ConfigError: there is no tokenizer, or it does not fit the policy's embedding.
     """
-    config = _config(spec)
-    with reading(spec.source):
-        return fitting(AutoTokenizer.from_pretrained(spec.source, trust_remote_code=False), config, spec.source)
+    config, source = _config(spec), folder or spec.source
+    with reading(source):
+        return fitting(AutoTokenizer.from_pretrained(source, trust_remote_code=False), config, source)
 
 
 def context_length(spec: PolicySpec) -> int:
@@ -352,7 +353,7 @@ def _config(spec: PolicySpec) -> PreTrainedConfig:
     """
     folder = Path(spec.source)
     if (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"{spec.source} is a LoRA adapter, which is not supported: merge it into its base model")
+        raise ConfigError(f"{spec.source} is a LoRA adapter: give its base model, and the adapter as learner.lora.path")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{spec.source} has no config.json, so it is no folder of a model")
     with reading(spec.source):

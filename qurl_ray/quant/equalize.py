@@ -14,11 +14,14 @@ and optimizer never see a factor: they are applied where codes are made (`equali
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.numerics.products import ADAPTER_FACTORS
 from qurl_ray.quant.units import Site, Unit, find_sites
 
 NORM_ALPHA = 0.75
@@ -149,9 +152,38 @@ def factors_of(sites: Iterable[Site], by_writer: Exponents, device: torch.device
 def equalized(
     parameters: Iterable[tuple[str, torch.Tensor]], factors: Mapping[str, Factors]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters as engines hold them, before they are quantized. Parameters without factors are not copied."""
+    """Yield parameters as engines hold them, before they are quantized. Parameters without factors are not copied, and
+    codes are as they are. Of an adapter's matrices, A reads what its linear reads, and B writes what it writes."""
     for name, parameter in parameters:
         path, _, leaf = name.rpartition(".")
-        if own := factors.get(path):
+        own = factors.get(path) or _of_adapter(path, factors)
+        if own and isinstance(parameter, torch.Tensor):  # no codes, which were made with them
             parameter = own.weight(parameter.detach()) if leaf == "weight" else own.bias(parameter.detach())
         yield name, parameter
+
+
+def _of_adapter(path: str, factors: Mapping[str, Factors]) -> Factors | None:
+    linear, _, matrix = path.rpartition(".")
+    if matrix not in ADAPTER_FACTORS or (own := factors.get(linear)) is None:
+        return None
+    return Factors(reads=own.reads) if matrix == ADAPTER_FACTORS[0] else Factors(writes=own.writes)
+
+
+def write_factors(path: Path, factors: Mapping[str, Factors]) -> None:
+    """Write factors by module as safetensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    for module, own in factors.items():
+        parts = {"reads": own.reads, "writes": own.writes}
+        tensors |= {
+            f"{part}:{module}": scales.to("cpu", copy=True) for part, scales in parts.items() if scales is not None
+        }
+    save_file(tensors, path)
+
+
+def read_factors(path: Path, device: str = "cpu") -> dict[str, Factors]:
+    """Return the factors that `write_factors` has written."""
+    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    for name, scales in load_file(path, device=device).items():
+        part, _, module = name.partition(":")
+        by_module.setdefault(module, {})[part] = scales
+    return {module: Factors(**parts) for module, parts in by_module.items()}

@@ -10,7 +10,7 @@ up over shards, each with its offset, and a GPU computes it in parallel where th
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -46,6 +46,11 @@ def fingerprint(*tensors: torch.Tensor, offset: int | Sequence[int] = 0) -> int:
         sum_of_words = _sum_of_words if data.device.type == "cpu" else _sum_of_words_on_device
         total += sum_of_words(data, start * tensor.element_size()) * _factor(place)
     return total & _MASK
+
+
+def total_fingerprint(fingerprints: Iterable[int]) -> str:
+    """Return one fingerprint for many tensors, whatever their order, as 16 hexadecimal digits."""
+    return f"{sum(fingerprints) & _MASK:016x}"
 
 
 def _sum_of_words(bytes_n: torch.Tensor, start: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.numerics.products import AdapterFactor
 from qurl_ray.quant.linear import QuantizedLinear
 
 Reader = Literal["self_attn", "mlp", "down"]
@@ -69,7 +70,9 @@ def units(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, Unit]:
     """
     kept = re.compile("|".join(f"(?:{pattern})" for pattern in keep)) if keep else None
     linears = (
-        _unit(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)
+        _unit(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | QuantizedLinear) and not isinstance(module, AdapterFactor)
     )
     chosen = {unit.weight: unit for unit in linears if not (kept and kept.search(unit.weight))}
     if not chosen:

@@ -9,11 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.engines.torch.engine import TorchEngine
-from qurl_ray.errors import ConfigError
-from qurl_ray.policy.export import is_quantized_checkpoint, read_quantized
-from qurl_ray.policy.load import context_length, load_model, load_tokenizer, stop_ids
-from qurl_ray.types import Manifest, PolicySpec
-from qurl_ray.weights.local import quantize_into, with_codes
+from qurl_ray.policy.load import context_length, stop_ids
+from qurl_ray.types import Manifest
+from qurl_ray.weights.local import policy_in
 
 _LONGEST = 2048  # tokens of prompt and answer together, unless max_length is set
 
@@ -37,24 +35,15 @@ def load_policy(folder: Path, config: ServingConfig) -> LoadedPolicy:
     Raises:
         QurlError: the policy cannot be loaded, or has codes of a format other than the requested one.
     """
-    spec = PolicySpec(source=str(folder), quantized=is_quantized_checkpoint(folder))
-    length = config.max_length or min(_LONGEST, context_length(spec))
-    spec = replace(spec, max_length=length)
-    tokenizer = load_tokenizer(spec)
+    held = policy_in(folder)
+    length = config.max_length or min(_LONGEST, context_length(held.spec))
+    spec = replace(held.spec, max_length=length)
+    tokenizer = held.tokenizer()
     context_length(spec)  # raises if max_length exceeds the context of the model
-
-    def engine_of(kernel: str) -> TorchEngine:
-        return TorchEngine(spec, slots=config.slots, kernel=kernel)
-
-    if spec.quantized:
-        stored = read_quantized(folder)
-        if config.quantization not in ("auto", stored.fmt.name):
-            raise ConfigError(f"{folder} holds {stored.fmt.name} codes: it cannot be served in {config.quantization}")
-        engine, manifest = with_codes(engine_of, "auto", stored)
-    else:
-        fmt = "none" if config.quantization == "auto" else config.quantization
-        engine = engine_of("auto")
-        manifest = quantize_into(engine, load_model(spec), fmt, QuantizationConfig())
+    quantization = held.format(None if config.quantization == "auto" else config.quantization)
+    engine, manifest = held.into(
+        lambda kernel: TorchEngine(spec, slots=config.slots, kernel=kernel), quantization, QuantizationConfig()
+    )
     engine.reserve(config.slots, length)  # here, in the loading thread, not on the event loop: see Service._load
     return LoadedPolicy(
         engine=engine,

@@ -25,10 +25,14 @@ from qurl_ray.weights.messages import Begin, Commit, Engines, Gap, LoadReport, P
 from qurl_ray.weights.stream import assemble_manifest, count_codes
 
 
-def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, resent: int, refits: int) -> dict[str, float]:
+def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, whole: int, resent: int, refits: int) -> dict[str, float]:
     """Return the metrics of a sync: bytes sent and their ratio to unquantized weights, share of changed codes, gaps of
-    the probe. `resent` are bytes of refits in full."""
-    whole = sum(record.float32_bytes for record in manifest.tensors)
+    the probe.
+
+    Args:
+        whole: bytes of all tensors in float32.
+        resent: bytes of refits in full.
+    """
     sent = sum(record.bytes for record in manifest.tensors) + resent
     codes, changed = count_codes(manifest.tensors)
     metrics = {
@@ -115,7 +119,7 @@ class WeightGate:
         self._probe, self.floor = list(probe), floor
         self._rendezvous = Rendezvous(ranks)
         self._manifest: Manifest | None = None
-        self._resent = self._refits = 0
+        self._whole = self._resent = self._refits = 0
         self._loaded: list[FleetWorker] = []
         """Workers whose probes the learner is scoring."""
         self._hardware: dict[int, str] = {}
@@ -175,7 +179,10 @@ class WeightGate:
     async def _commit(self, messages: list[Commit]) -> Probes:
         header, direct = messages[0].header, messages[0].tickets is None
         fmt = None if header.format == "none" else get_format(header.format, header.weight_max_code)
-        manifest = assemble_manifest(header.version, fmt, [message.records for message in messages])
+        records = [message.records for message in messages]
+        manifest = assemble_manifest(header.version, fmt, records, subset_of=header.subset_of)
+        if manifest.complete:
+            self._whole = sum(record.float32_bytes for record in manifest.tensors)
         tickets = None if direct else [ticket for message in messages for ticket in message.tickets or ()]
         members: Sequence[FleetWorker]
         if header.attempt == 0:
@@ -252,7 +259,7 @@ class WeightGate:
         assert self._manifest
         # An infinite or nan gap made its engine unfit, and is in the warning.
         fit = [gap for gap in gaps if math.isfinite(gap.mean)]
-        self.metrics = sync_metrics(self._manifest, fit, resent=self._resent, refits=self._refits)
+        self.metrics = sync_metrics(self._manifest, fit, whole=self._whole, resent=self._resent, refits=self._refits)
         self._fleet.resume()
         return False
 

@@ -30,6 +30,8 @@ class Header:
     """Largest code of a weight; None in full precision."""
     probe: bool = True
     """Engines draw the probe from this version. Engines that were STALE always do."""
+    subset_of: int | None = None
+    """Version whose other tensors engines keep; None if this one is sent with all of its tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,8 @@ class Sender:
         self._transport = connect(link)
         self._fallback: Transport = ObjectStore(link) if isinstance(self._transport, Direct) else self._transport
         """Transport of versions that are sent again, and of those whose format the engines do not hold yet."""
+        self._subset_of: int | None = None
+        """Version whose other tensors the engines keep; None if the current version is sent with all of its tensors."""
         self._unprobed = 0
         """Versions since the last one that was probed."""
         self._probed = True
@@ -72,13 +74,21 @@ class Sender:
             # The objects are the same unless some factors have moved.
             and all(precision.factors[name] is factors for name, factors in before.factors.items())
         )
+        partial = usual and self._learner.adapters is not None and not isinstance(transport, Direct)
+        self._subset_of = self._version - 1 if partial else None
         self._probed = not usual or self._unprobed + 1 >= self._config.sync.probe_every
         self._unprobed = 0 if self._probed else self._unprobed + 1
-        parameters: Iterable[tuple[str, Any]] = equalized(self._learner.named_parameters(), precision.factors)
+        named: Iterable[tuple[str, Any]] = self._learner.named_parameters(trained=partial)
+        parameters: Iterable[tuple[str, Any]] = equalized(named, precision.factors)
         if isinstance(transport, Direct):
             parameters = transport.staged(parameters, precision.fmt, precision.unquantized)
         buckets = self._link.publisher.prepare(
-            parameters, precision.fmt, version=self._version, base_version=base, unquantized=precision.unquantized
+            parameters,
+            precision.fmt,
+            version=self._version,
+            base_version=base,
+            unquantized=precision.unquantized,
+            complete=not partial,
         )
         if self._put(buckets, transport):
             self.resend()
@@ -90,6 +100,7 @@ class Sender:
         again = True
         while again:
             self._attempt += 1
+            self._subset_of = None
             again = self._put(self._link.publisher.resend(), self._fallback)
 
     def _put(self, buckets: Iterable[Bucket], transport: Transport) -> bool:
@@ -104,6 +115,7 @@ class Sender:
             format=fmt.name if fmt else "none",
             weight_max_code=fmt.weight_max if fmt else None,
             probe=self._probed or self._attempt > 0,
+            subset_of=self._subset_of,
         )
         try:
             transport.begin()
@@ -123,8 +135,8 @@ class Sender:
         unquantized: Unquantized = config.rollout.dtype
         if config.sync.unquantized != "auto":
             unquantized = config.sync.unquantized
-        elif fmt and config.precision_flow == "rollout_only" and unquantized == "float32":
-            # In a unified flow the learner keeps tensors without codes in float32, and so must the engines.
+        elif fmt and not config.trains_through_codes and unquantized == "float32":
+            # Otherwise the learner keeps tensors without codes in float32, and so must the engines.
             unquantized = "bfloat16"
         return EnginePrecision(
             fmt=fmt,

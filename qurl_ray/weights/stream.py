@@ -59,9 +59,11 @@ class Publisher:
     """Names that are sent, if they are in `quantized`, as codes of another parameter and in addition to it, by the rank
     of that parameter: {"lm_head.weight": "model.embed_tokens.weight"}."""
     _sent: dict[str, tuple[TensorRecord, Payload]] = field(default_factory=dict)
-    """Records and whole payloads of the version sent last, by name. Payloads that were sent whole share their
-    arrays."""
+    """Records and whole payloads of the version sent last, by name, also of the tensors that a subset left out.
+    Payloads that were sent whole share their arrays."""
     _form: tuple[Format | None, Unquantized] | None = None
+    _owner: dict[str, int] = field(default_factory=dict)
+    """Rank that sends each tensor."""
     _version: int | None = None
     """Version sent last; None before the first, while a version is prepared, and if one was not prepared to its end."""
 
@@ -73,6 +75,7 @@ class Publisher:
         version: int,
         base_version: int | None = None,
         unquantized: Unquantized = "float32",
+        complete: bool = True,
     ) -> Iterator[Bucket]:
         """Quantize this rank's tensors (none if `fmt` is None) and yield them, bucket by bucket. A tensor that is
         quantized already is sent as it is. Only a version that was iterated to its end can be resent or be the next
@@ -81,15 +84,20 @@ class Publisher:
         Args:
             base_version: version that the engines hold. Deltas are made if it is the version sent last, in the same
                 format and encoding, and each only where it is smaller than the tensor; None sends all tensors whole.
+            complete: False if `parameters` are some of those that the version sent last has, in the same form. The
+                others are part of this version, too, and are sent with it if it is resent.
 
         Raises:
             QuantizationError: a weight is not finite or does not fit the format.
+            SyncError: a subset follows no version of its form, or has a tensor that this version does not have.
         """
         form = (fmt, unquantized)
+        if not complete and (form != self._form or self._version is None):
+            raise SyncError(f"version {version} is a subset, and no complete version was sent in its form")
         last = self._sent if form == self._form else {}
         base = base_version if last and base_version == self._version else None
-        self._sent, self._form, self._version = {}, form, None
-        yield from self._buckets(self._messages(parameters, fmt, unquantized, last, base))
+        self._sent, self._form, self._version = {} if complete else dict(last), form, None
+        yield from self._buckets(self._messages(parameters, fmt, unquantized, last, base, complete))
         self._version = version
 
     def resend(self) -> Iterator[Bucket]:
@@ -109,11 +117,16 @@ class Publisher:
         unquantized: Unquantized,
         last: dict[str, tuple[TensorRecord, Payload]],
         base: int | None,
+        complete: bool,
     ) -> Iterator[tuple[TensorRecord, Payload]]:
         """Yield record and payload of each of this rank's tensors, followed by those tied to it. `last` is consumed on
         the way, so that only one copy of each tensor exists."""
         for index, (source, parameter) in enumerate(parameters):
-            if index % self.ranks != self.rank:
+            if complete:
+                self._owner[source] = index % self.ranks
+            elif source not in self._owner:
+                raise SyncError(f"{source} is not among the tensors of the version before")
+            if self._owner[source] != self.rank:
                 continue
             for name in [source, *(other for other, origin in self.tied.items() if origin == source)]:
                 tied = name != source
@@ -144,8 +157,13 @@ class Publisher:
             yield _bucket(held)
 
 
-def assemble_manifest(version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecord, ...]]) -> Manifest:
+def assemble_manifest(
+    version: int, fmt: Format | None, parts: Sequence[tuple[TensorRecord, ...]], *, subset_of: int | None = None
+) -> Manifest:
     """Return the manifest of a version, from the records of all ranks and buckets.
+
+    Args:
+        subset_of: version that has the other tensors; None if the records are all.
 
     Raises:
         SyncError: a tensor was sent twice, or ranks made deltas to different versions.
@@ -153,7 +171,7 @@ def assemble_manifest(version: int, fmt: Format | None, parts: Sequence[tuple[Te
     tensors = tuple(record for records in parts for record in records)
     if len({record.name for record in tensors}) != len(tensors):
         raise SyncError(f"version {version}: a tensor was sent twice")
-    bases = {record.base_version for record in tensors if record.base_version is not None}
+    bases = {base for base in (subset_of, *(record.base_version for record in tensors)) if base is not None}
     if len(bases) > 1:
         raise SyncError(f"version {version}: deltas to different versions, {sorted(bases)}")
     return Manifest(
@@ -162,6 +180,7 @@ def assemble_manifest(version: int, fmt: Format | None, parts: Sequence[tuple[Te
         weight_max_code=fmt.weight_max if fmt else 0,
         tensors=tensors,
         base_version=next(iter(bases), None),
+        complete=subset_of is None,
     )
 
 

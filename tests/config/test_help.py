@@ -26,6 +26,7 @@ SECTIONS = [
         "algorithm",
         "algorithm.correction",
         "learner",
+        "learner.lora",
     ),
     *("guard", "sync", "tracking", "evaluation", "checkpoint", "export"),
 ]

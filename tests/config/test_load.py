@@ -701,7 +701,6 @@ def test_head_sizes_that_no_kernel_takes_are_refused():
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("learner.lora={rank: 8}", "LoRA is not supported"),
         ("task.images=true", "images are not supported"),
     ],
 )
@@ -779,9 +778,9 @@ def problems(n, model, type):
     return []
 
 
-def test_lora_is_a_sentence_and_not_a_similar_name(load):
+def test_names_of_other_frameworks_lead_to_the_settings_of_adapters(load):
     for key in ("lora_rank", "use_peft", "model.lora_alpha"):
-        assert "LoRA is not supported" in complaint(load, "{}", f"{key}=8")
+        assert "adapters are settings of learner.lora" in complaint(load, "{}", f"{key}=8")
 
 
 def test_names_of_other_frameworks_lead_to_settings_and_hide_none():

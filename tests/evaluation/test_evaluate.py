@@ -50,7 +50,7 @@ def test_codes_beyond_what_the_kernel_takes_are_emulated(model, tokenizer, tmp_p
 @pytest.mark.parametrize("other", ["none", "fp8", "int4"])
 def test_codes_cannot_be_evaluated_in_another_format(model, tokenizer, tmp_path, other):
     save_quantized(model, tokenizer, tmp_path / "codes", get_format("int8"), CONFIG.quantization.keep)
-    with pytest.raises(ConfigError, match=f"codes holds int8 codes: it cannot be evaluated in {other}"):
+    with pytest.raises(ConfigError, match=f"codes holds int8 codes: it cannot be used in {other}"):
         report_of(tmp_path / "codes", other)
 
 
@@ -125,7 +125,7 @@ def report_of_answers(tiny_spec, tokenizer, monkeypatch):
 
     def evaluated(write, **settings) -> tuple[Report, Engine]:
         engine = Engine(tokenizer, write)
-        monkeypatch.setattr("qurl_ray.evaluation.evaluate._engine", lambda *_: engine)
+        monkeypatch.setattr("qurl_ray.weights.local.FolderPolicy.into", lambda *_: (engine, None))
         config = RunConfig.model_validate(CONFIG.model_dump() | settings)
         return evaluate(config, Path(tiny_spec.source), samples=4), engine
 

@@ -154,10 +154,10 @@ def test_a_folder_without_a_model_is_called_that(tmp_path):
 
 
 @pytest.mark.parametrize("beside_a_model", [False, True])
-def test_a_lora_adapter_is_refused(tmp_path, model, beside_a_model):
+def test_an_adapter_is_no_base_model(tmp_path, model, beside_a_model):
     if beside_a_model:
         model.save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/no/such"}')
     for use in (load_model, empty_model):
-        with pytest.raises(ConfigError, match="is a LoRA adapter, which is not supported: merge it"):
+        with pytest.raises(ConfigError, match="is a LoRA adapter: give its base model"):
             use(PolicySpec(source=str(tmp_path)))

@@ -209,7 +209,7 @@ def test_policies_and_formats_have_fingerprints_of_their_own(runs):
             assert bool(loaded.engine.kernels()) == (quantization == "int8" or folder == "policy-int8")
     assert len(set(found.values())) == 4
     assert found["first", "policy", "int8"] == found["first", "policy-int8", "auto"], "the same codes"
-    with pytest.raises(ConfigError, match="holds int8 codes: it cannot be served in fp8"):
+    with pytest.raises(ConfigError, match="holds int8 codes: it cannot be used in fp8"):
         load_policy(runs / "first" / "policy-int8", ServingConfig(quantization="fp8"))
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from qurl_ray.config import load_config
-from qurl_ray.types import Completion
+from qurl_ray.quant.equalize import Factors
+from qurl_ray.types import Adapters, Completion
 from qurl_ray.weights.messages import Commit, Gap, Header, Scored
 from qurl_ray.weights.sender import Sender
 from qurl_ray.weights.stream import Publisher
@@ -26,8 +27,11 @@ class FakeLearner:
         self.matrix, self.vector = torch.randn(16, 128), torch.randn(128)
         self.found: list[list[float]] = []
 
-    def named_parameters(self):
-        yield "linear.weight", self.matrix
+    adapters = None
+
+    def named_parameters(self, *, trained=False):
+        if not trained:
+            yield "linear.weight", self.matrix
         yield "norm.weight", self.vector
 
     def factors(self):
@@ -114,6 +118,28 @@ def test_a_version_that_engines_did_not_take_comes_again_whole_until_they_have(m
     assert all(c.header.probe for c in again[1:])
     sender.resend()  # for an engine that was restarted
     assert (gate.commits[-1].header.version, gate.commits[-1].header.attempt) == (2, 3)
+
+
+def test_where_adapters_alone_are_trained_versions_are_subsets_until_one_is_wanted_again(made):
+    sender, learner, gate = made(across_nodes=False)
+    learner.adapters = Adapters(rank=1, alpha=1.0, targets=("all_linear",))
+    for format_name in ("int8", "int8", "fp8", "fp8"):  # another format is another set of codes
+        learner.vector += 0.5
+        sender.send(format_name)
+    names = [{record.name for record in commit.records} for commit in gate.commits]
+    whole, part = {"linear.weight", "norm.weight"}, {"norm.weight"}
+    assert names == [whole, part, whole, part]
+    assert [commit.header.subset_of for commit in gate.commits] == [None, 1, None, 3]
+    gate.again = 1
+    sender.send("fp8")
+    assert [commit.header.subset_of for commit in gate.commits[-2:]] == [4, None]
+    assert [{record.name for record in commit.records} for commit in gate.commits[-2:]] == [part, whole]
+    learner.factors = lambda: {"linear": Factors()}  # the factors have moved, and with them the codes
+    sender._config = sender._config.model_copy(
+        update={"quantization": sender._config.quantization.model_copy(update={"equalize": True})}
+    )
+    sender.send("fp8")
+    assert gate.commits[-1].header.subset_of is None
 
 
 def test_every_so_many_versions_are_probed_and_all_that_are_unusual(made):

@@ -8,6 +8,7 @@ through transformers (tests/engines/test_decoder.py).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,24 +185,53 @@ def _norm(module: Any, ops: Elementwise) -> _Norm:
 
 
 def as_function(module: Any) -> Apply:
-    """Return a linear, quantized or not, as a function, with the weight that it holds now."""
+    """Return a linear, quantized or not, as a function, with the weight and the adapter that it holds now."""
     if isinstance(module, QuantizedLinear):
-        return module.forward
-    return bound(module.weight, module.bias)
+        base: Apply = partial(QuantizedLinear.forward, module)
+    else:
+        base = bound(module.weight, module.bias)
+    adapter = _adapter(module)
+    return (lambda x: base(x).add_(adapter(x))) if adapter else base
 
 
 def _next_to_each_other(*modules: Any) -> Apply:
     """Return a function that computes all outputs in one tensor; by one product if the linears are fused."""
-    if isinstance(modules[0], RowsOf):
-        return modules[0].whole.forward
-    calls = [as_function(module) for module in modules]
-    return lambda x: torch.cat([call(x) for call in calls], dim=-1)
+    if not isinstance(modules[0], RowsOf):
+        calls = [as_function(module) for module in modules]
+        return lambda x: torch.cat([call(x) for call in calls], dim=-1)
+    whole: Apply = modules[0].whole.forward
+    adapters = [(module.rows, adapter) for module in modules if (adapter := _adapter(module))]
+    if not adapters:
+        return whole
+
+    def with_adapters(x: torch.Tensor) -> torch.Tensor:
+        y = whole(x)
+        for rows, adapter in adapters:
+            y[..., rows].add_(adapter(x))
+        return y
+
+    return with_adapters
 
 
 def _pair(first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that computes both outputs; they are views of one product if the linears are fused."""
     if isinstance(first, RowsOf):
-        whole = first.whole
-        return lambda x: whole(x).chunk(2, dim=-1)
+        both = _next_to_each_other(first, second)
+        rows = first.rows.stop
+
+        def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = both(x)
+            return y[..., :rows], y[..., rows:]
+
+        return halves
     calls = as_function(first), as_function(second)
     return lambda x: (calls[0](x), calls[1](x))
+
+
+def _adapter(module: Any) -> Apply | None:
+    """Return the function of a linear's adapter, which is added to its result; None if it has none."""
+    if not hasattr(module, "lora_A"):
+        return None
+    first, second = (bound(factor.weight, None) for factor in (module.lora_A, module.lora_B))
+    scaling = module.lora_B.scaling
+    return lambda x: second(first(x)).mul_(scaling)

@@ -23,6 +23,7 @@ from qurl_ray.engines.torch.kept import KeptKeys, KeysPool
 from qurl_ray.engines.torch.slots import Fp8SlotCache, SlotCache
 from qurl_ray.engines.torch.weights import EngineWeights
 from qurl_ray.errors import EngineError, StaleWeights
+from qurl_ray.policy.adapters import add_adapters
 from qurl_ray.policy.attention import QUERY_CHUNK
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
@@ -74,6 +75,9 @@ class TorchEngine:
         self.version: int | None = None
         with torch.device(device):
             self._model = empty_model(spec, dtype).requires_grad_(False)
+        if spec.adapters:
+            add_adapters(self._model, spec.adapters)
+            self._model.requires_grad_(False)
         self._device = self._model.device
         self._context = context_length(spec)
         self._slots = slots

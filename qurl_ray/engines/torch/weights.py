@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from qurl_ray.engines.protocol import Buffers
 from qurl_ray.errors import SyncError
 from qurl_ray.numerics.products import Linear
+from qurl_ray.policy.adapters import move_adapter
 from qurl_ray.policy.load import HEAD
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
@@ -36,16 +37,16 @@ class RowsOf(nn.Module):
 
     def __init__(self, whole: QuantizedLinear, start: int, stop: int) -> None:
         super().__init__()
-        self.whole, self._rows = whole, slice(start, stop)
+        self.whole, self.rows = whole, slice(start, stop)
         # A view: a bias loaded here is the bias that the fused linear adds.
-        self.register_buffer("bias", whole.bias[self._rows] if whole.bias is not None else None)
+        self.register_buffer("bias", whole.bias[self.rows] if whole.bias is not None else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.whole(x)[..., self._rows]
+        return self.whole(x)[..., self.rows]
 
     def of(self, q: QTensor) -> QTensor:
         """Return these rows of `q`, the weight of the fused linear."""
-        return q.cut((self._rows.start, self._rows.stop))
+        return q.cut((self.rows.start, self.rows.stop))
 
 
 class EngineWeights:
@@ -78,11 +79,17 @@ class EngineWeights:
         """Place bucket after bucket, then compare the resident weights with the manifest.
 
         Raises:
-            SyncError: a tensor is missing, unknown, misshapen or damaged. The resident weights are then useless.
+            SyncError: a tensor is missing, unknown, misshapen or damaged, or a subset has codes. The resident weights
+                are then useless.
         """
         records = {record.name: record for record in manifest.tensors}
-        if not self._expected <= set(records) <= self._expected | set(self._optional):
-            raise _incomplete(manifest, self._expected, set(records))
+        expected = self._expected if manifest.complete else set(records) & self._expected
+        if not expected <= set(records) <= self._expected | set(self._optional):
+            raise _incomplete(manifest, expected, set(records))
+        if not manifest.complete and any(record.format != "none" for record in manifest.tensors):
+            raise SyncError(
+                f"version {manifest.version} is a subset with codes, whose linears may be fused with others"
+            )
         for name, shape in (self._shapes | self._optional).items():
             if name in records and records[name].shape != shape:
                 raise SyncError(f"{name} has shape {records[name].shape}, expected {shape}")
@@ -102,7 +109,7 @@ class EngineWeights:
                 raise _incomplete(manifest, set(records), placed)
             self._pack(pool, whole_groups_only=False)
             self._settle()
-            if set(self._optional) - set(records):  # the head is tied to the embedding
+            if manifest.complete and set(self._optional) - set(records):  # the head is tied to the embedding
                 embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
                 if getattr(head, "weight", None) is not embedding.weight:
                     head = self._swap("lm_head", self._plain_linear(tuple(embedding.weight.shape), None))
@@ -114,7 +121,8 @@ class EngineWeights:
         for record in manifest.tensors:
             module = self._model.get_submodule(record.name.rpartition(".")[0])
             by_module.setdefault(id(getattr(module, "whole", module)), []).append(record)
-        self._verified = {}
+        if manifest.complete:
+            self._verified = {}
         for held in pool.map(partial(self._compare, manifest.version), by_module.values()):
             if self._device.type == "cpu":  # on other devices, they are held unpacked
                 self._verified |= {name: tensors for name, tensors in held.items() if len(tensors) > 1}
@@ -196,6 +204,7 @@ class EngineWeights:
 
     def _swap(self, path: str, module: nn.Module) -> nn.Module:
         parent, _, leaf = path.rpartition(".")
+        move_adapter(self._model.get_submodule(path), module)
         setattr(self._model.get_submodule(parent), leaf, module)
         return module
 

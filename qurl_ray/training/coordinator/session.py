@@ -92,7 +92,7 @@ class Session:
             verified=self._verified,
         )
         """Taker of the ranks' messages about weights."""
-        changeable = config.rollout.quantization != "none" and config.precision_flow == "rollout_only"
+        changeable = config.rollout.quantization != "none" and not config.trains_through_codes
         self._guard = Guard(config.guard, can_change_precision=changeable)
         self._totals = RunTotals.of(state["totals"]) if state else RunTotals()
         if state:

@@ -1,6 +1,7 @@
 """Preparation of a run before anything expensive starts: task, policy, reward, and checks that they fit together."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from qurl_ray.cache import cache_root
 from qurl_ray.config import RunConfig
+from qurl_ray.config.lora import LoraConfig
 from qurl_ray.config.model import GgufModel, PretrainedModel, TinyModel
 from qurl_ray.config.paths import absolute
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt, prompt_notes
@@ -25,6 +27,7 @@ from qurl_ray.extensions import import_reference
 from qurl_ray.files import why_unwritable
 from qurl_ray.numerics.invariance import BatchInvariance, invariance_for
 from qurl_ray.planning.on_gpu import fit_on_gpu
+from qurl_ray.policy.adapters import adapters_of, add_adapters, load_adapter, read_adapter, target_modules
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy, converted
 from qurl_ray.policy.layers import window_of
@@ -137,6 +140,8 @@ def prepare(config: RunConfig, checked: Checked, progress: Callable[[int, float]
         device = "cuda" if config.learner.device == "cuda" and torch.cuda.is_available() else "cpu"
         source = cached_tiny_policy(cast(TinyModel, config.model), task.train, progress, device=device)
         spec = PolicySpec(source=str(source), max_length=config.model.max_length)
+    if config.learner.lora:
+        spec = replace(spec, adapters=adapters_of(config.learner.lora))
     keep = config.quantization.kept(checked.model.config.num_hidden_layers)
     return Prepared(task=task, spec=spec, keep=keep, invariance=row_invariance(config, checked.model))
 
@@ -215,7 +220,12 @@ def check_saving(config: RunConfig, policy: Outline) -> None:
 def row_invariance(config: RunConfig, model: PreTrainedModel) -> BatchInvariance | None:
     """Return the batch invariance of the policy on this machine, measured where it is not known yet; None if engine
     and learner do not share one forward pass."""
-    return invariance_for(model, head_dim=head_dim(model.config)) if config.shares_forward() else None
+    if not config.shares_forward():
+        return None
+    if config.learner.lora:
+        model = copy.deepcopy(model)
+        add_adapters(model, adapters_of(config.learner.lora))
+    return invariance_for(model, head_dim=head_dim(model.config))
 
 
 def check_prompts(config: RunConfig, task: Task, policy: Outline) -> list[str]:
@@ -298,6 +308,29 @@ def unequalized(config: RunConfig, model: PreTrainedModel) -> list[str]:
     return []
 
 
+def check_adapters(config: RunConfig, lora: LoraConfig, model: PreTrainedModel, quantized: Mapping[str, Unit]) -> None:
+    """Check that the model's linears can have the adapters that the settings ask for.
+
+    Raises:
+        ConfigError: a target matches nothing, the rank is too large, a linear with an adapter has no codes though the
+            base is codes, or the head has; or the adapter to begin with cannot be read, or is another one.
+    """
+    modules = target_modules(model, adapters_of(lora))
+    if lora.base == "codes":
+        coded = {unit.module for unit in quantized.values()}
+        if kept := [name for name in modules if name not in coded]:
+            raise ConfigError(
+                f"learner.lora: {kept[0]} would get an adapter, and is kept in full precision by quantization.keep, "
+                "keep_first_layers or keep_last_layers: leave it out of learner.lora.targets, or set lora.base=full"
+            )
+        if (head := model.get_output_embeddings()) and any(model.get_submodule(name) is head for name in coded):
+            raise ConfigError("learner.lora.base=codes keeps the head in full precision: leave it in quantization.keep")
+    if lora.path:
+        model = copy.deepcopy(model)
+        add_adapters(model, adapters_of(lora))
+        load_adapter(model, read_adapter(Path(lora.path)), Path(lora.path))
+
+
 def check_model(config: RunConfig, model: PreTrainedModel) -> None:
     """Check that the architecture can be quantized, scaled and divided as configured.
 
@@ -323,5 +356,7 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         import_reference(check)([unit.module for unit in quantized.values()])
     if config.quantization.equalize is True:
         find_sites(model)
+    if config.learner.lora:
+        check_adapters(config, config.learner.lora, model, quantized)
     if config.quantization.uaq_scale != 1:
         folded_offsets(model, config.quantization.uaq_layers)

@@ -16,7 +16,7 @@ from qurl_ray.types import Event
 
 def unified_flow(config: RunConfig, coordinator: ActorHandle, quantized: Mapping[str, Unit]) -> UnifiedFlow | None:
     """Return the flow that has the learner compute as the engines do; None if it trains in full precision."""
-    if config.precision_flow == "rollout_only":
+    if not config.trains_through_codes:
         return None
     name = config.rollout.quantization
     return UnifiedFlow(

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from ray.actor import ActorHandle
@@ -16,8 +17,9 @@ from qurl_ray.config import RunConfig
 from qurl_ray.data.trained import keep_settings
 from qurl_ray.errors import CheckpointError, ConfigError, QurlError
 from qurl_ray.learner.protocol import Learner
+from qurl_ray.policy.adapters import SavedAdapter, merged, save_adapter, target_modules
 from qurl_ray.policy.export import quantized_folder
-from qurl_ray.policy.load import architecture, load_tokenizer
+from qurl_ray.policy.load import StoredWeights, architecture, load_tokenizer
 from qurl_ray.policy.save import Take, policy_folder
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.uaq import folded_offsets, unfolded
@@ -44,7 +46,7 @@ class Saver:
         self, config: RunConfig, learner: Learner, spec: PolicySpec, coordinator: ActorHandle, run_dir: Path, rank: int
     ) -> None:
         self._config, self._learner, self._coordinator = config, learner, coordinator
-        self._run_dir, self._rank = run_dir, rank
+        self._run_dir, self._rank, self._spec = run_dir, rank, spec
         self._tokenizer = load_tokenizer(spec)
         keep_settings(self._tokenizer, config.task)
         self._model = architecture(spec, self._tokenizer)
@@ -59,7 +61,10 @@ class Saver:
                 (partial / "learner").mkdir(parents=True, exist_ok=True)
             barrier()
             self._learner.save(partial / "learner")
-            self._save_policy(partial / "policy")
+            if self._learner.adapters:
+                self._save_adapter(partial / "adapter")
+            else:
+                self._save_policy(partial / "policy")
             if self._rank == 0:
                 call = self._coordinator.state.remote(step)
                 state = wait(call, self._config.sync.timeout_s, "the coordinator's state")
@@ -73,7 +78,8 @@ class Saver:
         barrier()  # no rank asks for the next step's rollouts before the coordinator's state is on disk
 
     def final(self) -> None:
-        """Write policy/, and policy-<format>/ if a quantized policy is exported."""
+        """Write policy/, policy-<format>/ if a quantized policy is exported, and adapter/ if there are adapters, which
+        the other two have in their weights."""
         exported = self._config.export.format(self._config.rollout.quantization)
         equalizes = exported != "none" and self._config.quantization.equalizes(exported)
         factors = self._learner.factors() if equalizes else {}
@@ -87,6 +93,8 @@ class Saver:
 
         with _writing("the final policy", self._run_dir):
             try:
+                if self._learner.adapters:
+                    self._save_adapter(self._run_dir / "adapter")
                 if exported != "none":
                     self._stream(open_quantized)
             finally:  # even if the export fails
@@ -103,15 +111,43 @@ class Saver:
             lambda parameters: unfolded(parameters, offsets, scale),
         )
 
+    def _save_adapter(self, folder: Path) -> None:
+        """Write the adapters as PEFT does."""
+        adapters = self._learner.adapters
+        assert adapters
+        parameters = self._adapter()
+        if self._rank == 0:
+            saved = SavedAdapter(
+                adapters=adapters, base=self._spec.source, parameters=parameters, coded=self._learner.coded_base
+            )
+            save_adapter(folder, saved, target_modules(self._model, adapters))
+
+    def _adapter(self) -> dict[str, torch.Tensor]:
+        """Return copies of the adapters' matrices by name. Collective."""
+        trained = self._learner.named_parameters(trained=True)
+        return {name: value.detach().to("cpu", copy=True) for name, value in trained if isinstance(value, torch.Tensor)}
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the policy's parameters, with the adapters in them. Collective."""
+        adapters = self._learner.adapters
+        if not adapters:
+            return cast(Iterator[tuple[str, torch.Tensor]], self._learner.named_parameters())
+        adapter = self._adapter()
+        if self._rank:
+            return iter(())
+        stored = StoredWeights(self._spec, self._model)
+        base = ((name, stored.rows(name, 0, len(weight))) for name, weight in self._model.named_parameters())
+        return merged(base, adapter, adapters.scaling)
+
     @torch.no_grad()
     def _stream(
         self,
         opened: Callable[[], AbstractContextManager[Take]],
         changed: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]] = iter,
     ) -> None:
-        """Pass the learner's parameters, one after the other, to the writer that rank 0 opens. Collective: an error of
+        """Pass the policy's parameters, one after the other, to the writer that rank 0 opens. Collective: an error of
         rank 0's is raised when the other ranks, which gather them with it, are through."""
-        parameters = self._learner.named_parameters()
+        parameters = self._parameters()
         try:
             if self._rank == 0:
                 with opened() as take:

@@ -33,12 +33,14 @@ from qurl_ray.errors import ConfigError, CoordinatorDied, DeadlineExceeded, Qurl
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
+from qurl_ray.policy.adapters import adapters_of
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import Unit, units
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.training.deadlines import Watchdog, collection_deadline, sync_deadline
 from qurl_ray.training.messages import Directive, Start, WeightsWanted
+from qurl_ray.training.rank.adapters import frozen_codes, with_adapters
 from qurl_ray.training.rank.gpu_turns import Turn, Turns
 from qurl_ray.training.rank.host_memory import check_memory, tell_memory
 from qurl_ray.training.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
@@ -74,7 +76,8 @@ def train_loop(context: dict[str, Any]) -> None:
     start = _begin(ask, config.learner.timeout_s + config.rollout.start_limit_s)
     if start.over:
         return
-    spec, sharded = context["spec"], config.learner.backend == "fsdp"
+    spec, lora = context["spec"], config.learner.lora
+    sharded = config.learner.backend == "fsdp" and not lora  # whose codes are made from whole weights
 
     def tell(stage: str) -> None:
         if rank == 0:
@@ -105,11 +108,22 @@ def train_loop(context: dict[str, Any]) -> None:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
     # These two are never quantized, so they are not folded.
     value_body = load(spec) if needs_value_model(config.algorithm) else None
-    reference = load(spec) if config.algorithm.kl_coef else None
+    reference = load(spec) if config.algorithm.kl_coef and not lora else None
     settings = objective_settings(config)
     flow = unified_flow(config, coordinator, quantized)
-    if flow and rank == 0:
+    if flow and rank == 0 and not lora:
         tell_gradients(flow, config, coordinator)
+    device = config.learner.device
+    equalizer = equalizer_for(model, config.quantization, quantized, {rollouts, exported} - {"none"}, device=device)
+    frozen, base = None, ""
+    if lora:
+        with_adapters(model, config)
+        base = files_digest(spec)
+        if value_body:
+            with_adapters(value_body, config)
+        if flow:  # the base is codes
+            frozen = frozen_codes(model, config, flow, quantized, resume)
+            base, flow, equalizer = frozen.record().fingerprint, None, None
     learner = make_learner(
         model,
         config.learner,
@@ -121,9 +135,11 @@ def train_loop(context: dict[str, Any]) -> None:
         reference=reference,
         penalty=penalty(config.algorithm),
         flow=flow,
-        equalizer=equalizer_for(
-            model, config.quantization, quantized, {rollouts, exported} - {"none"}, device=config.learner.device
-        ),
+        equalizer=equalizer,
+        frozen=frozen,
+        adapters=adapters_of(lora) if lora else None,
+        base=base,
+        against_start=lora is not None and config.algorithm.kl_coef > 0,
         calibrate_every=config.algorithm.calibrate_every,
         rows=StoredWeights(spec, model).rows if sharded else None,
     )

@@ -139,6 +139,8 @@ def test_settings_of_the_chat_template_travel_with_every_form_of_a_policy(saver_
 class Gathered:
     """A sharded learner, whose parameters are there only until the next is asked for."""
 
+    adapters = None
+
     def __init__(self, model):
         self._model, self.gathered = model, 0
 
