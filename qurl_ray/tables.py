@@ -292,6 +292,7 @@ ENGINES = Table[EngineEntry](
             reference="qurl_ray.engines.make:vllm_engine",
             help="is vLLM 0.32 with this package's quantization",
             check="qurl_ray.engines.vllm.check:check",
+            adapters=True,
             tensor_parallel=True,
             captures=True,
             graphs_on_cuda=True,

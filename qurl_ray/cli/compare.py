@@ -93,6 +93,7 @@ def _wants_another(names: list[str], folder: Path) -> str:
     rollouts, end, changed = _FULL if quantized else _QUANTIZED
     changes = {
         "precision_flow": "rollout_only" if known.get("precision_flow") not in (None, "rollout_only") else None,
+        "learner.lora.base": "full" if quantized and known.get("learner.lora.base") == "codes" else None,
         "quantization.backward": "auto" if known.get("quantization.backward") not in (None, "auto") else None,
         "algorithm.calibrate_every": 0 if known.get("algorithm.calibrate_every") else None,
         # Corrections are for rollouts of older weights, too.

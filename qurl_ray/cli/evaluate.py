@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 def main(
     run: Annotated[
         Path,
-        typer.Argument(help="A run by its folder or name: its config.yaml has the task, its policy/ is evaluated."),
+        typer.Argument(help="A run by its folder or name, with the task; its policy/ is evaluated, or its adapter/."),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the run's settings.")
     ] = None,
     policy: Annotated[
-        Path | None, typer.Option(help="Evaluate this folder instead of RUN/policy; codes are used as they are.")
+        Path | None, typer.Option(help="Evaluate this folder instead; codes are used as they are.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Take the task from this file instead of RUN/config.yaml.")
@@ -45,6 +45,7 @@ def main(
     All have 95 % intervals. Where every reward is 0 or 1, the mean reward is the share solved and is not repeated.
     """
     from qurl_ray.evaluation.evaluate import evaluate  # torch, seconds of imports
+    from qurl_ray.policy.adapters import is_adapter
 
     find_modules_here()
     with errors_told():
@@ -54,7 +55,7 @@ def main(
             task = bar.add_task("answers judged")
             report = evaluate(
                 settings,
-                policy or run / "policy",
+                policy or (run / "adapter" if is_adapter(run / "adapter") else run / "policy"),
                 quantization=quantization,
                 samples=samples,
                 temperature=temperature,

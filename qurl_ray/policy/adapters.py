@@ -71,7 +71,7 @@ def target_modules(model: nn.Module, adapters: Adapters) -> list[str]:
     }
     chosen: set[str] = set()
     for target in adapters.targets:
-        matches = [n for n in linears if target in (ALL_LINEAR, n) or n.endswith(f".{target}")]
+        matches = [name for name in linears if _matches(name, target)]
         if not matches:
             last = sorted({name.rpartition(".")[2] for name in linears})
             raise ConfigError(
@@ -86,6 +86,15 @@ def target_modules(model: nn.Module, adapters: Adapters) -> list[str]:
                 f"learner.lora.rank={adapters.rank} is more than the rank of {name}, {least}: choose at most {least}"
             )
     return [name for name in linears if name in chosen]
+
+
+def is_target(module: str, adapters: Adapters) -> bool:
+    """Return True if a linear of this name, which is not the head, gets an adapter."""
+    return any(_matches(module, target) for target in adapters.targets)
+
+
+def _matches(module: str, target: str) -> bool:
+    return target in (ALL_LINEAR, module) or module.endswith(f".{target}")
 
 
 def add_adapters(model: nn.Module, adapters: Adapters, *, seed: int = 0) -> list[str]:

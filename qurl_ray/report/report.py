@@ -146,11 +146,15 @@ def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     layers, width = settings.get("model.layers"), settings.get("model.hidden_size")
     shape = f", {layers} layers of {width}" if layers and width else ""
     uaq = finite(settings.get("quantization.uaq_scale"))
+    rank = settings.get("learner.lora.rank")
     facts = {
         "model": joined("model.path") or joined("model.type") + shape,
         "task": joined("task.type", "task.dataset", "task.path", "task.operators"),
         "algorithm": joined("algorithm.type"),
         "flow": joined("precision_flow").replace("_", " "),
+        "adapter": f"LoRA of rank {rank}, over {joined('learner.lora.base').replace('full', 'full precision')}"
+        if rank
+        else "",
         "rollouts": {"none": "full precision"}.get(joined("rollout.quantization"), joined("rollout.quantization")),
         "correction": joined("algorithm.correction.type"),
         "UAQ s": "" if uaq is None else "1 (off)" if uaq == 1 else f"{uaq:g}",

@@ -33,6 +33,7 @@ _TAGS = (
     "accuracy_after_quantized",
     "steps",
     "precision_flow",
+    "adapter",
     "quantization",
     "correction",
     "uaq_scale",

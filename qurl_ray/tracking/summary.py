@@ -76,6 +76,7 @@ ROWS = (
     SummaryLine("rollout speed-up over full precision", "rollout_speedup", _as(".2f", "×")),
     SummaryLine("time by phase", "phase_seconds", _phases),
     SummaryLine("precision flow", "precision_flow", one_line),
+    SummaryLine("adapter", "adapter", one_line),
     SummaryLine("rollout quantization", "quantization", one_line),
     SummaryLine("correction", "correction", one_line),
     SummaryLine("UAQ scale", "uaq_scale", _as("g")),

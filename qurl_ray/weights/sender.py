@@ -74,7 +74,7 @@ class Sender:
             # The objects are the same unless some factors have moved.
             and all(precision.factors[name] is factors for name, factors in before.factors.items())
         )
-        partial = usual and self._learner.adapters is not None and not isinstance(transport, Direct)
+        partial = usual and self._learner.adapters is not None
         self._subset_of = self._version - 1 if partial else None
         self._probed = not usual or self._unprobed + 1 >= self._config.sync.probe_every
         self._unprobed = 0 if self._probed else self._unprobed + 1

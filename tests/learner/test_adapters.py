@@ -57,13 +57,13 @@ def adapted(spec, format_name: str | None, *, equalize: bool = False, lora: Adap
     return learner, quantized
 
 
-def scatter(learner: PolicyLearner, seed: int = 0) -> None:
+def scatter(learner: PolicyLearner, seed: int = 0, scale: float = 0.02) -> None:
     """Give B values, so that the adapters change something."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in learner.named_parameters(trained=True):
             if ".lora_B." in name:
-                value.copy_(torch.randn(value.shape, generator=random) * 0.02)
+                value.copy_(torch.randn(value.shape, generator=random) * scale)
 
 
 def drawn(engine: TorchEngine, tokenizer, version: int) -> list[Trajectory]:

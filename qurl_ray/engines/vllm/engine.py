@@ -12,6 +12,7 @@ mode and CUDA graphs (docs/gpu.md); tensor parallelism was tried on CPUs alone.
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from qurl_ray.engines.requests import check_requests
 from qurl_ray.engines.vllm.server import VllmServer
 from qurl_ray.engines.vllm.shards import TensorShard, join_fingerprints, join_shards
 from qurl_ray.errors import EngineError, QuantizationError, SyncError
+from qurl_ray.policy.adapters import add_adapters
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.logprobs import textless
 from qurl_ray.quant.fingerprint import fingerprint
@@ -88,9 +90,14 @@ class VllmEngine:
         self._context = context_length(spec)
         with torch.device("meta"):
             model = empty_model(spec)
+        if spec.adapters:
+            add_adapters(model, spec.adapters)
+        self._adapters = spec.adapters
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
         self._textless = textless(model)
         self._records: dict[str, TensorRecord] = {}
+        self._before: int | None = None
+        """Version that was held when a direct transport began."""
         self._shared = SharedBuffer(), SharedBuffer()
         self._keeps_base = False
         self._base: dict[str, tuple[np.ndarray, ...]] = {}
@@ -136,6 +143,8 @@ class VllmEngine:
         plugin = {"quant_method": "qurl", "kernel": self._kernel, "fixed": self._fixed}
         if self._fixed:
             plugin |= {"format": format_name, "keep": self._keep}
+        if self._adapters:
+            plugin["adapters"] = asdict(self._adapters)
         overrides = {"hf_overrides": {"quantization_config": plugin}}
         self._server = VllmServer(self._settings | overrides, threads=self._threads, timeout_s=self._timeout_s)
         self._format = format_name
@@ -179,7 +188,7 @@ class VllmEngine:
 
     def begin(self, version: int, format_name: str) -> tuple[str, int]:
         """See engines.protocol.DirectEngine."""
-        self.version = None  # until every tensor is verified
+        self._before, self.version = self.version, None  # until every tensor is verified
         if self._fixed and format_name != self._format:
             raise SyncError(f"version {version} comes in {format_name}, and the engine was made for {self._format}")
         self._base.clear()
@@ -194,6 +203,10 @@ class VllmEngine:
 
     def commit(self, manifest: Manifest) -> None:
         """See engines.protocol.DirectEngine."""
+        if not manifest.complete and self._before != manifest.base_version:
+            raise SyncError(
+                f"version {manifest.version} is a part of {manifest.base_version}, the engine held {self._before}"
+            )
         self._check(manifest)
         try:
             self._check_complete(manifest)
@@ -209,15 +222,18 @@ class VllmEngine:
         self._server.workers("begin")
 
     def _check(self, manifest: Manifest) -> None:
-        self._records = {record.name: record for record in manifest.tensors}
+        came = {record.name: record for record in manifest.tensors}
+        self._records = came if manifest.complete else self._records | came
         if tied := [record.name for record in manifest.tensors if record.tied]:
             raise QuantizationError(f"{tied[0]} cannot be quantized in vLLM, being tied: add it to quantization.keep")
-        self._check_names(set(self._records), manifest.version)
+        self._check_names(set(came), manifest)
 
     def _verify(self, manifest: Manifest, expected: Mapping[str, int]) -> None:
-        """Compare the fingerprint of each tensor, which its workers compute where they hold it, from their shards."""
-        of_ranks = self._server.workers("fingerprints", list(self._shapes.items()))
-        for (name, shape), *pieces in zip(self._shapes.items(), *of_ranks, strict=True):
+        """Compare the fingerprint of each tensor of the version, which its workers compute where they hold it, from
+        their shards."""
+        shapes = [(name, shape) for name, shape in self._shapes.items() if name in expected]
+        of_ranks = self._server.workers("fingerprints", shapes)
+        for (name, shape), *pieces in zip(shapes, *of_ranks, strict=True):
             resident = join_fingerprints(name, shape, self._format_of(name), itertools.chain.from_iterable(pieces))
             if resident != expected[name]:
                 raise SyncError(
@@ -227,10 +243,11 @@ class VllmEngine:
         if not self._server.control("reset_prefix_cache"):
             raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
 
-    def _check_names(self, names: set[str], version: int) -> None:
-        if names != set(self._shapes):
-            missing, extra = sorted(set(self._shapes) - names), sorted(names - set(self._shapes))
-            raise SyncError(f"version {version} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
+    def _check_names(self, names: set[str], manifest: Manifest) -> None:
+        wanted = set(self._shapes) if manifest.complete else {record.name for record in manifest.tensors}
+        missing, extra = sorted(wanted - names), sorted(names - set(self._shapes))
+        if missing or extra:
+            raise SyncError(f"version {manifest.version} is incomplete: missing {missing[:3]}, unexpected {extra[:3]}")
 
     def _place(self, manifest: Manifest, buckets: Iterable[Buffers]) -> dict[str, int]:
         """Send all tensors to the workers, each bucket while they place the one before. Return by name the fingerprint
@@ -257,11 +274,13 @@ class VllmEngine:
                         self._base[name] = tuple(part if part.flags.owndata else part.copy() for part in parts)
         finally:
             placing()
-        self._check_names(set(expected), manifest.version)
+        self._check_names(set(expected), manifest)
         self._check_complete(manifest)
         return expected
 
     def _check_complete(self, manifest: Manifest) -> None:
+        if not manifest.complete:
+            return
         for unplaced in self._server.workers("unplaced"):
             if unplaced:
                 raise SyncError(

@@ -22,9 +22,11 @@ Activations therefore get other codes, mostly finer ones, than without tensor pa
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.linear import (
@@ -47,10 +49,12 @@ from qurl_ray.engines.vllm.kernels import FixedCodes
 from qurl_ray.engines.vllm.shards import TensorShard, cut, fuse
 from qurl_ray.errors import QuantizationError
 from qurl_ray.numerics import products
+from qurl_ray.policy.adapters import is_target
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.linear import weight_max_code as largest_code
 from qurl_ray.quant.quantize import QTensor, concatenate, quantize
+from qurl_ray.types import Adapters
 
 NAME = "qurl"
 
@@ -68,8 +72,11 @@ class QurlLinearMethod(UnquantizedLinearMethod):
 
     supports_pre_processed_weights = False
 
-    def __init__(self, fmt: Format | None, *, tensors: int, emulate: bool, fixed: bool) -> None:
+    def __init__(
+        self, fmt: Format | None, *, tensors: int, emulate: bool, fixed: bool, adapter: "AdapterPlan | None" = None
+    ) -> None:
         super().__init__()
+        self.adapter = adapter
         self.fmt = fmt
         """Format that the layer holds, and that a float checkpoint is quantized to; None for full precision."""
         self.fixed: FixedCodes | None = None
@@ -87,6 +94,9 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        if self.adapter:
+            sizes = output_partition_sizes if self._tensors > 1 else [sum(output_partition_sizes)]
+            self.adapter.attach(layer, sizes, input_size_per_partition, params_dtype)
         if (
             self._fixed
             and self.fmt
@@ -97,8 +107,8 @@ class QurlLinearMethod(UnquantizedLinearMethod):
             layer.output_partition_sizes = output_partition_sizes
             self._fix(layer, self.fmt, input_size_per_partition, params_dtype, torch.empty(0).device)
             return
-        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
-        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+        shapes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *shapes, params_dtype, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         layer.cpu_linear = products.linear  # what the base class calls on CPUs, here without packing
@@ -173,6 +183,10 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         return {linear.kernel or f"emulation of {linear.fmt.name}" for linear in self.held}
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = self._base(layer, x, bias)
+        return self.adapter.plus(layer, x, y) if self.adapter else y
+
+    def _base(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.fixed:
             return self.fixed.multiply(x, bias)
         if not self.held:
@@ -211,6 +225,50 @@ class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
         layer.cpu_linear = products.linear
 
 
+class AdapterMatrix(nn.Module):
+    """One of the two matrices of the adapters of a layer's tensors, one below the other: A [tensors · rank, inputs], B
+    [rows of the tensors, rank]."""
+
+    def __init__(self, layer: Any, tensors: Sequence[int], shape: tuple[int, int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._layer = (layer,)  # no submodule: the layer has this one
+        self.tensors = tuple(tensors)
+        """Indices of those tensors of the layer that have an adapter."""
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+    @property
+    def layer(self) -> Any:
+        """The linear that they are added to."""
+        return self._layer[0]
+
+
+class AdapterPlan:
+    """Adapters of a layer: of some of the tensors that it is fused from. Their memory never moves.
+
+    vLLM's own LoRA is not used: it would hold the versions of adapters as files, and turns compilation off on CPUs.
+    """
+
+    def __init__(self, adapters: Adapters, tensors: Sequence[int]) -> None:
+        self._rank, self._scaling, self._tensors = adapters.rank, adapters.scaling, tuple(tensors)
+        self._rows: list[tuple[int, int]] = []
+
+    def attach(self, layer: Any, sizes: Sequence[int], inputs: int, dtype: torch.dtype) -> None:
+        """Give the layer its matrices, zeros. `sizes` are the rows of its tensors on this rank."""
+        borders = [0, *accumulate(sizes)]
+        self._rows = [(borders[index], borders[index + 1]) for index in self._tensors]
+        rows = sum(stop - start for start, stop in self._rows)
+        layer.lora_A = AdapterMatrix(layer, self._tensors, (len(self._tensors) * self._rank, inputs), dtype)
+        layer.lora_B = AdapterMatrix(layer, self._tensors, (rows, self._rank), dtype)
+
+    def plus(self, layer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return y with the adapters' results added to the rows of their tensors."""
+        lows = products.linear(x, layer.lora_A.weight).split(self._rank, dim=-1)
+        seconds = layer.lora_B.weight.split([stop - start for start, stop in self._rows])
+        for (start, stop), low, second in zip(self._rows, lows, seconds, strict=True):
+            y[..., start:stop] += products.linear(low, second) * self._scaling
+        return y
+
+
 @register_quantization_config(NAME)
 class QurlConfig(QuantizationConfig):
     """Settings of the plugin, under `quantization_config` of a model's config.
@@ -220,6 +278,7 @@ class QurlConfig(QuantizationConfig):
         keep: patterns of checkpoint names that stay in full precision, as in quant/units.py.
         weight_max_code: largest code of weights; None means the largest that the kernel here takes without saturating.
         kernel: "auto" or "emulation", as in the torch engine.
+        adapters: rank, alpha and targets of adapters, as Adapters has them; None for none.
         fixed: codes stay in one format and in memory that never moves, multiplied by vLLM's kernels. None means: on
             CUDA, unless they are emulated.
     """
@@ -231,8 +290,10 @@ class QurlConfig(QuantizationConfig):
         weight_max_code: int | None = None,
         kernel: str = "auto",
         fixed: bool | None = None,
+        adapters: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.adapters = Adapters(**adapters) if adapters else None
         self.keep = tuple(keep)
         self.emulate = kernel == "emulation"
         self.fixed = current_platform.is_cuda() and not self.emulate if fixed is None else fixed
@@ -260,8 +321,15 @@ class QurlConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
-            tensors = len(self._names(prefix))
-            return QurlLinearMethod(self.format_of(prefix), tensors=tensors, emulate=self.emulate, fixed=self.fixed)
+            names = self._names(prefix)
+            plan = None
+            if self.adapters:
+                modules = [name.removesuffix(".weight") for name in names]
+                targeted = [index for index, module in enumerate(modules) if is_target(module, self.adapters)]
+                plan = AdapterPlan(self.adapters, targeted) if targeted else None
+            return QurlLinearMethod(
+                self.format_of(prefix), tensors=len(names), emulate=self.emulate, fixed=self.fixed, adapter=plan
+            )
         if isinstance(layer, VocabParallelEmbedding):
             tied = get_current_vllm_config().model_config.hf_text_config.tie_word_embeddings
             if isinstance(layer, ParallelLMHead) and not tied and self.format_of(prefix):

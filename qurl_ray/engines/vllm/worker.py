@@ -21,7 +21,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from qurl_ray.engines.vllm.plugin import QurlLinearMethod
+from qurl_ray.engines.vllm.plugin import AdapterMatrix, QurlLinearMethod
 from qurl_ray.engines.vllm.shards import Partition, Piece, TensorShard, cut, fingerprint_pieces, local_shards, read
 from qurl_ray.errors import QurlError, SyncError
 from qurl_ray.policy.logprobs import without_text
@@ -240,10 +240,14 @@ class ResidentPolicy:
         shard_id: Any = getattr(marker, "shard_id", None)
         index = {"q": 0, "k": 1, "v": 2}.get(shard_id, shard_id)
         partitions = _partitions(module, value)
+        linear, inner = module, leaf == "weight"  # the columns of an adapter's A are those of its linear
+        if isinstance(module, AdapterMatrix):
+            linear, inner = module.layer, module is module.layer.lora_A
+            index = None if index is None else module.tensors.index(index)
         columns = None
-        if isinstance(module, RowParallelLinear) and leaf == "weight" and module.tp_size > 1:
-            width = module.input_size_per_partition
-            columns = (module.tp_rank * width, (module.tp_rank + 1) * width)
+        if isinstance(linear, RowParallelLinear) and inner and linear.tp_size > 1:
+            width = linear.input_size_per_partition
+            columns = (linear.tp_rank * width, (linear.tp_rank + 1) * width)
         return Place(
             parameter=parameter,
             module=module,
@@ -274,6 +278,11 @@ def encoded(array: np.ndarray) -> EncodedArray:
 def _partitions(module: nn.Module, parameter: torch.Tensor) -> list[Partition]:
     """Return the partitions of which the rows of a module's parameter consist on this rank."""
     rows = _rows(module, parameter)
+    if isinstance(module, AdapterMatrix):
+        if module is module.layer.lora_A:
+            return [Partition.share(rows // len(module.tensors)) for _ in module.tensors]
+        of_layer = _partitions(module.layer, parameter)
+        return [of_layer[tensor] for tensor in module.tensors] if len(of_layer) > 1 else of_layer
     if isinstance(module, VocabParallelEmbedding):
         first = module.shard_indices.org_vocab_start_index
         return [Partition(rows=rows, first=first, total=module.org_vocab_size)]

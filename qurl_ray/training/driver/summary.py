@@ -45,6 +45,7 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
         "rollout_tokens_per_second": sums["rollout/tokens"] / rollout_seconds if rollout_seconds else None,
         "phase_seconds": {phase: sums[f"time/{phase}"] for phase in PHASES},
         "precision_flow": config.precision_flow,
+        **_adapter(config),
         "quantization": config.rollout.quantization,
         "quantized_format": config.evaluated_format,
         "correction": config.algorithm.correction.type,
@@ -53,6 +54,14 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
         "stopped_by_guard": totals.guard_level == Level.STOP,
         "max_rho": totals.max_rho,
     }
+
+
+def _adapter(config: RunConfig) -> dict[str, str]:
+    """A description of the adapters; nothing if all parameters are trained."""
+    if not (lora := config.learner.lora):
+        return {}
+    base = f"{config.rollout.quantization} codes" if lora.base == "codes" else "full precision"
+    return {"adapter": f"LoRA of rank {lora.rank}, α {lora.alpha:g}, on {', '.join(lora.targets)}, over {base}"}
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ from qurl_ray.quant.units import Unit, units
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.training.deadlines import Watchdog, collection_deadline, sync_deadline
 from qurl_ray.training.messages import Directive, Start, WeightsWanted
-from qurl_ray.training.rank.adapters import frozen_codes, with_adapters
+from qurl_ray.training.rank.adapters import frozen_codes, tell_adapters, with_adapters
 from qurl_ray.training.rank.gpu_turns import Turn, Turns
 from qurl_ray.training.rank.host_memory import check_memory, tell_memory
 from qurl_ray.training.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
@@ -124,6 +124,8 @@ def train_loop(context: dict[str, Any]) -> None:
         if flow:  # the base is codes
             frozen = frozen_codes(model, config, flow, quantized, resume)
             base, flow, equalizer = frozen.record().fingerprint, None, None
+        if rank == 0:
+            tell_adapters(model, frozen, coordinator)
     learner = make_learner(
         model,
         config.learner,
