@@ -162,7 +162,7 @@ class Scenario:
     def load_s(self) -> float:
         """Seconds to load a version: once through the network, as a pipeline over nodes, and into the GPUs."""
         shape, precision = self.roofline.shape, self.roofline.precision
-        sent = delta_bytes(shape) if self.delta else sent_bytes(shape, precision)
+        sent = delta_bytes(shape) if self.delta else sent_bytes(shape, precision, Workload())
         nodes = self.gpus > 8
         seconds = (sent / self.network if nodes else 0.0) + sent / self.roofline.gpu.host
         return seconds / CONSTANTS.link

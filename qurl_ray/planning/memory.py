@@ -15,6 +15,9 @@ In the optimizer's step, stages 1 to 3 hold their share of the gradient once mor
 else is in use. In passes they hold buffers of fixed size (below), and stage 3 gathered parameters and gradients that it
 joins before they are reduced. FSDP2 gathers what is outside of blocks for a whole pass, with its gradient, and blocks
 one at a time. benchmarks/planner.py and benchmarks/sharding.py compare this with what is allocated.
+
+With LoRA, the base has neither gradients nor moments: 4 bytes, or one for codes, which every rank holds whole. Adapters
+take 16.
 """
 
 from dataclasses import dataclass, replace
@@ -60,8 +63,12 @@ def learner_stage(learner: LearnerConfig) -> Stage:
     return stages[learner.backend]
 
 
-def state_bytes(shape: Shape, *, ranks: int, stage: Stage) -> float:
+def state_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
     """Bytes of parameters, gradients and moments on each rank."""
+    if work.lora_rank:
+        codes = shape.block_params if work.lora_codes else 0
+        rest = 4 * (shape.params - codes) + 16 * shape.adapter_params(work.lora_rank)
+        return codes + rest / (ranks if stage in (3, "fsdp") else 1)
     whole, shared = _STATES[stage]
     return shape.params * (whole + shared / ranks)
 
@@ -90,7 +97,9 @@ def learner_bytes(
         offloads: it gives up its GPU while it does not learn. At stage 0, DeepSpeed cannot.
         overlaps: gradients are reduced during the backward pass, as on CUDA: stages 1 and 2 take two buffers.
     """
-    params, states = shape.params, state_bytes(shape, ranks=ranks, stage=stage)
+    params, states = shape.params, state_bytes(shape, work, ranks=ranks, stage=stage)
+    if work.lora_rank:
+        return _adapting_bytes(shape, work, states, waits=offloads and stage != 0)
     whole, share = 4 * params, 4 * params / ranks
     logits = 3 * 4 * shape.vocab * work.pass_tokens  # float32, with gradient and log-softmax
     kept = activation_bytes(shape, work) + min(_LOGITS, logits)
@@ -129,14 +138,33 @@ def learner_bytes(
     }
 
 
+def _adapting_bytes(shape: Shape, work: Workload, states: float, *, waits: bool) -> dict[TurnName, float]:
+    """Bytes of a learner whose adapters alone are trained. Codes stay on the GPU in all turns."""
+    codes = shape.block_params if work.lora_codes else 0
+    floats = shape.params - codes
+    logits = 3 * 4 * shape.vocab * work.pass_tokens
+    cast = 2 * (shape.head_params if work.checkpointing else floats) if work.autocast else 0
+    opened = 4 * shape.hidden * shape.intermediate if codes else 0  # a weight that the backward pass dequantizes
+    learning = states * (1 + work.critic) + activation_bytes(shape, work) + min(_LOGITS, logits) + cast + opened
+    resting = float(codes) if waits else learning
+    return {
+        "start": states * (1 + work.critic),
+        "learn": learning,
+        "sync": states if waits else learning,
+        "rollout": resting,
+    }
+
+
 def host_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> float:
     """Bytes of a node's host: every rank there loads the whole models before it shards them, with FSDP2 its share. What
     ranks give up for engines comes later, and so do two copies of what was sent, and a file of the policy
     (policy.save)."""
     here = min(ranks, NODE)
     models = 1 + work.reference + work.critic
-    loading = here * models * 4 * shape.params / (ranks if stage == "fsdp" else 1)
-    running = here * state_bytes(shape, ranks=ranks, stage=stage) * (1 + work.critic) + 2 * 2 * shape.params
+    models = 1 + work.critic if work.lora_rank else models
+    divided = ranks if stage == "fsdp" and not work.lora_rank else 1
+    loading = here * models * 4 * shape.params / divided
+    running = here * state_bytes(shape, work, ranks=ranks, stage=stage) * (1 + work.critic) + 2 * 2 * shape.params
     return max(loading, running + min(4 * shape.params, FILE))
 
 

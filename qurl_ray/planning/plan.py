@@ -221,7 +221,7 @@ def search(
                 rollout=rollout,
                 learn=learn,
                 sync=sync_s(engine, layout, sending),
-                turns=turn_s(engine, layout) if layout.colocated else 0.0,
+                turns=turn_s(engine, layout, work) if layout.colocated else 0.0,
             )
             if best is None or estimate.step < best.step:
                 best = estimate

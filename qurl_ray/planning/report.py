@@ -85,7 +85,7 @@ def _syncs(estimate: StepEstimate) -> dict[str, Any]:
         direct: replace(work, transport=direct),
     }
     return {
-        "full_bytes": sent_bytes(engine.shape, engine.precision),
+        "full_bytes": sent_bytes(engine.shape, engine.precision, work),
         "delta_bytes": delta_bytes(engine.shape),
         "direct": direct,
         "seconds": {name: sync_s(engine, estimate.layout, variant) for name, variant in variants.items()},

@@ -53,6 +53,11 @@ class Shape:
         block += [(self.hidden, wide), (self.hidden, wide), (wide, self.hidden)]
         return Counter(self.layers * block + [(self.hidden, self.vocab)])
 
+    def adapter_params(self, rank: int) -> int:
+        """Number of parameters of LoRA adapters of all linears but the head."""
+        of_blocks = self.linears() - Counter([(self.hidden, self.vocab)])
+        return sum(count * rank * (inputs + outputs) for (inputs, outputs), count in of_blocks.items())
+
     def weight_bytes(self, block_bytes: float) -> float:
         """Bytes of resident weights: `block_bytes` for each weight of the block linears, two for the others."""
         return self.block_params * block_bytes + 2 * (self.params - self.block_params)

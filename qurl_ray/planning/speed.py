@@ -200,10 +200,10 @@ def _learner_rate(shape: Shape, gpu: Gpu, fp8: bool, c: Constants) -> float:
     return gpu.flops["bf16"] * c.learner_flops * (c.learner_fp8 if fp8 else 1)
 
 
-def turn_s(engine: EngineSpec, layout: Layout) -> float:
+def turn_s(engine: EngineSpec, layout: Layout, work: Workload) -> float:
     """Seconds to copy the learner's states and the engine's weights to the host and back, when they take turns.
 
     At stage 0, DeepSpeed moves no states.
     """
-    states = state_bytes(engine.shape, ranks=layout.ranks, stage=layout.stage) if layout.stage else 0.0
+    states = state_bytes(engine.shape, work, ranks=layout.ranks, stage=layout.stage) if layout.stage else 0.0
     return 2 * (states + weights_bytes(engine)) / (engine.gpu.host * engine.constants.link)

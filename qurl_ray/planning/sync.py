@@ -22,8 +22,11 @@ from qurl_ray.planning.workload import Workload
 _OPERATIONS = 30  # on the device, to quantize, move and fingerprint one tensor
 
 
-def sent_bytes(shape: Shape, precision: Precision) -> int:
-    """Bytes of a version on the way: codes of the block linears, without scales, and the rest in bfloat16."""
+def sent_bytes(shape: Shape, precision: Precision, work: Workload) -> int:
+    """Bytes of a version on the way: codes of the block linears, without scales, and the rest in bfloat16; of adapters,
+    in float32 over codes that the learner has, too."""
+    if work.lora_rank:
+        return (4 if work.lora_codes else 2) * shape.adapter_params(work.lora_rank)
     codes = 0 if precision == "bf16" else shape.block_params
     return codes + 2 * (shape.params - codes)
 
@@ -36,9 +39,10 @@ def delta_bytes(shape: Shape, c: Constants = CONSTANTS) -> float:
 def sync_parts(engine: EngineSpec, layout: Layout, work: Workload) -> dict[str, float]:
     """Seconds of each part of a sync of the ranks and engines of a layout, by `work.transport`."""
     shape, gpu, c = engine.shape, engine.gpu, engine.constants
-    codes = 0 if engine.precision == "bf16" else shape.block_params
-    floats, tensors, share = shape.params - codes, 9 * shape.layers + 3, 1 / layout.ranks
-    sent = sent_bytes(shape, engine.precision)
+    params, share = shape.adapter_params(work.lora_rank) if work.lora_rank else shape.params, 1 / layout.ranks
+    codes = 0 if engine.precision == "bf16" or work.lora_rank else shape.block_params
+    floats, tensors = params - codes, (14 if work.lora_rank else 9) * shape.layers + 3
+    sent = sent_bytes(shape, engine.precision, work)
     decoded = codes + 4 * floats  # what engines get and both sides fingerprint: floats are float32 there
     through_host = work.transport == "object_store"
     line = (gpu.link if layout.gpus <= NODE else NETWORK) * c.link
@@ -46,12 +50,12 @@ def sync_parts(engine: EngineSpec, layout: Layout, work: Workload) -> dict[str, 
     launches = tensors * _OPERATIONS * c.launch_s
     calls = math.ceil(sent / work.bucket) * c.call_s
 
-    gather = 4 * shape.params * (1 - share) / line + tensors * c.gather_s
+    gather = 4 * params * (1 - share) / line + tensors * c.gather_s
     gathered = layout.stage in (3, "fsdp") and layout.ranks > 1
     quantized = share if through_host else 1.0  # ipc and nccl: every tensor on each GPU
     parts = {
         "gather": gather if gathered else 0.0,
-        "quantize": quantized * ((4 * shape.params + sent) / device + launches),
+        "quantize": quantized * ((4 * params + sent) / device + launches),
         "copy to the host": share * sent / c.pageable,
         "compare": share * codes / c.compare,
     }
@@ -61,7 +65,7 @@ def sync_parts(engine: EngineSpec, layout: Layout, work: Workload) -> dict[str, 
 
     widened = 4 * floats / c.convert  # bfloat16 to float32, which ranks fingerprint and engines get
     delta = work.sends_changes(nodes=math.ceil(layout.gpus / NODE))
-    travels = delta_bytes(shape, c) if delta else sent
+    travels = min(sent, delta_bytes(shape, c)) if delta else sent
     packed = share * (sent / c.compare + travels / c.changes) if delta else 0.0
     base = decoded / c.copy if delta else 0.0
     return parts | {

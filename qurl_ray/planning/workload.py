@@ -42,6 +42,10 @@ class Workload:
     """True if a value model of the policy's size is trained beside the policy."""
     fp8_learner: bool = False
     """True if the learner's products are FP8, too, when rollouts are FP8 (precision_flow=unified)."""
+    lora_rank: int = 0
+    """Rank of adapters that alone are trained, on all linears; 0 if all parameters are."""
+    lora_codes: bool = False
+    """True if the learner, too, holds the linears as codes of a byte, under adapters."""
     autocast: bool = True
     """True if the learner's passes are in 16 bits (learner.compute)."""
     checkpointing: bool = True
@@ -165,6 +169,8 @@ def configured_workload(config: RunConfig) -> Workload:
         reference=algorithm.kl_coef > 0,
         critic=algorithm.type == "ppo" and algorithm.critic == "separate",
         fp8_learner=config.precision_flow == "unified",
+        lora_rank=learner.lora.rank if learner.lora else 0,
+        lora_codes=config.lora_over_codes,
         autocast=learner.compute != "float32" or learner.device == "cpu",
         checkpointing=learner.gradient_checkpointing,
         transport=cast(TransportName, config.sync.transport),

@@ -291,9 +291,11 @@ def test_a_token_attends_to_half_of_its_sequence():
 
 def test_taking_turns_moves_states_and_weights_twice():
     layout = Layout(placement="colocated", engines=8, tensor_parallel=1, ranks=8, stage=3)
-    sharded = turn_s(engine("int8"), layout)
+    sharded = turn_s(engine("int8"), layout, Workload())
     assert sharded == pytest.approx(2 * (20 * SEVEN.params / 8 + LINEARS + 4 * HEAD) / 64e9)
-    assert turn_s(engine("int8"), replace(layout, stage=0)) == pytest.approx(2 * (LINEARS + 4 * HEAD) / 64e9)
+    assert turn_s(engine("int8"), replace(layout, stage=0), Workload()) == pytest.approx(
+        2 * (LINEARS + 4 * HEAD) / 64e9
+    )
 
 
 def test_an_unknown_gpu_names_the_nearest_and_a_cpu_is_not_planned():

@@ -30,7 +30,7 @@ def check_memory(config: RunConfig, ranks_here: int) -> GpuFit | None:
         return None
     work = replace(work, autocast=learner.compute != "float32")
     # The least that it needs: what collectives and gathered weights take comes on top.
-    states = state_bytes(shape, ranks=learner.workers, stage=learner_stage(learner))
+    states = state_bytes(shape, work, ranks=learner.workers, stage=learner_stage(learner))
     held = states + activation_bytes(shape, work)
     whole = torch.cuda.mem_get_info()[1] if learner.device == "cuda" else psutil.virtual_memory().total / ranks_here
     if held > whole:
