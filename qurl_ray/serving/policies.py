@@ -45,7 +45,7 @@ def pin(config: ServingConfig) -> Pinned:
         return _registered(asked, config)
     if asked is None:
         run = _latest_run(runs_folder(config.output_dir))
-    elif (expanded(asked) / "config.json").is_file():
+    elif holds_policy(expanded(asked)):
         folder = expanded(asked).resolve()
         in_run = (folder.parent / "config.yaml").is_file()
         return _in_folder(folder, folder.parent.name if in_run else folder.name)
@@ -64,11 +64,16 @@ def files_of(pinned: Pinned, config: ServingConfig) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as aside:
         folder = Path(pinned.folder) if pinned.folder else _download(pinned.source, config, aside)
-        if not (folder / "config.json").is_file():
+        if not holds_policy(folder):
             raise ConfigError(f"{pinned.source} holds no policy: config.json is missing")
         _check_files(pinned, folder)
         yield folder
         _check_files(pinned, folder)
+
+
+def holds_policy(folder: Path) -> bool:
+    """Return True if a folder holds a model, or an adapter of one."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def tracking_uri(config: ServingConfig) -> str:

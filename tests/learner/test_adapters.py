@@ -185,6 +185,18 @@ def test_the_gradient_is_that_of_the_dequantized_base(tiny_spec):
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_checkpointing_changes_no_gradient(tiny_spec, packing):
+    """Though nothing before the first adapter has a gradient."""
+
+    def after(**options) -> list[torch.Tensor]:
+        learner, _ = adapted(tiny_spec, "int8", packing=packing, **options)
+        learner.learn(plan(groups(), updates=2, ranks=1, token_budget=100, seed=3, packed=packing)[0])
+        return [value for _, value in learner.named_parameters(trained=True)]
+
+    assert all(map(torch.equal, after(), after(gradient_checkpointing=True)))
+
+
 def test_a_checkpoint_holds_adapters_alone_and_is_refused_over_another_base(tiny_spec, tmp_path):
     learner, _ = adapted(tiny_spec, "int8", equalize=True)
     learner.learn(plan(groups(), updates=2, ranks=1, token_budget=100, seed=3)[0])

