@@ -126,6 +126,9 @@ class Request:
     environment said between them."""
     elsewhere: int = 0
     """Number of those in earlier rows of the trajectory, which prompt_ids does not hold."""
+    adapter: str = ""
+    """Name of the adapter that the engine adds for this request, of those that it holds beside its weights; "" for
+    none."""
     continues: bool = False
     """True if a request that continues this one may follow: an engine may keep its keys and values."""
 

@@ -1,12 +1,13 @@
 """Settings of serving a policy, from YAML plus key=value overrides, and the command line that takes them."""
 
 import ipaddress
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qurl_ray.config.cli import errors_told
 from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
@@ -38,9 +39,13 @@ class ServingConfig(Section):
     """Name of the model for clients; null means the run's or registered model's name. It stays when the policy is
     swapped."""
     quantization: Literal["auto"] | FormatName = "auto"
-    """Number format of the linears: `auto` takes a run's exported codes (policy-int8) if there are any, else what the
-    folder holds; `none` is full precision; `int8`, `fp8`, `fp8_block` and `int4` are the formats of
-    `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
+    """Number format of the linears: `auto` takes a run's adapter over its own codes, or its exported codes
+    (policy-int8), or else what the folder holds; `none` is full precision; `int8`, `fp8`, `fp8_block` and `int4` are
+    the formats of `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
+    adapters: dict[str, str] = {}
+    """Adapters beside the policy, {name: folder in PEFT's layout, or a run}: a request whose `model` is such a name is
+    answered with that adapter, the others with the policy alone. All are of one base model, which is the policy; with
+    policy=null it is theirs, in the codes over which they were trained."""
     slots: int = Field(32, ge=1)
     """Answers that a replica generates at a time."""
     max_length: int | None = Field(None, ge=8)
@@ -91,6 +96,13 @@ class ServingConfig(Section):
             raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
         return self
 
+    @field_validator("adapters")
+    @classmethod
+    def _names_are_plain(cls, adapters: dict[str, str]) -> dict[str, str]:
+        if wrong := next((name for name in adapters if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name)), None):
+            raise ValueError(f"{wrong!r} is no name of a model for clients: letters, digits, dots, slashes, - and _")
+        return adapters
+
     @property
     def most_replicas(self) -> int:
         """Largest number of replicas, `max_replicas` resolved."""
@@ -130,7 +142,8 @@ def resolve_serving(config: ServingConfig) -> ServingConfig:
     """
     resolved = {"output_dir": runs_folder(config.output_dir), "mlflow_uri": known_uri(config.mlflow_uri)}
     policy = config.policy and absolute(config.policy)
-    return config.model_copy(update={**resolved, "policy": policy})
+    adapters = {name: absolute(path) for name, path in config.adapters.items()}
+    return config.model_copy(update={**resolved, "policy": policy, "adapters": adapters})
 
 
 def validated(settings: dict[str, Any], source: str) -> ServingConfig:

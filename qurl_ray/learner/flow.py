@@ -97,7 +97,7 @@ class FrozenCodes:
     """
 
     def __init__(self, model: nn.Module, flow: UnifiedFlow, factors: Mapping[str, Factors], device: str) -> None:
-        self.factors, self._fmt = factors, flow.fmt
+        self.factors = factors
         self._linears: dict[str, QuantizedLinear] = {}
         none = Factors()
         for unit in flow.quantized.values():
@@ -108,6 +108,14 @@ class FrozenCodes:
             self._linears[unit.weight] = frozen
             module.register_parameter("weight", None)  # frees it
             set_forward(module, partial(_frozen, codes=frozen, factors=own))
+        self.record = CodedBase(
+            format=flow.fmt.name,
+            weight_max_code=flow.fmt.weight_max,
+            names=tuple(self._linears),
+            fingerprint=total_fingerprint(fingerprint(*q.parts) for _, q in self.named_codes()),
+            factors=factors,
+        )
+        """Record of the codes, for files."""
 
     def named_codes(self) -> Iterator[tuple[str, QTensor]]:
         """Yield the codes by the names of the parameters whose places they take."""
@@ -117,16 +125,6 @@ class FrozenCodes:
     def save(self, folder: Path) -> None:
         """Write the factors, with which the same codes can be made again."""
         write_factors(folder / EQUALIZATION, self.factors)
-
-    def record(self) -> CodedBase:
-        """Return the record of the codes, for files."""
-        return CodedBase(
-            format=self._fmt.name,
-            weight_max_code=self._fmt.weight_max,
-            names=tuple(self._linears),
-            fingerprint=total_fingerprint(fingerprint(*q.parts) for _, q in self.named_codes()),
-            factors=self.factors,
-        )
 
 
 def _frozen(module: nn.Module, x: torch.Tensor, *, codes: QuantizedLinear, factors: Factors) -> torch.Tensor:

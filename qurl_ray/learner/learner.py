@@ -92,7 +92,7 @@ class PolicyLearner:
         base: str = "",
         calibrate_every: int = 0,
     ) -> None:
-        self._base, self.coded_base = base, frozen.record() if frozen else None
+        self._base, self.coded_base = base, frozen.record if frozen else None
         self._flow, self._equalizer, self._frozen, self.adapters = flow, equalizer, frozen, adapters
         self._policy, self._config, self._settings = policy, config, settings
         self._critic, self._reference, self._penalty = critic, reference, penalty

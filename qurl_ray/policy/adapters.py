@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.config.lora import LoraConfig
 from qurl_ray.errors import ConfigError
@@ -194,11 +195,14 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def save_adapter(folder: Path, saved: SavedAdapter, modules: Iterable[str]) -> None:
+def save_adapter(
+    folder: Path, saved: SavedAdapter, modules: Iterable[str], tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """Write an adapter as peft does, and beside it the record of its codes. The folder is never half written.
 
     Args:
         modules: names of the linears that have an adapter.
+        tokenizer: written, too, if there is one; else the base model's is used.
     """
     adapters = saved.adapters
     last = sorted({name.rpartition(".")[2] for name in modules})
@@ -218,6 +222,8 @@ def save_adapter(folder: Path, saved: SavedAdapter, modules: Iterable[str]) -> N
         (aside / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
         tensors = {_PREFIX + name: value.detach().cpu().contiguous() for name, value in saved.parameters.items()}
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        if tokenizer:
+            tokenizer.save_pretrained(aside)
         if saved.coded:
             record = {name: getattr(saved.coded, name) for name in _RECORDED}
             (aside / _BASE).write_text(json.dumps(record, indent=2) + "\n")
@@ -257,6 +263,26 @@ def read_adapter(folder: Path) -> SavedAdapter:
         parameters={name.removeprefix(_PREFIX): value for name, value in tensors.items()},
         coded=coded,
     )
+
+
+def check_shapes(model: nn.Module, saved: SavedAdapter) -> None:
+    """Check that the linears of a model can have a saved adapter. The model may have other modules in their places.
+
+    Raises:
+        ConfigError: a linear is not there, or is of another shape.
+    """
+    linears = {name: module for name, module in model.named_modules() if hasattr(module, "out_features")}
+    rank = saved.adapters.rank
+    for name, value in saved.parameters.items():
+        path, _, factor = name.removesuffix(".weight").rpartition(".")
+        linear: Any = linears.get(path)
+        inputs = getattr(linear, "in_features", value.shape[-1])  # rows of a fused linear do not say it
+        wanted = (rank, inputs) if factor == ADAPTER_FACTORS[0] else (getattr(linear, "out_features", 0), rank)
+        if factor not in ADAPTER_FACTORS or tuple(value.shape) != wanted:
+            raise ConfigError(
+                f"the adapter has {name} of {tuple(value.shape)}, and the model's linear takes {wanted}: it was "
+                "trained on another base model"
+            )
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -65,7 +65,9 @@ def application(config: ServingConfig, pinned: Pinned, *, name: str) -> serve.Ap
     return ReplicaDeployment.options(
         # Else Serve treats each deployment as new code, and restarts replicas even if only the policy changes.
         _internal=True,
-        version=hashlib.sha256(json.dumps([settings | {"policy": None}, arguments]).encode()).hexdigest()[:16],
+        version=hashlib.sha256(
+            json.dumps([settings | {"policy": None, "adapters": {}}, arguments]).encode()
+        ).hexdigest()[:16],
         user_config=asdict(pinned),
         ray_actor_options={"num_cpus": threads},
         max_ongoing_requests=config.slots + config.queue + _SPARE,
@@ -115,17 +117,19 @@ class App:
             reason = _reason("\n".join([str(error), *told]))
             raise ConfigError(f"{pinned.source} cannot be served: {reason}") from None
 
-    def swap(self, policy: str) -> str:
-        """Swap all replicas to `policy`, given as in the setting, and return a message. Requests continue to be
-        answered, each with one policy.
+    def swap(self, policy: str | None, adapters: dict[str, str]) -> str:
+        """Swap all replicas to `policy` with these adapters beside it, given as in the settings, and return a message.
+        Requests continue to be answered, each with one policy and adapter. None keeps the policy.
 
         Raises:
             ConfigError: the policy was refused; all replicas continue with the old one.
             DeadlineExceeded: the policy was not loaded within start_timeout_s.
         """
-        pinned = pin(self.config.model_copy(update={"policy": policy}))
         began = time.monotonic()
         before = next((status["pinned"] for status in self.statuses()), None)
+        pinned = pin(self.config.model_copy(update={"policy": policy, "adapters": adapters}))
+        if policy is None and before:
+            pinned = replace(Pinned(**before), adapters=pinned.adapters)
         self.deploy(pinned)
         while not (statuses := self.statuses()) or any(status["pinned"] != asdict(pinned) for status in statuses):
             if before and (refused := next((status["refused"] for status in statuses if status["refused"]), None)):
@@ -206,11 +210,11 @@ def metrics_address() -> str:
     return f"http://{here['NodeManagerAddress']}:{here['MetricsExportPort']}/metrics"
 
 
-def swap(record: AppRecord, policy: str) -> str:
+def swap(record: AppRecord, policy: str | None, adapters: dict[str, str]) -> str:
     """Swap a recorded app, from another process than the one that runs it. See App.swap."""
     attach(**_RAY)
     try:
-        return App(config=ServingConfig.model_validate(record.settings), name=record.name).swap(policy)
+        return App(config=ServingConfig.model_validate(record.settings), name=record.name).swap(policy, adapters)
     except (RayError, RayServeException) as error:
         raise ConfigError(f"the swap failed: {_reason(str(error))}") from None
     finally:

@@ -57,7 +57,7 @@ def http_app(service: Service, *, key_digest: str | None) -> ASGIApp:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         served = service.current
-        return {"object": "list", "data": [_model(name, served) for name in (served.name, served.model)]}
+        return {"object": "list", "data": [_model(name, served) for name in served.models]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:

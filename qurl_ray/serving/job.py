@@ -63,11 +63,11 @@ def _dry_run(config: ServingConfig) -> int:
 
 
 def _swap(config: ServingConfig) -> int:
-    if config.policy is None:
-        raise ConfigError("--swap needs policy=…, the policy to swap to")
+    if config.policy is None and not config.adapters:
+        raise ConfigError("--swap needs policy=…, the policy to swap to, or adapters=…, those beside it")
     record = read_record(config.port)
     os.environ |= record.environment
     from qurl_ray.serving.deploy import swap  # Ray reads the environment when it is imported
 
-    typer.echo(swap(record, config.policy))
+    typer.echo(swap(record, config.policy, config.adapters))
     return 0

@@ -1,6 +1,7 @@
 """Resolve the setting `policy` to a policy that stays the same, and that policy to a folder on this machine."""
 
 import hashlib
+import json
 import shlex
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ class Pinned:
     """Absolute path of the folder that holds the files; empty if replicas download them from MLflow."""
     sha256: str = ""
     """SHA-256 of the names and contents of the folder's files, since others may replace them."""
+    adapters: tuple[tuple[str, str, str], ...] = ()
+    """Name for clients, absolute folder and SHA-256 of each adapter beside the policy."""
 
 
 def pin(config: ServingConfig) -> Pinned:
@@ -40,7 +43,25 @@ def pin(config: ServingConfig) -> Pinned:
     Raises:
         ConfigError: there is no such policy, or MLflow cannot be reached.
     """
+    adapters = tuple(_adapter(name, path, config) for name, path in sorted(config.adapters.items()))
     asked = config.policy
+    if asked is None and adapters:
+        first = Path(adapters[0][1])
+        asked = json.loads((first / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return replace(_policy(asked, config), adapters=adapters)
+
+
+def _adapter(name: str, asked: str, config: ServingConfig) -> tuple[str, str, str]:
+    folder = expanded(asked)
+    if not (folder / "adapter_config.json").is_file():
+        folder = run_folder(asked, config.output_dir) / "adapter"
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"adapters.{name}={asked} is neither the folder of an adapter nor of a run that trained one")
+    folder = folder.resolve()
+    return name, str(folder), _sha256(folder)
+
+
+def _policy(asked: str | None, config: ServingConfig) -> Pinned:
     if asked is not None and asked.startswith(MODELS):
         return _registered(asked, config)
     if asked is None:
@@ -66,9 +87,9 @@ def files_of(pinned: Pinned, config: ServingConfig) -> Iterator[Path]:
         folder = Path(pinned.folder) if pinned.folder else _download(pinned.source, config, aside)
         if not holds_policy(folder):
             raise ConfigError(f"{pinned.source} holds no policy: config.json is missing")
-        _check_files(pinned, folder)
+        check_files(pinned.source, folder, pinned.sha256)
         yield folder
-        _check_files(pinned, folder)
+        check_files(pinned.source, folder, pinned.sha256)
 
 
 def holds_policy(folder: Path) -> bool:
@@ -85,11 +106,12 @@ def _in_folder(folder: Path, name: str) -> Pinned:
     return Pinned(source=str(folder), name=name, folder=str(folder), sha256=_sha256(folder))
 
 
-def _check_files(pinned: Pinned, folder: Path) -> None:
-    if pinned.sha256 and _sha256(folder) != pinned.sha256:
+def check_files(source: str, folder: Path, sha256: str) -> None:
+    """Raise ConfigError if a folder's files are not those that were pinned; without a digest they are not looked at."""
+    if sha256 and _sha256(folder) != sha256:
         raise ConfigError(
-            f"the files in {folder} have changed since {pinned.source} was chosen: swap to the policy that is meant "
-            f"(--swap {shlex.quote(f'policy={pinned.source}')} takes it as it is now)"
+            f"the files in {folder} have changed since {source} was chosen: swap to the policy that is meant "
+            f"(--swap {shlex.quote(f'policy={source}')} takes it as it is now)"
         )
 
 
@@ -122,7 +144,10 @@ def _latest_run(folder: Path) -> Path:
 
 
 def _of_run(run: Path, quantization: str) -> Path:
-    """Return the folder of a run's policy in a format: exported codes if there are some, else full precision."""
+    """Return the folder of a run's policy in a format: with "auto", its adapter if it trained one, else exported codes
+    if there are some, else full precision."""
+    if quantization == "auto" and holds_policy(run / "adapter"):
+        return run / "adapter"
     codes = sorted(run.glob("policy-*/config.json"))
     if quantization == "auto" and codes:
         return codes[0].parent

@@ -32,8 +32,8 @@ class Reply:
             "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
             "object": "chat.completion" if self._chat else "text_completion",
             "created": int(time.time()),
-            "model": answer.served.model,
-            "system_fingerprint": f"fp_{answer.served.fingerprint}",
+            "model": answer.adapter.model,
+            "system_fingerprint": f"fp_{answer.adapter.fingerprint}",
         }
 
     async def whole(self) -> dict[str, Any]:

@@ -4,16 +4,18 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.engines.requests import derive_seed
+from qurl_ray.errors import QurlError
 from qurl_ray.serving.choice import AnswerPart, Choice
-from qurl_ray.serving.load import LoadedPolicy
+from qurl_ray.serving.load import LoadedAdapter, LoadedPolicy
 from qurl_ray.serving.meters import AnswerMeter, Meters
 from qurl_ray.serving.prompts import chat_prompt_ids, prompt_ids
 from qurl_ray.serving.protocol import ApiError, ChatRequest, CompletionRequest
@@ -30,13 +32,14 @@ class Served:
     """
 
     def __init__(self, loaded: LoadedPolicy, config: ServingConfig, *, name: str, meters: Meters) -> None:
-        self._config, self._loaded, self.meters = config, loaded, meters
+        self._config, self.loaded, self.meters = config, loaded, meters
         self.name, self.fingerprint, self.tokenizer = name, loaded.fingerprint, loaded.tokenizer
         self.model = f"{name}@{loaded.fingerprint[:8]}"
         """Name of this version of the model: name@fingerprint, shortened."""
         self.created = int(time.time())
         self._tool_format = template_format(loaded.tokenizer)
         self.stream = Stream(loaded.engine, slots=config.slots, queue=config.queue, length=loaded.length)
+        self._adapters: dict[str, ServedAdapter] = {}
         self._uids = itertools.count()
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")  # the event loop does not wait for it
 
@@ -45,10 +48,47 @@ class Served:
         self.stream.close()
         self._encoder.shutdown()
 
-    def check_model(self, asked: str) -> None:
-        """Raise ApiError 404 unless `asked` names this model, or this version of it."""
-        if asked not in (self.name, self.model):
+    @property
+    def models(self) -> dict[str, "ServedAdapter"]:
+        """Adapter of each name that clients may ask for, and of each version of it; that of the policy alone is ""."""
+        alone = ServedAdapter(key="", model=self.model, fingerprint=self.fingerprint)
+        named = {self.name: alone, self.model: alone} | self._adapters
+        return named | {adapter.model: adapter for adapter in self._adapters.values()}
+
+    async def adopt(self, adapters: Mapping[str, LoadedAdapter]) -> None:
+        """Stand these adapters beside the policy, by name, in the place of those before. Requests that run end with the
+        adapter that they began with.
+
+        Raises:
+            QurlError: the engine cannot hold one of them; those before stay.
+        """
+        wanted: dict[str, ServedAdapter] = {}
+        new: list[str] = []
+        try:
+            for name, loaded in adapters.items():
+                model = f"{name}@{loaded.fingerprint[:8]}"
+                if (before := self._adapters.get(name)) and before.model == model:
+                    wanted[name] = before
+                    continue
+                key = f"{model}#{next(self._uids)}"
+                factors = self.loaded.coded.factors if self.loaded.coded else {}
+                await self.stream.put_adapter(key, loaded.saved, factors)
+                new.append(key)
+                wanted[name] = ServedAdapter(key=key, model=model, fingerprint=loaded.fingerprint)
+        except QurlError:
+            for key in new:
+                self.stream.drop_adapter(key)
+            raise
+        kept = {adapter.key for adapter in wanted.values()}
+        gone, self._adapters = [a.key for a in self._adapters.values() if a.key not in kept], wanted
+        for key in gone:
+            self.stream.drop_adapter(key)
+
+    def check_model(self, asked: str) -> "ServedAdapter":
+        """Return the adapter that a name stands for. Raise ApiError 404 if it names no model here."""
+        if (adapter := self.models.get(asked)) is None:
             raise ApiError(404, "no such model: GET /v1/models lists the models", param="model", code="model_not_found")
+        return adapter
 
     async def encode(self, request: ChatRequest | CompletionRequest) -> list[np.ndarray]:
         """Return the prompts of a request as tokens.
@@ -90,32 +130,36 @@ class Served:
             ApiError: 400 if a prompt does not fit the context; 429 if too many answers wait; 503 if the engine is
                 broken.
         """
+        adapter = self.check_model(request.model)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         asks = [
-            Ask(request=self._request(request, prompt, derive_seed("serving", seed, number)), top=request.top)
+            Ask(request=replace(drawn, adapter=adapter.key), top=request.top)
             for prompt in prompts
             for number in range(request.n)  # the seed depends on it alone: additional prompts change nothing
+            for drawn in [self._request(request, prompt, derive_seed("serving", seed, number))]
         ]
         reads_calls = isinstance(request, ChatRequest) and request.callable_tools
         choices = [
             Choice(
                 self.tokenizer,
                 stops=request.stop,
-                stop_ids=self._loaded.stop_ids,
+                stop_ids=self.loaded.stop_ids,
                 logprobs=request.top is not None,
                 calls=self._tool_format if reads_calls else None,
             )
             for _ in asks
         ]
-        return Answer(self.stream.ask(asks), choices, prompt_tokens=sum(map(len, prompts)), served=self)
+        return Answer(
+            self.stream.ask(asks), choices, prompt_tokens=sum(map(len, prompts)), served=self, adapter=adapter
+        )
 
     def _request(self, request: ChatRequest | CompletionRequest, prompt: np.ndarray, seed: int) -> Request:
-        left = self._loaded.length - len(prompt)
+        left = self.loaded.length - len(prompt)
         wanted = request.limit or min(self._config.max_tokens, left)
         if wanted > left or left < 1:
             raise ApiError(
                 400,
-                f"the context has {self._loaded.length} tokens: this prompt has {len(prompt)}, and {max(wanted, 1)} "
+                f"the context has {self.loaded.length} tokens: this prompt has {len(prompt)}, and {max(wanted, 1)} "
                 "were requested for the answer",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
                 code="context_length_exceeded",
@@ -125,17 +169,37 @@ class Served:
             top_p=request.top_p or 1.0,
             top_k=request.top_k,
             max_new_tokens=wanted,
-            stop_ids=self._loaded.stop_ids,
+            stop_ids=self.loaded.stop_ids,
             ignore_eos=request.ignore_eos,
         )
         return Request(uid=str(next(self._uids)), prompt_ids=prompt, seed=seed, sampling=sampling)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapter:
+    """An adapter beside a policy, or none."""
+
+    key: str
+    """Name in the engine, which no other version has; "" for the policy alone."""
+    model: str
+    """Name of this version for clients: name@fingerprint, shortened."""
+    fingerprint: str
+
+
 class Answer:
     """The growing choices of one request."""
 
-    def __init__(self, mailbox: Mailbox, choices: Sequence[Choice], *, prompt_tokens: int, served: Served) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        choices: Sequence[Choice],
+        *,
+        prompt_tokens: int,
+        served: Served,
+        adapter: "ServedAdapter",
+    ) -> None:
         self._mailbox, self._choices, self._prompt_tokens, self.served = mailbox, choices, prompt_tokens, served
+        self.adapter = adapter
 
     @property
     def count(self) -> int:
@@ -153,7 +217,7 @@ class Answer:
         Raises:
             EngineError: the engine has died.
         """
-        meter = AnswerMeter(self.served.meters, self.served.model)
+        meter = AnswerMeter(self.served.meters, self.adapter.model)
         with closing(self._mailbox) as mailbox:
             while not all(choice.finish for choice in self._choices):
                 parts: dict[int, AnswerPart] = {}

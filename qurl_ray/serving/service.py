@@ -2,17 +2,23 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 from qurl_ray.config.serving import ServingConfig
-from qurl_ray.serving.load import LoadedPolicy, load_policy
+from qurl_ray.serving.load import LoadedAdapter, LoadedPolicy, load_policy
 from qurl_ray.serving.meters import Meters
-from qurl_ray.serving.policies import Pinned, files_of
+from qurl_ray.serving.policies import Pinned, check_files, files_of
 from qurl_ray.serving.protocol import ChatRequest, CompletionRequest, unavailable
 from qurl_ray.serving.served import Answer, Served
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Service:
@@ -71,8 +77,15 @@ class Service:
         async with self._swapping:
             if pinned == self._pinned or pinned != self._wanted:  # loaded already, or a later call wants another one
                 return
+            same = self._pinned and replace(pinned, adapters=()) == replace(self._pinned, adapters=())
             try:
+                if same and (current := self._current):
+                    await current.adopt(await self._in_a_thread(partial(self._read, pinned, current.loaded)))
+                    self._pinned = pinned
+                    return
                 loaded = await self._load(pinned)
+                served = Served(loaded, self.config, name=self._name, meters=self._meters)
+                await served.adopt(await self._in_a_thread(partial(self._read, pinned, loaded)))
             except Exception as error:  # of files, libraries, memory: none may end the policy that answers
                 self._refused = f"{type(error).__name__}: {error}"
                 logger.error("cannot load the policy %s: %s", pinned.source, error)
@@ -80,15 +93,27 @@ class Service:
                     raise
                 return
             old, self._pinned = self._current, pinned
-            self._current = Served(loaded, self.config, name=self._name, meters=self._meters)
+            self._current = served
             if old:
                 self._leaving[old] = asyncio.ensure_future(self._leave(old))
+
+    def _read(self, pinned: Pinned, loaded: LoadedPolicy) -> dict[str, LoadedAdapter]:
+        """Read the pinned adapters, which must be as they were pinned, before and after."""
+        adapters = {}
+        for name, folder, sha256 in pinned.adapters:
+            check_files(folder, Path(folder), sha256)
+            adapters[name] = loaded.adapter(Path(folder))
+            check_files(folder, Path(folder), sha256)
+        return adapters
 
     async def _load(self, pinned: Pinned) -> LoadedPolicy:
         def load() -> LoadedPolicy:
             with files_of(pinned, self.config) as folder:
-                return load_policy(folder, self.config)
+                return load_policy(folder, self.config, [Path(folder) for _, folder, _ in pinned.adapters])
 
+        return await self._in_a_thread(load)
+
+    async def _in_a_thread(self, load: Callable[[], T]) -> T:
         # In a thread that ends, and so releases its OpenMP threads. While another thread kept some, there would be more
         # threads than cores, and libgomp would put the engine's to sleep after every operation.
         thread = ThreadPoolExecutor(1, thread_name_prefix="load")

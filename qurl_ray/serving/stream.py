@@ -6,13 +6,15 @@ Stream.ask ──► inbox ──► engine's thread: admit, step ──► news
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from qurl_ray.engines.torch.batch import Draw, OpenBatch
 from qurl_ray.engines.torch.engine import TorchEngine
-from qurl_ray.errors import EngineError
+from qurl_ray.errors import EngineError, QurlError
+from qurl_ray.policy.adapters import SavedAdapter
+from qurl_ray.quant.equalize import Factors
 from qurl_ray.serving.protocol import ApiError, unavailable
 from qurl_ray.types import Finish, Request
 
@@ -65,9 +67,11 @@ class Stream:
         """Error after which the engine cannot be used any more; None while it can."""
         self._last_news = self._loop.time()  # or of the last request while it was idle
         engine.reserve(slots, length)
-        self._inbox: SimpleQueue[Sequence[Ask] | set[str] | None] = SimpleQueue()
-        """Requests, uids of requests to cancel, and None at the end, for the engine's thread. `_engine`, `_batch`,
-        `_unadmitted` and `_uids` belong to this thread alone."""
+        self._inbox: SimpleQueue[Sequence[Ask] | set[str] | Callable[[], None] | None] = SimpleQueue()
+        """Requests, uids of requests to cancel, changes of adapters, and None at the end, for the engine's thread.
+        `_engine`, `_batch`, `_unadmitted`, `_uids` and `_unwanted` belong to this thread alone."""
+        self._unwanted: set[str] = set()
+        """Adapters that are forgotten once no request has them."""
         self._engine = engine
         self._batch = OpenBatch(places=slots, longest=length, version=engine.version)
         self._unadmitted: deque[Ask] = deque()
@@ -112,6 +116,29 @@ class Stream:
         self._inbox.put(asks)
         return mailbox
 
+    async def put_adapter(self, name: str, saved: SavedAdapter, factors: Mapping[str, Factors]) -> None:
+        """Have the engine hold an adapter, between two steps. See TorchEngine.put_adapter; the name is a new one.
+
+        Raises:
+            QurlError: the engine cannot hold it.
+        """
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def put() -> None:
+            try:
+                self._engine.put_adapter(name, saved, factors)
+            except QurlError as error:
+                self._call(done.set_exception, error)
+            else:
+                self._call(done.set_result, None)
+
+        self._inbox.put(put)
+        await done
+
+    def drop_adapter(self, name: str) -> None:
+        """Have the engine forget an adapter, once the requests that have it have ended. No new one may come."""
+        self._inbox.put(lambda: self._unwanted.add(name))
+
     async def drained(self) -> None:
         """Wait until nothing runs, or the engine has died."""
         await self._idle.wait()
@@ -148,6 +175,9 @@ class Stream:
             while (cancelled := self._read()) is not None:
                 admitted = self._admit()
                 self._engine.step(self._batch, admitted, cancelled=cancelled)
+                for name in self._unwanted - {*self._batch.adapters(), *(a.request.adapter for a in self._unadmitted)}:
+                    self._engine.drop_adapter(name)
+                    self._unwanted.discard(name)
                 if not self._batch.finite:
                     raise EngineError("log-probs are not finite: the engine's weights or its kernel are broken")
                 news = []
@@ -169,7 +199,9 @@ class Stream:
                 break
             if item is None:
                 return None
-            if isinstance(item, set):
+            if callable(item):
+                item()
+            elif isinstance(item, set):
                 cancelled |= item
                 if dropped := [ask.request.uid for ask in self._unadmitted if ask.request.uid in item]:
                     self._unadmitted = deque(ask for ask in self._unadmitted if ask.request.uid not in item)

@@ -98,12 +98,14 @@ class FolderPolicy:
     stored: QuantizedPolicy | None
     """Its codes; None if it holds none."""
     adapter: SavedAdapter | None
+    coded: CodedBase | None = None
+    """How its weights become codes; None if that is left to the settings."""
 
     @property
     def held(self) -> str:
         """Format of its linears: "none" in full precision."""
-        if self.adapter and self.adapter.coded:
-            return self.adapter.coded.format
+        if self.coded:
+            return self.coded.format
         return self.stored.fmt.name if self.stored else "none"
 
     def format(self, wanted: str | None) -> str:
@@ -138,12 +140,12 @@ class FolderPolicy:
         if self.adapter:
             add_adapters(model, self.adapter.adapters)
             load_adapter(model, self.adapter, self.folder)
-            if (coded := self.adapter.coded) and quantization == coded.format:
-                engine = make(config.kernel)
-                if coded.weight_max_code > engine.weight_max_code(coded.format):
-                    engine.close()
-                    engine = make("emulation")
-                return engine, adapter_into(engine, model, coded)
+        if self.coded and quantization == self.coded.format:
+            engine = make(config.kernel)
+            if self.coded.weight_max_code > engine.weight_max_code(self.coded.format):
+                engine.close()
+                engine = make("emulation")
+            return engine, coded_into(engine, model, self.coded)
         engine = make(config.kernel)
         return engine, quantize_into(engine, model, quantization, config)
 
@@ -159,7 +161,7 @@ def policy_in(folder: Path, max_length: int | None = None) -> FolderPolicy:
         if not adapter.base:
             raise ConfigError(f"{folder} is an adapter that names no base model (base_model_name_or_path)")
         spec = PolicySpec(source=adapter.base, max_length=max_length, adapters=adapter.adapters)
-        return FolderPolicy(folder=folder, spec=spec, stored=None, adapter=adapter)
+        return FolderPolicy(folder=folder, spec=spec, stored=None, adapter=adapter, coded=adapter.coded)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds no policy: config.json is missing")
     stored = read_quantized(folder) if is_quantized_checkpoint(folder) else None
@@ -203,14 +205,14 @@ def quantize_into(
     return load_into(engine, parameters, fmt, quantized=quantized, unquantized=unquantized)
 
 
-def adapter_into(
+def coded_into(
     engine: Quantizing,
     model: Any,
     coded: CodedBase,
     *,
     unquantized: Unquantized = "float32",
 ) -> Manifest:
-    """Send a model with an adapter that was trained over codes, with these codes of its linears.
+    """Send a model, with its adapter if it has one, in the codes that adapters were trained over.
 
     Raises:
         ConfigError: the base model gives other codes, so it is not the adapter's.

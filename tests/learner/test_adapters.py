@@ -52,7 +52,7 @@ def adapted(spec, format_name: str | None, *, equalize: bool = False, lora: Adap
         total_updates=10,
         frozen=frozen,
         adapters=lora,
-        base=frozen.record().fingerprint if frozen else "full",
+        base=frozen.record.fingerprint if frozen else "full",
     )
     return learner, quantized
 

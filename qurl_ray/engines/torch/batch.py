@@ -36,6 +36,7 @@ class RunningBatch:
         self._kinds: list[SamplingParams] = list(number)
         self._kind = np.array([number[params] for params in unlimited])
         self._row_request = np.zeros(len(requests), dtype=np.int64)
+        self._adapters = [r.adapter for r in requests]
 
     def admit(self, group: list[tuple[int, Request]]) -> torch.Tensor:
         """Give each (request index, request) the next free row; return the row numbers [len(group)]."""
@@ -53,6 +54,10 @@ class RunningBatch:
         """Last drawn token of each running row, int64 [count]."""
         running = self.running()
         return torch.from_numpy(self._tokens[running, self._drawn[running] - 1]).long()
+
+    def adapters(self) -> list[str]:
+        """Name of the adapter of each running row."""
+        return [self._adapters[index] for index in self.running()]
 
     def draw(self, logits_BV: torch.Tensor, first: int = 0) -> None:
         """Draw one token for rows first … count-1 from their logits."""
@@ -177,6 +182,7 @@ class OpenBatch(RunningBatch):
         self._prompt_lengths[place], self._seeds[place] = len(request.prompt_ids), request.seed
         self._limits[place] = request.sampling.max_new_tokens
         self._top[place] = -1 if top is None else top
+        self._adapters[place] = request.adapter
         return place
 
     def draw(self, logits_BV: torch.Tensor, first: int = 0) -> None:

@@ -9,12 +9,14 @@ through transformers (tests/engines/test_decoder.py).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from qurl_ray.engines.torch.adapters import NamedAdapters
 from qurl_ray.engines.torch.slots import SlotCache
 from qurl_ray.engines.torch.weights import RowsOf
 from qurl_ray.numerics.activations import silu
@@ -120,8 +122,11 @@ class _Layer:
 class Decoder:
     """Forward pass of a model. It holds the weights it was built with, so it is rebuilt after each load."""
 
-    def __init__(self, model: PreTrainedModel, ops: Elementwise = Elementwise()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, ops: Elementwise = Elementwise(), named: NamedAdapters | None = None
+    ) -> None:
         base, config = model.base_model, model.config
+        self._named, self._names = named or NamedAdapters(), {module: name for name, module in model.named_modules()}
         self._gated, self._turn = ops.gated, ops.turn
         self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm, ops)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -129,16 +134,46 @@ class Decoder:
         self._layers = [
             _Layer(
                 attention_norm=_norm(layer.input_layernorm, ops),
-                qkv=_next_to_each_other(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                qkv=self._adapted(
+                    _next_to_each_other(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                    layer.self_attn.q_proj,
+                    layer.self_attn.k_proj,
+                    layer.self_attn.v_proj,
+                ),
                 q_norm=_norm(layer.self_attn.q_norm, ops) if hasattr(layer.self_attn, "q_norm") else None,
                 k_norm=_norm(layer.self_attn.k_norm, ops) if hasattr(layer.self_attn, "k_norm") else None,
-                out=as_function(layer.self_attn.o_proj),
+                out=self._adapted(as_function(layer.self_attn.o_proj), layer.self_attn.o_proj),
                 mlp_norm=_norm(layer.post_attention_layernorm, ops),
-                gate_up=_pair(layer.mlp.gate_proj, layer.mlp.up_proj),
-                down=as_function(layer.mlp.down_proj),
+                gate_up=self._adapted_pair(layer.mlp.gate_proj, layer.mlp.up_proj),
+                down=self._adapted(as_function(layer.mlp.down_proj), layer.mlp.down_proj),
             )
             for layer in base.layers
         ]
+
+    def _adapted(self, apply: Apply, *modules: Any) -> Apply:
+        """Return a function that also adds named adapters of these modules, whose results are side by side."""
+        borders = list(pairwise([0, *accumulate(module.out_features for module in modules)]))
+        parts = [(self._names[module], borders[number]) for number, module in enumerate(modules)]
+        named = self._named
+
+        def with_adapters(x: torch.Tensor) -> torch.Tensor:
+            y = apply(x)
+            for name, (start, stop) in parts:
+                named.add(name, x, y[..., start:stop])
+            return y
+
+        return with_adapters
+
+    def _adapted_pair(self, first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        both, names, named = _pair(first, second), (self._names[first], self._names[second]), self._named
+
+        def with_adapters(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            results = both(x)
+            for name, y in zip(names, results, strict=True):
+                named.add(name, x, y)
+            return results
+
+        return with_adapters
 
     def __call__(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache | MaximaRecorder

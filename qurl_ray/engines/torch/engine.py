@@ -16,6 +16,7 @@ import torch
 
 from qurl_ray.engines.protocol import Buffers
 from qurl_ray.engines.requests import check_requests
+from qurl_ray.engines.torch.adapters import NamedAdapters
 from qurl_ray.engines.torch.batch import RunningBatch
 from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
 from qurl_ray.engines.torch.graphs import Capture, DecodeGraphs, why_not
@@ -23,12 +24,13 @@ from qurl_ray.engines.torch.kept import KeptKeys, KeysPool
 from qurl_ray.engines.torch.slots import Fp8SlotCache, SlotCache
 from qurl_ray.engines.torch.weights import EngineWeights
 from qurl_ray.errors import EngineError, StaleWeights
-from qurl_ray.policy.adapters import add_adapters
+from qurl_ray.policy.adapters import SavedAdapter, add_adapters, check_shapes
 from qurl_ray.policy.attention import QUERY_CHUNK
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.logprobs import textless, without_text
 from qurl_ray.policy.settings import head_dim
+from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.types import Completion, Manifest, PolicySpec, Request
@@ -87,6 +89,7 @@ class TorchEngine:
             raise EngineError(reason)
         self._elementwise = compiled(compile) if compile else Elementwise()
         self._decoder: Decoder | None = None
+        self._named = NamedAdapters()
         self._head: Apply
         self._cache: SlotCache | None = None
         self._capture = capture
@@ -112,7 +115,8 @@ class TorchEngine:
         self._kept.clear()
         self._weights.load(manifest, buckets)
         self._steps_of_few = 0
-        self._decoder = Decoder(self._model, self._elementwise) if knows(self._model) else None
+        self._named.clear()
+        self._decoder = Decoder(self._model, self._elementwise, self._named) if knows(self._model) else None
         head, hidden = as_function(self._model.get_output_embeddings()), textless(self._model)
         hidden = None if hidden is None else hidden.to(self._device)  # once: a captured step may copy nothing
         self._head = lambda states: without_text(head(states), hidden)
@@ -120,10 +124,32 @@ class TorchEngine:
             self._cache, self._kv_scales = None, self._measure_cache()
         self.version = manifest.version
 
+    def put_adapter(self, name: str, saved: SavedAdapter, factors: Mapping[str, Factors]) -> None:
+        """Hold an adapter beside the weights, for requests that name it, in the place of one of the same name, which no
+        request may be using. Another load forgets it.
+
+        Args:
+            factors: of equalization, by module, with which the base was loaded.
+
+        Raises:
+            EngineError: this model, or this engine, cannot have adapters by name.
+            ConfigError: the adapter is of a model of another shape.
+        """
+        if self._decoder is None or self._capture:
+            raise EngineError("adapters by name need a model that the engine's decoder knows, and no captured steps")
+        check_shapes(self._model, saved)
+        parameters = dict(equalized(saved.parameters.items(), factors))
+        self._named.put(name, saved, parameters, self._device)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter, which no request may be using."""
+        self._named.drop(name)
+
     @torch.inference_mode()
     def _measure_cache(self) -> Mapping[int, KVScales]:
         """Return the scales of keys and values for the present weights, by layer."""
         ids = calibration_ids(self._model.config)
+        self._named.choose([""])
         recorder = MaximaRecorder(ids)
         self._forward(torch.tensor([ids], device=self._device), self._arange(len(ids))[None], recorder)
         return recorder.scales()
@@ -250,14 +276,16 @@ class TorchEngine:
 
     def _prefill(self, cache: SlotCache, batch: RunningBatch, group: list[tuple[int, Request]]) -> None:
         """Compute each different prompt once, fill a row per request, and draw the first tokens."""
-        prompts = list({r.prompt_ids.tobytes(): r.prompt_ids for _, r in group}.values())
-        place = {prompt.tobytes(): i for i, prompt in enumerate(prompts)}
+        different = {_prompt_key(r): r for _, r in group}
+        prompts = [r.prompt_ids for r in different.values()]
+        place = {key: number for number, key in enumerate(different)}
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = torch.from_numpy(prompt)
-        sources = torch.tensor([place[r.prompt_ids.tobytes()] for _, r in group])
+        sources = torch.tensor([place[_prompt_key(r)] for _, r in group])
         cache.prefill(batch.admit(group), sources)
+        self._named.choose([r.adapter for r in different.values()])
         hidden = self._forward(ids.to(self._device), self._arange(ids.shape[1])[None], cache)
         logits = self._head(hidden[torch.arange(len(prompts)), lengths - 1])
         batch.draw(logits[sources], first=batch.count - len(group))
@@ -277,6 +305,7 @@ class TorchEngine:
         # Keys of padding come to lie behind a row's end, where its next tokens replace them before they are seen.
         positions = (starts[:, None] + torch.arange(ids.shape[1])).clamp(max=cache.length - 1)
         cache.extend(rows[0], positions)
+        self._named.choose([r.adapter for _, r in group])
         hidden = self._forward(ids.to(self._device), positions.to(self._device), cache)
         batch.draw(self._head(hidden[torch.arange(len(group)), lengths - 1]), first=rows[0])
         self._retire(cache, batch)
@@ -290,6 +319,7 @@ class TorchEngine:
             if self._steps_of_few == _PACK_CODES_AFTER:
                 self._weights.pack()
         last, positions = batch.last_tokens(), batch.positions()
+        self._named.choose(batch.adapters())
         if self._graphs:
             hidden = self._graphs(last, positions)
         else:
@@ -312,7 +342,12 @@ class TorchEngine:
         for row, index in batch.finished():
             request, drawn, finish = batch.row_of(index)
             length = len(request.prompt_ids) + len(drawn) - 1  # the last token has no keys yet
-            if request.continues and finish in ("stop", "length") and self._kept.has_room(cache.bytes_of(length)):
+            if (
+                request.continues
+                and not request.adapter
+                and finish in ("stop", "length")
+                and self._kept.has_room(cache.bytes_of(length))
+            ):
                 keys, values = cache.read(row, length)
                 ids = np.concatenate([request.prompt_ids, drawn[:-1]])
                 self._kept.put(request.uid, KeptKeys(token_ids=ids, keys=keys, values=values))
@@ -321,17 +356,22 @@ class TorchEngine:
             cache.move(sources, targets, int(batch.positions().max()) + 1)
 
 
+def _prompt_key(request: Request) -> tuple[str, bytes]:
+    """Return what the keys and values of a prompt depend on."""
+    return request.adapter, request.prompt_ids.tobytes()
+
+
 def _prefill_groups(admitted: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
     """Split requests so that one pass holds at most _PREFILL_TOKENS padded tokens of different prompts."""
     groups: list[list[tuple[int, Request]]] = []
-    different: set[bytes] = set()
+    different: set[tuple[str, bytes]] = set()
     longest = 0
     for item in admitted:
         prompt = item[1].prompt_ids
-        grown, length = different | {prompt.tobytes()}, max(longest, len(prompt))
+        grown, length = different | {_prompt_key(item[1])}, max(longest, len(prompt))
         if not groups or len(grown) * length > _PREFILL_TOKENS:
             groups.append([])
-            grown, length = {prompt.tobytes()}, len(prompt)
+            grown, length = {_prompt_key(item[1])}, len(prompt)
         groups[-1].append(item)
         different, longest = grown, length
     return groups

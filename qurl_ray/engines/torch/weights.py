@@ -38,6 +38,7 @@ class RowsOf(nn.Module):
     def __init__(self, whole: QuantizedLinear, start: int, stop: int) -> None:
         super().__init__()
         self.whole, self.rows = whole, slice(start, stop)
+        self.out_features = stop - start
         # A view: a bias loaded here is the bias that the fused linear adds.
         self.register_buffer("bias", whole.bias[self.rows] if whole.bias is not None else None)
 

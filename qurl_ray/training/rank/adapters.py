@@ -51,7 +51,7 @@ def tell_adapters(model: PreTrainedModel, frozen: FrozenCodes | None, coordinato
     for parameter in model.parameters():
         sizes[parameter.requires_grad] += parameter.numel()
     share, trained = sizes[True] / sum(sizes.values()), sizes[True] / 1e6
-    over = f"{frozen.record().format} codes {frozen.record().fingerprint}" if frozen else "full precision"
+    over = f"{frozen.record.format} codes {frozen.record.fingerprint}" if frozen else "full precision"
     message = f"adapters: {trained:,.1f} M parameters are trained, {share:.1%} of all, over {over}"
     coordinator.tell.remote(Event(kind="info", step=0, message=message))
 

@@ -120,7 +120,7 @@ class Saver:
             saved = SavedAdapter(
                 adapters=adapters, base=self._spec.source, parameters=parameters, coded=self._learner.coded_base
             )
-            save_adapter(folder, saved, target_modules(self._model, adapters))
+            save_adapter(folder, saved, target_modules(self._model, adapters), self._tokenizer)
 
     def _adapter(self) -> dict[str, torch.Tensor]:
         """Return copies of the adapters' matrices by name. Collective."""

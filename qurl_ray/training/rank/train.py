@@ -123,7 +123,7 @@ def train_loop(context: dict[str, Any]) -> None:
             with_adapters(value_body, config)
         if flow:  # the base is codes
             frozen = frozen_codes(model, config, flow, quantized, resume)
-            base, flow, equalizer = frozen.record().fingerprint, None, None
+            base, flow, equalizer = frozen.record.fingerprint, None, None
         if rank == 0:
             tell_adapters(model, frozen, coordinator)
     learner = make_learner(

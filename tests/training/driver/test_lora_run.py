@@ -64,21 +64,28 @@ def test_its_folders_hold_one_policy(adapted):
     for name, value in merged.named_parameters():
         torch.testing.assert_close(value, own[name], rtol=1e-5, atol=1e-6)
     assert (run_dir / "policy-int8" / "config.json").is_file()
-    assert not (run_dir / "checkpoints" / "step-000004").exists()  # ended: the policy is the last
     for folder in (run_dir / "checkpoints").iterdir():
         assert (folder / "adapter" / "adapter_config.json").is_file()
         assert not (folder / "policy").exists()
 
 
 def test_an_adapter_is_served_over_its_own_codes_and_no_others(tmp_path, adapted):
-    config = ServingConfig(policy=str(adapted.run_dir / "adapter"), slots=2)
+    config = ServingConfig(policy=str(adapted.run_dir), slots=2)
     pinned = pin(config)
+    assert pinned.folder == str(adapted.run_dir / "adapter")
     with files_of(pinned, config) as folder:
         loaded = load_policy(folder, config)
     try:
         assert loaded.engine.kernels()  # codes, not full precision
         (answer,) = loaded.engine.generate(
-            [Request(uid="a", prompt_ids=np.array([3, 4], dtype=np.int32), seed=1, sampling=SamplingParams())],
+            [
+                Request(
+                    uid="a",
+                    prompt_ids=np.array([3, 4], dtype=np.int32),
+                    seed=1,
+                    sampling=SamplingParams(max_new_tokens=8),
+                )
+            ],
             version=1,
         )
         assert len(answer.token_ids) > 0
