@@ -34,7 +34,7 @@ SIGNATURES = {
         "info: dict[str, Any] = <factory>) -> None"
     ),
     "Traits": (
-        "(*, deterministic: bool = False, tools: Sequence[dict[str, Any]] = (), "
+        "(*, deterministic: bool = False, tools: Sequence[dict[str, Any]] = (), described: bool = True, "
         "tool_format: Optional[Literal['hermes', 'llama']] = None) -> None"
     ),
     "RunResult": "(*, run_dir: Path, policy: Path | None, summary: dict[str, Any], interrupted: bool) -> None",
