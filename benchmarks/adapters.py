@@ -21,7 +21,7 @@ from cells import Arm, Cell, cell
 from shared import RESULTS, ROOT, machine
 
 from qurl_ray.config import load_config
-from qurl_ray.learner.flow import FrozenCodes, UnifiedFlow
+from qurl_ray.learner.flow import Adaptation, FrozenCodes, UnifiedFlow
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.adapters import add_adapters
 from qurl_ray.policy.gguf import cached_gguf_policy
@@ -60,8 +60,7 @@ def state_bytes(adapters: Adapters | None, *, codes: bool) -> int:
         objective_settings(config),
         temperature=1.0,
         total_updates=1,
-        frozen=frozen,
-        adapters=adapters,
+        adaptation=Adaptation(adapters=adapters, base="", frozen=frozen) if adapters else None,
     )
     backend: Any = learner._policy
     trained = [parameter for parameter in backend.module.parameters() if parameter.requires_grad]

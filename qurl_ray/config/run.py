@@ -172,9 +172,7 @@ class RunConfig(Section):
         """Raise ValueError if another setting contradicts adapters."""
         rollout, learner = self.rollout, self.learner
         if not rollout.engine_entry.adapters:
-            raise ValueError(
-                f"learner.lora: rollout.engine={rollout.engine} takes no adapters: set rollout.engine=torch"
-            )
+            raise ValueError(f"learner.lora: rollout.engine={rollout.engine} takes no adapters: take torch or vllm")
         if self.precision_flow != "rollout_only":
             raise ValueError(
                 f"learner.lora trains through the engines' codes with lora.base=codes: leave precision_flow="

@@ -24,6 +24,7 @@ from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import QTensor, dequantize, quantize
 from qurl_ray.quant.unified import Backward, unified_linear
 from qurl_ray.quant.units import Unit
+from qurl_ray.types import Adapters
 
 EQUALIZATION = "equalization.safetensors"
 """File of a checkpoint with the factors of codes that are made once."""
@@ -117,6 +118,11 @@ class FrozenCodes:
         )
         """Record of the codes, for files."""
 
+    @property
+    def parameters(self) -> int:
+        """Number of weights that are codes."""
+        return sum(linear.out_features * linear.in_features for linear in self._linears.values())
+
     def named_codes(self) -> Iterator[tuple[str, QTensor]]:
         """Yield the codes by the names of the parameters whose places they take."""
         for name, frozen in self._linears.items():
@@ -125,6 +131,17 @@ class FrozenCodes:
     def save(self, folder: Path) -> None:
         """Write the factors, with which the same codes can be made again."""
         write_factors(folder / EQUALIZATION, self.factors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adaptation:
+    """Training of a model's adapters alone."""
+
+    adapters: Adapters
+    base: str
+    """Digest of what is not trained, which must be that of a checkpoint."""
+    frozen: FrozenCodes | None = None
+    """Codes that take the place of the model's weights for good; None if these are in full precision."""
 
 
 def _frozen(module: nn.Module, x: torch.Tensor, *, codes: QuantizedLinear, factors: Factors) -> torch.Tensor:

@@ -30,7 +30,7 @@ from qurl_ray.learner.backend import (
 from qurl_ray.learner.batching import MiniBatch, to_tensors
 from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.equalizer import Equalizer
-from qurl_ray.learner.flow import FlowSwitch, FrozenCodes, UnifiedFlow
+from qurl_ray.learner.flow import Adaptation, FlowSwitch, UnifiedFlow
 from qurl_ray.learner.loss_scale import LossScaled
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
 from qurl_ray.learner.probe import through_codes
@@ -43,7 +43,7 @@ from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.rl.objective import Denominators, ObjectiveSettings, objective
 from qurl_ray.rl.reduce import as_floats, merge
-from qurl_ray.types import Adapters, Completion, Trajectory
+from qurl_ray.types import Completion, Trajectory
 
 _SENTINEL = Trajectory(
     uid="",
@@ -68,9 +68,7 @@ class PolicyLearner:
         penalty: subtracts that KL from rewards; without it, the KL is part of the loss.
         flow: unified flow that the policy computes in; None for full precision.
         equalizer: factors with which the policy's parameters become codes; None for none.
-        frozen: codes that take the place of the policy's weights for good; None for none.
-        adapters: adapters of the policy, if these alone are trained.
-        base: digest of the weights that are not trained, which must be those of a checkpoint.
+        adaptation: training of the policy's adapters alone; None if all parameters are trained.
         calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 means never.
         total_updates: number of updates at which the learning rate has fallen to its final share.
     """
@@ -87,13 +85,14 @@ class PolicyLearner:
         penalty: Penalty | None = None,
         flow: FlowSwitch | None = None,
         equalizer: Equalizer | None = None,
-        frozen: FrozenCodes | None = None,
-        adapters: Adapters | None = None,
-        base: str = "",
+        adaptation: Adaptation | None = None,
         calibrate_every: int = 0,
     ) -> None:
-        self._base, self.coded_base = base, frozen.record if frozen else None
-        self._flow, self._equalizer, self._frozen, self.adapters = flow, equalizer, frozen, adapters
+        self._flow, self._equalizer = flow, equalizer
+        self.adapters = adaptation.adapters if adaptation else None
+        self._base = adaptation.base if adaptation else ""
+        self._frozen = adaptation.frozen if adaptation else None
+        self.coded_base = self._frozen.record if self._frozen else None
         self._policy, self._config, self._settings = policy, config, settings
         self._critic, self._reference, self._penalty = critic, reference, penalty
         self._calibrate_every, self._bounds = calibrate_every, (settings.clip_low, settings.clip_high)
@@ -382,9 +381,7 @@ def make_learner(
     penalty: Penalty | None = None,
     flow: UnifiedFlow | None = None,
     equalizer: Equalizer | None = None,
-    frozen: FrozenCodes | None = None,
-    adapters: Adapters | None = None,
-    base: str = "",
+    adaptation: Adaptation | None = None,
     against_start: bool = False,
     calibrate_every: int = 0,
     rows: ReadRows | None = None,
@@ -402,9 +399,7 @@ def make_learner(
         flow: unified flow of the policy, and of a value head on it; reference and separate value model stay in full
             precision.
         equalizer: factors of the model's codes, made from this model.
-        frozen: codes that take the place of this model's weights for good.
-        adapters: the model's adapters, if these alone are trained.
-        base: digest of the weights that are not trained.
+        adaptation: training of the model's adapters alone.
         against_start: the reference is the model with the adapters that it has now.
         rows: with FSDP2, reads the weights of these models, which then have none.
     """
@@ -442,9 +437,7 @@ def make_learner(
         penalty=penalty,
         flow=switch,
         equalizer=equalizer,
-        frozen=frozen,
-        adapters=adapters,
-        base=base,
+        adaptation=adaptation,
         calibrate_every=calibrate_every,
     )
 

@@ -243,6 +243,7 @@ def read_adapter(folder: Path) -> SavedAdapter:
         coded = None
         if (folder / _BASE).is_file():
             record = json.loads((folder / _BASE).read_text())
+            record["names"] = tuple(record["names"])
             coded = CodedBase(**record, factors=read_factors(folder / _EQUALIZATION))
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise ConfigError(f"{folder} holds no LoRA adapter of PEFT: {type(error).__name__}: {error}") from None

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from qurl_ray.config.quantization import QuantizationConfig
+from qurl_ray.errors import QuantizationError
 from qurl_ray.policy.kv import calibration_ids
 from qurl_ray.quant.equalize import Factors, column_maxima, equalized_sites, factors_of, new_exponents
 from qurl_ray.quant.units import Site, Unit
@@ -63,6 +65,24 @@ def measured_factors(model: PreTrainedModel, quantized: Mapping[str, Unit]) -> M
     with measuring(model, sites, maxima):
         model.base_model(torch.tensor([range_ids(model.config)[:-1]], device=model.device), use_cache=False)
     return factors_from(sites, maxima, model.named_parameters())
+
+
+def configured_factors(
+    model: PreTrainedModel, quantized: Mapping[str, Unit], config: QuantizationConfig, format_name: str
+) -> Mapping[str, Factors]:
+    """Return `measured_factors` if codes of this format are to be equalized, and the architecture is known; else {}.
+
+    Raises:
+        QuantizationError: equalization was asked for, and the architecture is not known.
+    """
+    if not config.equalizes(format_name):
+        return {}
+    try:
+        return measured_factors(model, quantized)
+    except QuantizationError:
+        if config.equalize is True:
+            raise
+        return {}
 
 
 def factors_from(

@@ -7,13 +7,12 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from qurl_ray.config.serving import ServingConfig
 from qurl_ray.engines.requests import derive_seed
-from qurl_ray.errors import QurlError
 from qurl_ray.serving.choice import AnswerPart, Choice
 from qurl_ray.serving.load import LoadedAdapter, LoadedPolicy
 from qurl_ray.serving.meters import AnswerMeter, Meters
@@ -60,7 +59,7 @@ class Served:
         adapter that they began with.
 
         Raises:
-            QurlError: the engine cannot hold one of them; those before stay.
+            Exception: the engine cannot hold one of them; those before stay.
         """
         wanted: dict[str, ServedAdapter] = {}
         new: list[str] = []
@@ -75,7 +74,7 @@ class Served:
                 await self.stream.put_adapter(key, loaded.saved, factors)
                 new.append(key)
                 wanted[name] = ServedAdapter(key=key, model=model, fingerprint=loaded.fingerprint)
-        except QurlError:
+        except Exception:
             for key in new:
                 self.stream.drop_adapter(key)
             raise
@@ -133,10 +132,9 @@ class Served:
         adapter = self.check_model(request.model)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         asks = [
-            Ask(request=replace(drawn, adapter=adapter.key), top=request.top)
+            Ask(request=self._request(request, prompt, derive_seed("serving", seed, number), adapter), top=request.top)
             for prompt in prompts
             for number in range(request.n)  # the seed depends on it alone: additional prompts change nothing
-            for drawn in [self._request(request, prompt, derive_seed("serving", seed, number))]
         ]
         reads_calls = isinstance(request, ChatRequest) and request.callable_tools
         choices = [
@@ -153,7 +151,9 @@ class Served:
             self.stream.ask(asks), choices, prompt_tokens=sum(map(len, prompts)), served=self, adapter=adapter
         )
 
-    def _request(self, request: ChatRequest | CompletionRequest, prompt: np.ndarray, seed: int) -> Request:
+    def _request(
+        self, request: ChatRequest | CompletionRequest, prompt: np.ndarray, seed: int, adapter: "ServedAdapter"
+    ) -> Request:
         left = self.loaded.length - len(prompt)
         wanted = request.limit or min(self._config.max_tokens, left)
         if wanted > left or left < 1:
@@ -172,7 +172,8 @@ class Served:
             stop_ids=self.loaded.stop_ids,
             ignore_eos=request.ignore_eos,
         )
-        return Request(uid=str(next(self._uids)), prompt_ids=prompt, seed=seed, sampling=sampling)
+        uid = str(next(self._uids))
+        return Request(uid=uid, prompt_ids=prompt, seed=seed, sampling=sampling, adapter=adapter.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,8 +84,7 @@ class Service:
                     self._pinned = pinned
                     return
                 loaded = await self._load(pinned)
-                served = Served(loaded, self.config, name=self._name, meters=self._meters)
-                await served.adopt(await self._in_a_thread(partial(self._read, pinned, loaded)))
+                served = await self._served(pinned, loaded)
             except Exception as error:  # of files, libraries, memory: none may end the policy that answers
                 self._refused = f"{type(error).__name__}: {error}"
                 logger.error("cannot load the policy %s: %s", pinned.source, error)
@@ -96,6 +95,16 @@ class Service:
             self._current = served
             if old:
                 self._leaving[old] = asyncio.ensure_future(self._leave(old))
+
+    async def _served(self, pinned: Pinned, loaded: LoadedPolicy) -> Served:
+        """Return the loaded policy with its adapters, ready to answer."""
+        served = Served(loaded, self.config, name=self._name, meters=self._meters)
+        try:
+            await served.adopt(await self._in_a_thread(partial(self._read, pinned, loaded)))
+        except BaseException:
+            await asyncio.to_thread(served.close)
+            raise
+        return served
 
     def _read(self, pinned: Pinned, loaded: LoadedPolicy) -> dict[str, LoadedAdapter]:
         """Read the pinned adapters, which must be as they were pinned, before and after."""

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from qurl_ray.engines.torch.batch import Draw, OpenBatch
 from qurl_ray.engines.torch.engine import TorchEngine
-from qurl_ray.errors import EngineError, QurlError
+from qurl_ray.errors import EngineError
 from qurl_ray.policy.adapters import SavedAdapter
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.serving.protocol import ApiError, unavailable
@@ -61,6 +61,8 @@ class Stream:
         self._slots, self._queue = slots, queue
         self._loop = asyncio.get_running_loop()
         self._owners: dict[str, tuple[Mailbox, int]] = {}
+        self._changes: set[asyncio.Future[None]] = set()
+        """Adapters that the engine is to hold, and does not yet."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.error: Exception | None = None
@@ -120,18 +122,26 @@ class Stream:
         """Have the engine hold an adapter, between two steps. See TorchEngine.put_adapter; the name is a new one.
 
         Raises:
-            QurlError: the engine cannot hold it.
+            Exception: the engine cannot hold it, or has died.
         """
+        if self.error is not None:
+            raise EngineError(f"the engine has died: {self.error}")
         done: asyncio.Future[None] = self._loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            self._changes.discard(done)
+            if not done.done():
+                done.set_exception(error) if error else done.set_result(None)
 
         def put() -> None:
             try:
                 self._engine.put_adapter(name, saved, factors)
-            except QurlError as error:
-                self._call(done.set_exception, error)
+            except Exception as error:
+                self._call(settle, error)
             else:
-                self._call(done.set_result, None)
+                self._call(settle, None)
 
+        self._changes.add(done)
         self._inbox.put(put)
         await done
 
@@ -157,7 +167,11 @@ class Stream:
         self.error = error
         for mailbox, _ in self._owners.values():
             mailbox.fail(error)
+        for change in self._changes:
+            if not change.done():
+                change.set_exception(EngineError(f"the engine has died: {error}"))
         self._owners.clear()
+        self._changes.clear()
         self._idle.set()
 
     # --- in a thread of the caller's -------------------------------------------------------------------------------

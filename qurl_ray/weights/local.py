@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from qurl_ray.config.quantization import QuantizationConfig
-from qurl_ray.errors import ConfigError, QuantizationError
+from qurl_ray.errors import ConfigError
 from qurl_ray.policy.adapters import CodedBase, SavedAdapter, add_adapters, is_adapter, load_adapter, read_adapter
 from qurl_ray.policy.export import QuantizedPolicy, is_quantized_checkpoint, read_quantized
 from qurl_ray.policy.load import load_model, load_tokenizer
-from qurl_ray.policy.ranges import measured_factors
-from qurl_ray.quant.equalize import Factors, equalized
+from qurl_ray.policy.ranges import configured_factors
+from qurl_ray.quant.equalize import equalized
 from qurl_ray.quant.fingerprint import total_fingerprint
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.quantize import QTensor
@@ -194,13 +194,7 @@ def quantize_into(
     """Quantize the linears of a transformers model as configured, and send the whole model. With `quantization` "none",
     no linear is quantized."""
     fmt, quantized = chosen_codes(engine, model, quantization, config.kept(model.config.num_hidden_layers))
-    factors: Mapping[str, Factors] = {}
-    if fmt and config.equalizes(fmt.name):
-        try:
-            factors = measured_factors(model, quantized)  # on random tokens
-        except QuantizationError:
-            if config.equalize is True:
-                raise
+    factors = configured_factors(model, quantized, config, fmt.name) if fmt else {}
     parameters = equalized(model.named_parameters(), factors)
     return load_into(engine, parameters, fmt, quantized=quantized, unquantized=unquantized)
 

@@ -12,7 +12,7 @@ from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.load import load_tokenizer
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.equalize import equalized
-from qurl_ray.types import Adapters, PolicySpec, Trajectory
+from qurl_ray.types import Adapters, PolicySpec
 from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.stream import Publisher, assemble_manifest
 from tests.conftest import requests_for, taken
@@ -21,6 +21,7 @@ from tests.engines.test_vllm_engine import spec as spec  # a fixture
 from tests.engines.test_vllm_engine import tokenizer as tokenizer  # a fixture
 from tests.engines.vllm_process import EngineProcess
 from tests.learner.test_adapters import adapted, scatter
+from tests.learner.test_flow import trajectories
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
 
@@ -55,18 +56,7 @@ def sent(engine, publisher, learner, fmt, version: int, *, subset_of: int | None
 def gaps(engine, learner, tokenizer, version: int) -> np.ndarray:
     """|Δ| between the engine's log-probs and those of the learner's own forward pass."""
     requests = requests_for(tokenizer, 8, 2, max_new_tokens=20, ignore_eos=True)
-    samples = [
-        Trajectory(
-            uid=c.uid,
-            prompt_ids=r.prompt_ids,
-            token_ids=c.token_ids,
-            logprobs=c.logprobs,
-            reward=0.0,
-            advantage=0.0,
-            versions=c.versions,
-        )
-        for r, c in zip(requests, engine.call("generate", requests, version=version), strict=True)
-    ]
+    samples = trajectories(requests, engine.call("generate", requests, version=version), seed=version)
     batch = to_tensors(samples)
     with torch.no_grad():
         own_BT, *_ = learner._policy(batch)

@@ -11,7 +11,7 @@ from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import CheckpointError, SyncError
 from qurl_ray.learner.batching import plan, to_tensors
-from qurl_ray.learner.flow import EQUALIZATION, FrozenCodes, UnifiedFlow
+from qurl_ray.learner.flow import EQUALIZATION, Adaptation, FrozenCodes, UnifiedFlow
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.numerics.products import AdapterFactor
@@ -25,7 +25,7 @@ from qurl_ray.types import Adapters, Trajectory
 from qurl_ray.weights.local import send_into
 from qurl_ray.weights.stream import Publisher
 from tests.conftest import requests_for, taken
-from tests.learner.test_flow import KEEP, SETTINGS
+from tests.learner.test_flow import KEEP, SETTINGS, trajectories
 from tests.learner.test_torch_backend import groups
 from tests.ranks import run_ranks
 
@@ -50,9 +50,7 @@ def adapted(spec, format_name: str | None, *, equalize: bool = False, lora: Adap
         SETTINGS,
         temperature=1.0,
         total_updates=10,
-        frozen=frozen,
-        adapters=lora,
-        base=frozen.record.fingerprint if frozen else "full",
+        adaptation=Adaptation(adapters=lora, base=frozen.record.fingerprint if frozen else "full", frozen=frozen),
     )
     return learner, quantized
 
@@ -68,19 +66,7 @@ def scatter(learner: PolicyLearner, seed: int = 0, scale: float = 0.02) -> None:
 
 def drawn(engine: TorchEngine, tokenizer, version: int) -> list[Trajectory]:
     requests = requests_for(tokenizer, count=6, samples=4)
-    random = np.random.default_rng(version)
-    return [
-        Trajectory(
-            uid=c.uid,
-            prompt_ids=r.prompt_ids,
-            token_ids=c.token_ids,
-            logprobs=c.logprobs,
-            reward=0.0,
-            advantage=float(random.normal()),
-            versions=c.versions,
-        )
-        for c, r in zip(engine.generate(requests, version=version), requests, strict=True)
-    ]
+    return trajectories(requests, engine.generate(requests, version=version), seed=version)
 
 
 @pytest.mark.equal_bits
@@ -232,7 +218,7 @@ def test_the_reference_is_the_policy_with_the_adapters_of_the_start(tiny_spec):
         replace(SETTINGS, kl_coef=0.1),
         temperature=1.0,
         total_updates=10,
-        adapters=LORA,
+        adaptation=Adaptation(adapters=LORA, base="full"),
         against_start=True,
     )
     batch = to_tensors([sample for group in groups() for sample in group])

@@ -56,12 +56,9 @@ def learner_of(model, flow: UnifiedFlow | None, *, settings=SETTINGS, calibrate_
     )
 
 
-def generate(spec, tokenizer, learner, flow: UnifiedFlow, version: int) -> list[Trajectory]:
-    """What an engine with the learner's weights draws, with advantages of either sign."""
-    engine = TorchEngine(spec, slots=16)
-    load_into(engine, learner.named_parameters(), flow.fmt, quantized=flow.quantized, version=version)
-    requests = requests_for(tokenizer, count=6, samples=4)
-    rng = np.random.default_rng(version)
+def trajectories(requests, completions, *, seed: int) -> list[Trajectory]:
+    """Completions as samples, with advantages of either sign."""
+    rng = np.random.default_rng(seed)
     return [
         Trajectory(
             uid=c.uid,
@@ -72,8 +69,16 @@ def generate(spec, tokenizer, learner, flow: UnifiedFlow, version: int) -> list[
             advantage=float(rng.normal()),
             versions=c.versions,
         )
-        for c, r in zip(engine.generate(requests, version=version), requests, strict=True)
+        for c, r in zip(completions, requests, strict=True)
     ]
+
+
+def generate(spec, tokenizer, learner, flow: UnifiedFlow, version: int) -> list[Trajectory]:
+    """What an engine with the learner's weights draws, with advantages of either sign."""
+    engine = TorchEngine(spec, slots=16)
+    load_into(engine, learner.named_parameters(), flow.fmt, quantized=flow.quantized, version=version)
+    requests = requests_for(tokenizer, count=6, samples=4)
+    return trajectories(requests, engine.generate(requests, version=version), seed=version)
 
 
 @pytest.mark.equal_bits

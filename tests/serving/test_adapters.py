@@ -1,8 +1,8 @@
 """Adapters beside one served policy: each answer is that of a server with its adapter alone, whatever else goes on."""
 
 import asyncio
-import contextlib
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,10 @@ from qurl_ray.policy.adapters import SavedAdapter, add_adapters, save_adapter
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.ranges import measured_factors
 from qurl_ray.quant.units import units
-from qurl_ray.serving.meters import Meters
 from qurl_ray.serving.policies import pin
-from qurl_ray.serving.service import Service
 from qurl_ray.types import Adapters, PolicySpec
 from tests.conftest import taken
-from tests.serving.test_service import client_of
+from tests.serving.test_service import client_of, service_of
 
 COUNT = 8
 KEEP = (r"lm_head\.", r"embed_tokens\.")
@@ -59,16 +57,9 @@ def folders(runs, tmp_path_factory) -> dict[str, Path]:
     return {f"a{n}": save(place / f"a{n}", runs / "first" / "policy", n) for n in range(COUNT + 2)}
 
 
-@contextlib.asynccontextmanager
-async def service_of(**settings):
-    config = ServingConfig(**{"slots": 6, "queue": 300} | settings)
-    service = Service(config, name="base", meters=Meters())
-    await service.swap(pin(config))
-    try:
-        yield service
-    finally:
-        await service.current.stream.drained()
-        service.current.close()
+def beside(runs, **settings):
+    """A service of the base policy, unless the settings give one, with room for all requests."""
+    return service_of(runs, **{"policy": None, "slots": 6, "queue": 300} | settings)
 
 
 def request(name: str, number: int) -> dict:
@@ -84,17 +75,15 @@ async def answer(client, asked: dict) -> str:
     return reply.json()["choices"][0]["message"]["content"]
 
 
-async def alone(folder: Path | None, base: Path, asked: list[dict]) -> list[str]:
-    """What a server with one adapter, or none, answers to these requests, one after the other."""
-    settings = {"policy": str(folder)} if folder else {"policy": str(base), "adapters": {}}
-    async with service_of(**settings) as service, client_of(service) as client:
-        return [await answer(client, one | {"model": "base"}) for one in asked]
+async def alone(folder: Path, runs: Path, asked: list[dict]) -> list[str]:
+    """What a server with one adapter answers to these requests, one after the other."""
+    async with beside(runs, policy=str(folder)) as service, client_of(service) as client:
+        return [await answer(client, one | {"model": "policy"}) for one in asked]
 
 
 @pytest.mark.equal_bits
 def test_each_answer_is_that_of_a_server_with_its_adapter_alone(folders, runs):
     """200 requests at random over 8 adapters; two of these are exchanged while requests go on."""
-    base = runs / "first" / "policy"
     names = [f"a{n}" for n in range(COUNT)]
     chosen = random.Random(0)
     plan = [(chosen.choice(names), number) for number in range(200)]
@@ -102,16 +91,16 @@ def test_each_answer_is_that_of_a_server_with_its_adapter_alone(folders, runs):
 
     async def main():
         settings = {"adapters": {name: str(folders[name]) for name in names}}
-        async with service_of(**settings) as service, client_of(service) as client:
+        async with beside(runs, **settings) as service, client_of(service) as client:
             listed = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
-            assert {"base", *names} <= set(listed)
+            assert {"policy", *names} <= set(listed)
             tasks = [asyncio.ensure_future(answer(client, request(name, number))) for name, number in plan[:120]]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await service.swap(pin(service.config.model_copy(update={"adapters": after})))
             assert not all(task.done() for task in tasks), "nothing went on during the exchange"
             tasks += [asyncio.ensure_future(answer(client, request(name, number))) for name, number in plan[120:]]
             answers = await asyncio.gather(*tasks)
-            held = service.current.loaded.engine._named._held
+            held = service.current.loaded.engine._adapters
             await service.current.stream.drained()
             await answer(client, request("a2", 1))  # the step after which what nobody has is forgotten
             assert len(held) == COUNT
@@ -121,7 +110,7 @@ def test_each_answer_is_that_of_a_server_with_its_adapter_alone(folders, runs):
     wanted: dict[int, str] = {}
     for name in folders:
         index = [i for i, (asked, _) in enumerate(plan) if used(asked, i) == name]
-        found = asyncio.run(alone(folders[name], base, [request(*plan[i]) for i in index])) if index else []
+        found = asyncio.run(alone(folders[name], runs, [request(*plan[i]) for i in index])) if index else []
         wanted |= dict(zip(index, found, strict=True))
     assert len(set(answers)) > 100
     assert [answers[i] for i in range(200)] == [wanted[i] for i in range(200)]
@@ -135,11 +124,11 @@ def used(asked: str, number: int) -> str:
 @pytest.mark.equal_bits
 def test_the_policy_alone_is_answered_beside_its_adapters(folders, runs):
     base = runs / "first" / "policy"
-    asked = [request("base", number) for number in range(6)]
+    asked = [request("policy", number) for number in range(6)]
 
     async def main():
         adapters = {"a2": str(folders["a2"])}
-        async with service_of(adapters=adapters) as service, client_of(service) as client:
+        async with beside(runs, adapters=adapters) as service, client_of(service) as client:
             mixed = [answer(client, one) for one in asked] + [answer(client, one | {"model": "a2"}) for one in asked]
             found = await asyncio.gather(*mixed)
             reply = (await client.post("/v1/chat/completions", json=request("a2", 1))).json()
@@ -163,7 +152,7 @@ def test_adapters_of_another_base_or_shape_are_refused_and_the_others_stay(folde
     config = ServingConfig(slots=2, adapters={"a0": str(folders["a0"])})
 
     async def main():
-        async with service_of(adapters=config.adapters) as service, client_of(service) as client:
+        async with beside(runs, adapters=config.adapters) as service, client_of(service) as client:
             before = await answer(client, request("a0", 1))
             await service.swap(pin(config.model_copy(update={"adapters": config.adapters | {"b": str(other)}})))
             assert "was trained over the codes" in str(service.status()["refused"])
@@ -174,9 +163,47 @@ def test_adapters_of_another_base_or_shape_are_refused_and_the_others_stay(folde
     with pytest.raises(ConfigError, match="neither the folder of an adapter nor of a run"):
         pin(ServingConfig(output_dir=runs, adapters={"x": str(runs / "first")}))
     with pytest.raises(ConfigError, match="is an adapter itself"):
-        asyncio.run(alone_with(folders))
+        asyncio.run(alone_with(folders, runs))
 
 
-async def alone_with(folders) -> None:
-    async with service_of(policy=str(folders["a0"]), adapters={"a1": str(folders["a1"])}):
+async def alone_with(folders, runs) -> None:
+    async with beside(runs, policy=str(folders["a0"]), adapters={"a1": str(folders["a1"])}):
         pass
+
+
+@pytest.mark.parametrize("fault", ["the engine cannot", "the engine dies"])
+def test_an_exchange_that_fails_is_told_and_hangs_nowhere(folders, runs, fault):
+    async def main():
+        async with beside(runs, adapters={"a0": str(folders["a0"])}) as service:
+            stream = service.current.stream
+
+            def put(*_) -> None:
+                if fault == "the engine dies":
+                    stream._loop.call_soon_threadsafe(stream._break, RuntimeError("no memory"))
+                    threading.Event().wait(0.5)
+                raise RuntimeError("no memory")
+
+            service.current.loaded.engine.put_adapter = put
+            both = {name: str(folders[name]) for name in ("a0", "a1")}
+            swap = service.swap(pin(service.config.model_copy(update={"adapters": both})))
+            await asyncio.wait_for(swap, 20)
+            assert "no memory" in str(service.status()["refused"])
+            assert "a1" not in service.current.models
+            if fault == "the engine dies":
+                await asyncio.wait_for(service.swap(pin(service.config.model_copy(update={"adapters": both}))), 20)
+                assert "the engine has died" in str(service.status()["refused"])
+
+    asyncio.run(main())
+
+
+def test_a_policy_whose_adapters_are_refused_leaves_no_engine(folders, runs, tmp_path):
+    other = save(tmp_path / "other", runs / "second" / "policy", 0)
+    before = sum(thread.name == "engine" for thread in threading.enumerate())
+
+    async def main():
+        async with beside(runs, adapters={"a": str(folders["a0"]), "b": str(other)}):
+            pass
+
+    with pytest.raises(ConfigError, match="was trained over the codes"):
+        asyncio.run(main())
+    assert sum(thread.name == "engine" for thread in threading.enumerate()) == before

@@ -1,31 +1,54 @@
-"""Adapters by name beside the linears of one base model: each is for some of the rows of a pass.
+"""Adapters beside the linears of a model, in the decoder: its own for all rows of a pass, those by name for some.
 
 A row gets the products of its own adapter alone, and they do not depend on other rows: an answer has the same bits as
 from an engine that holds nothing but its adapter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from qurl_ray.errors import EngineError
 from qurl_ray.numerics.products import ADAPTER_FACTORS, bound
-from qurl_ray.policy.adapters import SavedAdapter
 
 
-class _Adapter:
-    """One adapter, as functions by the names of their linears."""
+class Adapter:
+    """One adapter, as functions by the names of their linears.
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], scaling: float, device: torch.device) -> None:
+    Args:
+        matrices: A and B of each linear. Copies are made: tensors of a file may lie anywhere in memory, and the bits of
+            a product depend on alignment.
+    """
+
+    def __init__(self, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scaling: float) -> None:
+        self._scaling = scaling
+        self._products = {
+            linear: tuple(bound(matrix.clone(), None) for matrix in both) for linear, both in matrices.items()
+        }
+
+    @classmethod
+    def saved(cls, parameters: Mapping[str, torch.Tensor], scaling: float, device: torch.device) -> "Adapter":
+        """Return an adapter from its parameters by name."""
         first, second = (f".{factor}.weight" for factor in ADAPTER_FACTORS)
         linears = [name.removesuffix(first) for name in parameters if name.endswith(first)]
+        matrices = {
+            linear: (parameters[linear + first].to(device), parameters[linear + second].to(device))
+            for linear in linears
+        }
+        return cls(matrices, scaling)
 
-        def product(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-            # Of a copy: tensors of a file may lie anywhere in memory, and the bits of a product depend on alignment.
-            return bound(parameters[name].to(device, copy=True), None)
-
-        self._scaling = scaling
-        self._products = {linear: (product(linear + first), product(linear + second)) for linear in linears}
+    @classmethod
+    def of_model(cls, model: nn.Module) -> "Adapter | None":
+        """Return the adapter whose matrices are parameters of a model; None if it has none."""
+        matrices, scaling = {}, 1.0
+        for name, linear in model.named_modules():
+            if hasattr(linear, "lora_A"):
+                factors: Any = linear
+                matrices[name] = (factors.lora_A.weight, factors.lora_B.weight)
+                scaling = factors.lora_B.scaling
+        return cls(matrices, scaling) if matrices else None
 
     def result(self, linear: str, x: torch.Tensor) -> torch.Tensor | None:
         """Return what is added to a linear's result; None if it has no adapter."""
@@ -35,32 +58,35 @@ class _Adapter:
         return second(first(x)).mul_(self._scaling)
 
 
-class NamedAdapters:
-    """The adapters of an engine, and those that the rows of the present pass have. "" stands for none."""
+class RowAdapters:
+    """The adapters of an engine, and those that the rows of the present pass have: the model's own, if it has one, and
+    for each row one by name; "" stands for none."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Adapter] = {}
-        self._present: list[tuple[_Adapter, torch.Tensor | None]] = []
+        self._own: list[tuple[Adapter, torch.Tensor | None]] = []
+        self._named: dict[str, Adapter] = {}
+        self._present: list[tuple[Adapter, torch.Tensor | None]] = []
         """Adapters of the present pass with their rows; None for all rows."""
 
     def __contains__(self, name: str) -> bool:
-        return not name or name in self._held
+        return not name or name in self._named
 
-    def put(self, name: str, saved: SavedAdapter, parameters: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Hold an adapter, in the place of one of the same name.
+    def __len__(self) -> int:
+        return len(self._named)
 
-        Args:
-            parameters: its matrices, as this engine's weights are scaled (quant.equalize).
-        """
-        self._held[name] = _Adapter(parameters, saved.adapters.scaling, device)
+    def begin(self, model: nn.Module) -> None:
+        """Take the adapter of a model that was loaded, and forget those by name: the base is another one."""
+        own = Adapter.of_model(model)
+        self._own = [(own, None)] if own else []
+        self._named, self._present = {}, self._own
+
+    def put(self, name: str, adapter: Adapter) -> None:
+        """Hold an adapter, in the place of one of the same name."""
+        self._named[name] = adapter
 
     def drop(self, name: str) -> None:
         """Forget an adapter. No row may have it."""
-        del self._held[name]
-
-    def clear(self) -> None:
-        """Forget all adapters: the base is another one."""
-        self._held.clear()
+        del self._named[name]
 
     def choose(self, names: Sequence[str]) -> None:
         """Say which adapter each row of the next pass has.
@@ -68,14 +94,14 @@ class NamedAdapters:
         Raises:
             EngineError: there is none of that name.
         """
-        self._present = []
+        self._present = list(self._own)
         for name in dict.fromkeys(names):
             if name not in self:
                 raise EngineError(f"the engine holds no adapter {name!r}")
             if name:
                 rows = [row for row, other in enumerate(names) if other == name]
                 every = len(rows) == len(names)
-                self._present.append((self._held[name], None if every else torch.tensor(rows)))
+                self._present.append((self._named[name], None if every else torch.tensor(rows)))
 
     def add(self, linear: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the adapters' results to y [rows, …, N], the result of a linear for x [rows, …, K]."""

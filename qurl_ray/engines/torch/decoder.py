@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from qurl_ray.engines.torch.adapters import NamedAdapters
+from qurl_ray.engines.torch.adapters import RowAdapters
 from qurl_ray.engines.torch.slots import SlotCache
 from qurl_ray.engines.torch.weights import RowsOf
 from qurl_ray.numerics.activations import silu
@@ -120,13 +120,20 @@ class _Layer:
 
 
 class Decoder:
-    """Forward pass of a model. It holds the weights it was built with, so it is rebuilt after each load."""
+    """Forward pass of a model. It holds the weights it was built with, so it is rebuilt after each load.
+
+    Args:
+        adapters: added to the results of linears; the model's own alone if absent.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, ops: Elementwise = Elementwise(), named: NamedAdapters | None = None
+        self, model: PreTrainedModel, ops: Elementwise = Elementwise(), adapters: RowAdapters | None = None
     ) -> None:
         base, config = model.base_model, model.config
-        self._named, self._names = named or NamedAdapters(), {module: name for name, module in model.named_modules()}
+        if adapters is None:
+            adapters = RowAdapters()
+            adapters.begin(model)
+        self._adapters, self._names = adapters, {module: name for name, module in model.named_modules()}
         self._gated, self._turn = ops.gated, ops.turn
         self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm, ops)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -151,26 +158,26 @@ class Decoder:
         ]
 
     def _adapted(self, apply: Apply, *modules: Any) -> Apply:
-        """Return a function that also adds named adapters of these modules, whose results are side by side."""
+        """Return a function that also adds the adapters of these modules, whose results are side by side."""
         borders = list(pairwise([0, *accumulate(module.out_features for module in modules)]))
         parts = [(self._names[module], borders[number]) for number, module in enumerate(modules)]
-        named = self._named
+        adapters = self._adapters
 
         def with_adapters(x: torch.Tensor) -> torch.Tensor:
             y = apply(x)
             for name, (start, stop) in parts:
-                named.add(name, x, y[..., start:stop])
+                adapters.add(name, x, y[..., start:stop])
             return y
 
         return with_adapters
 
     def _adapted_pair(self, first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        both, names, named = _pair(first, second), (self._names[first], self._names[second]), self._named
+        both, names, adapters = _pair(first, second), (self._names[first], self._names[second]), self._adapters
 
         def with_adapters(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             results = both(x)
             for name, y in zip(names, results, strict=True):
-                named.add(name, x, y)
+                adapters.add(name, x, y)
             return results
 
         return with_adapters
@@ -220,53 +227,24 @@ def _norm(module: Any, ops: Elementwise) -> _Norm:
 
 
 def as_function(module: Any) -> Apply:
-    """Return a linear, quantized or not, as a function, with the weight and the adapter that it holds now."""
+    """Return a linear, quantized or not, as a function, with the weight that it holds now, and without its adapter."""
     if isinstance(module, QuantizedLinear):
-        base: Apply = partial(QuantizedLinear.forward, module)
-    else:
-        base = bound(module.weight, module.bias)
-    adapter = _adapter(module)
-    return (lambda x: base(x).add_(adapter(x))) if adapter else base
+        return partial(QuantizedLinear.forward, module)
+    return bound(module.weight, module.bias)
 
 
 def _next_to_each_other(*modules: Any) -> Apply:
     """Return a function that computes all outputs in one tensor; by one product if the linears are fused."""
-    if not isinstance(modules[0], RowsOf):
-        calls = [as_function(module) for module in modules]
-        return lambda x: torch.cat([call(x) for call in calls], dim=-1)
-    whole: Apply = modules[0].whole.forward
-    adapters = [(module.rows, adapter) for module in modules if (adapter := _adapter(module))]
-    if not adapters:
-        return whole
-
-    def with_adapters(x: torch.Tensor) -> torch.Tensor:
-        y = whole(x)
-        for rows, adapter in adapters:
-            y[..., rows].add_(adapter(x))
-        return y
-
-    return with_adapters
+    if isinstance(modules[0], RowsOf):
+        return modules[0].whole.forward
+    calls = [as_function(module) for module in modules]
+    return lambda x: torch.cat([call(x) for call in calls], dim=-1)
 
 
 def _pair(first: Any, second: Any) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return a function that computes both outputs; they are views of one product if the linears are fused."""
     if isinstance(first, RowsOf):
-        both = _next_to_each_other(first, second)
-        rows = first.rows.stop
-
-        def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = both(x)
-            return y[..., :rows], y[..., rows:]
-
-        return halves
+        whole = first.whole
+        return lambda x: whole(x).chunk(2, dim=-1)
     calls = as_function(first), as_function(second)
     return lambda x: (calls[0](x), calls[1](x))
-
-
-def _adapter(module: Any) -> Apply | None:
-    """Return the function of a linear's adapter, which is added to its result; None if it has none."""
-    if not hasattr(module, "lora_A"):
-        return None
-    first, second = (bound(factor.weight, None) for factor in (module.lora_A, module.lora_B))
-    scaling = module.lora_B.scaling
-    return lambda x: second(first(x)).mul_(scaling)

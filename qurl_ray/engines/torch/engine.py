@@ -16,7 +16,7 @@ import torch
 
 from qurl_ray.engines.protocol import Buffers
 from qurl_ray.engines.requests import check_requests
-from qurl_ray.engines.torch.adapters import NamedAdapters
+from qurl_ray.engines.torch.adapters import Adapter, RowAdapters
 from qurl_ray.engines.torch.batch import RunningBatch
 from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
 from qurl_ray.engines.torch.graphs import Capture, DecodeGraphs, why_not
@@ -89,7 +89,7 @@ class TorchEngine:
             raise EngineError(reason)
         self._elementwise = compiled(compile) if compile else Elementwise()
         self._decoder: Decoder | None = None
-        self._named = NamedAdapters()
+        self._adapters = RowAdapters()
         self._head: Apply
         self._cache: SlotCache | None = None
         self._capture = capture
@@ -115,8 +115,8 @@ class TorchEngine:
         self._kept.clear()
         self._weights.load(manifest, buckets)
         self._steps_of_few = 0
-        self._named.clear()
-        self._decoder = Decoder(self._model, self._elementwise, self._named) if knows(self._model) else None
+        self._adapters.begin(self._model)
+        self._decoder = Decoder(self._model, self._elementwise, self._adapters) if knows(self._model) else None
         head, hidden = as_function(self._model.get_output_embeddings()), textless(self._model)
         hidden = None if hidden is None else hidden.to(self._device)  # once: a captured step may copy nothing
         self._head = lambda states: without_text(head(states), hidden)
@@ -139,17 +139,17 @@ class TorchEngine:
             raise EngineError("adapters by name need a model that the engine's decoder knows, and no captured steps")
         check_shapes(self._model, saved)
         parameters = dict(equalized(saved.parameters.items(), factors))
-        self._named.put(name, saved, parameters, self._device)
+        self._adapters.put(name, Adapter.saved(parameters, saved.adapters.scaling, self._device))
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter, which no request may be using."""
-        self._named.drop(name)
+        self._adapters.drop(name)
 
     @torch.inference_mode()
     def _measure_cache(self) -> Mapping[int, KVScales]:
         """Return the scales of keys and values for the present weights, by layer."""
         ids = calibration_ids(self._model.config)
-        self._named.choose([""])
+        self._adapters.choose([""])
         recorder = MaximaRecorder(ids)
         self._forward(torch.tensor([ids], device=self._device), self._arange(len(ids))[None], recorder)
         return recorder.scales()
@@ -285,7 +285,7 @@ class TorchEngine:
             ids[row, : len(prompt)] = torch.from_numpy(prompt)
         sources = torch.tensor([place[_prompt_key(r)] for _, r in group])
         cache.prefill(batch.admit(group), sources)
-        self._named.choose([r.adapter for r in different.values()])
+        self._adapters.choose([r.adapter for r in different.values()])
         hidden = self._forward(ids.to(self._device), self._arange(ids.shape[1])[None], cache)
         logits = self._head(hidden[torch.arange(len(prompts)), lengths - 1])
         batch.draw(logits[sources], first=batch.count - len(group))
@@ -305,7 +305,7 @@ class TorchEngine:
         # Keys of padding come to lie behind a row's end, where its next tokens replace them before they are seen.
         positions = (starts[:, None] + torch.arange(ids.shape[1])).clamp(max=cache.length - 1)
         cache.extend(rows[0], positions)
-        self._named.choose([r.adapter for _, r in group])
+        self._adapters.choose([r.adapter for _, r in group])
         hidden = self._forward(ids.to(self._device), positions.to(self._device), cache)
         batch.draw(self._head(hidden[torch.arange(len(group)), lengths - 1]), first=rows[0])
         self._retire(cache, batch)
@@ -319,7 +319,7 @@ class TorchEngine:
             if self._steps_of_few == _PACK_CODES_AFTER:
                 self._weights.pack()
         last, positions = batch.last_tokens(), batch.positions()
-        self._named.choose(batch.adapters())
+        self._adapters.choose(batch.adapters())
         if self._graphs:
             hidden = self._graphs(last, positions)
         else:

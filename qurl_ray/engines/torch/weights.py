@@ -37,17 +37,17 @@ class RowsOf(nn.Module):
 
     def __init__(self, whole: QuantizedLinear, start: int, stop: int) -> None:
         super().__init__()
-        self.whole, self.rows = whole, slice(start, stop)
+        self.whole, self._rows = whole, slice(start, stop)
         self.out_features = stop - start
         # A view: a bias loaded here is the bias that the fused linear adds.
-        self.register_buffer("bias", whole.bias[self.rows] if whole.bias is not None else None)
+        self.register_buffer("bias", whole.bias[self._rows] if whole.bias is not None else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.whole(x)[..., self.rows]
+        return self.whole(x)[..., self._rows]
 
     def of(self, q: QTensor) -> QTensor:
         """Return these rows of `q`, the weight of the fused linear."""
-        return q.cut((self.rows.start, self.rows.stop))
+        return q.cut((self._rows.start, self._rows.stop))
 
 
 class EngineWeights:

@@ -33,14 +33,13 @@ from qurl_ray.errors import ConfigError, CoordinatorDied, DeadlineExceeded, Qurl
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
-from qurl_ray.policy.adapters import adapters_of
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import Unit, units
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.training.deadlines import Watchdog, collection_deadline, sync_deadline
 from qurl_ray.training.messages import Directive, Start, WeightsWanted
-from qurl_ray.training.rank.adapters import frozen_codes, tell_adapters, with_adapters
+from qurl_ray.training.rank.adapters import adaptation, tell_adapters, with_adapters
 from qurl_ray.training.rank.gpu_turns import Turn, Turns
 from qurl_ray.training.rank.host_memory import check_memory, tell_memory
 from qurl_ray.training.rank.objectives import credit, needs_value_model, objective_settings, penalty, tightened
@@ -115,17 +114,15 @@ def train_loop(context: dict[str, Any]) -> None:
         tell_gradients(flow, config, coordinator)
     device = config.learner.device
     equalizer = equalizer_for(model, config.quantization, quantized, {rollouts, exported} - {"none"}, device=device)
-    frozen, base = None, ""
+    prepared = None
     if lora:
-        with_adapters(model, config)
-        base = files_digest(spec)
+        prepared = adaptation(model, spec, config, flow, quantized, resume)
         if value_body:
             with_adapters(value_body, config)
-        if flow:  # the base is codes
-            frozen = frozen_codes(model, config, flow, quantized, resume)
-            base, flow, equalizer = frozen.record.fingerprint, None, None
+        if prepared.frozen:
+            flow = equalizer = None
         if rank == 0:
-            tell_adapters(model, frozen, coordinator)
+            tell_adapters(model, prepared, coordinator)
     learner = make_learner(
         model,
         config.learner,
@@ -138,9 +135,7 @@ def train_loop(context: dict[str, Any]) -> None:
         penalty=penalty(config.algorithm),
         flow=flow,
         equalizer=equalizer,
-        frozen=frozen,
-        adapters=adapters_of(lora) if lora else None,
-        base=base,
+        adaptation=prepared,
         against_start=lora is not None and config.algorithm.kl_coef > 0,
         calibrate_every=config.algorithm.calibrate_every,
         rows=StoredWeights(spec, model).rows if sharded else None,
